@@ -20,11 +20,15 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## train over three hospitals, with and without clipping; write a table and a plot
 	$(BIN)/fedclip demo $(DEMO)
 
+# Modules are compiled once, not in each of the many processes that tests start.
+quick test soak: export PYTHONDONTWRITEBYTECODE =
+
 quick: $(VENV)/.dev  ## run what takes a minute: all behaviours on NumPy, a sample on torch
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" --backends numpy,torch
 
 test: $(VENV)/.dev  ## run the whole test suite
-	$(PY) -m pytest -n $(JOBS) --dist worksteal
+	# One more, as many of these tests wait for processes and sockets.
+	$(PY) -m pytest -n $$(($(JOBS) + 1)) --dist worksteal
 
 engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an environment of their own
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \

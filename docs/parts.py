@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -28,13 +29,19 @@ def rooms(package: Path = PACKAGE) -> dict[str, Path]:
     return found
 
 
+@cache
+def tree(file: Path) -> ast.Module:
+    """Return what a file says, parsed once."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def imports(file: Path, package: Path = PACKAGE) -> Iterator[tuple[int, str]]:
     """Yield line and full name of all that a file imports, within functions too.
 
     A string that is the name of a module counts: such strings are imported when they are needed.
     """
     here = file.relative_to(package.parent).with_suffix("").parts
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -83,7 +90,7 @@ def floors(names: Collection[str], drawn: Collection[Arrow]) -> tuple[dict[str, 
 def summary(path: Path) -> str:
     """Return the first line of the docstring of a file or folder."""
     file = path if path.is_file() else path / "__init__.py"
-    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(tree(file)) or ""
     return text.partition("\n")[0]
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 # TensorFlow and XLA write to stderr at import; must be set before anything imports them.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -42,9 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The same examples each time, however long one takes.
-    settings.register_profile("alike", derandomize=True, deadline=None)
-    settings.load_profile("alike")
+    # The process that only hands out tests needs no hypothesis, whose import takes a second.
+    if not getattr(config.option, "numprocesses", None):
+        from hypothesis import settings
+
+        # The same examples each time, however long one takes.
+        settings.register_profile("alike", derandomize=True, deadline=None)
+        settings.load_profile("alike")
     chosen = config.getoption("--backends").split(",")
     # Read by `helpers`, which is not imported here, as it takes seconds.
     os.environ["FEDCLIP_BACKENDS"] = ",".join(chosen)
@@ -92,6 +95,14 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what stays: tests and frameworks are millions of objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _on_the_cpu() -> None:
+    """Leave a graphics processor to the tests that ask for it."""
+    from declearn.utils import set_device_policy
+
+    set_device_policy(gpu=False)
 
 
 @pytest.fixture

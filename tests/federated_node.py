@@ -172,6 +172,8 @@ def client(name: str, settings: Settings) -> None:
         right = (held[:, 0] > 0).astype(int)
         specs["valid_data"] = InMemoryDataset(held, target=right, expose_classes=True)
         node = fedclip.PrivateFederatedClient(ledger=f"{name}_spent.json", **private, **specs)
+    elif "wanted" in settings:
+        node = fedclip.PersonalFederatedClient(noise=settings["wanted"], **specs)
     else:
         node = RestartedClient(f"{saved}_{name}", **specs) if saved else FederatedClient(**specs)
     node.run()

@@ -35,9 +35,7 @@ def torch_model(seed: int = 0) -> Any:
     """Return a network with a body, BatchNorm and a head, as declearn's model."""
     import torch
     from declearn.model.torch import TorchModel
-    from declearn.utils import set_device_policy
 
-    set_device_policy(gpu=False)
     torch.manual_seed(seed)
     parts = {
         "body": torch.nn.Linear(D, 5),
@@ -55,9 +53,7 @@ def keras_model(seed: int = 0) -> Any:
     """Return the same in Keras."""
     import keras
     from declearn.model.tensorflow import TensorflowModel
-    from declearn.utils import set_device_policy
 
-    set_device_policy(gpu=False)
     keras.utils.set_random_seed(seed)
     layers = keras.layers
     net = keras.Sequential(
@@ -75,9 +71,7 @@ def keras_model(seed: int = 0) -> Any:
 def haiku_model(seed: int = 0) -> Any:
     """Return the same in Haiku, without BatchNorm, which declearn can not train there."""
     from declearn.model.haiku import HaikuModel
-    from declearn.utils import set_device_policy
 
-    set_device_policy(gpu=False)
     model = HaikuModel(_haiku_net, _haiku_loss, seed=seed)
     model.initialize({"features_shape": (D,), "data_type": "float32"})
     return model

@@ -5,24 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgpack
 import numpy as np
 from declearn.main.utils import Checkpointer
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import fedclip.tools.cli
 from fedclip import UpdateNorms
 from fedclip.records import LEARNT, Recorder, RoundRecord
 
+# To build the commands anew takes longer than most of them do.
+built = cache(get_command)
+
 
 def call(*words: object) -> Result:
     """Return what a command of fedclip has come to."""
-    return CliRunner().invoke(fedclip.tools.cli.app, [str(word) for word in words])
+    with mock.patch("typer.testing._get_command", built):
+        return CliRunner().invoke(fedclip.tools.cli.app, [str(word) for word in words])
 
 
 class Node:

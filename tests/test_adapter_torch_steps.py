@@ -25,8 +25,12 @@ from fedclip.adapters.torch import (  # noqa: E402
 )
 
 SGD = torch.optim.SGD
-# Torch puts its hooks into the step of a class when it makes the first of it.
-SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hooked():
+    """Make an optimizer, as torch puts its hooks into the step of a class with the first of it."""
+    SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
 
 
 def build(seed=0):

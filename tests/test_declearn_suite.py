@@ -6,7 +6,7 @@ import tarfile
 from importlib.metadata import version
 
 import pytest
-from helpers import ended
+from helpers import ended, hiding
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,8 @@ def suite(tmp_path_factory):
     return next(folder.glob("declearn-*/test")).parent
 
 
-def test_declearns_tests_pass_for_every_clipper(suite):
+@pytest.mark.parametrize("frameworks", ["torch", pytest.param("all", marks=pytest.mark.soak)])
+def test_declearns_tests_pass_for_every_clipper(suite, frameworks):
     from declearn.optimizer import list_optim_modules, list_optim_regularizers
 
     import fedclip
@@ -45,6 +46,11 @@ def test_declearns_tests_pass_for_every_clipper(suite):
     # `-p fedclip` imports it, and so puts its plug-ins among those that are tested.
     options = ["-v", "-p", "fedclip", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
     files = ["test/optimizer/test_modules.py", "test/optimizer/test_regularizers.py"]
-    said = ended("-m", "pytest", *options, "-k", chosen, *files, cwd=suite).stdout
+    # Others than torch take most of the time; tests/test_testing.py has them all.
+    hidden = None
+    if frameworks == "torch":
+        hidden = hiding("tensorflow", "keras", "jax", "haiku")
+        chosen += " and not ([tensorflow or [jax)"
+    said = ended("-m", "pytest", *options, "-k", chosen, *files, cwd=suite, env=hidden).stdout
     for name in ours:
         assert re.search(rf"\[(numpy-)?{re.escape(name)}\] PASSED", said), name

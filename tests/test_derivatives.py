@@ -17,7 +17,7 @@ NAMES = [*SHAPES]
 STEPS = 7
 ZERO = "enc.weight"
 
-SAMPLE = ("norm-clip-l1", "ema-value-clip", "agc")
+SAMPLE = ("norm-clip-l1", "ema-value-clip")
 
 Trees = list[Any]
 

@@ -125,9 +125,9 @@ def dispatched(call: Callable[[], Any]) -> int:
     [
         (partial(NormClip, 1.0, on_nonfinite="propagate"), 24, 0),
         (partial(NormClip, 1.0), 22, 0),
-        (partial(ZScoreClip, on_nonfinite="propagate"), 63, 0),
-        (partial(ZScoreClip), 61, 0),
-        (EmaClip, 57, 0),
+        (partial(ZScoreClip, on_nonfinite="propagate"), 67, 0),
+        (partial(ZScoreClip), 65, 0),
+        (EmaClip, 58, 0),
         (AdaptiveClip, 79, 0),
         (PercentileNormClip, 83, 0),
         (AutoClip, 99, 0),

@@ -19,7 +19,7 @@ import pytest
 from declearn.main.config import FLOptimConfig
 from declearn.optimizer import Optimizer
 from helpers import BACKENDS, FRAMEWORK_OF, FRAMEWORKS
-from typer.testing import CliRunner
+from report_runs import call
 
 import fedclip
 import fedclip.tools.catalogue
@@ -171,7 +171,7 @@ def run_console(block: Block, where: str) -> None:
         if words[0] not in RUN or (reads and not Path(words[-1]).exists()):
             continue
         words = [word.strip("'\"") for word in words]
-        result = CliRunner().invoke(fedclip.tools.cli.app, words)
+        result = call(*words)
         if shown.strip():
             same = doctest.OutputChecker().check_output(shown, result.output, FLAGS)
             assert same, f"{where}: {command} printed\n{result.output}"

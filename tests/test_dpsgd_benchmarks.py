@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from declearn.utils import set_device_policy
 from dpsgd_wire import seeded
 from helpers import PATIENCE, ended, hiding, require
 from scipy import stats
@@ -25,12 +23,6 @@ from fedclip.tools.check import check_config
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "dp_sgd"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> Iterator[None]:
-    set_device_policy(gpu=False)
-    return
 
 
 # -- the audit ---------------------------------------------------------------------------------
@@ -122,25 +114,33 @@ def test_correlated_noise_has_the_covariance_of_its_factorisation() -> None:
 
 
 # -- the example -------------------------------------------------------------------------------
-def test_the_example_trains_in_processes_and_plots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     require("torch")
-    pytest.importorskip("matplotlib")
     folder = tmp_path / "dp_sgd"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("data", "result", "*.png"))
-    config = folder / "config.toml"
+    monkeypatch.chdir(folder)
+    runpy.run_path("prepare.py")
+    return folder
+
+
+def test_the_example_is_checked(example: Path) -> None:
+    checked = check_config(example / "config.toml")
+    assert checked.ok
+    assert len(checked.notes) == 4
+
+
+# The federation of tests/test_tutorials.py is the same, but for its comparison.
+@pytest.mark.soak
+def test_the_example_trains_in_processes_and_plots(example: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder, config = example, example / "config.toml"
     text = config.read_text().replace("rounds = 10", "rounds = 3")
     config.write_text(text.replace("timeout = 120", f"timeout = {PATIENCE}"))
     # Without noise, of which there is little here, twenty trainings of three rounds came to .75 in
     # the mean, with a deviation of .05, and none below .62; chance is .1.
     client = folder / "client.py"
     client.write_text(client.read_text().replace("(8.0, 1e-5)", "(50.0, 1e-5)"))
-    monkeypatch.chdir(folder)
-    runpy.run_path("prepare.py")
-    checked = check_config(config)
-    assert checked.ok
-    assert len(checked.notes) == 4
     program = """
 import compare
 found = compare.train(50.0)

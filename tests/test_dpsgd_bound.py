@@ -18,7 +18,6 @@ import pytest
 from declearn.aggregator import AveragingAggregator
 from declearn.dataset import InMemoryDataset
 from declearn.optimizer import Optimizer
-from declearn.utils import set_device_policy
 from helpers import require
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -110,11 +109,6 @@ MAKERS: dict[str, tuple[Callable[[], Model], str]] = {
     "torch, float16": (partial(torch_model, "mlp", "float16"), "float16"),
     "torch, bfloat16": (partial(torch_model, "deep", "bfloat16"), "bfloat16"),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> None:
-    set_device_policy(gpu=False)
 
 
 @functools.cache

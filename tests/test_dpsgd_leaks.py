@@ -19,7 +19,7 @@ from declearn.communication.api.backend.actions import ActionMessage, Join, Send
 from declearn.dataset import Dataset, InMemoryDataset
 from declearn.messaging import Error, EvaluationRequest, SerializedMessage, TrainReply
 from declearn.optimizer import Optimizer
-from declearn.utils import access_types_mapping, set_device_policy
+from declearn.utils import access_types_mapping
 from declearn.utils.serialize import json_load, msgpack_load, msgpack_serialize
 from helpers import require
 from test_dpsgd_manager import Silent, client, data, manager, request, train
@@ -38,11 +38,6 @@ torch: Any = require("torch")
 pytest.importorskip("opacus")
 nn = torch.nn
 PAGE = Path(__file__).parents[1] / "docs" / "dp-sgd.md"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> None:
-    set_device_policy(gpu=False)
 
 
 # -- on the wire -------------------------------------------------------------------------------

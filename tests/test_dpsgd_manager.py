@@ -18,7 +18,6 @@ from declearn.messaging import Error, EvaluationRequest, PrivacyRequest, TrainRe
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from declearn.optimizer import Optimizer
 from declearn.training.dp import DPTrainingManager
-from declearn.utils import set_device_policy
 from helpers import require
 
 import fedclip
@@ -35,11 +34,6 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("opacus")
 
 N, D = 60, 5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> None:
-    set_device_policy(gpu=False)
 
 
 def data(n: int = N, d: int = D, seed: int = 0) -> InMemoryDataset:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.utils import set_device_policy
 from helpers import require
 
 from fedclip.dpsgd.clipping import SampleClipping
@@ -19,11 +18,6 @@ pytestmark = pytest.mark.slow
 torch: Any = require("torch")
 nn = torch.nn
 C, N = 0.3, 9
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> None:
-    set_device_policy(gpu=False)
 
 
 def flat(norms: Any) -> Any:

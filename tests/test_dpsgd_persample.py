@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.utils import set_device_policy
 from helpers import require
 
 from fedclip.dpsgd.clipping import SampleClipping
@@ -18,11 +17,6 @@ pytestmark = pytest.mark.slow
 
 C = 0.3
 Model = tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> None:
-    set_device_policy(gpu=False)
 
 
 def rng() -> np.random.Generator:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from declearn.aggregator import AveragingAggregator
 from declearn.optimizer import Optimizer
-from declearn.utils import set_device_policy
 from helpers import require
 from test_dpsgd_manager import request
 
@@ -23,11 +22,6 @@ pytestmark = pytest.mark.slow
 torch: Any = require("torch")
 C = 0.3
 LENGTHS = (2, 5, 3, 5, 2, 7)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> None:
-    set_device_policy(gpu=False)
 
 
 class Sentences(torch.utils.data.Dataset):  # type: ignore[misc]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import socket
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from declearn.dataset.utils import load_data_array
 from federation_runs import PATIENCE, running
 from helpers import ended, hiding
+from report_runs import call
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +35,9 @@ def test_a_private_client_takes_no_part_in_a_run_without_privacy(tmp_path: Path)
     assert "would not be private" in run.said("client_0")
 
 
-def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(tmp_path: Path) -> None:
+def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("opacus")
     folder = tmp_path / "quickrun"
     shutil.copytree(QUICKRUN, folder, ignore=shutil.ignore_patterns("data", "result"))
@@ -48,23 +52,19 @@ def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(tmp_path: 
     )
     config.write_text(text.replace('["norm-clip", { max_norm = 1.0 }]', '"sample-clip"'))
 
-    def call(*command: str) -> str:
-        # Opacus needs torch.
-        env = {**hiding("tensorflow", "jax", "haiku", "keras"), "OMP_NUM_THREADS": "1"}
-        return ended(*command, cwd=folder, env=env).stdout
-
-    call("prepare.py")
+    monkeypatch.chdir(folder)
+    runpy.run_path("prepare.py")
     # One client's records are of persons, with four each.
     (targets,) = folder.glob("data*/client_0/train_target.*")
     lines = len(load_data_array(str(targets)))
     whose = "".join(f"p{i // 4}\n" for i in range(lines))
     targets.with_name("train_persons.csv").write_text(f"person\n{whose}")
-    assert f"client_0: {-(-lines // 4)} persons are protected" in call(
-        "-m", "fedclip", "check", "config.toml"
-    )
-    said = call("-m", "fedclip", "quickrun", "config.toml")
+    assert f"client_0: {-(-lines // 4)} persons are protected" in call("check", config).stdout
+    # Opacus needs torch.
+    env = {**hiding("tensorflow", "jax", "haiku", "keras"), "OMP_NUM_THREADS": "1"}
+    said = ended("-m", "fedclip", "quickrun", "config.toml", env=env).stdout
     assert said.endswith("and what was spent:  fedclip privacy spent result\n")
-    found = json.loads(call("-m", "fedclip", "privacy", "spent", "result", "--json"))
+    found = json.loads(call("privacy", "spent", "result", "--json").stdout)
     assert [one["where"] for one in found] == [f"client_{i}/privacy_spent.json" for i in range(3)]
     assert all(2.9 < one["epsilons"]["pld"] <= 3.0 for one in found)
     assert [one["protects"] for one in found] == ["person", "record", "record"]

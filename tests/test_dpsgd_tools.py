@@ -7,20 +7,20 @@ import io
 import json
 import math
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import report_runs
 from declearn.main.config import FLRunConfig
 from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
-from typer.testing import CliRunner
 
 import fedclip
 from fedclip.dpsgd.calibrate import calibrate
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.ledger import Ledger
-from fedclip.tools.cli import app
 
 ENDS = ["1e-320", "0.5", "inf", "nan", "1e-12", "1e308", "-1", "1", "0", "1e10"]
 
@@ -40,8 +40,7 @@ COMMANDS = [
 pytest.importorskip("dp_accounting")
 
 
-def call(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, ["privacy", *map(str, arguments)])
+call = partial(report_runs.call, "privacy")
 
 
 BUDGET = ("calibrate", "--epsilon", 3, "--rounds", 10, "--records", 400, "--batch-size", 64)
@@ -100,6 +99,31 @@ def test_numbers_that_are_not_allowed_are_named(changed: tuple[Any, ...], said: 
 
 
 # -- spent -------------------------------------------------------------------------------------
+def exported(*arguments: object) -> list[dict[str, str]]:
+    return [*csv.DictReader(io.StringIO(call("spent", *arguments, "--csv", "-").stdout))]
+
+
+@pytest.mark.parametrize(
+    "change", [(), ("--delta", 1e-3), ("--relation", "replace-one")], ids=lambda c: "".join(c[:1])
+)
+@pytest.mark.parametrize("plans", [[(2.0, 0.16)] * 3, [(2.0, 0.16), (3.0, 0.2)]])
+def test_the_last_line_of_an_export_is_what_is_said(
+    plans: list[tuple[float, float]], change: tuple[Any, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "privacy_spent.json"
+    for z, rate in plans:
+        Ledger(9.0, 1e-5, path, data="9 records").reserve(z, rate, 4)
+    rows = exported(path, *change)
+    (found,) = json.loads(call("spent", path, *change, "--json").stdout)
+    order = "rdp at order" if len({*plans}) > 1 else rows[-1]["accountant"]
+    (said,) = (value for name, value in found["epsilons"].items() if name.startswith(order))
+    assert float(rows[-1]["epsilon"]) == said
+    assert [float(row["epsilon"]) for row in rows] == sorted(float(r["epsilon"]) for r in rows)
+    assert {row["mechanism"] for row in rows} == {"Poisson-sampled Gaussian"}
+    assert call("spent", path, *change, "--csv", tmp_path / "s.csv").exit_code == 0
+    assert [*csv.DictReader((tmp_path / "s.csv").read_text().splitlines())] == rows
+
+
 @pytest.mark.slow
 def test_a_ledger_is_read_and_each_accountant_named(tmp_path: Path) -> None:
     path = tmp_path / "result" / "client_0" / "privacy_spent.json"
@@ -124,31 +148,27 @@ def test_a_ledger_is_exported_for_those_who_have_to_answer_for_it(tmp_path: Path
     for z in (2.0, 2.0, 3.0):
         ledger.reserve(z, 1.0, 4)
     (found,) = json.loads(call("spent", path, "--json").stdout)
-    rows = [*csv.DictReader(io.StringIO(call("spent", path, "--csv").stdout))]
     assert [release["steps"] for release in found["releases"]] == [8, 4]
     assert [(e["noise_multiplier"], e["steps"]) for e in found["entries"]] == [
         (2.0, 4),
         (2.0, 4),
         (3.0, 4),
     ]
-    releases = [row for row in rows if row["what"] == "release"]
-    assert {row["data"] for row in releases} == {"400 records, features (3,) float64"}
-    assert {row["versions"] for row in releases} == {f"fedclip {fedclip.__version__}"}
-    assert [float(row["noise_multiplier"]) for row in releases] == [2.0, 2.0, 3.0]
-    totals = {row["accountant"]: float(row["epsilon"]) for row in rows if row["what"] == "total"}
-    assert totals == found["epsilons"]
-    assert totals["closed form"] == ledger.spent
+    rows = exported(path)
+    assert {row["data"] for row in rows} == {"400 records, features (3,) float64"}
+    assert {row["fedclip"] for row in rows} == {fedclip.__version__}
+    assert [(row["turn"], float(row["noise_multiplier"])) for row in rows] == [
+        *(("1", 2.0), ("2", 2.0), ("3", 3.0)),
+    ]
     assert found["versions"]["fedclip"] == fedclip.__version__
-    assert f"dp-accounting {found['versions']['dp-accounting']}" in rows[-1]["versions"]
     assert "of 400 records, features (3,) float64" in call("spent", path).stdout
-    assert call("spent", path, "--csv", "--json").exit_code == 2
+    assert call("spent", path, "--csv", "-", "--json").exit_code == 2
 
 
 def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> None:
     path = tmp_path / "=1.json"
     Ledger(9.0, 1e-5, path, data='=HYPERLINK("x"),\n').reserve(2.0, 1.0, 4)
-    text = call("spent", path, "--csv").stdout
-    for row in csv.DictReader(io.StringIO(text)):
+    for row in exported(path):
         assert row["where"] == "'=1.json"
         assert row["data"] in ("", '\'=HYPERLINK("x"),\n')
 
@@ -215,11 +235,9 @@ def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None
     assert (found["protects"], found["delta"]) == ("client", 1e-3)
     assert found["epsilons"]["closed form"] == epsilon([Release(2.0, 6)], 1e-3, "replace-one")
     assert "prv" not in found["epsilons"]
-    rows = [*csv.DictReader(io.StringIO(call("spent", tmp_path, "--csv").stdout))]
-    assert [(row["what"], row["steps"], row["relation"]) for row in rows[:2]] == [
-        ("release", "6", "replace-one"),
-        ("total", "", "replace-one"),
-    ]
+    rows = exported(tmp_path)
+    assert [row["relation"] for row in rows] == ["replace-one"] * 6
+    assert float(rows[-1]["epsilon"]) == found["epsilons"]["closed form"]
     (tmp_path / "server" / "optimizer_state_26-10-26_00-00-00.mpk").write_bytes(b"\xc1")
     assert "can not be read" in call("spent", tmp_path).stderr
     (tmp_path / "server" / "optimizer_config.json").write_text("[" * 90_000)

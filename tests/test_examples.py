@@ -5,15 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import ended, require
-from typer.testing import CliRunner
+from report_runs import call
 
 from fedclip.report import read_report
-from fedclip.tools.cli import app
 
 LOOPS = Path(__file__).parent.parent / "examples" / "loops"
 
@@ -95,7 +95,7 @@ def test_the_example_clips_the_client_in_other_units(tmp_path, monkeypatch):
     accuracy = {}
     for modules in ("[]", '[["norm-clip", { max_norm = 1.0 }]]'):
         config.write_text(re.sub(r"modules = .*", f"modules = {modules}", config.read_text()))
-        result = CliRunner().invoke(app, ["simulate", "--seed", "0"])
+        result = call("simulate", "--seed", "0")
         assert result.exit_code == 0, result.output
         rows = (folder / "result/simulated/server/metrics.csv").read_text().splitlines()
         accuracy[modules] = float(rows[-1].split(",")[1])
@@ -108,3 +108,8 @@ def test_the_example_clips_the_client_in_other_units(tmp_path, monkeypatch):
         for client in ("client_0", "client_1", "client_2")
     }
     assert shares == pytest.approx({"client_0": 0.09, "client_1": 0.09, "client_2": 1.0}, abs=0.02)
+    # A part of its card is on a page.
+    page = (LOOPS.parents[1] / "docs" / "reports.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- a test compares")[2].split("```")[1].removeprefix("text\n")
+    said = call("report", "--card", "-").stdout
+    assert OutputChecker().check_output(f"...\n{shown}...", said, ELLIPSIS | NORMALIZE_WHITESPACE)

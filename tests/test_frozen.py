@@ -15,11 +15,10 @@ from declearn.messaging import Error, TrainReply
 from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 from helpers import require
 from personal_runs import BODY, MODELS, client, linear, manager, request, torch_model, weights
-from typer.testing import CliRunner
+from report_runs import call
 
 from fedclip import PersonalModel
 from fedclip.tools.check import check_config
-from fedclip.tools.cli import app
 from fedclip.tools.trained import LABEL, label
 
 
@@ -131,14 +130,12 @@ def test_plan_and_check_count_what_is_trained(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text(MODEL)
     budget = [*("--epsilon", "8", "--rounds", "100"), *("--clients", "100")]
-    said = CliRunner().invoke(app, ["privacy", "plan", *budget, "--model", str(file)])
+    said = call("privacy", "plan", *budget, "--model", file)
     count = "34 of the model's 859 values are trained and shared"
     assert said.output.startswith(f"{count}.\n"), said.output
-    right = CliRunner().invoke(app, ["privacy", "plan", *budget, "--values", "34"])
+    right = call("privacy", "plan", *budget, "--values", "34")
     assert said.output.endswith(right.output)
-    both = CliRunner().invoke(
-        app, ["privacy", "plan", *budget, "--values", "3", "--model", str(file)]
-    )
+    both = call("privacy", "plan", *budget, "--values", "3", "--model", file)
     assert both.exit_code == 2
     example = Path(__file__).parents[1] / "examples" / "quickrun" / "config.toml"
     shutil.copy(example, tmp_path)
@@ -152,7 +149,7 @@ def test_plan_and_check_count_what_is_trained(tmp_path: Path) -> None:
     assert label(tmp_path, linear()) == ""
     assert not (tmp_path / LABEL).exists()
     file.write_text("from declearn.model.sklearn import SklearnSGDModel as S\nmodel = S(None)")
-    shown = CliRunner().invoke(app, ["privacy", "plan", *budget, "--model", str(file)])
+    shown = call("privacy", "plan", *budget, "--model", file)
     assert shown.exit_code == 2
 
 

@@ -14,9 +14,8 @@ import pytest
 from declearn.main.utils import Checkpointer
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
-from typer.testing import CliRunner, Result
-
-from fedclip.tools.cli import app
+from report_runs import call
+from typer.testing import Result
 
 ODD = [
     *(None, True, -1, 0, 2**63, -(2**40), 0.5, -1.0, float("nan"), float("inf"), 1e308, 5e-324),
@@ -121,7 +120,7 @@ def test_check_of_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed
         data = mutated(dice.choice(CONFIGS), dice)
         (tmp_path / "config.toml").write_bytes(data)
         try:
-            result = CliRunner().invoke(app, ["check", "config.toml", *["--json"] * (seed % 2)])
+            result = call("check", "config.toml", *["--json"] * (seed % 2))
             assert answered(result)
             assert "\x1b" not in result.output
         except Exception as exc:
@@ -167,15 +166,14 @@ def test_report_of_any_checkpoint(tmp_path: Path, states: list[bytes], seeds: ra
             data = msgpack.packb(twisted(msgpack.unpackb(data), dice))
         file.write_bytes(data)
         try:
-            result = CliRunner().invoke(app, ["report", str(tmp_path), *["--groups"] * (seed % 2)])
+            result = call("report", tmp_path, *["--groups"] * (seed % 2))
             assert answered(result)
             assert result.exit_code == 0
             assert "healthy" in result.stdout
             assert "\x1b" not in result.output
-            assert answered(CliRunner().invoke(app, ["report", str(tmp_path), "--csv", "-"]))
-            assert answered(CliRunner().invoke(app, ["report", str(tmp_path / "damaged")]))
+            assert answered(call("report", tmp_path, "--csv", "-"))
+            assert answered(call("report", tmp_path / "damaged"))
             if seed % 100 == 0:
-                plot = ["report", str(tmp_path), "--plot", str(tmp_path / "plot.svg")]
-                assert answered(CliRunner().invoke(app, plot))
+                assert answered(call("report", tmp_path, "--plot", tmp_path / "plot.svg"))
         except Exception as exc:
             raise AssertionError(f"seed {seed}: {data!r:.3000}") from exc

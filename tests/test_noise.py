@@ -234,6 +234,7 @@ def test_accountants_agree_without_samples() -> None:
             assert 1.02 * exact < epsilon([release], 1e-5, relation, "rdp") < 1.15 * exact
 
 
+@pytest.mark.slow
 def test_without_packages_samples_are_refused_or_left_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

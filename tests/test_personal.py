@@ -126,9 +126,7 @@ def test_patterns_of_a_model_without_shapes_are_checked_when_it_has_them() -> No
         late.initialize({"features_shape": (4,), "classes": {0, 1}})
     keras = require("keras")
     from declearn.model.tensorflow import TensorflowModel
-    from declearn.utils import set_device_policy
 
-    set_device_policy(gpu=False)
     net = keras.Sequential([keras.layers.Dense(5), keras.layers.Dense(2, name="head")])
     with pytest.raises(ValueError, match=r"begin it with keras\.Input\(shape\)"):
         PersonalModel(TensorflowModel(net, keras.losses.MeanSquaredError()), "head")

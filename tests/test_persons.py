@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.dataset import InMemoryDataset
-from declearn.utils import set_device_policy
+from report_runs import call
 from test_dpsgd_manager import Silent, data, manager, request
 from test_dpsgd_persample import MODELS
-from typer.testing import CliRunner
 
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample import clipped_sum
@@ -22,7 +21,6 @@ from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.records import Records
 from fedclip.dpsgd.sample_clip import SampleClip
 from fedclip.privacy.ledger import Ledger, fingerprint
-from fedclip.tools.cli import app
 from fedclip.tools.persons import asked_for, units
 
 pytestmark = pytest.mark.slow
@@ -33,11 +31,6 @@ C = 0.3
 UNITS = ("persons", "records")
 # Of 13 records: five persons, with one to five of them.
 OF = ["e", "a", "b", "c", "e", "b", "d", "c", "e", "c", "e", "d", "e"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> None:
-    set_device_policy(gpu=False)
 
 
 def records(n: int = 13) -> Records:
@@ -276,14 +269,14 @@ def test_a_column_of_identifiers_that_come_back_is_asked_for(sites: Any) -> None
 
 
 def test_a_budget_is_sized_for_persons() -> None:
-    def call(*words: object) -> Any:
-        words = ("privacy", "calibrate", "--epsilon", 3, "--rounds", 2, "--batch-size", 20, *words)
-        return CliRunner().invoke(app, [*map(str, words)])
+    def sized(*words: object) -> Any:
+        run = ("--epsilon", 3, "--rounds", 2, "--batch-size", 20)
+        return call("privacy", "calibrate", *run, *words)
 
     pytest.importorskip("dp_accounting")
-    of_persons, of_records = (call(f"--{unit}", 200, "--json").stdout for unit in UNITS)
+    of_persons, of_records = (sized(f"--{unit}", 200, "--json").stdout for unit in UNITS)
     assert json.loads(of_persons)["unit"] == "person"
     a, b = json.loads(of_persons), json.loads(of_records)
     assert {name for name in a if a[name] != b[name]} == {"unit"}
-    assert "adding or removing one person" in call("--persons", 200).stdout
-    assert "give --records, or --persons" in call("--persons", 200, "--records", 200).stderr
+    assert "adding or removing one person" in sized("--persons", 200).stdout
+    assert "give --records, or --persons" in sized("--persons", 200, "--records", 200).stderr

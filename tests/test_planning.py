@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from declearn.main.config import FLOptimConfig
 from report_runs import call
 
 from fedclip import UpdateClipClient, UpdateClipServer
+from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.gaussian import mu_of
 from fedclip.privacy.planning import plan
@@ -96,10 +98,22 @@ def test_lines_of_a_plan_with_noise_from_the_sites() -> None:
     (client,), (server,) = (optim[side]["modules"] for side in ("client_opt", "server_opt"))
     assert UpdateClipServer(**server[1]).rounds_left() == 100
     assert UpdateClipClient(**client[1]).noise == UpdateClipServer(**server[1]).site.get_config()
-    assert (
-        "clipval of 12.8 max_norm, the largest C, and bitsize = 32"
-        in call(*(*BUDGET, "--values", "10000", "--honest", "0.5")).stdout
-    )
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [("10000", "31, the most for float32"), ("1000000000", "40, and a model in float64")],
+)
+def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: str) -> None:
+    done = call(*BUDGET, "--values", values, "--honest", "0.5")
+    found = re.search(r"a clipval of (\S+) max_norm, the largest C, and bitsize (.*)", done.stdout)
+    assert found is not None
+    assert found[2] == said
+    client = tomllib.loads(done.stdout[done.stdout.index("[optim]") :])["optim"]["client_opt"]
+    site = SiteNoise(**client["modules"][0][1]["noise"])
+    dtype = np.dtype(said.split()[-1])
+    secagg = {"clipval": float(found[1]), "bitsize": int(said[:2])}
+    assert not site.unsafe(secagg, {"w": np.zeros(1, dtype)})
 
 
 @pytest.mark.parametrize(

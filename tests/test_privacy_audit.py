@@ -13,12 +13,11 @@ from unittest import mock
 
 import pytest
 from quickruns import write_config, write_sites
-from typer.testing import CliRunner
+from report_runs import call
 
 from fedclip.privacy.banded import Stream
 from fedclip.tools import audit as attack
 from fedclip.tools.audit import audit
-from fedclip.tools.cli import app
 from fedclip.tools.quickrun import QuickrunError
 
 pytestmark = [
@@ -103,14 +102,14 @@ def test_a_configuration_that_claims_nothing_is_refused(write: Any) -> None:
 def test_the_command_prints_what_was_found(write: Any) -> None:
     file = str(write(server=CENTRAL.format(more="", rate=0.0), more="[simulate]\nclients = 60\n"))
     level = logging.getLogger("declearn").level
-    done = CliRunner().invoke(app, ["privacy", "audit", file, "--seed", "1"])
+    done = call("privacy", "audit", file, "--seed", "1")
     assert done.exit_code == 0, done.output
     assert "no fault was found" in done.stdout
     assert logging.getLogger("declearn").level == level
     assert "what this does not show" in done.stdout
-    told = json.loads(CliRunner().invoke(app, ["privacy", "audit", file, "--json"]).stdout)
+    told = json.loads(call("privacy", "audit", file, "--json").stdout)
     assert told["fault"] is False
-    nowhere = CliRunner().invoke(app, ["privacy", "audit", "nowhere.toml"])
+    nowhere = call("privacy", "audit", "nowhere.toml")
     assert nowhere.exit_code == 2
     assert "nowhere.toml" in nowhere.output
     assert told["membership"]["low"] < told["membership"]["auc"] < told["membership"]["high"]

@@ -40,6 +40,15 @@ def page(folder: Path, **options: Any) -> str:
     return page_of([Run("", read_report(folder), **options)], f"Clipping in {folder.name}")
 
 
+@pytest.fixture(autouse=True)
+def _without_the_code_of_charts(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bundle it, which takes a second, only where it is read or run."""
+    if "slow" not in request.keywords:
+        monkeypatch.setattr("fedclip.report.page._vega", str)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return large_run(tmp_path_factory.mktemp("small") / "run", 12, 5)
@@ -51,6 +60,7 @@ def data_of(text: str) -> Any:
     return json.loads(found[1])
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_without_links(small: Path) -> None:
     text = page(small)
     assert text.count("<script") == text.count("</script>") == 3

@@ -131,6 +131,7 @@ def test_a_budget_ends_over_restarts(tmp_path: Path) -> None:
     assert total == left > 1
 
 
+@pytest.mark.slow
 def test_one_process_serves_from_a_folder(tmp_path: Path) -> None:
     served = Served(NOISE, tmp_path)
     code = (

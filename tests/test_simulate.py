@@ -13,11 +13,10 @@ import pytest
 from declearn.utils.serialize import msgpack_load
 from helpers import free_port
 from quickruns import write_config, write_sites
-from typer.testing import CliRunner
+from report_runs import call
 
 from fedclip.report import Reader, read_report
 from fedclip.tools import simulate
-from fedclip.tools.cli import app
 from fedclip.tools.quickrun import Federation, QuickrunError
 from fedclip.tools.simulate import Simulation, run
 from fedclip.tools.spent import read_spent
@@ -90,14 +89,14 @@ def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
 
 def test_its_records_are_reported(write: Any) -> None:
     file = write(more="[simulate]\nclients = 30\nsampled = 20\nrecords = 8\nseed = 1\n")
-    result = CliRunner().invoke(app, ["simulate", str(file)])
+    result = call("simulate", file)
     assert result.exit_code == 0, result.output
     assert "fedclip: 30 clients, 3 rounds of " in result.stdout
     report = read_report(file.parent / "out" / "simulated")
     assert [row.record.steps for row in report.select(node="clients")] == [20, 20, 20]
     assert report.servers == {"server"}
     assert {curve.node for curve in report.curves} == {"server", "a", "b", "c"}
-    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    assert call("check", file).exit_code == 0
 
 
 def weights(file: Path) -> dict[str, Any]:
@@ -245,7 +244,7 @@ def test_turns_over_the_network_are_those_in_one_process(write: Any) -> None:
 
 def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
     close = TURNS.replace("separation = 2", "separation = 3")
-    result = CliRunner().invoke(app, ["check", str(write(server=close))])
+    result = call("check", write(server=close))
     assert "3 clients have a turn every 2 rounds" in result.stdout
     with pytest.raises(QuickrunError, match="3 clients have a turn every 2 rounds"):
         Simulation(write(server=close))
@@ -314,7 +313,7 @@ def test_what_can_not_be_simulated_is_refused(write: Any, changes: Any, text: st
     ],
 )
 def test_mistakes_in_its_section_are_found_before(write: Any, line: str, text: str) -> None:
-    result = CliRunner().invoke(app, ["simulate", str(write(more=f"[simulate]\n{line}\n"))])
+    result = call("simulate", write(more=f"[simulate]\n{line}\n"))
     assert result.exit_code == 1
     assert text in result.stderr
 

@@ -48,7 +48,6 @@ from declearn.messaging import (
 )
 from declearn.model.sklearn import NumpyVector
 from declearn.secagg.utils import IdentityKeys
-from declearn.utils import set_device_policy
 from helpers import PATIENCE, free_port, require
 from hostile_server import SECRET, WORD, D, Wire, attack, data, init, model, train
 
@@ -447,7 +446,6 @@ def test_a_model_that_is_unpickled_runs_code_beside_the_gate(tmp_path: Path) -> 
     asked = init()
     module = torch.nn.Linear(D, 1)
     module.touch = _Touch(tmp_path / "here")
-    set_device_policy(gpu=False)
     asked.model = TorchModel(module, torch.nn.MSELoss())
     attack([asked], policy(tmp_path))
     assert (tmp_path / "here").exists()
@@ -463,6 +461,7 @@ class _Touch:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.slow
 def test_a_ledger_put_back_between_two_processes_is_not_seen(tmp_path: Path) -> None:
     file, ledger, kept = budget(tmp_path), tmp_path / "spent.json", tmp_path / "backup"
     attack([init()], file)

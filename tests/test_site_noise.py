@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from declearn.aggregator import Aggregator
+from declearn.dataset import InMemoryDataset
 from declearn.model.sklearn import NumpyVector
+from declearn.optimizer import Optimizer
 from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
+from declearn.secagg.utils import Quantizer
 from federation_helpers import Clients, Server, joye_libert, masked, sent
 from federation_runs import N, complete, running
 from helpers import each_framework, to_numpy, to_vector
+from quickruns import write_config, write_sites
 
+import fedclip
+from fedclip.federation.site.gate import Gate, Refused
+from fedclip.federation.site.policy import Policy
+from fedclip.federation.site.sending import GatedNetwork
 from fedclip.federation.update import site_noise
 from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.coupling import SERVER
 from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.messages import UpdateClipBound, UpdateClipVotes
 from fedclip.federation.update.plain import client_of, server_of
 from fedclip.federation.update.server import UpdateClipServer
@@ -26,6 +40,8 @@ from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.auditing import guessed
 from fedclip.privacy.discrete import draws
+from fedclip.tools.quickrun import QuickrunError
+from fedclip.tools.simulate import Simulation
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
@@ -100,13 +116,11 @@ def test_secure_sums_are_those_of_the_integers_that_were_drawn(
         shared = NumpyVector(noise.in_secret(update, 1.0, encrypter))
         assert shared.coefs["w"].dtype == dtype
         secret.append(encrypter.encrypt_vector(shared)[0])
-    step = 64.0 / (2**bits - 1)
-    grid = round(meant[0][1] / step)
     found = [
         decrypter.decrypt_uint(decrypter.sum_encrypted([*column])) - M * 2 ** (bits - 1)
         for column in zip(*secret, strict=True)
     ]
-    assert found == (grid * sum(k["w"] for k, _ in meant)).tolist()
+    assert found == sum(k["w"] for k in meant).tolist()
 
 
 integers = SiteNoise.integers
@@ -118,9 +132,9 @@ integers = SiteNoise.integers
     [
         ("float64", 50, 32.0, "integers of 50 bits for each client are not summed exactly"),
         ("float64", 62, 32.0, "integers of 62 bits for each client are not summed exactly"),
-        ("float32", 25, 32.0, "'w' is of float32, which does not hold all integers of 25 bits"),
-        ("float32", 32, 32.0, "lower bitsize, so that each client has 24 at most"),
-        ("float16", 14, 32.0, "'w' is of float16, which is too coarse"),
+        ("float32", 25, 32.0, "integers of 25 bits for each client are not summed exactly"),
+        ("float32", 32, 32.0, "as the model's dtypes hold 24: lower bitsize"),
+        ("float16", 14, 32.0, "'w' is of float16, too coarse"),
         ("float64", 32, 16.0, r"set clipval to 17 or more, or max_norm to 0\.9412 or less"),
         ("float64", 32, 1e9, "steps of 0.466 are too coarse for a bound of 1 on 9 values"),
     ],
@@ -136,7 +150,7 @@ def test_what_is_not_exact_is_refused(
     with pytest.raises(ValueError, match=text):
         noise.in_secret(update, 1.0, encrypters["0"])
     secagg = {"secagg_type": kind, "bitsize": bitsize, "clipval": clipval}
-    if clipval < 1e9:
+    if clipval < 1e9 and dtype != "float16":
         # The server's check before the set-up says the same.
         assert noise.unsafe(secagg, update)
 
@@ -144,20 +158,19 @@ def test_what_is_not_exact_is_refused(
 def test_rounding_never_takes_an_update_beyond_its_bound() -> None:
     noise, rng = SiteNoise(**NOISE), np.random.default_rng(2)
     for size in (1, 9, 30_000):
-        for step in (None, 1 / 200):
+        for step in (1 / 200, 1 / 3000):
             # Each value is just above the middle between two integers.
             value = (math.floor(200 / math.sqrt(size)) + 0.501) / 200
             update = rng.choice([-value, value], size=size)
             update /= max(1.0, np.linalg.norm(update))
-            found, grid = without_noise(noise, update, step)
-            assert 0.5 < np.linalg.norm(found) * grid <= 1.0
+            found = without_noise(noise, update, step)
+            assert 0.5 < np.linalg.norm(found) * step <= 1.0
 
 
-def without_noise(noise: SiteNoise, update: Any, step: float | None) -> Any:
+def without_noise(noise: SiteNoise, update: Any, step: float) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(site_noise, "draws", lambda variance, size: np.zeros(size, np.int64))
-        found, grid = noise.integers({"w": update}, 1.0, step)
-    return found["w"], grid
+        return noise.integers({"w": update}, 1.0, step)["w"]
 
 
 @each_framework()
@@ -224,7 +237,7 @@ def test_one_liar_in_cleartext_has_one_vote_with_noise() -> None:
 
 
 def test_what_a_client_sends_says_nothing_without_noise() -> None:
-    """The message, as it arrives: whole counts, a vote with noise, values of the grid."""
+    """The message, as it arrives: whole counts, a vote with noise, values of a grid."""
     server, clients = server_with(), clients_with()
     aux = server.start()
     reply = sent(clients.round(0, aux, np.full(D, 9.0)))
@@ -234,7 +247,9 @@ def test_what_a_client_sends_says_nothing_without_noise() -> None:
     updates: Any = reply.updates
     assert (updates.n_clipped, updates.n_zeroed) == (0, 0)
     assert np.linalg.norm(updates.updates.coefs["w"]) > 10
-    assert len(set(np.mod(updates.updates.coefs["w"], 2.0**-20))) == 1
+    # Values of a grid, which say nothing by their last bits.
+    grid = updates.updates.coefs["w"] * 2.0**42
+    assert (grid == np.rint(grid)).all()
     server.finish([sent(clients.round(i, aux, np.zeros(D))) for i in range(1, M)] + [reply])
     assert server.module.stop == ""
 
@@ -279,10 +294,10 @@ def no_votes(message: UpdateClipBound) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (switched_off, "adds noise to what it shares, .*, and the server expects none"),
-        (less_noise, "noise_multiplier=2.0, and the server expects 0.1: nothing is shared"),
-        (fewer, "expected_clients=4, and the server expects 2"),
-        (too_high, "bound, 1.01, is above max_norm=1"),
+        (switched_off, "adds noise = {.*}, and the server expects {}; nothing is shared"),
+        (less_noise, "'noise_multiplier': 2.0, .* the server expects {'noise_multiplier': 0.1"),
+        (fewer, "'expected_clients': 4, .*, and the server expects .*'expected_clients': 2"),
+        (too_high, "bound, 1.01, is not within max_norm=1"),
         (bare_counts, "asks for what this client's noise does not cover"),
         (no_votes, "asks for what this client's noise does not cover"),
     ],
@@ -296,16 +311,51 @@ def test_a_server_that_expects_other_noise_is_refused(
         clients_with().round(0, aux, np.zeros(3))
 
 
+@pytest.mark.parametrize("other", ["bound", "noise", "range"])
+def test_clients_that_were_told_different_things_make_no_sum(other: str) -> None:
+    """Else the others' noise would be less than one client counts on: 0.7 in all, not 2.3."""
+    sums = []
+    for apart in (False, True):
+        encrypters, decrypter = masked(NAMES, bitsize=48, clipval=32.0)
+        message = server_with().start()["update-clip"]
+        secret = []
+        for i, name in enumerate(NAMES):
+            told, table = replace(message), NOISE
+            if apart and i and other == "bound":
+                told.bound = 1e-3
+            if apart and i and other == "noise":
+                table = {**NOISE, "noise_multiplier": 0.1}
+                told.noise = SiteNoise(**table).get_config()
+            clients = Clients(1, [("update-clip-client", {"noise": table})], CLIPPED)
+            reply = clients.round(0, {"update-clip": told}, np.zeros(D))
+            if apart and i and other == "range":
+                encrypters[name].quantizer = Quantizer(3200.0, 2**46 - 1)
+            secret.append(encrypters[name].encrypt_aggregate(reply.updates))
+        total: Any = decrypter.decrypt_aggregate(functools.reduce(operator.add, secret))
+        sums.append(total.updates.coefs["w"].std())
+        SERVER.set(None)
+    assert sums[0] == pytest.approx(SiteNoise(**NOISE).std(1.0) * 2, rel=0.1)
+    # Numbers from all of the range, which is that of four clients.
+    assert sums[1] == pytest.approx(4 * 64.0 / math.sqrt(12), rel=0.1)
+
+
+def test_a_fixed_bound_is_max_norm() -> None:
+    aux = server_with(learning_rate=0.0).start()
+    aux["update-clip"].bound = 0.5
+    with pytest.raises(ValueError, match=r"bound, 0\.5, is not within max_norm=1"):
+        clients_with(bits_noise=0.0).round(0, aux, np.zeros(3))
+
+
 def test_a_client_without_the_table_is_told_what_to_write() -> None:
     clients = Clients(M, ["update-clip-client"], CLIPPED)
-    with pytest.raises(ValueError, match="give update-clip-client noise = {'noise_multiplier'"):
+    with pytest.raises(ValueError, match=r"no noise, and the server expects noise = \{'noise_"):
         clients.round(0, server_with().start(), np.zeros(3))
 
 
 @pytest.mark.parametrize(
     ("secagg", "peers", "text"),
     [
-        ({}, 3, "3 clients are in the secure sum, and the noise of each is sized on"),
+        ({}, 3, "3 clients are in the secure sum, not 4"),
         ({"bitsize": 64}, M, "are not summed exactly"),
         ({"bitsize": 14}, M, "votes with their noise do not fit"),
     ],
@@ -345,6 +395,33 @@ def test_a_round_with_too_few_that_add_noise_is_not_released() -> None:
     assert server.module.stop == "noise has come from 2 clients, and 3 were to be sure of it"
 
 
+@pytest.mark.parametrize(
+    ("modules", "aggregator"),
+    [
+        ([], "clipped-averaging"),
+        (["update-clip-client"], "clipped-averaging"),
+        ([("update-clip-client", {"noise": {**NOISE, "noise_multiplier": 0.1}})], CLIPPED["name"]),
+        ([("update-clip-client", {"noise": NOISE})], "averaging"),
+    ],
+)
+def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str) -> None:
+    data = InMemoryDataset(np.zeros((2, 1)), target=np.zeros(2))
+    netwk = {"protocol": "websockets", "server_uri": "ws://127.0.0.1:1", "name": "a"}
+    site = fedclip.PersonalFederatedClient(netwk, data, noise=NOISE)
+    manager: Any = SimpleNamespace(
+        aggrg=Aggregator.from_config({"name": aggregator}), optim=Optimizer(0.1, modules=modules)
+    )
+    with pytest.raises(ValueError, match=r"this site shares updates with noise = .* only"):
+        site.trainmanager = manager
+
+
+def test_a_policy_would_clip_the_noise(tmp_path: Path) -> None:
+    inner: Any = SimpleNamespace(server_uri="", name="a")
+    gated = GatedNetwork(inner, Gate(Policy(max_norm=1.0)))
+    with pytest.raises(Refused, match="would clip the noise"):
+        gated.check(Aggregator.from_config(CLIPPED), clients_with(1).optimizers[0].modules)
+
+
 # -- what is refused at construction ------------------------------------------------------------
 
 
@@ -355,14 +432,15 @@ def test_a_round_with_too_few_that_add_noise_is_not_released() -> None:
         ({"honest": 1.5}, r"honest must be a number in \(0, 1\]"),
         ({"noise_multiplier": 0.0, "expected_clients": None}, "needs noise_multiplier, and honest"),
         ({"noise_at": "server"}, "honest goes with noise_at='clients'"),
-        ({"separation": 2}, "goes with separation=1 only"),
-        ({"noise": "banded", "separation": 2, "rounds": 9}, "goes with separation=1 only"),
-        ({"generator": "insecure"}, "goes with generator='secure' only"),
+        ({"separation": 2}, "goes with separation=1, got 2"),
+        ({"noise": "banded", "separation": 2, "rounds": 9}, "goes with separation=1, got 2"),
+        ({"learning_rate": 0.0, "start_norm": 0.5}, "a fixed bound needs max_norm = start_norm"),
+        ({"generator": "insecure"}, "goes with generator='secure', got"),
     ],
 )
 def test_settings_that_do_not_go_together(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        UpdateClipServer(start_norm=1.0, **{**NOISE, "noise_at": "clients", **change})
+        UpdateClipServer(**{"start_norm": 1.0, **NOISE, "noise_at": "clients", **change})
 
 
 def test_other_engines_refuse() -> None:
@@ -370,6 +448,65 @@ def test_other_engines_refuse() -> None:
     for make in (server_of, client_of, lambda it: UpdateServer(AdaptiveBound(**it))):
         with pytest.raises(ValueError, match="noise_at='clients' is for federations of declearn"):
             make(settings)
+
+
+COST = epsilon([Release(2.0, 3)], 1e-5)
+OPTIM = """
+[secagg]
+bitsize = {bitsize}
+clipval = 32.0
+[optim]
+aggregator = "clipped-averaging"
+[optim.client_opt]
+lrate = 0.1
+modules = [["update-clip-client", {{noise = {{noise_multiplier = 2.0, expected_clients = 4, \
+honest = {honest}, max_norm = 1.0}}}}]]
+[optim.server_opt]
+lrate = 1.0
+modules = [["update-clip-server", {{noise_at = "clients", noise_multiplier = 2.0, \
+expected_clients = 4, honest = 0.75, max_norm = 1.0, start_norm = 1.0, delta = 1e-5}}]]
+[run]
+rounds = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "text"),
+    [
+        (
+            {},
+            "note",
+            f"up to 1 of 4 clients may add no noise, .* 3 rounds cost epsilon = {COST:.4g} then",
+        ),
+        ({}, "note", "NumPy's PCG64, which is no cryptographic generator"),
+        ({"bitsize": 64}, "problem", "integers of 62 bits for each client are not summed exactly"),
+        ({"honest": 0.5}, "problem", "and update-clip-server expects .*: write the same table"),
+    ],
+)
+def test_check_says_against_whom_it_protects(
+    change: dict[str, Any], level: str, text: str, checked: Any
+) -> None:
+    found = checked(OPTIM.format(**{"bitsize": 34, "honest": 0.75, **change})).findings
+    assert any(one.level == level and re.search(text, one.message) for one in found), found
+
+
+def test_check_says_what_the_server_sees_without_secure_aggregation(checked: Any) -> None:
+    text = OPTIM.format(bitsize=34, honest=0.75).replace("[secagg]", "[other]")
+    cost = epsilon([Release(2.0 / math.sqrt(3), 3)], 1e-5)
+    said = f"local privacy, and 3 rounds cost epsilon = {cost:.4g}"
+    assert any(said in one.message for one in checked(text).findings)
+
+
+def test_simulate_refuses(tmp_path: Path) -> None:
+    write_sites(tmp_path)
+    server = f'[["update-clip-server", {{noise_at = "clients", start_norm = 1.0, {inline}}}]]'
+    client = f'[["update-clip-client", {{noise = {{{inline}}}}}]]'
+    file = write_config(tmp_path / "config.toml", server=server, client=client)
+    with pytest.raises(QuickrunError, match="noise_at='clients' is for federations of declearn"):
+        Simulation(file)
+
+
+inline = ", ".join(f"{name} = {value}" for name, value in NOISE.items())
 
 
 def test_a_table_that_is_none() -> None:
@@ -382,6 +519,7 @@ def test_a_table_that_is_none() -> None:
 # -- real federations ---------------------------------------------------------------------------
 
 TABLE = {"noise_multiplier": 40.0, "expected_clients": N, "honest": 0.75, "max_norm": 1.0}
+WANTED = {**TABLE, "bits_noise": 0.0}
 
 
 def run_with(**more: Any) -> dict[str, Any]:
@@ -391,7 +529,7 @@ def run_with(**more: Any) -> dict[str, Any]:
         "aggregator": "clipped-averaging",
         "client_opt": {
             "lrate": 0.001,
-            "modules": [["update-clip-client", {"noise": {**TABLE, "bits_noise": 0.0}}]],
+            "modules": [["update-clip-client", {"noise": WANTED}]],
         },
         "server_opt": {"lrate": 1.0, "modules": [["update-clip-server", server]]},
     }
@@ -405,7 +543,8 @@ def run_with(**more: Any) -> dict[str, Any]:
 def test_a_run_by_masks_has_the_noise_of_those_that_add_theirs(
     tmp_path: Path, silent: int | None
 ) -> None:
-    run = complete(tmp_path, **run_with(silent=silent))
+    wanted = {} if silent else {"wanted": WANTED}
+    run = complete(tmp_path, **run_with(silent=silent, **wanted))
     weights = np.concatenate([*run.result()["weights"].values()])
     adding = N if silent is None else N - 1
     # Two of the three are counted on: without one, the noise is that of the multiplier.
@@ -417,7 +556,10 @@ def test_a_run_by_masks_has_the_noise_of_those_that_add_theirs(
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"secagg_settings": {"bitsize": 64}}, "does not hold all integers of 62 bits"),
+        (
+            {"secagg_settings": {"bitsize": 64}},
+            "integers of 62 bits for each client are not summed",
+        ),
         ({"secagg_settings": {"bitsize": 32, "clipval": 8.0}}, "set clipval to 340.4 or more"),
     ],
 )
@@ -474,8 +616,9 @@ def test_an_audit_of_the_secure_sum(
     if fault is not None:
         fault(monkeypatch)
     noise, rng = SiteNoise(**table, bits_noise=0.0), np.random.default_rng(3)
-    sums = sum(noise.integers({"w": np.zeros(rounds)}, 1.0)[0]["w"] for _ in range(8 - silent))
-    canary, _ = without_noise(noise, np.array([length]), None)
+    step = 1e-6
+    sums = sum(noise.integers({"w": np.zeros(rounds)}, 1.0, step)["w"] for _ in range(8 - silent))
+    canary = without_noise(noise, np.array([length]), step)
     there = rng.random(rounds) < 0.5
     guesses = guessed(there.tolist(), sums + there * canary, share=0.01)
     claimed = epsilon([Release(2.0)], 1e-6)

@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from report_runs import call
 
 from fedclip.errors import FedclipWarning
 from fedclip.federation.site.gate import Gate, Refused
 from fedclip.federation.site.policy import Policy
 from fedclip.privacy.ledger import Ledger
-from fedclip.tools.cli import app
 from fedclip.tools.site import ENGINES
 
 C = 0.5
@@ -282,7 +281,7 @@ def test_votes_are_the_bits_that_are_known(found: Any, sent: Any) -> None:
 
 # -- the commands ------------------------------------------------------------------------------
 def check(path: Path) -> Any:
-    return CliRunner().invoke(app, ["site", "check", str(path)])
+    return call("site", "check", path)
 
 
 def budget(folder: Path) -> Path:
@@ -337,7 +336,7 @@ def test_problems_of_a_policy_are_said(tmp_path: Path) -> None:
 
 def test_spent_reads_the_ledger_of_a_site(tmp_path: Path) -> None:
     Gate(with_budget(tmp_path)).update(MODEL)
-    found = CliRunner().invoke(app, ["privacy", "spent", str(tmp_path / "spent.json")])
+    found = call("privacy", "spent", tmp_path / "spent.json")
     assert "what replacing one site's data set may change" in found.output
     assert "epsilon 4.377 at delta 1e-05" in found.output
 

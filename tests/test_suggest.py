@@ -62,11 +62,12 @@ def looked(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     modules = ["no-op", "momentum", "update-norms"]
     nodes = {name: Node(folder / name, modules) for name in ("a", "b", "c", "server")}
-    for _ in range(25):
+    for left in reversed(range(25)):
         for name, node in nodes.items():
             scale = 10.0 if name == "c" else 1.0
             norms = scale * rng.lognormal(0, 0.2, 1 if name == "server" else 8)
-            node.round(norms, update=norms[0])
+            # A state has the records of many rounds.
+            node.round(norms, update=norms[0], save=left == 0)
     return folder
 
 
@@ -100,7 +101,7 @@ def a_run(folder: Path, steps: Scale, updates: Scale | None, clients: int = 5) -
         for place, node in enumerate(nodes, 5 - clients):
             norms = steps(round_, place) * rng.lognormal(0, 0.3, 8)
             update = updates(round_, place) * rng.lognormal(0, 0.2) if updates else 0.0
-            node.round(norms, update=update)
+            node.round(norms, update=update, save=round_ == 10)
     return advice_of(folder)
 
 

@@ -73,7 +73,7 @@ LOOKS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_who_looks_on_takes_no_step_away(look: str) -> None:
-    clip, steps = ZScoreClip(), 1000
+    clip, steps = ZScoreClip(), 300
     clip.run(NumpyVector({"w": np.ones(3)}))
     with watched(lambda: LOOKS[look](clip)):
         for _ in range(steps):
@@ -106,6 +106,6 @@ def test_a_copy_goes_on_by_itself(specimen: Specimen) -> None:
 def test_a_copy_waits_for_the_step() -> None:
     clip = ZScoreClip(scope="tensor")
     with watched(lambda: (copy.deepcopy(clip), pickle.loads(pickle.dumps(clip)))):
-        for i in range(600):
+        for i in range(300):
             clip.on_round_start()
             clip.clip({f"w{(7 * i + j) % 60}": np.ones(3) for j in range(4)})

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedclip.arrays.base import HALF_UNIT as HALF_UNIT
 from fedclip.arrays.base import LARGEST as LARGEST
 from fedclip.arrays.base import Arithmetic as Arithmetic
 from fedclip.arrays.base import Array as Array

@@ -30,6 +30,9 @@ LARGEST = {
 }
 """The largest number of each dtype that fedclip clips."""
 
+HALF_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Half a unit in the last place of half precision, relatively."""
+
 Array: TypeAlias = Any
 """An array of any of the supported frameworks."""
 
@@ -53,9 +56,9 @@ Owners: TypeAlias = Sequence[int] | Repeated
 """The group of each number; of numbers that are not one for each tensor, a `Repeated`."""
 
 
-def index_of(owners: Owners) -> Any:
-    """Return the group of each number, of NumPy or as it is."""
-    return np.repeat(*owners) if isinstance(owners, Repeated) else owners
+def index_of(owners: Owners) -> HostView:
+    """Return the group of each number, as an array of NumPy."""
+    return np.asarray(np.repeat(*owners) if isinstance(owners, Repeated) else owners, np.int32)
 
 
 def with_others(arrays: Arrays, places: Sequence[int], others: Arrays) -> list[Array]:
@@ -111,10 +114,6 @@ class Arithmetic:
     def choose(self, conditions: Arrays, yes: Arrays, no: Arrays) -> Arrays:
         """Return ``where(condition, y, n)`` of each three, which are all finite."""
         return [self.where(c, y, n) for c, y, n in zip(conditions, yes, no, strict=True)]
-
-    def lerp(self, old: Arrays, new: Arrays, weight: Any) -> Arrays:
-        """Return ``old + weight * (new - old)`` of each pair."""
-        return [x + weight * (y - x) for x, y in zip(old, new, strict=True)]
 
 
 def _rows(table: Array, xp: Arithmetic) -> Array:
@@ -249,15 +248,24 @@ class Backend(Arithmetic, ABC):
             found.append(unit * self.sqrt(self.sum(wide * wide, some)))
         return self.joined(found)
 
+    def joint_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
+        """Return the L2 norm of each group from all its elements in one array, after a 0."""
+        zero = self.asarray([0.0], like=arrays[0])
+        joined = [self.joined([zero, *(arrays[i] for i in some)]) for some in members]
+        return self.slice_norms(joined, [(0,)] * len(joined))
+
     # -- new gradients ------------------------------------------------------------------------
-    @abstractmethod
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         """Return ``array * factor`` of each pair, in the dtype and shape of the array.
 
         A factor is of shape (), or broadcasts against a dense array. On the host, a factor of 1
-        gives back the very same array. Half precision is multiplied in float32, and rounded once;
-        numbers of float16 lose before that what is below its smallest one.
+        gives back the very same array. Half precision is multiplied in float32, and comes out at
+        most `HALF_UNIT` above the product, subnormal numbers too.
         """
+        pairs = zip(arrays, factors, strict=True)
+        columns = [arrays, [raised(k, self.dtype(array)) for array, k in pairs]]
+        outputs: Arrays = self.mapped(lambda x, k: (x * k,), columns)[0]
+        return outputs
 
     @abstractmethod
     def mapped(
@@ -280,6 +288,15 @@ class Backend(Arithmetic, ABC):
     @abstractmethod
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         """Return the arrays, or zeros if the condition, of shape (), does not hold."""
+
+
+def raised(factor: Array, dtype: str) -> Array:
+    """Return a factor so that products of half precision, rounded towards zero, lose no more.
+
+    They are as far from the exact ones as if they were rounded to the nearest. So are subnormal
+    ones, which would be further above. A factor of 1 still changes nothing.
+    """
+    return factor * (1.0 + HALF_UNIT[dtype]) if dtype in HALF_UNIT else factor
 
 
 def unit_of(peaks: Array, xp: Backend) -> Array:

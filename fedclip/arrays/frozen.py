@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["hold_statistics", "tied", "unused"]
-
 
 def hold_statistics(network: Any) -> list[str]:
     """Let frozen BatchNorm normalise by its statistics, and keep them, in training too.

@@ -30,8 +30,6 @@ from fedclip.arrays.base import (
 )
 from fedclip.arrays.numpy import bits, dtype_name
 
-__all__ = ["JaxBackend"]
-
 # Float64 for a few lines, also where a session has none: the context under its name of today, or
 # that of before.
 float64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
@@ -73,25 +71,6 @@ def _towards_zero(x: Array, dtype: Any) -> Array:
 @_towards_zero.defjvp
 def _(dtype: Any, given: Any, changes: Any) -> tuple[Array, Array]:
     return _towards_zero(given[0], dtype), changes[0].astype(dtype)
-
-
-@jax.custom_jvp
-def _on_grid(product: Array) -> Array:
-    """Return products without what is below the smallest float16; derivatives are theirs."""
-    return jnp.trunc(product * 2.0**24) * 2.0**-24
-
-
-@_on_grid.defjvp
-def _(given: Any, changes: Any) -> tuple[Array, Array]:
-    return _on_grid(given[0]), changes[0]
-
-
-def _multiply(array: Array, factor: Array) -> Array:
-    wide = _at_least_single(array)
-    product = wide * factor.astype(wide.dtype)
-    if array.dtype == jnp.float16:
-        product = _on_grid(product)
-    return product.astype(array.dtype)
 
 
 def _wide(array: Array) -> Array:
@@ -228,13 +207,13 @@ class JaxBackend(Backend):
         return jax.lax.stop_gradient(x)
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
-        return jax.ops.segment_max(values, _index(owners), groups)
+        return jax.ops.segment_max(values, index_of(owners), groups)
 
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
-        return jax.ops.segment_sum(values, _index(owners), groups)
+        return jax.ops.segment_sum(values, index_of(owners), groups)
 
     def take(self, values: Array, owners: Owners) -> Array:
-        return values[_index(owners)]
+        return values[index_of(owners)]
 
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
         parts = jnp.split(flat, np.cumsum([*map(math.prod, shapes)])[:-1])
@@ -317,11 +296,11 @@ class JaxBackend(Backend):
         # for each array.
         different = {id(k): k for k in factors}
         made = jax.lax.optimization_barrier(different)  # type: ignore[no-untyped-call]
-        return [_multiply(a, made[id(k)]) for a, k in zip(arrays, factors, strict=True)]
+        return super().scale(arrays, [made[id(k)] for k in factors])
 
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Sequence[Any]:
+    ) -> Arrays:
         found = []
         for row in zip(*columns, strict=True):
             # What has no dimensions gets one, by which it differs from a number that is returned.
@@ -343,7 +322,3 @@ class JaxBackend(Backend):
         if condition is not False:
             condition = jax.lax.optimization_barrier(condition)  # type: ignore[no-untyped-call]
         return [jnp.where(condition, a, jnp.zeros_like(a)) for a in arrays]
-
-
-def _index(owners: Owners) -> Array:
-    return np.asarray(index_of(owners), np.int32)

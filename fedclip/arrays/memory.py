@@ -26,6 +26,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fedclip.arrays.base import HostView
+
 # Bytes. Allocators have the memory of small gradients at hand, and that of small arrays.
 _FROM = 1 << 20
 _SMALL = 1 << 12
@@ -33,18 +35,17 @@ _SMALL = 1 << 12
 # TensorFlow and JAX share only memory that begins at a multiple of so many bytes.
 _ALIGNED = 64
 
-_Array = np.ndarray[Any, np.dtype[Any]]
-_Kept: TypeAlias = tuple[tuple[Any, ...], _Array]
+_Kept: TypeAlias = tuple[tuple[Any, ...], HostView]
 
 
-def aligned(view: _Array) -> _Array:
+def aligned(view: HostView) -> HostView:
     """Return new memory, laid out like an array without gaps, that all frameworks can share."""
     owner = np.empty(view.nbytes + _ALIGNED, np.uint8)
     start = -owner.__array_interface__["data"][0] % _ALIGNED
     return np.ndarray(view.shape, view.dtype, owner, start, view.strides)
 
 
-def is_aligned(array: _Array) -> bool:
+def is_aligned(array: HostView) -> bool:
     """Return whether all frameworks can share the memory of an array."""
     place: int = array.__array_interface__["data"][0]
     return array.flags.c_contiguous and array.flags.writeable and place % _ALIGNED == 0
@@ -62,20 +63,19 @@ class Memory:
 
     def __init__(self) -> None:
         self._sizes: Sequence[int] = ()
-        self._worth = False
         self._kept: dict[int, _Kept] = {}
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
         """Let copies and pickles be empty: two clippers must not write to one memory."""
         return Memory, ()
 
-    def like(self, places: Iterable[int], views: Sequence[_Array | None]) -> list[_Array | None]:
+    def like(self, places: Iterable[int], views: Sequence[HostView]) -> list[HostView | None]:
         """Return memory for some of the arrays, laid out like them; None where it is not kept."""
         kept = self._kept
-        outs: list[_Array | None] = []
+        outs: list[HostView | None] = []
         for i in places:
             view = views[i]
-            if view is None or view.nbytes < _SMALL:
+            if view.nbytes < _SMALL:
                 outs.append(None)
                 continue
             form = view.shape, view.dtype, view.strides
@@ -91,19 +91,17 @@ class Memory:
 
     def serves(self, sizes: Sequence[int]) -> bool:
         """Whether memory is kept for outputs of so many bytes; that of other sizes is released."""
-        # A step asks once for each of its groups, with the same list.
-        if sizes is not self._sizes:
-            if self._kept and sizes != self._sizes:
-                self._kept = {}
-            self._sizes, self._worth = sizes, sum(sizes) >= _FROM
-        return self._worth
+        if self._kept and sizes != self._sizes:
+            self._kept = {}
+        self._sizes = sizes
+        return sum(sizes) >= _FROM
 
     def release(self) -> None:
         """Keep nothing; what somebody holds lives as long as that."""
-        self._sizes, self._worth, self._kept = (), False, {}
+        self._sizes, self._kept = (), {}
 
 
-def in_memory_order(array: _Array) -> _Array | None:
+def in_memory_order(array: HostView) -> HostView | None:
     """Return the array with its dimensions sorted as they lie in memory; None if it has gaps."""
     if array.flags.c_contiguous:
         return array

@@ -25,6 +25,7 @@ from fedclip.arrays.base import (
     HostView,
     Owners,
     index_of,
+    raised,
     with_others,
 )
 from fedclip.arrays.blocks import (
@@ -33,14 +34,12 @@ from fedclip.arrays.blocks import (
     decode,
     encode,
     exact_norm,
-    extremes,
+    peak,
     slice_norms,
     square_sums,
 )
 from fedclip.arrays.cores import PIECE, each, worthwhile
 from fedclip.arrays.memory import Memory, aligned, in_memory_order
-
-__all__ = ["NumpyBackend", "bits", "dtype_name"]
 
 FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
 """The dtypes of views that show numbers as they are."""
@@ -86,7 +85,8 @@ class NumpyBackend(Backend):
         memory: Memory | None = None,
     ) -> None:
         self._native, self._views, self._memory = native, views, memory
-        self._places: dict[int, int] = {}
+        # The place of each view, by identity, if memory is kept; found at the first output.
+        self._places: dict[int, int] | None = None
         self.in_place = native is not None and native.in_place
         self.aligned = native is not None and native.aligned
 
@@ -138,11 +138,6 @@ class NumpyBackend(Backend):
 
     def pick(self, table: Array, row: Array) -> Array:
         return table[row.astype(np.intp), np.arange(table.shape[1])]
-
-    def put(self, table: Array, row: Array, values: Array) -> Array:
-        table = table.copy(order="K")
-        table[row.astype(np.intp), np.arange(table.shape[1])] = values
-        return table
 
     def ranked(self, table: Array, held: Any, rank: Any) -> tuple[Array, Array]:
         most, place = int(np.ravel(held)[0]), int(np.ravel(rank)[0])
@@ -205,7 +200,7 @@ class NumpyBackend(Backend):
         return result
 
     def peaks(self, arrays: Arrays) -> Array:
-        return np.abs([extremes(a) for a in arrays]).max(axis=1)
+        return np.array([*map(peak, arrays)])
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         sums = np.zeros(len(columns[0]))
@@ -239,7 +234,7 @@ class NumpyBackend(Backend):
         calls: list[Call] = []
         for array, k, out in zip(arrays, factors, made, strict=True):
             half = array.itemsize == 2
-            k = np.asarray(k, np.float32 if half else array.dtype)
+            k = np.asarray(raised(k, self.dtype(array)), np.float32 if half else array.dtype)
             call: Call = _multiply_half if half else np.multiply
             parts = [(array, out)] if k.ndim else _cut(array, out, CHUNK if half else PIECE)
             calls += [partial(call, source, k, target) for source, target in parts]
@@ -248,7 +243,7 @@ class NumpyBackend(Backend):
 
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Sequence[Any]:
+    ) -> Arrays:
         rows = []
         for i, row in enumerate(zip(*columns, strict=True)):
             left = moved is not None and not moved[i]
@@ -259,7 +254,7 @@ class NumpyBackend(Backend):
     def _mapped(self, call: Call, row: Arrays, left: bool, wide: bool) -> tuple[Any, ...]:
         given = row[0]
         output: HostView | None = None
-        others: list[Any] = []
+        others: list[Array] = []
         for piece, some in _parts(row, wide=wide, nothing=left):
             result, *more = call(*some)
             if left:
@@ -302,8 +297,11 @@ class NumpyBackend(Backend):
         if self.in_place:
             return arrays
         outs: Sequence[HostView | None] = [None] * len(arrays)
-        if self._memory is not None and self._memory.serves([v.nbytes for v in self._views]):
-            self._places = self._places or {id(v): i for i, v in enumerate(self._views)}
+        if self._places is None:
+            sizes = [v.nbytes for v in self._views]
+            serves = self._memory is not None and self._memory.serves(sizes)
+            self._places = {id(v): i for i, v in enumerate(self._views)} if serves else {}
+        if self._memory is not None and self._places:
             places = [self._places.get(id(a), -1) for a in arrays]
             if min(places) >= 0:
                 outs = self._memory.like(places, self._views)
@@ -319,8 +317,8 @@ def _is_one(factor: HostView) -> bool:
 
 
 def _parts(
-    row: Sequence[Any], *, wide: bool = False, nothing: bool = False
-) -> Iterator[tuple[slice, list[Any]]]:
+    row: Arrays, *, wide: bool = False, nothing: bool = False
+) -> Iterator[tuple[slice, list[Array]]]:
     """Yield pieces of the dense arrays of a row that stay in the cache, decoded.
 
     Numbers become floats of Python, which do not widen what they meet. What is empty is one piece.
@@ -340,9 +338,9 @@ def _parts(
         yield piece, _decoded([x if type(x) is float else x[piece] for x in columns], wide)
 
 
-def _decoded(columns: Sequence[Any], wide: bool) -> list[Any]:
+def _decoded(columns: Arrays, wide: bool) -> list[Array]:
     """Return arrays in float32 or wider, or all in float64; numbers stay as they are."""
-    some: list[Any] = [x if type(x) is float else decode(x) for x in columns]
+    some: list[Array] = [x if type(x) is float else decode(x) for x in columns]
     if not wide:
         return some
     return [x if type(x) is float else x.astype(np.float64, copy=False) for x in some]
@@ -360,8 +358,4 @@ def _cut(array: HostView, out: HostView, step: int) -> Iterator[tuple[HostView, 
 
 
 def _multiply_half(array: HostView, factor: HostView, out: HostView) -> None:
-    product = np.asarray(decode(array) * factor)
-    if array.dtype == np.float16:
-        # Below its smallest number, half precision has no digits that a margin could cover.
-        product = np.asarray(np.trunc(product * 2.0**24) * 2.0**-24)
-    out[...] = encode(product, array.dtype)
+    out[...] = encode(np.asarray(decode(array) * factor), array.dtype, towards_zero=True)

@@ -30,8 +30,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fedclip.arrays.base import Array, Arrays, Call, HostView
 from fedclip.arrays.torch import TorchBackend, TorchInPlace, values_of
 
-__all__ = ["ShardedBackend", "ShardedInPlace", "replicated", "summed"]
-
 
 def _meshes(arrays: Iterable[Array]) -> list[DeviceMesh]:
     """Return the meshes of the DTensors among some arrays, a largest one first."""

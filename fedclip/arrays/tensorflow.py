@@ -28,16 +28,11 @@ from fedclip.arrays.base import (
     HostView,
     Owners,
     index_of,
-    unit_of,
 )
 from fedclip.arrays.memory import is_aligned
 from fedclip.arrays.numpy import bits
 
-__all__ = ["TensorflowBackend"]
-
 _EAGER = {tf.__internal__.EagerTensor}
-# With fewer elements in all, copying them into one array is faster than one call for each tensor.
-_SMALL = 1 << 14
 # In rows of so many, no sum adds more than 16 numbers one after the other, in 16 lanes or more.
 _ROW = 256
 _CUT = 128
@@ -90,14 +85,6 @@ def _sqrt(x: Array) -> Array:
     return root, lambda change: tf.math.divide_no_nan(0.5 * change, _sqrt(x))
 
 
-@tf.custom_gradient  # type: ignore[untyped-decorator]
-def _on_grid(product: Array) -> Array:
-    """Return products without what is below the smallest float16; derivatives are theirs."""
-    steps = product * 2.0**24
-    whole = tf.where(steps < 0, tf.math.ceil(steps), tf.math.floor(steps))
-    return whole * 2.0**-24, lambda change: change
-
-
 def _towards_zero(x: Array, dtype: Any) -> Array:
     """Return a tensor in a dtype, rounded towards zero; derivatives are those of the tensor."""
 
@@ -110,15 +97,6 @@ def _towards_zero(x: Array, dtype: Any) -> Array:
         return tf.bitcast(pattern, dtype), lambda change: tf.cast(change, x.dtype)
 
     return rounded(x) if dtype.size == 2 else tf.cast(x, dtype)
-
-
-def _multiply(tensor: Array, factor: Array) -> Array:
-    values = _values(tensor)
-    wide = _at_least_single(values)
-    product = wide * tf.cast(factor, wide.dtype)
-    if values.dtype == tf.float16:
-        product = _on_grid(product)
-    return _like(tensor, tf.cast(product, values.dtype))
 
 
 def _square_sum(tensor: Array) -> Array:
@@ -259,13 +237,13 @@ class TensorflowBackend(Backend):
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         # It would pass over NaN.
         sound = tf.where(tf.math.is_nan(values), tf.constant(np.inf, values.dtype), values)
-        return tf.math.unsorted_segment_max(sound, _index(owners), groups)
+        return tf.math.unsorted_segment_max(sound, index_of(owners), groups)
 
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
-        return tf.math.unsorted_segment_sum(values, _index(owners), groups)
+        return tf.math.unsorted_segment_sum(values, index_of(owners), groups)
 
     def take(self, values: Array, owners: Owners) -> Array:
-        return tf.gather(values, _index(owners))
+        return tf.gather(values, index_of(owners))
 
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
         parts = tf.split(flat, [math.prod(shape) for shape in shapes])
@@ -282,26 +260,11 @@ class TensorflowBackend(Backend):
 
     # -- measures of gradients ----------------------------------------------------------------
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        values = [_values(t) for t in arrays]
-        sizes = [v.shape.num_elements() for v in values]
-        if all(n is not None for n in sizes) and sum(sizes) < _SMALL:
-            joined = [self.joined([values[i] for i in some]) for some in members]
-            sums = tf.stack([tf.reduce_sum(tf.square(tf.cast(j, tf.float64))) for j in joined])
-        else:
-            each = [*map(_square_sum, values)]
-            sums = tf.stack([tf.add_n([each[i] for i in some]) for some in members])
+        each = [_square_sum(_values(t)) for t in arrays]
+        sums = tf.stack([tf.add_n([each[i] for i in some]) for some in members])
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
-        return tf.cond(sound, lambda: _sqrt(sums), lambda: self._scaled_norms(values, members))
-
-    def _scaled_norms(self, values: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        zero, found = tf.zeros(1, tf.float64), []
-        for some in members:
-            flat = [tf.reshape(tf.cast(values[i], tf.float64), [-1]) for i in some]
-            joined = tf.concat([zero, *flat], axis=0)
-            unit = unit_of(tf.reduce_max(tf.abs(joined)), self)
-            found.append(unit * _sqrt(tf.reduce_sum(tf.square(joined / unit))))
-        return tf.stack(found)
+        return tf.cond(sound, lambda: _sqrt(sums), lambda: self.joint_norms(arrays, members))
 
     def peaks(self, arrays: Arrays) -> Array:
         zero, found = tf.zeros(1, tf.float64), []
@@ -318,12 +281,9 @@ class TensorflowBackend(Backend):
         return tf.stack([self.sum(call(*(tf.cast(x, tf.float64) for x in row))) for row in rows])
 
     # -- new gradients ------------------------------------------------------------------------
-    def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        return [_multiply(t, k) for t, k in zip(arrays, factors, strict=True)]
-
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Sequence[Any]:
+    ) -> Arrays:
         found = []
         for tensor, *row in zip(*map(_rows, columns), strict=True):
             values = _values(tensor)
@@ -358,7 +318,3 @@ def _merged(slices: Any) -> Any:
 def _rows(column: Arrays) -> Arrays:
     """Return one array of numbers as a list of numbers."""
     return tf.unstack(column) if tf.is_tensor(column) else column
-
-
-def _index(owners: Owners) -> Array:
-    return tf.constant(np.asarray(index_of(owners), np.int32))

@@ -26,8 +26,6 @@ from fedclip.arrays.base import (
 )
 from fedclip.arrays.many import Many
 
-__all__ = ["TorchBackend", "TorchInPlace", "TorchRecorded", "recorded"]
-
 # A table, not `functools.cache`: torch.compile can look into a table.
 _DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -202,7 +200,7 @@ class TorchBackend(Backend):
         if not self._foreach([*yes, *no]):
             triples = zip(conditions, yes, no, strict=True)
             return [torch.where(c.to(n.device), y.to(n.dtype), n) for c, y, n in triples]
-        chosen: list[Any] = [None] * len(no)
+        chosen: list[Array] = [None] * len(no)
         for dtype in dict.fromkeys(tensor.dtype for tensor in no):
             places = [i for i, tensor in enumerate(no) if tensor.dtype == dtype]
             # As many operations for all pairs as for one. Between finite numbers, the weights 0
@@ -212,12 +210,6 @@ class TorchBackend(Backend):
             each = [weights[id(conditions[i])] for i in places]
             _put(chosen, places, torch._foreach_lerp(old, new, each))
         return chosen
-
-    def lerp(self, old: Arrays, new: Arrays, weight: Any) -> Arrays:
-        if not self._foreach(old) or not isinstance(weight, torch.Tensor):
-            return [torch.lerp(x, y, weight) for x, y in zip(old, new, strict=True)]
-        moved: Arrays = torch._foreach_lerp(list(old), list(new), [weight] * len(old))
-        return moved
 
     # -- numbers ------------------------------------------------------------------------------
     def cast(self, x: Array, dtype: str) -> Array:
@@ -292,7 +284,7 @@ class TorchBackend(Backend):
 
     def peaks(self, arrays: Arrays) -> Array:
         values = [values_of(t) for t in arrays]
-        found: list[Any] = [None] * len(values)
+        found: list[Array] = [None] * len(values)
         for places in self._bundles(values):
             x = self._bundle([values[i] for i in places])
             if isinstance(x, Many) and x.device.type != "cpu":
@@ -308,7 +300,7 @@ class TorchBackend(Backend):
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         values = [values_of(t) for t in columns[0]]
-        found: list[Any] = [None] * len(values)
+        found: list[Array] = [None] * len(values)
         for places in self._bundles(values):
             first = self.cast(self._bundle([values[i] for i in places]), "float64")
             x = call(first, *(self._column(c, places) for c in columns[1:]))
@@ -335,7 +327,7 @@ class TorchBackend(Backend):
 
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        outputs: list[Any] = list(arrays)
+        outputs: list[Array] = list(arrays)
         alike: dict[Any, list[int]] = {}
         for i, (array, k) in enumerate(zip(arrays, factors, strict=True)):
             # Those with a factor of their own, that broadcasts, are multiplied together too.
@@ -386,10 +378,10 @@ class TorchBackend(Backend):
 
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Sequence[Any]:
+    ) -> Arrays:
         given = [*columns[0]]
         values = [values_of(t) for t in given]
-        results: list[list[Any]] = []
+        results: list[list[Array]] = []
         numbers: set[int] = set()
         for places in self._bundles(values):
             some = [values[i] for i in places]
@@ -507,7 +499,7 @@ class TorchBackend(Backend):
         return some[0] if len(some) == 1 else Many(some)
 
 
-def _put(column: list[Any], places: Sequence[int], values: Sequence[Any]) -> None:
+def _put(column: list[Array], places: Sequence[int], values: Arrays) -> None:
     for i, value in zip(places, values, strict=True):
         column[i] = value
 
@@ -563,13 +555,8 @@ class TorchRecorded(TorchBackend):
     def constant(self, x: Array) -> Array:
         return x.detach()
 
-    def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        # All tensors of a group together: the norm of one that is zero has no derivative.
-        zero = arrays[0].new_zeros(1)
-        joined = [self.joined([zero, *(arrays[i] for i in some)]) for some in members]
-        return self.slice_norms(joined, [(0,)] * len(joined))
-
-    slice_norms = Backend.slice_norms
+    # All tensors of a group together: the norm of one that is zero has no derivative.
+    group_norms, slice_norms = Backend.joint_norms, Backend.slice_norms
 
 
 class TorchInPlace(TorchBackend):

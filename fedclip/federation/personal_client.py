@@ -53,7 +53,10 @@ from fedclip.federation.site.gate import Gate
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.site.sending import GatedNetwork
 from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.measuring import UpdateNorms
+from fedclip.federation.update.site_noise import SiteNoise
+from fedclip.parameters import Config
 from fedclip.privacy.maps import Plugin
 from fedclip.scopes import check_exclude, resolve
 
@@ -82,6 +85,9 @@ class PersonalFederatedClient(FederatedClient):
     policy : path or None, default=None
         File of what may leave this site, whatever the server asks for: `Policy` in
         `fedclip.federation.site.policy`. It takes no secure aggregation beside it.
+    noise : table or None, default=None
+        The noise with which this client shares updates: the table `noise` of `update-clip-client`.
+        A server that sets up another noise, or none, is refused before the first step.
 
     Notes
     -----
@@ -102,8 +108,10 @@ class PersonalFederatedClient(FederatedClient):
         personal: str | Sequence[str] | None = None,
         layers: str | Path | None = None,
         policy: str | Path | None = None,
+        noise: Config | None = None,
         **settings: Any,
     ) -> None:
+        self.noise = None if noise is None else SiteNoise(**noise).get_config()
         self.personal = check_exclude(personal, "personal")
         self._manager: TrainingManager | None = None
         # The server's model, if it has personal layers.
@@ -138,6 +146,15 @@ class PersonalFederatedClient(FederatedClient):
 
     def _adapt(self, manager: TrainingManager) -> None:
         """Let a manager train the model within, and share what is shared."""
+        if self.noise is not None:
+            aggregator = getattr(manager.aggrg, "aggregator", manager.aggrg)
+            modules = [m for m in manager.optim.modules if isinstance(m, UpdateClipClient)]
+            found = [module.noise for module in modules]
+            if found != [self.noise] or not isinstance(aggregator, ClippedAveraging):
+                raise ValueError(
+                    f"this site shares updates with noise = {self.noise} only, by "
+                    f"'clipped-averaging' and one update-clip-client; the server sets up {found}"
+                )
         if self._gated is not None:
             within = manager.aggrg
             aggregator = within.aggregator if isinstance(within, _Sharing) else within

@@ -63,26 +63,43 @@ def measure(arrays: Arrays, groups: Groups, ord: Order, xp: Backend) -> Array:
     """
     if ord == 2:
         return xp.group_norms(arrays, groups.members)
-    sizes = [sum([xp.size(arrays[i]) for i in some]) for some in groups.members]
     if ord == "rms":
         norms = xp.group_norms(arrays, groups.members)
-        return norms / xp.sqrt(xp.maximum(xp.asarray(sizes, like=norms), 1.0))
-    owners, number = groups.owners, len(groups)
-    peaks = xp.group_max(xp.peaks(arrays), owners, number)
+        sizes = xp.asarray(sizes_of(arrays, groups, xp), like=norms)
+        return norms / xp.sqrt(xp.maximum(sizes, 1.0))
+    peaks = xp.group_max(xp.peaks(arrays), groups.owners, len(groups))
     if ord == "inf":
         return peaks
-    unit = unit_of(peaks, xp)
-    units = xp.take(unit, owners)
-    sizes = xp.asarray(sizes, like=peaks)
-
-    def total(call: Callable[..., Array], *more: Array) -> Array:
-        return xp.group_sum(xp.summed(call, [arrays, units, *more]), owners, number)
-
     if ord in ("std", "var"):
-        means = xp.take(total(lambda x, u: x / u) / xp.maximum(sizes, 1.0), owners)
-        squares = total(lambda x, u, m: (x / u - m) * (x / u - m), means)
-        return _found(ord, unit, squares, xp.maximum(sizes - 1.0, 1.0), xp)
-    return _found(ord, unit, total(lambda x, u: _power(x / u, ord)), xp.maximum(sizes, 1.0), xp)
+        _, unit, _, variance = spread_of(arrays, groups, peaks, xp)
+        return _found(ord, unit, variance, 1.0, xp)
+    unit, sizes = unit_of(peaks, xp), xp.asarray(sizes_of(arrays, groups, xp), like=peaks)
+    powers = total(lambda x, u: _power(x / u, ord), arrays, [unit], groups, xp)
+    return _found(ord, unit, powers, xp.maximum(sizes, 1.0), xp)
+
+
+def sizes_of(arrays: Arrays, groups: Groups, xp: Backend) -> list[Any]:
+    """Return the number of elements of each group."""
+    return [sum([xp.size(arrays[i]) for i in some]) for some in groups.members]
+
+
+def total(
+    call: Callable[..., Array], arrays: Arrays, numbers: Arrays, groups: Groups, xp: Backend
+) -> Array:
+    """Return for each group the sum of ``call(elements, ...)``, given numbers of the group."""
+    columns = [arrays, *(xp.take(column, groups.owners) for column in numbers)]
+    return xp.group_sum(xp.summed(call, columns), groups.owners, len(groups))
+
+
+def spread_of(arrays: Arrays, groups: Groups, peaks: Array, xp: Backend) -> tuple[Array, ...]:
+    """Return of each group number of elements, a unit, and in this unit mean and variance.
+
+    In the unit nothing overflows; the variance has n - 1 in the denominator.
+    """
+    unit, sizes = unit_of(peaks, xp), xp.asarray(sizes_of(arrays, groups, xp), like=peaks)
+    mean = total(lambda x, u: x / u, arrays, [unit], groups, xp) / xp.maximum(sizes, 1.0)
+    squares = total(lambda x, u, m: (x / u - m) * (x / u - m), arrays, [unit, mean], groups, xp)
+    return sizes, unit, mean, squares / xp.maximum(sizes - 1.0, 1.0)
 
 
 def slice_measures(

@@ -270,7 +270,7 @@ class Core(Documented):
     def _report_nonfinite(self, gradient: Gradient) -> None:
         """Count the step, and warn or raise."""
         bad = gradient.nonfinite()
-        blamed = tuple(gradient.names[i] for i in bad) or ("a norm beyond float64",)
+        blamed = bad or ("a norm beyond float64",)
         self._last = (gradient.groups.labels, (), (), (), blamed)
         told = ", ".join(map(repr, blamed))
         told = f"NaN or infinity in {told}" if bad else blamed[0]

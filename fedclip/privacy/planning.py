@@ -158,6 +158,7 @@ class Plan:
             f"all rounds it moves the model by {self.drift:.3g} of the longest way that it can go"
         )
         lines.append(f"  {verdict(self.drift, self.clients, 'clients')}")
+        lines.append("  what noise, turns and banded noise cost in trials: docs/study.md")
         return "\n".join(lines)
 
     def _turns_in_words(self) -> list[str]:

@@ -88,16 +88,13 @@ class Prices:
     @property
     def rows(self) -> list[Row]:
         """The server trusted with the noise, the sites, nobody."""
-        clients, noise, found = self.plan.clients, self.plan.noise, []
-        for trusted, sites in (
-            (f"{self.sites} of {clients} clients, secure sums", self.sites),
-            ("nobody, replies in cleartext", 1),
-        ):
+        clients, each, noise = self.plan.clients, self.plan.update_noise, self.plan.noise
+        secure = f"{self.sites} of {clients} clients, secure sums"
+        found = [Row("the server", 0.0, noise, 1.0)]
+        for trusted, sites in ((secure, self.sites), ("nobody, replies in cleartext", 1)):
             times = math.sqrt(clients / sites)
-            found.append(
-                Row(trusted, self.plan.update_noise / math.sqrt(sites), noise * times, times)
-            )
-        return [Row("the server", 0.0, noise, 1.0), *found]
+            found.append(Row(trusted, each / math.sqrt(sites), noise * times, times))
+        return found
 
     @property
     def configs(self) -> tuple[Config, Config]:
@@ -123,6 +120,9 @@ class Prices:
             noise = f"{row.noise:.3g} C"
             lines.append(f"    {row.trusted:34}{each:>13}{noise:>18}   {row.times:.3g} times")
         silent = sorted({0, clients - self.sites, clients // 2, clients - 1})
-        cases = ", ".join(f"{c}: {self.epsilon(c):.4g}" for c in silent)
+        found = ((c, self.epsilon(c)) for c in silent)
+        cases = ", ".join(
+            f"{c}: " + ("infinite" if math.isinf(e) else f"{e:.4g}") for c, e in found
+        )
         lines.append(f"  epsilon of secure sums by how many tell the server their noise: {cases}")
         return "\n".join(lines)

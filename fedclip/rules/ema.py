@@ -33,7 +33,7 @@ class Average:
         count = state.count + counted.n
         late, later = state.count >= self.warmup, self.decay**counted.n
         keep = xp.where(late, later, state.count / count)
-        (mean,) = xp.lerp([counted.mean], [state.mean], keep)
+        mean = counted.mean + keep * (state.mean - counted.mean)
         return state._replace(mean=mean, count=count)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State, zeros
@@ -49,7 +49,7 @@ class Moments(ABC):
         return max(self.warmup, 1)
 
     @abstractmethod
-    def share(self, keep: Any) -> Any:
+    def share(self, keep: Array) -> Array:
         """Return the share of ``delta^2`` in the variance, after the warm-up."""
 
     def begin(self, groups: int, xp: Arithmetic) -> State:
@@ -75,6 +75,5 @@ def merged(state: State, counted: Counted, keep: Array, share: Array, xp: Arithm
     square = share * delta * delta + counted.variance
     # The square of a norm may be beyond the floats: then the variance stays.
     square = xp.where(square < math.inf, square, state.variance)
-    old, new = [state.mean, state.variance], [counted.mean, square]
-    mean, variance = xp.lerp(new, old, keep)
-    return state._replace(mean=mean, variance=variance)
+    variance = square + keep * (state.variance - square)
+    return state._replace(mean=counted.mean - keep * delta, variance=variance)

@@ -452,6 +452,8 @@ def _check_bounds(check: Check, client: Section, setting: Setting, prefix: str) 
     for level, section, message in exposures(setting):
         own = section.partition(".")[0] in ("run", "secagg", "client_sampler")
         check.add(level, f"[{section}]" if own else f"[{prefix}{section}]", message)
+        if (level, section) != ("note", "run.privacy"):
+            check.exposed.append(message)
     check.places = places.in_words(
         plugins.get("client_opt", []),
         plugins.get("server_opt", []),

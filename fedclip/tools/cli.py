@@ -202,12 +202,14 @@ def quickrun(
     """Check a configuration, then run all of it on this machine."""
     result = runnable(config, quickrun=True)
 
+    from fedclip.tools.card import keep
     from fedclip.tools.quickrun import QuickrunError, run
 
     try:
         clients, results, finished = run(result.path, verbose=verbose, seed=seed)
     except QuickrunError as exc:
         fail(str(exc))
+    keep(result, results, "quickrun", seed)
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
     spent = any(Path(results).rglob("privacy_spent.json"))
@@ -235,6 +237,7 @@ def simulate(
     """Check a configuration, then run it in one process, with as many clients as you say."""
     result = runnable(config, simulate=True)
 
+    from fedclip.tools.card import keep
     from fedclip.tools.quickrun import QuickrunError
     from fedclip.tools.simulate import EARLY, run
 
@@ -242,6 +245,7 @@ def simulate(
         done = run(result.path, seed, engine=engine.value)
     except QuickrunError as exc:
         fail(str(exc))
+    keep(result, done.results, "simulate", seed)
     see = f"fedclip report {typed(done.results)}"
     if done.ended:
         after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
@@ -296,6 +300,9 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="Write a plot as well (.png, .svg, .pdf).")
     ] = None,
     html: HtmlFile = None,
+    card: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a model card instead; - for stdout.")
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until the run ends, or until Ctrl-C.")
     ] = False,
@@ -303,9 +310,9 @@ def report(
     """Show what the clippers did in a run, by node and round."""
     from fedclip.tools import showing
 
-    if follow and (as_json or csv is not None):
-        fail("--follow shows rounds as they come, and goes with neither --json nor --csv", code=2)
-    showing.can_write(plot=plot, html=html)
+    if follow + as_json + (csv is not None) + (card is not None) > 1:
+        fail("give one of --follow, --json, --csv and --card", code=2)
+    showing.can_write(plot=plot, html=html, card=card)
     folder = results(folder)
     result = showing.read(folder, follow, html)
     if as_json:
@@ -314,6 +321,11 @@ def report(
         text = io.StringIO()
         result.write_csv(text)
         showing.write(csv, text.getvalue())
+    elif card is not None:
+        from fedclip.tools import card as cards
+
+        with privacy.in_one_sentence(1):
+            showing.write(str(card), cards.card(result))
     elif not follow:
         showing.show(result, groups, rounds)
     if plot is not None:

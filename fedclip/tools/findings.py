@@ -77,12 +77,15 @@ class Check:
         In the order of the file.
     places
         What is clipped where, and what that guarantees: a line for each place.
+    exposed
+        What voids a privacy guarantee, or is not covered by it.
     """
 
     path: Path
     config: Config = dataclasses.field(default_factory=dict)
     findings: list[Finding] = dataclasses.field(default_factory=list)
     places: list[str] = dataclasses.field(default_factory=list)
+    exposed: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def ok(self) -> bool:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
-import sys
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,12 +41,12 @@ def root() -> None:
 
 
 @contextmanager
-def in_one_sentence() -> Iterator[None]:
+def in_one_sentence(code: int = 2) -> Iterator[None]:
     """End the command with a sentence if a number is not allowed, or an accountant missing."""
     try:
         yield
     except (TypeError, ValueError) as exc:
-        fail(exc, 2)
+        fail(exc, code)
     except ModuleNotFoundError as exc:
         if exc.name == "declearn":
             raise
@@ -78,11 +79,7 @@ def plan(
         typer.Option(help="A model file, in the place of --values: what it trains is counted."),
     ] = None,
     honest: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the clients that surely add their noise, if not the server adds it; "
-            "without it, what .75 would cost."
-        ),
+        float | None, typer.Option(help="Share of clients that surely add noise, if clients do.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -122,13 +119,14 @@ def _range(prices: Prices, values: int) -> str:
     from fedclip.federation.update import secagg
     from fedclip.federation.update.site_noise import SiteNoise
 
-    site = SiteNoise(**prices.configs[0]["noise"])
-    clipval = site.reach(site.max_norm)
-    found = secagg.plan(site.max_norm, prices.plan.clients, values, clipval=clipval)
-    return (
-        f"  secure sums need a clipval of {clipval / site.max_norm:.4g} max_norm, the largest C, "
-        f"and bitsize = {found.bitsize} or more"
-    )
+    site, clients = SiteNoise(**prices.configs[0]["noise"]), prices.plan.clients
+    clipval = math.ceil(100 * site.reach(site.max_norm)) / 100
+    bits, suits = 24 + math.ceil(math.log2(clients)), "the most for float32"
+    enough = secagg.plan(1.0, clients, values, clipval=clipval, tolerance=0.01).bitsize
+    if enough > bits:
+        bits, suits = enough, "and a model in float64"
+    needed = f"a clipval of {clipval:g} max_norm, the largest C, and bitsize {bits}, {suits}"
+    return f"  secure sums need {needed}"
 
 
 def _counted(model: Path, values: int | None, quiet: bool) -> int:
@@ -188,15 +186,15 @@ def calibrate(
         found = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
         found = found.evaluating(evaluation_share, rounds)
         text = found.in_words(values)
-    evaluated: Config = {}
-    if evaluation_share:
-        evaluated = {"evaluation_share": evaluation_share, "loss_bound": 3.0}
+    both: Config = {"evaluation_share": evaluation_share, "loss_bound": 3.0}
+    evaluated = both if evaluation_share else {}
     lines = [
         "[optim.client_opt]",
         '# "automatic" needs no bound; "flat" learns a little more with an sclip_norm that fits',
-        *["# loss_bound: above the loss of a guess, the logarithm of the number of classes"][
-            : len(evaluated)
-        ],
+        *(
+            ["# loss_bound: a little above the logarithm of the number of classes"]
+            * bool(evaluated)
+        ),
         toml_line("module", "sample-clip", {"mode": "automatic", **evaluated}),
         "[run]",
         f"rounds = {rounds}",
@@ -241,16 +239,18 @@ def spent(
         str | None, typer.Option(help="add-remove, or replace-one; the file's, if not given.")
     ] = None,
     as_json: JsonFlag = False,
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print CSV instead of text: all releases, and totals.")
-    ] = False,
+    csv: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write CSV, a line for each round; - for stdout."),
+    ] = None,
 ) -> None:
     """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
     from fedclip.report import printable
     from fedclip.report.rows import write_csv
+    from fedclip.tools.showing import write
     from fedclip.tools.spent import COLUMNS, csv_rows, in_words, of_plan, read_spent
 
-    if as_json and as_csv:
+    if as_json and csv is not None:
         fail("give either --json or --csv", 2)
     if (path is None) == (noise_multiplier is None):
         fail("give either a ledger or a folder, or --noise-multiplier with --steps and --rate", 2)
@@ -264,8 +264,11 @@ def spent(
         costs = [one.cost(delta, relation) for one in found]
     if as_json:
         print(json.dumps(costs))
-    elif as_csv:
-        write_csv(COLUMNS, (row for cost in costs for row in csv_rows(cost)), sys.stdout)
+    elif csv is not None:
+        each = zip(found, costs, strict=True)
+        rows = (row for one, cost in each for row in csv_rows(one, cost, path))
+        write_csv(COLUMNS, rows, table := io.StringIO())
+        write(csv, table.getvalue())
     else:
         print(*(printable(line) for cost in costs for line in in_words(cost)), sep="\n")
 

@@ -216,11 +216,14 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
         say(f"wrote {file}")
 
 
-def can_write(*, plot: Path | None = None, html: Path | None = None) -> None:
+def can_write(
+    *, plot: Path | None = None, html: Path | None = None, card: Path | None = None
+) -> None:
     """End with a sentence if a picture or a page could not be written, before what takes long."""
     for option, file, name, packages, installed in (
         ("--plot", plot, "report.png", ("matplotlib",), "matplotlib"),
         ("--html", html, "report.html", ("jinja2", "vl_convert"), "jinja2 vl-convert-python"),
+        ("--card", card, "card.md", ("jinja2",), "jinja2"),
     ):
         if file is None:
             continue
@@ -296,12 +299,7 @@ def _spent(folder: Path, words: bool) -> list[Spending]:
 
     In words is by each accountant, which takes longer.
     """
-    ledgers = any(folder.rglob("privacy_spent.json"))
-    configs = (path.read_bytes() for path in folder.rglob("optimizer_config.json"))
-    # Whoever has no budget need not import what reads budgets.
-    if not ledgers and not any(re.search(rb'"noise_multiplier": \d', text) for text in configs):
-        return []
-    from fedclip.tools.spent import in_words, read_spent, turns_of
+    from fedclip.tools.spent import NothingSpent, in_words, read_spent, turns_of
 
     try:
         found = [*read_spent(folder)]
@@ -315,5 +313,7 @@ def _spent(folder: Path, words: bool) -> list[Spending]:
             )
             for s in found
         ]
+    except NothingSpent:
+        return []
     except ValueError as exc:
         return [Spending("", [f"what was spent can not be said: {exc}"])]

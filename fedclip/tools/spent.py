@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,11 +19,25 @@ from fedclip.parameters import Config
 from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, merged
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.records import SERVED
+from fedclip.report import ReportError, read_report
 from fedclip.tools.catalogue import version
 
-__all__ = ["COLUMNS", "Spent", "csv_rows", "in_words", "of_plan", "read_spent", "turns_of"]
+__all__ = [
+    "COLUMNS",
+    "NothingSpent",
+    "Spent",
+    "csv_rows",
+    "in_words",
+    "of_plan",
+    "read_spent",
+    "turns_of",
+]
 
 _COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
+
+
+class NothingSpent(ValueError):
+    """A folder in which no privacy budget was spent."""
 
 
 class Spent(NamedTuple):
@@ -37,13 +53,12 @@ class Spent(NamedTuple):
     entries: Iterable[Entry] = ()
     separation: int = 1
     planned: float | None = None
+    mechanism: str = "Gaussian"
 
     @property
     def evaluated(self) -> list[float]:
         """The noise multipliers that are those of evaluations."""
-        return [
-            release.noise_multiplier for release in self.accountant.plan if release.sampling == 1
-        ]
+        return [r.noise_multiplier for r in self.accountant.plan if r.sampling == 1.0]
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs by each accountant, or why one can not say.
@@ -155,30 +170,47 @@ def turns_of(spent: Spent, most: int) -> list[tuple[float | None, ...]]:
 
 
 COLUMNS = (
-    *("where", "protects", "relation", "delta", "what", "time", "noise_multiplier", "steps"),
-    *("sampling", "accountant", "epsilon", "data", "versions"),
+    *("where", "protects", "mechanism", "relation", "delta", "turn", "time", "noise_multiplier"),
+    *("sampling", "separation", "steps", "bound", "accountant", "epsilon", "data", "fedclip"),
 )
 
 
-def csv_rows(cost: Config) -> Iterator[Config]:
-    """Yield what `Spent.cost` has found: a row for each release, and for each accountant's total.
+def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
+    """Yield a row for each turn that was charged, with the epsilon of all until then.
 
-    A total is for all releases of its file; its versions are of the packages that have counted.
+    A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
+    The last epsilon is what `Spent.cost` says by the same accountant.
     """
-    for release in cost["entries"] or cost["releases"]:
-        made = f"fedclip {release['fedclip']}" if release.get("fedclip") else ""
-        yield {**cost, "what": "release", **release, "versions": made}
-    counted = "; ".join(f"{name} {number}" for name, number in cost["versions"].items())
-    for name, value in cost["epsilons"].items() or {"": 0.0}.items():
-        found = {"accountant": name, "epsilon": value, "versions": counted}
-        yield {**cost, "what": "total", **found}
+    own = one.accountant
+    so_far = Accountant(cost["delta"], cost["relation"], own.order, own.plan)
+    each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
+    rounds = not cost["entries"] and one.separation == 1
+    bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}
+    for turn, row in enumerate(cost["entries"] or each, 1):
+        so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
+        order = so_far.order_of(so_far.spent)
+        spent = account(so_far.spent, so_far.delta, so_far.relation, order=order)
+        mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
+        more = {"turn": turn, "bound": bounds.get(turn), "mechanism": mechanism}
+        yield {**cost, **row, **spent._asdict(), **more}
+
+
+def _bounds(folder: Path, server: str, rounds: int) -> Mapping[int, float]:
+    """Return the bounds of a server's rounds, as a node says that has seen all of them."""
+    found: dict[str, dict[int, float]] = {}
+    with suppress(ReportError):
+        report = read_report(folder).only([server.rpartition("/")[0]])
+        for (node, module, round_), limit in report.limits().items():
+            if module.startswith("update-clip"):
+                found.setdefault(node, {})[round_] = limit
+    return next((seen for seen in found.values() if max(seen) == rounds), {})
 
 
 def of_plan(noise_multiplier: float, steps: int, rate: float, delta: float) -> Spent:
     """Return what a plan would spend."""
     accountant = Accountant(delta)
     accountant.add(noise_multiplier, parameters.integer(1, steps=steps), rate)
-    return Spent("plan", "record", accountant)
+    return Spent("plan", "record", accountant, [Entry(tuple(accountant.spent), delta, "")])
 
 
 def read_spent(path: Path) -> Iterator[Spent]:
@@ -204,10 +236,11 @@ def read_spent(path: Path) -> Iterator[Spent]:
         if budget is not None:
             none = False
             where = str(config.parent.relative_to(path))
-            kept = budget.separation, budget.max_epsilon
+            noise = "correlated " * (len(budget.coefficients) > 1) + "Gaussian"
+            kept = budget.separation, budget.max_epsilon, noise
             yield Spent(where, "client", budget.accountant, (), *kept)
     if none:
-        raise ValueError(
+        raise NothingSpent(
             f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
             f"nor a checkpoint or {SERVED} of a server with update-clip-server and noise"
         )
@@ -226,10 +259,14 @@ def _of_server(folder: Path) -> Budget | None:
 
     Their names hold local time, so that the latest need not be the newest.
     """
-    from declearn.main.utils import Checkpointer
-
-    saved = Checkpointer(str(folder))
     try:
+        config = json.loads((folder / "optimizer_config.json").read_text(encoding="utf-8"))
+        # Whoever has no budget may have modules that are not known here.
+        if "'noise_multiplier'" not in str(config):
+            return None
+        from declearn.main.utils import Checkpointer
+
+        saved = Checkpointer(str(folder))
         optimizer = saved.load_optimizer(load_state=False)
         budgets = [getattr(module, "budget", None) for module in optimizer.modules]
         found: Budget | None = next((budget for budget in budgets if budget is not None), None)

@@ -17,16 +17,16 @@ frameworks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fedclip.arrays import LARGEST, Arithmetic, Array, Backend
+from fedclip.arrays import HALF_UNIT, LARGEST, Arithmetic, Array, Backend
 from fedclip.parameters import LEAST
 
 MARGIN = {
     # Of the norm 11 roundings of float32 (`fedclip.arrays.blocks`), and four of limit / norm, the
     # factor and the product; half precision rounds the product again.
-    "float16": 15 * 2.0**-24 + 2.0**-11,
-    "bfloat16": 15 * 2.0**-24 + 2.0**-8,
+    "float16": 15 * 2.0**-24 + HALF_UNIT["float16"],
+    "bfloat16": 15 * 2.0**-24 + HALF_UNIT["bfloat16"],
     "float32": 15 * 2.0**-24,
     # No float is wider, and a framework may add up many numbers one after the other.
     "float64": 2.0**-40,
@@ -89,7 +89,7 @@ class Action:
         """Whether a group may be scaled up."""
         return self.rescale or self.min_norm is not None
 
-    def decide(self, norms: Any, limits: Any, xp: Arithmetic) -> Decision:
+    def decide(self, norms: Array, limits: Array, xp: Arithmetic) -> Decision:
         """Decide on finite norms."""
         base, over = norms, norms > limits
         if self.eps:

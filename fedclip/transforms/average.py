@@ -14,40 +14,37 @@ The average sees every gradient before it is clipped, the current one included.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import Array
+from fedclip.arrays import Array, Arrays
 from fedclip.measures import Order, degree, measure
 from fedclip.rules import CLEAR, NoState, State
 from fedclip.rules.constant import Given
 from fedclip.rules.elementwise import blend, step_size
 from fedclip.scopes import Groups
-from fedclip.states import Statistics
 from fedclip.transforms.action import Action
-from fedclip.transforms.base import Gradient, Outcome, Transform, by_tensor
+from fedclip.transforms.base import Gradient, Outcome, by_tensor
 from fedclip.transforms.norm import NormClipping
-from fedclip.transforms.past import PAST, counts_of, recall, remember
+from fedclip.transforms.past import Remembering, remember
 
 
 class AverageState(NamedTuple):
     """Norm of the average, and the number of steps, of each group."""
 
-    norm: Any
-    count: Any
+    norm: Array
+    count: Array
 
 
 @dataclass(frozen=True)
-class AverageClipping(Transform):
+class AverageClipping(Remembering):
     """Clip to, or bring to (`rescale`), the norm of the moving average.
 
     The other fields are parameters of `ema-norm-clip`; `start`, its `init`, is None for the first
     gradient.
     """
 
-    array_fields: ClassVar[tuple[str, ...]] = PAST
-    dense = True
     by_norms = True
 
     decay: float
@@ -61,16 +58,11 @@ class AverageClipping(Transform):
     def init(self, groups: Groups) -> AverageState:
         return AverageState(np.zeros(len(groups)), np.zeros(len(groups)))
 
-    def recalled(self, gradient: Gradient) -> Statistics:
-        return recall(gradient)
-
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient to the norm of the average, which it is part of."""
         groups, xp = gradient.groups, gradient.xp
         norms = gradient.sound(measure(gradient.arrays, groups, self.ord, xp))
-        kept = recall(gradient)
-        gradient.kept.update(kept)
-        pasts, counts = [kept[name]["past"] for name in groups.names], counts_of(kept, gradient)
+        pasts, counts = self.begun(gradient)
         means = self._learnt(gradient, pasts, counts)
         sizes, first = measure(means, groups, self.ord, xp), state.count == 0
         # Of a step that is not finite nothing may be left.
@@ -95,7 +87,7 @@ class AverageClipping(Transform):
         remember(gradient, means, counts)
         return outcome._replace(state=AverageState(sizes, state.count + 1.0))
 
-    def _learnt(self, gradient: Gradient, pasts: Any, counts: Array) -> Any:
+    def _learnt(self, gradient: Gradient, pasts: Arrays, counts: Array) -> Arrays:
         """Return the averages after the gradient, of which they have seen `counts` before."""
         xp, start = gradient.xp, self.start
         first = xp.where(counts == 0, 1.0, 0.0 * counts)
@@ -103,8 +95,9 @@ class AverageClipping(Transform):
         if start is None:
             weights = xp.where(counts == 0, 1.0, weights)
 
-        def learn(values: Array, past: Array, weight: Any, begin: Any) -> tuple[Array, Array]:
+        def learn(values: Array, past: Array, weight: Array, begin: Array) -> tuple[Array, Array]:
             return values, blend(past + begin, values, weight)
 
         columns = [gradient.arrays, pasts, weights, first * (start or 0.0)]
-        return xp.mapped(learn, columns)[1]
+        means: Arrays = xp.mapped(learn, columns)[1]
+        return means

@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
     norms: Array
     limits: Array
     clipped: Array
-    finite: Any = True
+    finite: Array = True
     """Whether the gradient is finite; always True for a step on the host."""
 
 
@@ -111,8 +111,8 @@ class Gradient:
             self.arrays, self.xp = views, NumpyBackend(backend, views, memory)
         self.kept: Statistics = {}
         self.rest = {} if rest is None else rest
-        self._norms: Any = None
-        self._finite: Any = True
+        self._norms: Array = None
+        self._finite: Array = True
 
     @classmethod
     def of(
@@ -290,15 +290,10 @@ class Gradient:
         """Whether the excluded tensors hold neither NaN nor infinity; the host waits for them."""
         return all(_is_finite(a, self.backend) for a in self.rest.values())
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the arrays, then of the excluded tensors."""
-        return (*self.groups.names, *self.rest)
-
-    def nonfinite(self) -> tuple[int, ...]:
-        """Return the positions, in `names`, of tensors that hold NaN or infinity."""
-        arrays = [*self._native, *self.rest.values()]
-        return tuple(i for i, a in enumerate(arrays) if not _is_finite(a, self.backend))
+    def nonfinite(self) -> tuple[str, ...]:
+        """Return the names of the tensors that hold NaN or infinity, the excluded ones last."""
+        given = {**dict(zip(self.groups.names, self._native, strict=True)), **self.rest}
+        return tuple(name for name, a in given.items() if not _is_finite(a, self.backend))
 
 
 def by_tensor(numbers: Array, groups: Groups, xp: Backend) -> list[Array]:

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from fedclip.arrays import LARGEST, Array, unit_of, with_others
+from fedclip.arrays import LARGEST, Array, Arrays, with_others
+from fedclip.measures import sizes_of, spread_of, total
 from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.slice import spanned
-
-
-def _sizes(gradient: Gradient) -> list[Any]:
-    """Return the number of elements of each group."""
-    arrays, xp = gradient.arrays, gradient.xp
-    return [sum([xp.size(arrays[i]) for i in some]) for some in gradient.groups.members]
 
 
 @dataclass(frozen=True)
@@ -41,14 +36,14 @@ class Centralizing(Transform):
         owners, number = groups.owners, len(groups)
         peaks = gradient.sound(xp.group_max(xp.peaks(arrays), owners, number))
 
-        def shift(values: Array, centre: Any) -> tuple[Array, Array]:
+        def shift(values: Array, centre: Array) -> tuple[Array, Array]:
             shifted = values - centre
             top = LARGEST[xp.dtype(shifted)]
             return xp.minimum(xp.maximum(shifted, -top), top), xp.max(abs(centre + 0.0 * shifted))
 
         places = [i for i in range(len(arrays)) if self._axes(tuple(arrays[i].shape)) is not None]
         if self.pooled:
-            columns: list[Any] = [arrays, xp.take(self._means(gradient), owners)]
+            columns: list[Arrays] = [arrays, xp.take(self._means(gradient), owners)]
             outputs, largest = xp.mapped(shift, columns, wide=True)
         elif places:
             some = [arrays[i] for i in places]
@@ -83,10 +78,10 @@ class Centralizing(Transform):
     def _means(self, gradient: Gradient) -> Array:
         """Return the mean of each group; 0 of one that is left alone."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        sizes = [n if n and n >= self.min_size else math.inf for n in _sizes(gradient)]
-        each = xp.asarray([sizes[group] for group in groups.owners], like=arrays[0])
-        sums = xp.summed(lambda x, size: x / size, [arrays, each])
-        return xp.group_sum(sums, groups.owners, len(groups))
+        found = sizes_of(arrays, groups, xp)
+        sizes = [n if n and n >= self.min_size else math.inf for n in found]
+        divisors = xp.asarray(sizes, like=arrays[0])
+        return total(lambda x, size: x / size, arrays, [divisors], groups, xp)
 
 
 @dataclass(frozen=True)
@@ -103,18 +98,8 @@ class Standardizing(Transform):
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         owners, number = groups.owners, len(groups)
         peaks = gradient.sound(xp.group_max(xp.peaks(arrays), owners, number))
-        # In this unit nothing can overflow.
-        unit = unit_of(peaks, xp)
-        units = xp.take(unit, owners)
-        sizes = xp.asarray(_sizes(gradient), like=peaks)
-
-        def total(call: Any, *more: Array) -> Array:
-            return xp.group_sum(xp.summed(call, [arrays, units, *more]), owners, number)
-
-        means = total(lambda x, u: x / u) / xp.maximum(sizes, 1.0)
-        each = xp.take(means, owners)
-        squares = total(lambda x, u, m: (x / u - m) * (x / u - m), each)
-        deviations = xp.sqrt(squares / xp.maximum(sizes - 1.0, 1.0))
+        sizes, unit, means, variances = spread_of(arrays, groups, peaks, xp)
+        deviations = xp.sqrt(variances)
         # What is not more than roundings of the mean is the deviation of equal numbers.
         equal = deviations < (2.0**-46 if xp.dtype(peaks) == "float64" else 2.0**-20)
         deviations = unit * deviations
@@ -127,7 +112,7 @@ class Standardizing(Transform):
         # Halves: the difference of two of the largest numbers overflows.
         columns = [xp.where(alone, 0.0, 0.5 * unit * means), xp.where(alone, 0.5, 0.5 * divisors)]
 
-        def standardise(values: Array, mean: Any, divisor: Any) -> tuple[Array]:
+        def standardise(values: Array, mean: Array, divisor: Array) -> tuple[Array]:
             return ((0.5 * values - mean) / divisor,)
 
         columns = [arrays, *(xp.take(c, owners) for c in columns)]

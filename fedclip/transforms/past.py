@@ -8,11 +8,11 @@ from it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from fedclip.arrays import LARGEST, Array
+from fedclip.arrays import LARGEST, Array, Arrays
 from fedclip.rules import State
 from fedclip.rules.elementwise import ElementRule
 from fedclip.states import Statistics
@@ -22,16 +22,28 @@ PAST = ("past", "count")
 """Names of the arrays kept for each tensor: its past, and the number of its gradients."""
 
 
-def recall(gradient: Gradient) -> Statistics:
-    """Return the arrays kept for each tensor, at first zeros; float64 for float64 tensors.
+class Remembering(Transform):
+    """A transform that keeps the past of each tensor; float64 for float64 tensors."""
 
-    Raises
-    ------
-    ValueError
-        If an array kept for a tensor does not have its shape.
-    """
-    pairs = zip(gradient.groups.names, gradient.arrays, strict=True)
-    return {name: _recall(gradient, name, array) for name, array in pairs}
+    array_fields: ClassVar[tuple[str, ...]] = PAST
+    dense = True
+
+    def recalled(self, gradient: Gradient) -> Statistics:
+        pairs = zip(gradient.groups.names, gradient.arrays, strict=True)
+        return {name: _recall(gradient, name, array) for name, array in pairs}
+
+    def begun(self, gradient: Gradient) -> tuple[list[Array], Array]:
+        """Return the past of each tensor, at first zeros, and the numbers of their gradients.
+
+        Raises
+        ------
+        ValueError
+            If the past that is kept for a tensor does not have its shape.
+        """
+        kept = self.recalled(gradient)
+        gradient.kept.update(kept)
+        each = [kept[name] for name in gradient.groups.names]
+        return [k["past"] for k in each], gradient.xp.joined([k["count"] for k in each])
 
 
 def _recall(gradient: Gradient, name: str, array: Array) -> dict[str, Array]:
@@ -65,12 +77,7 @@ def _zeros(gradient: Gradient, array: Array, dtype: str) -> Array:
     return xp.where(xp.isfinite(wide), 0.0 * wide, 0.0 * abs(wide) if gradient.on_host else 0.0)
 
 
-def counts_of(kept: Statistics, gradient: Gradient) -> Array:
-    """Return the number of gradients that each tensor has had, as one array."""
-    return gradient.xp.joined([kept[name]["count"] for name in gradient.groups.names])
-
-
-def remember(gradient: Gradient, pasts: Any, counts: Array) -> None:
+def remember(gradient: Gradient, pasts: Arrays, counts: Array) -> None:
     """Keep new pasts, and numbers of gradients before this one, for the next step."""
     names = gradient.groups.names
     after = gradient.xp.pieces(counts + 1.0, [()] * len(names))
@@ -79,27 +86,19 @@ def remember(gradient: Gradient, pasts: Any, counts: Array) -> None:
 
 
 @dataclass(frozen=True)
-class PastClipping(Transform):
+class PastClipping(Remembering):
     """A limit for each element, which a rule derives from the element's past."""
 
-    array_fields: ClassVar[tuple[str, ...]] = PAST
-    dense = True
-
     rule: ElementRule
-
-    def recalled(self, gradient: Gradient) -> Statistics:
-        return recall(gradient)
 
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient; the record has the largest element as norm, and the largest limit."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         owners, number = groups.owners, len(groups)
         norms = gradient.sound(xp.group_max(xp.peaks(arrays), owners, number))
-        kept = recall(gradient)
-        gradient.kept.update(kept)
-        pasts, counts = [kept[name]["past"] for name in groups.names], counts_of(kept, gradient)
+        pasts, counts = self.begun(gradient)
 
-        def call(values: Array, past: Array, *numbers: Any) -> tuple[Array, ...]:
+        def call(values: Array, past: Array, *numbers: Array) -> tuple[Array, ...]:
             output, limits, after = self.rule(values, past, numbers, xp)
             return output, after, xp.max(limits), xp.max(abs(output - values))
 

@@ -107,6 +107,8 @@ class GatedNetwork(NetworkClient, register=False):
         for module in modules:
             if module.aux_name not in (None, AUX_NAME):
                 why = why or f"a site's policy does not know what {module.name!r} shares"
+            if getattr(module, "site", None) is not None:
+                why = why or "a site's policy would clip the noise that update-clip-client adds"
         if why:
             self._why = f"refused by fedclip: {why}"
             raise Refused(why)

@@ -220,15 +220,13 @@ class AdaptiveBound(Documented):
         if self.budget is None or self.expected_clients is None or self.honest is None:
             raise ValueError(
                 "noise_at='clients' needs noise_multiplier, and honest, the share of the clients "
-                "that surely add their noise, such as honest = 0.75: the others may collude with "
-                "the server, or send none"
+                "that surely add their noise, such as honest = 0.75"
             )
         for name, only in (("separation", 1), ("noise", "independent"), ("generator", "secure")):
             if (value := getattr(self, name)) != only:
-                raise ValueError(
-                    f"noise_at='clients' goes with {name}={only!r} only, got {value!r}: for other "
-                    "noise leave it to the server"
-                )
+                raise ValueError(f"noise_at='clients' goes with {name}={only!r}, got {value!r}")
+        if self.learning_rate == 0 and self.bound != self.max_norm:
+            raise ValueError("noise_at='clients' with a fixed bound needs max_norm = start_norm")
         return SiteNoise(
             noise_multiplier=self.noise_multiplier,
             expected_clients=self.expected_clients,

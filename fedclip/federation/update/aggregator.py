@@ -22,7 +22,7 @@ from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.coupling import CLIENT, under_way
 from fedclip.federation.update.exchange import Reply, SentBound
 from fedclip.federation.update.limits import check_whole, signature
-from fedclip.federation.update.messages import ClippedUpdates, Secret, zeros_like
+from fedclip.federation.update.messages import ClippedUpdates, zeros_like
 from fedclip.federation.update.shares import Shares, Weights
 from fedclip.federation.version import VERSION, Versioned
 from fedclip.measures import Order
@@ -230,7 +230,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if site is None:
             self._check_range(vector)
         else:
-            secret = Secret(site, vector, sent.bound)
+            secret = site, vector, sent.bound
             vector = type(vector)(site.in_cleartext(vector.coefs, sent.bound))
         if round_ is not None:
             round_.outcome = outcome

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedclip.arrays import Array, Float64, HostView, backend_of, narrowed
-from fedclip.arrays.blocks import extremes
+from fedclip.arrays.blocks import peak as peak_of
 from fedclip.arrays.numpy import bits
 from fedclip.federation.update.exchange import Arrays
 
@@ -74,7 +74,7 @@ def peaks(arrays: Arrays, limit: float) -> dict[str, float]:
     """Return the tensors that hold a value beyond ±limit, or NaN, and their largest values."""
     found = {}
     for name, array in arrays.items():
-        peak = float(np.abs(extremes(bits(backend_of(array).to_host(array)))).max())
+        peak = peak_of(bits(backend_of(array).to_host(array)))
         if not peak <= limit:
             found[name] = peak
     return found

@@ -108,25 +108,26 @@ def _sites(
         text = f"noise = {here}, and update-clip-server expects {wanted}: write the same table"
         return [("problem", CLIENT, text)]
     count = known.rounds if type(known.rounds) is int and known.rounds > 0 else 1
+    rounds = "one round" if count == 1 else f"{count} rounds"
 
     def cost(silent: int) -> str:
         release = Release(site.multiplier(silent), count)
-        return f"{epsilon([release], module.delta, module.relation):.4g} in {count} rounds"
+        return f"{epsilon([release], module.delta, module.relation):.4g}"
 
     most = site.expected_clients - site.sure
     notes = [
-        f"up to {most} of the clients of a round may add no noise, or tell the server theirs: "
-        f"epsilon is {cost(most)} then, and {cost(0)} if all add theirs"
+        f"up to {most} of {site.expected_clients} clients may add no noise, or tell the server "
+        f"theirs: {rounds} cost epsilon = {cost(most)} then, and {cost(0)} if all add theirs"
     ]
     found: list[Problem] = []
     if known.secagg is None:
         notes.append(
-            "in cleartext the server sees each client's update, with the noise of that client "
-            f"only: against the server epsilon is {cost(site.expected_clients - 1)}. Set [secagg], "
-            "so that it sees sums only"
+            "without secure aggregation, of which nothing is said here, the server sees each "
+            "update with the noise of its client only: against the server it is local privacy, "
+            f"and {rounds} cost epsilon = {cost(site.expected_clients - 1)}"
         )
     else:
-        if why := site.unsafe(known.secagg):
+        if why := site.unsafe(known.secagg, {}):
             found.append(("problem", SERVER, why))
         masks = known.secagg.get("secagg_type", "masking") == "masking"
         notes.append(UNSURE_MASKS if masks else UNSURE_PEERS)

@@ -103,15 +103,11 @@ class UpdateClipClient(Versioned, UpdateNorms):
             raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
         bound = parameters.positive(bound=aux_var.bound)
         sent = SentBound(bound, aux_var.adaptive, aux_var.private)
+        why = f"this client adds no noise, and the server expects noise = {aux_var.noise!r:.300}"
         if self.site is not None:
             why = self.site.refusal(aux_var.noise, sent)
-        else:
-            why = aux_var.noise and (
-                "the server expects noise from its clients, and this one adds none: give "
-                f"update-clip-client noise = {aux_var.noise!r:.300}"
-            )
-        if why:
-            raise ValueError(f"update-clip-client: {why}")
+        if why and (self.site or aux_var.noise):
+            raise ValueError(f"update-clip-client: {why}; nothing is shared")
         self._round = ClientRound(sent, self.site)
         CLIENT.set(self._round)
 

@@ -154,8 +154,7 @@ class UpdateClient:
         return why
 
     def _not_finite(self, gradient: Gradient) -> str:
-        names = gradient.names
-        named = ", ".join(repr(names[i]) for i in gradient.nonfinite())
+        named = ", ".join(map(repr, gradient.nonfinite()))
         text = f"NaN or infinity in {named}" if named else "a norm beyond float64"
         if self.on_nonfinite == "raise":
             raise NonFiniteError(f"{self.called}: {text}")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TypeAlias
 
 from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
@@ -121,9 +121,8 @@ class UpdateClipVotes(AuxVar):
         data = data if isinstance(data, Mapping) else {}
         votes = [data.get(key) for key in ("n_votes", "n_within")]
         noised = data.get("n_noised")
-        if noised is not None and (type(noised) is not int or votes != [0, 0]):
-            return cls(n_faults=1)
-        if is_one_of(((1,),), [data.get("n_clients")]) and is_one_of(VOTES, votes):
+        alone = noised is None or (type(noised) is int and votes == [0, 0])
+        if alone and is_one_of(((1,),), [data.get("n_clients")]) and is_one_of(VOTES, votes):
             result = cls(1, *votes)
             result.n_noised = noised
             return result
@@ -152,12 +151,8 @@ class UpdateClipVotes(AuxVar):
         return self if isinstance(other, int) and not other else self.aggregate(other)
 
 
-class Secret(NamedTuple):
-    """What a client shares under secure aggregation, once it is known what encrypts."""
-
-    site: SiteNoise
-    updates: AnyVector
-    bound: float
+Secret: TypeAlias = tuple[SiteNoise, AnyVector, float]
+"""Noise, update and bound: what a client shares, once it is known what encrypts."""
 
 
 @dataclass

@@ -5,9 +5,8 @@ r"""Noise from the sites: each client adds its share of it, so that no server se
 
     n        = floor(honest * m)                 so many of m clients surely add their noise
     sigma    = z_delta * C / sqrt(n)             of one client, on each value
-    grid     = so fine that sigma is 2^15 to 2^16 of its steps, if what encrypts has such steps
-    update  -> norm <= C - grid * sqrt(d) / 2    rounding adds no more to it than that
-    k        = round(update / grid) + discrete Gaussian of standard deviation sigma / grid
+    update  -> norm <= C - step * sqrt(d) / 2    rounding adds no more to it than that
+    k        = round(update / step) + discrete Gaussian of standard deviation sigma / step
     vote    -> A * (-1, 0 or 1) + discrete Gaussian of standard deviation 2 A bits_noise / sqrt(n)
 
 The integers k, and those of the votes, are what is summed, exactly. The sum over n clients tells no
@@ -15,37 +14,32 @@ more than one Gaussian mechanism of multiplier z, for update and votes together
 (`fedclip.privacy.discrete` says why). What is rounded *after* continuous noise has no such proof,
 once others are added to it.
 
-In cleartext the server gets ``k * grid``. declearn's secure aggregation sends integers, in steps
-of ``2 clipval / (2^bits - 1)``: the grid is a multiple g of that step, and a client shares
-``(g k + 1/2) * step``, which declearn's quantizer takes to the integer exactly. Whether it does is
-looked at before anything leaves, with the quantizer that encrypts.
+In cleartext the server gets ``k * step``, where step is a power of two for which the dtype holds
+all k. declearn's secure aggregation sends integers: there step is ``2 clipval / (2^bits - 1)``, and
+a client shares ``(k + 1/2) * step``, which declearn's quantizer takes to k exactly. Whether it does
+is looked at before anything leaves, with the quantizer that encrypts.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fedclip.arrays import Array, backend_of, narrowed
+from fedclip import parameters
+from fedclip.arrays import Array, backend_of
+from fedclip.federation.update.averaging import rounded
 from fedclip.federation.update.exchange import Arrays, SentBound
 from fedclip.measures import Float64
-from fedclip.parameters import (
-    Configured,
-    integer,
-    limit,
-    non_negative,
-    number,
-    parameter,
-    positive,
-)
+from fedclip.parameters import Configured, integer, limit, non_negative, parameter, positive
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance
 
-# The noise of a client has this many steps of its grid at least, where the quantizer has them.
-_FINE = 2**15
 # A draw beyond so many standard deviations has a probability of 1e-31.
 _TAIL = 12
 # The same of the votes, whose noise has up to 256 steps.
@@ -67,15 +61,17 @@ UNSURE_MASKS = (
     "server that predicts it, only the noise of each client alone is left"
 )
 UNSURE_PEERS = (
-    "joye-libert tells no client how many others are in a sum: against a server that sets it up "
-    "with fewer clients, only their noise is left. With masking, a client counts them"
+    "joye-libert tells no client how many others are in a sum, nor whether they have the same "
+    "bound: against a server that does not keep to the protocol, only the noise of each client "
+    "alone is left. With masking, clients count the others, and masks with another bound do not "
+    "cancel"
 )
 """What the sums rest on."""
 
 
 def share_of_clients(honest: float) -> float:
     """Return the share, if it is in (0, 1]."""
-    return number("a number in (0, 1]", 0.0, 1.0, open_low=True, honest=honest)
+    return parameters.number("a number in (0, 1]", 0.0, 1.0, open_low=True, honest=honest)
 
 
 class SiteNoise(Configured):
@@ -126,8 +122,7 @@ class SiteNoise(Configured):
         z, clients = self.noise_multiplier, self.expected_clients
         self.sure = honest_sites(clients, self.honest)
         bits = default_bits_noise(z, clients) if self.bits_noise is None else self.bits_noise
-        self.bits_noise = bits
-        self.trouble = ""
+        self.bits_noise, self.trouble = bits, ""
         self._spread = (split_noise(z, bits) if bits else z) / math.sqrt(self.sure)
         # A vote in steps of its grid, the variance of its noise, and what makes it positive.
         self._vote = max(1, math.floor(_VOTES * math.sqrt(self.sure) / bits)) if bits else 1
@@ -145,18 +140,12 @@ class SiteNoise(Configured):
     def refusal(self, told: object, sent: SentBound) -> str:
         """Return why a client takes no part in a round of a server; "" if it does."""
         own = self.get_config()
-        if not isinstance(told, Mapping) or not told:
-            return f"this client adds noise to what it shares, {own}, and the server expects none"
-        for name, value in own.items():
-            if told.get(name) != value:
-                return (
-                    f"this client adds noise of {name}={value!r}, and the server expects "
-                    f"{told.get(name)!r}: nothing is shared"
-                )
+        if told != own:
+            return f"this client adds noise = {own}, and the server expects {told!r:.300}"
         if not sent.private or sent.adaptive != bool(self.bits_noise):
-            return "the server asks for what this client's noise does not cover: nothing is shared"
-        if sent.bound > self.max_norm:
-            return f"the server's bound, {sent.bound:g}, is above max_norm={self.max_norm:g}"
+            return "the server asks for what this client's noise does not cover"
+        if sent.bound > self.max_norm or (sent.bound < self.max_norm and not sent.adaptive):
+            return f"the server's bound, {sent.bound:g}, is not within max_norm={self.max_norm:g}"
         return self.trouble
 
     # -- votes ----------------------------------------------------------------------------------
@@ -175,39 +164,31 @@ class SiteNoise(Configured):
         return sum(self._kept(vote) - self._offset for vote in votes) / (2 * self._vote)
 
     # -- updates --------------------------------------------------------------------------------
-    def integers(
-        self, arrays: Arrays, bound: float, step: float | None = None
-    ) -> tuple[dict[str, Any], float]:
-        """Return an update within the bound, with its noise, as integers, and their grid.
-
-        The grid is a multiple of a `step`; None: a power of two.
+    def integers(self, arrays: Arrays, bound: float, step: float) -> dict[str, NDArray[np.int64]]:
+        """Return an update within the bound, with its noise, in steps.
 
         Raises
         ------
         ValueError
-            If it would be too coarse.
+            If these are too coarse.
         """
-        fine = self.std(bound) / _FINE
-        grid = (
-            2.0 ** math.floor(math.log2(fine)) if step is None else step * max(1, int(fine / step))
-        )
         hosts = {name: _values(array) for name, array in arrays.items()}
         size = sum(values.size for values in hosts.values())
-        room = bound / grid - math.sqrt(size) / 2
-        if room < bound / grid / 2:
+        room = bound / step - math.sqrt(size) / 2
+        if room < bound / step / 2:
             raise ValueError(
-                f"steps of {grid:.3g} are too coarse for a bound of {bound:.3g} on {size:,} "
+                f"steps of {step:.3g} are too coarse for a bound of {bound:.3g} on {size:,} "
                 "values: raise bitsize, or lower clipval and max_norm"
             )
-        norm = math.sqrt(sum(float(np.vdot(v, v)) for v in hosts.values())) / grid
+        variance = site_variance(self.std(bound) * math.sqrt(self.sure) / step, self.sure)
+        norm = math.sqrt(sum(float(np.vdot(v, v)) for v in hosts.values())) / step
         # Less by what adding up squares may round off.
-        factor = min(1.0, room * (1 - 1e-9) / norm if norm else 1.0) / grid
-        variance = site_variance(self.std(bound) * math.sqrt(self.sure) / grid, self.sure)
+        factor = min(1.0, room * (1 - 1e-9) / norm if norm else 1.0) / step
         return {
             name: np.rint(values * factor).astype(np.int64)
             + draws(variance, values.size).reshape(values.shape)
             for name, values in hosts.items()
-        }, grid
+        }
 
     def in_cleartext(self, arrays: Arrays, bound: float) -> dict[str, Array]:
         """Return an update within the bound with its noise, as arrays of its dtypes.
@@ -215,11 +196,11 @@ class SiteNoise(Configured):
         Raises
         ------
         ValueError
-            If a dtype can not hold it exactly.
+            If a dtype is too coarse.
         """
-        found, grid = self.integers(arrays, bound)
-        _check_dtypes(arrays, math.ceil(math.log2(self.reach(bound) / grid)) + 1)
-        return _like({name: k * grid for name, k in found.items()}, arrays)
+        step = 2.0 ** (math.ceil(math.log2(self.reach(bound))) + 1 - _bits(arrays))
+        found = self.integers(arrays, bound, step)
+        return rounded({name: np.asarray(k * step) for name, k in found.items()}, arrays)
 
     def in_secret(self, arrays: Arrays, bound: float, encrypter: Any) -> dict[str, Array]:
         """Return the same for an encrypter of declearn's, whose quantizer takes it to integers.
@@ -230,15 +211,15 @@ class SiteNoise(Configured):
             If it does not, or fewer clients than expected are in the sum.
         """
         quantizer = encrypter.quantizer
+        if not hasattr(encrypter, "biprime"):
+            self._agree(encrypter, [bound, quantizer.val_range, quantizer.int_range])
         clipval, bits = float(quantizer.val_range), int(quantizer.int_range).bit_length()
-        if why := self.unfit(bits, clipval) or self._few(encrypter):
+        if why := self.unfit(bits, clipval, _bits(arrays)) or self._few(encrypter):
             raise ValueError(why)
-        _check_dtypes(arrays, bits)
         step = 2 * clipval / quantizer.int_range
-        found, grid = self.integers(arrays, bound, step)
-        sent = {name: k * round(grid / step) for name, k in found.items()}
-        shared = _like({name: (k + 0.5) * step for name, k in sent.items()}, arrays)
-        for name, k in sent.items():
+        found = self.integers(arrays, bound, step)
+        shared = rounded({name: (k + 0.5) * step for name, k in found.items()}, arrays)
+        for name, k in found.items():
             quantized = quantizer.quantize_array(_values(shared[name])).astype(np.int64)
             if (quantized - 2 ** (bits - 1) != k).any():
                 raise ValueError(f"declearn's quantizer takes {name!r} to other integers")
@@ -248,12 +229,15 @@ class SiteNoise(Configured):
         """Return the largest value that a client shares, but for one draw in 10^31."""
         return bound + _TAIL * self.std(bound)
 
-    def unfit(self, bits: int, clipval: float) -> str:
-        """Return why integers of so many bits for each client can not hold it; "" if they can."""
-        if bits > _BITS["float64"]:
+    def unfit(self, bits: int, clipval: float, most: int) -> str:
+        """Return why integers of so many bits for each client can not hold it; "" if they can.
+
+        The dtypes hold `most` bits.
+        """
+        if bits > most:
             return (
-                f"integers of {bits} bits for each client are not summed exactly: lower bitsize, "
-                f"so that each has {_BITS['float64']} at most"
+                f"integers of {bits} bits for each client are not summed exactly, as the model's "
+                f"dtypes hold {most}: lower bitsize"
             )
         if clipval < (reach := self.reach(self.max_norm)):
             return (
@@ -264,34 +248,43 @@ class SiteNoise(Configured):
             )
         return ""
 
-    def unsafe(self, secagg: Mapping[str, Any], arrays: Arrays | None = None) -> str:
+    def unsafe(self, secagg: Mapping[str, Any], arrays: Arrays) -> str:
         """Return why declearn's secure aggregation, so set, can not sum it; "" if it can.
 
-        The `arrays` have the dtypes of the model, if they are known.
+        The `arrays` have the dtypes of the model, as far as they are known.
+
+        Raises
+        ------
+        ValueError
+            If a dtype is too coarse.
         """
         bits = int(secagg.get("bitsize", 64))
         if secagg.get("secagg_type", "masking") == "masking":
             bits -= math.ceil(math.log2(self.expected_clients))
-        try:
-            _check_dtypes(arrays or {}, bits)
-        except ValueError as exc:
-            return str(exc)
-        return self.unfit(bits, float(secagg.get("clipval", 1e5)))
+        return self.unfit(bits, float(secagg.get("clipval", 1e5)), _bits(arrays))
+
+    def _agree(self, encrypter: Any, terms: Sequence[float]) -> None:
+        """Move the masks on by a number that follows from bound, range, bits and noise.
+
+        They cancel among clients that have the same ones. A server that sends others to some, so
+        that the noise of these is less in the sum, gets none.
+        """
+        agreed = json.dumps([*terms, self.get_config()], sort_keys=True).encode()
+        moves = int.from_bytes(hashlib.sha256(agreed).digest()[:15], "big")
+        for generator in (*encrypter._pos_rng, *encrypter._neg_rng):
+            generator.bit_generator.advance(moves)
 
     def _few(self, encrypter: Any) -> str:
         """Return why a sum has not the clients, or not the bits, that noise is sized on."""
         if 2 * self._offset * self.expected_clients >= getattr(encrypter, "max_int", math.inf):
             return "votes with their noise do not fit into integers of this bitsize: raise it"
-        if not hasattr(encrypter, "_pos_rng"):
-            # Joye-Libert: only the server knows how many keys there are.
+        # Of Joye-Libert's protocol, only the server knows how many keys there are.
+        if hasattr(encrypter, "biprime"):
             return ""
         peers = len(encrypter._pos_rng) + len(encrypter._neg_rng) + 1
-        if peers >= self.expected_clients:
-            return ""
-        return (
-            f"{peers} clients are in the secure sum, and the noise of each is sized on "
-            f"expected_clients={self.expected_clients}: nothing is shared"
-        )
+        if peers < self.expected_clients:
+            return f"{peers} clients are in the secure sum, not {self.expected_clients}"
+        return ""
 
 
 def _values(array: Array) -> Float64:
@@ -299,22 +292,10 @@ def _values(array: Array) -> Float64:
     return np.asarray(backend.to_host(backend.dense(array)), np.float64)
 
 
-def _like(values: Mapping[str, Float64], arrays: Arrays) -> dict[str, Array]:
-    """Return values as arrays like others, but dense."""
-    return {
-        name: narrowed(values[name], backend_of(array).dense(array))
-        for name, array in arrays.items()
-    }
-
-
-def _check_dtypes(arrays: Arrays, bits: int) -> None:
-    """Refuse dtypes that do not hold all integers of so many bits."""
-    for name, array in arrays.items():
-        dtype = backend_of(array).dtype(array)
-        if bits > _BITS.get(dtype, 0):
-            raise ValueError(
-                f"{name!r} is of {dtype}, which does not hold all integers of {bits} bits: lower "
-                f"bitsize, so that each client has {_BITS.get(dtype, 0)} at most"
-                if dtype in _BITS
-                else f"{name!r} is of {dtype}, which is too coarse for noise from the clients"
-            )
+def _bits(arrays: Arrays) -> int:
+    """Return how wide integers may be for the dtypes to hold them; refuse coarse dtypes."""
+    dtypes = {name: backend_of(array).dtype(array) for name, array in arrays.items()}
+    for name, dtype in dtypes.items():
+        if dtype not in _BITS:
+            raise ValueError(f"{name!r} is of {dtype}, too coarse for noise that clients add")
+    return min((_BITS[dtype] for dtype in dtypes.values()), default=_BITS["float64"])
