@@ -26,6 +26,7 @@ def in_words(advice: Advice, use: str = "") -> Iterator[str]:
         yield from _wrapped(advice.answer, 0)
         for text in advice.findings:
             yield from _wrapped(f"- {text}", 2)
+        yield "What each of these was worth in trials, by trouble: docs/study.md"
     for place, proposal in enumerate(advice.proposals):
         mark = " (start here)" if proposal.name == advice.start else ""
         if use in ("", proposal.name):

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the CSV files to the tables of docs/study.md, and to its figure.
+
+For each trouble the score of a seed is the mean over the data. Differences are taken seed by seed;
+intervals are 95 % by Student's t, and probabilities of paired t-tests are corrected by Holm over
+all comparisons with "none": of all mechanisms, tuned and as they come, in all troubles.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from benchmarks.study import mechanisms, noised, orderings
+from benchmarks.study.cells import Cell, Scores, chosen, worst
+from benchmarks.study.scenes import SOURCES, TROUBLES
+from fedclip.privacy.banded import coefficients, error
+from fedclip.tools.compare import interval
+
+ROOT = Path(__file__).parents[2]
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("study", "choosing"))
+FIGURE = ROOT / "docs" / "images" / "study.png"
+LEVEL = 0.05
+FIXED = "fixed 0.3, every round"
+BRANCHES = (
+    *(
+        ("nothing is unusual", use, "none", name, "none")
+        for use, name in (
+            ("no clipping; a limit that is learnt costs nothing", "zscore-clip!"),
+            ("a bound that has to be searched for costs a little", "update-clip-server!"),
+        )
+    ),
+    *(
+        ("one site has other units", use, "units", name, "none")
+        for use, name in (
+            ("`norm-clip`", "norm-clip"),
+            ("a bound on updates", "update, adaptive"),
+            ("not a limit that the site learns itself", "zscore-clip!"),
+            ("nor one that all share, which is late", "mad-clip, shared!"),
+        )
+    ),
+    *(
+        ("gradients explode now and then", use, "bursts", name, "none")
+        for use, name in (
+            ("`zscore-clip`, as it comes", "zscore-clip!"),
+            ("`norm-clip`, if you know the scale", "norm-clip"),
+        )
+    ),
+    *(
+        ("some records are broken, everywhere", use, "records", name, "none")
+        for use, name in (
+            ("`norm-clip`: a fixed limit on steps", "norm-clip"),
+            ("`zscore-clip`, as it comes", "zscore-clip!"),
+            ("a bound on updates", "update, adaptive"),
+        )
+    ),
+    *(
+        ("a site may be hostile", use, "hostile", name, "none")
+        for use, name in (
+            ("a bound on updates", "update, adaptive"),
+            ("the trimmed mean", "trimmed mean"),
+            ("ARC", "arc"),
+            ("not a limit on steps", "norm-clip"),
+        )
+    ),
+    *(
+        ("sites have unlike sizes and labels", use, "sizes and labels", name, against)
+        for use, name, against in (
+            ("no clipping", "none", "update, adaptive"),
+            ("if updates are clipped: weights", "update, weighted", "update, adaptive"),
+            ("... with a cap", "update, weighted, capped", "update, adaptive"),
+            ("not the trimmed mean", "trimmed mean", "none"),
+        )
+    ),
+    *(
+        (f"noise, {trouble.removeprefix('noise ')}", use, trouble, name, against)
+        for trouble in noised.EPSILONS
+        for use, name, against in (
+            ("turns", "fixed 0.3, turns", FIXED),
+            ("and banded noise", "fixed 0.3, banded", "fixed 0.3, turns"),
+            ("not a bound that moves", "adaptive, turns", "fixed 0.3, turns"),
+        )
+    ),
+)
+"""What is seen, what to use, and on which trouble; mechanism and what it is compared with.
+
+A mechanism as it comes has an exclamation mark, for others the scale is chosen.
+"""
+
+DRAWN = {
+    True: (
+        *("none", "norm-clip", "zscore-clip", "mad-clip, shared", "update, fixed"),
+        *("update, adaptive", "trimmed mean", "arc"),
+    ),
+    False: (
+        *("none", "zscore-clip", "mad-clip", "mad-clip, shared", "growth-clip", "ema-norm-clip"),
+        *("agc", "update-clip-server"),
+    ),
+}
+"""What the figure shows: with a scale that is tuned, and as it comes."""
+
+
+class Difference(NamedTuple):
+    """What a mechanism adds to another, in points."""
+
+    mean: float
+    half: float
+    size: float
+    """Mean over standard deviation: Cohen's d of paired values."""
+    p: float
+
+
+def difference(ones: Sequence[float], others: Sequence[float]) -> Difference:
+    """Return the paired difference of scores, in points.
+
+    Examples
+    --------
+    >>> found = difference([0.9, 0.8, 0.9], [0.7, 0.7, 0.7])
+    >>> round(found.mean, 2), round(found.half, 2), round(found.size, 2), round(found.p, 3)
+    (16.67, 14.34, 2.89, 0.038)
+    >>> difference([0.9, 0.8], [0.9, 0.8])
+    Difference(mean=0.0, half=0.0, size=0.0, p=1.0)
+    """
+    points = np.round(100 * (np.asarray(ones) - np.asarray(others)), 9)
+    mean, half = interval(points.tolist())
+    spread = float(np.std(points, ddof=1))
+    if spread == 0:
+        return Difference(
+            mean, 0.0, math.copysign(math.inf, mean) if mean else 0.0, float(not mean)
+        )
+    return Difference(mean, half or 0.0, mean / spread, float(stats.ttest_1samp(points, 0).pvalue))
+
+
+def holm(chances: Sequence[float]) -> list[float]:
+    """Return probabilities corrected for their number.
+
+    Examples
+    --------
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    order, found = np.argsort(chances), np.empty(len(chances))
+    found[order] = np.maximum.accumulate(np.sort(chances) * np.arange(len(chances), 0, -1))
+    return np.minimum(found, 1.0).round(12).tolist()
+
+
+class Study:
+    """All scores, and what follows from them."""
+
+    def __init__(self, scores: Scores) -> None:
+        self.scores = scores
+        self.seeds = range(1 + max(cell.seed for cell in scores if cell.seed < 1000))
+
+    def of(self, trouble: str, data: str, name: str, factor: float = 1.0) -> list[float]:
+        """Return the scores of the seeds, the worst for those that are lost."""
+        return [worst(self.scores[Cell(trouble, data, name, factor, s)]) for s in self.seeds]
+
+    def best_factor(self, trouble: str, data: str, name: str, tuned: bool) -> float:
+        """Return the factor that was chosen on the seeds for that; 1 where nothing is tuned."""
+        return (tuned and chosen(self.scores, trouble, data, name)) or 1.0
+
+    def means(self, trouble: str, name: str, tuned: bool = True) -> list[float]:
+        """Return the mean over the data, seed by seed."""
+        tuned = tuned and mechanisms.MECHANISMS[name].tuned
+        each = [
+            self.of(trouble, data, name, self.best_factor(trouble, data, name, tuned))
+            for data in SOURCES
+        ]
+        return np.mean(each, axis=0).tolist()
+
+    @cached_property
+    def over_none(self) -> Mapping[tuple[str, str, bool], tuple[Difference, float]]:
+        """Each mechanism less none by trouble, tuned or not, with the corrected probability."""
+        found = {}
+        for name, mechanism in mechanisms.MECHANISMS.items():
+            for tuned in [mechanism.tuned] * (name != "none") + [False] * mechanism.default:
+                for trouble in TROUBLES:
+                    bare = self.means(trouble, "none")
+                    found[name, trouble, tuned] = difference(self.means(trouble, name, tuned), bare)
+        corrected = holm([one.p for one in found.values()])
+        return {key: (one, p) for (key, one), p in zip(found.items(), corrected, strict=True)}
+
+    @cached_property
+    def over_fixed(self) -> Mapping[tuple[str, str], tuple[Difference, float]]:
+        """Each mechanism under noise less the plain one, with its own corrected probability."""
+
+        def scores(trouble: str, name: str) -> list[float]:
+            factor = self.best_factor(trouble, "digits", name, True)
+            return self.of(trouble, "digits", name, factor)
+
+        found = {
+            (name, trouble): difference(scores(trouble, name), scores(trouble, FIXED))
+            for name in noised.MECHANISMS
+            for trouble in noised.EPSILONS
+            if name != FIXED
+        }
+        corrected = holm([one.p for one in found.values()])
+        return {key: (one, p) for (key, one), p in zip(found.items(), corrected, strict=True)}
+
+    def best(self, trouble: str) -> str:
+        """Return the mechanism with the highest mean, tuned where it can be."""
+        names = mechanisms.MECHANISMS
+        return max(names, key=lambda name: (np.mean(self.means(trouble, name)), name == "none"))
+
+
+def _shown(one: Difference, p: float = 1.0) -> str:
+    text = f"{one.mean + 0.0:+.1f} ± {one.half:.1f}"
+    return f"**{text}**" if p < LEVEL else text
+
+
+def _percent(scores: Sequence[float]) -> str:
+    mean, half = interval([100 * score for score in scores])
+    return f"{mean:.1f} ± {half or 0.0:.1f}"
+
+
+def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _tuned(study: Study) -> Iterator[Sequence[str]]:
+    yield (
+        "none: accuracy, %",
+        *(
+            "{:.1f} ± {:.1f}".format(*interval([100 * x for x in study.means(trouble, "none")]))
+            for trouble in TROUBLES
+        ),
+    )
+    for name, mechanism in mechanisms.MECHANISMS.items():
+        if name != "none" and (mechanism.tuned or not mechanism.default):
+            key = mechanism.tuned
+            yield name, *(_shown(*study.over_none[name, t, key]) for t in TROUBLES)
+
+
+def _defaults(study: Study) -> Iterator[Sequence[str]]:
+    for name, mechanism in mechanisms.MECHANISMS.items():
+        if mechanism.default:
+            cells = []
+            for trouble in TROUBLES:
+                best = study.means(trouble, study.best(trouble))
+                behind = difference(study.means(trouble, name, tuned=False), best)
+                over = _shown(*study.over_none[name, trouble, False])
+                cells.append(f"{over}; {behind.mean + 0.0:.1f}")
+            yield f"`{name}`", *cells
+
+
+def _winners(study: Study) -> Iterator[Sequence[str]]:
+    for trouble, what in TROUBLES.items():
+        bare, best = study.means(trouble, "none"), study.best(trouble)
+        if best == "none":
+            yield trouble, what, "none", f"{100 * np.mean(bare):.1f}", "", "", ""
+            continue
+        tuned = mechanisms.MECHANISMS[best].tuned
+        one, p = study.over_none[best, trouble, tuned]
+        accuracies = f"{100 * np.mean(bare):.1f} → {100 * np.mean(study.means(trouble, best)):.1f}"
+        chance = "< .001" if p < 0.001 else f"{p:.3f}".lstrip("0") if p < 1 else "1"
+        yield trouble, what, best, accuracies, _shown(one, p), f"{one.size:.1f}", chance
+
+
+def _noised(study: Study) -> Iterator[Sequence[str]]:
+    for name, mechanism in noised.MECHANISMS.items():
+        cells = []
+        for trouble in noised.EPSILONS:
+            factor = study.best_factor(trouble, "digits", name, True)
+            rate = factor * (noised.SLOWER if name == noised.SLOW else 1.0)
+            points = _shown(*study.over_fixed[name, trouble]) if name != FIXED else ""
+            plain = _percent(study.of(trouble, "digits", name)) if mechanism.default else ""
+            cells += [
+                *(_percent(study.of(trouble, "digits", name, factor)), points),
+                *(f"{rate:g}", plain),
+            ]
+        yield name, *cells
+
+
+def _orderings(study: Study) -> Iterator[Sequence[str]]:
+    for field in orderings.FIELDS[1:]:
+        for name in field.mechanisms:
+            cells = []
+            for trouble, data in field.places:
+                mean, half = interval(study.of(trouble, data, name))
+                scale = 1 if trouble == "spikes" else 100
+                cells.append(f"{scale * mean:.1f} ± {scale * (half or 0):.1f}")
+            yield name, *cells
+
+
+def _arc(study: Study) -> Iterator[Sequence[str]]:
+    yield from (row for row in _orderings(study) if row[0] in orderings.ARC)
+
+
+def _spikes(study: Study) -> Iterator[Sequence[str]]:
+    yield from (row for row in _orderings(study) if row[0] in orderings.SPIKES)
+
+
+def _branches(study: Study) -> Iterator[Sequence[str]]:
+    for what, use, trouble, name, against in BRANCHES:
+        if trouble in TROUBLES:
+            ones, others = (
+                study.means(trouble, one.removesuffix("!"), not one.endswith("!"))
+                for one in (name, against)
+            )
+        else:
+            ones, others = (
+                study.of(
+                    trouble, "digits", one, study.best_factor(trouble, "digits", one, tuned=True)
+                )
+                for one in (name, against)
+            )
+        one = difference(ones, others)
+        yield what, use, _percent(ones), against.rstrip("!"), _shown(one, one.p)
+
+
+def _left(study: Study) -> Iterator[Sequence[str]]:
+    for trouble, b in orderings.SEPARATIONS.items():
+        bare, banded = (study.of(trouble, "zeros", name) for name in ("independent", "banded"))
+        mean, half = interval((np.asarray(banded) / bare).tolist())
+        yield str(b), f"{mean:.3f} ± {half:.3f}", f"{error(coefficients(100, b), 100):.3f}"
+
+
+def _count(study: Study) -> str:
+    lost = sum(map(math.isnan, study.scores.values()))
+    places = len({(cell.trouble, cell.data) for cell in study.scores})
+    return (
+        f"{len(study.scores):,} runs in {places} federations, {len(study.seeds)} seeds and two for "
+        f"the scales. In {lost} of them the weights ended as no numbers; these count as 0 % right. "
+        f"{len(study.over_none)} comparisons with no clipping are corrected for."
+    )
+
+
+TABLES: Mapping[str, Callable[[Study], str]] = {
+    "count": _count,
+    "winners": lambda study: _table(
+        ["trouble", "what it is", "best", "accuracy, %", "points", "d", "p"], _winners(study)
+    ),
+    "branches": lambda study: _table(
+        ["what you see", "use", "accuracy, %", "instead of", "points"], _branches(study)
+    ),
+    "tuned": lambda study: _table(["", *TROUBLES], _tuned(study)),
+    "defaults": lambda study: _table(["", *TROUBLES], _defaults(study)),
+    "noise": lambda study: _table(
+        [
+            "",
+            *("epsilon 2", "points", "rate", "rate 1"),
+            *("epsilon 8", "points", "rate", "rate 1"),
+        ],
+        _noised(study),
+    ),
+    "left": lambda study: _table(["rounds apart", "noise left", "in theory"], _left(study)),
+    "attacks": lambda study: _table(
+        ["", *(f"{t.removeprefix('attack ')}, {d}" for t, d in orderings.FIELDS[2].places)],
+        _arc(study),
+    ),
+    "spikes": lambda study: _table(["", *SOURCES], _spikes(study)),
+}
+
+
+def rewritten(page: str, study: Study) -> str:
+    """Return the page with each table as it follows from the scores."""
+
+    def table(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]](study)}\n{found[3]}"
+
+    return re.sub(r"(<!-- table: (\w+) -->)\n.*?(<!-- end -->)", table, page, flags=re.DOTALL)
+
+
+def draw(study: Study, file: Path) -> None:
+    """Draw in how many federations a mechanism is so many points below the best, or fewer."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    places = [(trouble, data) for trouble in TROUBLES for data in SOURCES]
+    names = mechanisms.MECHANISMS
+    for axes, tuned in zip(figure.subplots(1, 2, sharey=True), (True, False), strict=True):
+        best = {
+            at: max(
+                np.mean(study.of(*at, n, study.best_factor(*at, n, m.tuned)))
+                for n, m in names.items()
+            )
+            for at in places
+        }
+        drawn = DRAWN[tuned]
+        for place, name in enumerate(drawn):
+            factor = [study.best_factor(*at, name, tuned and names[name].tuned) for at in places]
+            behind = np.sort(
+                [
+                    100 * (best[at] - np.mean(study.of(*at, name, f)))
+                    for at, f in zip(places, factor, strict=True)
+                ]
+            )
+            steps = np.arange(1, len(behind) + 1) / len(behind)
+            style = {"color": "black", "lw": 2} if name == "none" else {"color": f"C{place % 10}"}
+            dashes = "--" if place > 5 else "-"
+            axes.step(
+                [0.05, *np.maximum(behind, 0.05)],
+                [0, *steps],
+                dashes,
+                where="post",
+                label=name,
+                **style,
+            )
+        axes.set_xscale("log")
+        axes.set_xlim(0.05, 100)
+        axes.set_ylim(0, 1.02)
+        axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+        axes.set_xlabel("points of accuracy below the best")
+        axes.set_title("scale chosen on two seeds" if tuned else "as they come", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3)
+    figure.axes[0].set_ylabel(f"share of {len(places)} federations")
+    figure.savefig(file, dpi=130)
