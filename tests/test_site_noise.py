@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,7 @@ from declearn.dataset import InMemoryDataset
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
+from declearn.secagg.utils import Quantizer
 from federation_helpers import Clients, Server, joye_libert, masked, sent
 from federation_runs import N, complete, running
 from helpers import each_framework, to_numpy, to_vector
@@ -27,6 +31,7 @@ from fedclip.federation.site.policy import Policy
 from fedclip.federation.site.sending import GatedNetwork
 from fedclip.federation.update import site_noise
 from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.coupling import SERVER
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.messages import UpdateClipBound, UpdateClipVotes
 from fedclip.federation.update.plain import client_of, server_of
@@ -292,7 +297,7 @@ def no_votes(message: UpdateClipBound) -> None:
         (switched_off, "adds noise = {.*}, and the server expects {}; nothing is shared"),
         (less_noise, "'noise_multiplier': 2.0, .* the server expects {'noise_multiplier': 0.1"),
         (fewer, "'expected_clients': 4, .*, and the server expects .*'expected_clients': 2"),
-        (too_high, "bound, 1.01, is above max_norm=1"),
+        (too_high, "bound, 1.01, is not within max_norm=1"),
         (bare_counts, "asks for what this client's noise does not cover"),
         (no_votes, "asks for what this client's noise does not cover"),
     ],
@@ -304,6 +309,41 @@ def test_a_server_that_expects_other_noise_is_refused(
     change(aux["update-clip"])
     with pytest.raises(ValueError, match=text):
         clients_with().round(0, aux, np.zeros(3))
+
+
+@pytest.mark.parametrize("other", ["bound", "noise", "range"])
+def test_clients_that_were_told_different_things_make_no_sum(other: str) -> None:
+    """Else the others' noise would be less than one client counts on: 0.7 in all, not 2.3."""
+    sums = []
+    for apart in (False, True):
+        encrypters, decrypter = masked(NAMES, bitsize=48, clipval=32.0)
+        message = server_with().start()["update-clip"]
+        secret = []
+        for i, name in enumerate(NAMES):
+            told, table = replace(message), NOISE
+            if apart and i and other == "bound":
+                told.bound = 1e-3
+            if apart and i and other == "noise":
+                table = {**NOISE, "noise_multiplier": 0.1}
+                told.noise = SiteNoise(**table).get_config()
+            clients = Clients(1, [("update-clip-client", {"noise": table})], CLIPPED)
+            reply = clients.round(0, {"update-clip": told}, np.zeros(D))
+            if apart and i and other == "range":
+                encrypters[name].quantizer = Quantizer(3200.0, 2**46 - 1)
+            secret.append(encrypters[name].encrypt_aggregate(reply.updates))
+        total: Any = decrypter.decrypt_aggregate(functools.reduce(operator.add, secret))
+        sums.append(total.updates.coefs["w"].std())
+        SERVER.set(None)
+    assert sums[0] == pytest.approx(SiteNoise(**NOISE).std(1.0) * 2, rel=0.1)
+    # Numbers from all of the range, which is that of four clients.
+    assert sums[1] == pytest.approx(4 * 64.0 / math.sqrt(12), rel=0.1)
+
+
+def test_a_fixed_bound_is_max_norm() -> None:
+    aux = server_with(learning_rate=0.0).start()
+    aux["update-clip"].bound = 0.5
+    with pytest.raises(ValueError, match=r"bound, 0\.5, is not within max_norm=1"):
+        clients_with(bits_noise=0.0).round(0, aux, np.zeros(3))
 
 
 def test_a_client_without_the_table_is_told_what_to_write() -> None:
@@ -394,12 +434,13 @@ def test_a_policy_would_clip_the_noise(tmp_path: Path) -> None:
         ({"noise_at": "server"}, "honest goes with noise_at='clients'"),
         ({"separation": 2}, "goes with separation=1, got 2"),
         ({"noise": "banded", "separation": 2, "rounds": 9}, "goes with separation=1, got 2"),
+        ({"learning_rate": 0.0, "start_norm": 0.5}, "a fixed bound needs max_norm = start_norm"),
         ({"generator": "insecure"}, "goes with generator='secure', got"),
     ],
 )
 def test_settings_that_do_not_go_together(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        UpdateClipServer(start_norm=1.0, **{**NOISE, "noise_at": "clients", **change})
+        UpdateClipServer(**{"start_norm": 1.0, **NOISE, "noise_at": "clients", **change})
 
 
 def test_other_engines_refuse() -> None:

@@ -183,9 +183,9 @@ def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
     A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
     The last epsilon is what `Spent.cost` says by the same accountant.
     """
-    of = one.accountant
-    so_far = Accountant(cost["delta"], cost["relation"], of.order, of.plan)
-    each = [{**r._asdict(), "steps": 1} for r in of.spent for _ in range(r.steps)]
+    own = one.accountant
+    so_far = Accountant(cost["delta"], cost["relation"], own.order, own.plan)
+    each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
     rounds = not cost["entries"] and one.separation == 1
     bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}
     for turn, row in enumerate(cost["entries"] or each, 1):

@@ -225,6 +225,8 @@ class AdaptiveBound(Documented):
         for name, only in (("separation", 1), ("noise", "independent"), ("generator", "secure")):
             if (value := getattr(self, name)) != only:
                 raise ValueError(f"noise_at='clients' goes with {name}={only!r}, got {value!r}")
+        if self.learning_rate == 0 and self.bound != self.max_norm:
+            raise ValueError("noise_at='clients' with a fixed bound needs max_norm = start_norm")
         return SiteNoise(
             noise_multiplier=self.noise_multiplier,
             expected_clients=self.expected_clients,

@@ -22,6 +22,8 @@ is looked at before anything leaves, with the quantizer that encrypts.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -59,8 +61,10 @@ UNSURE_MASKS = (
     "server that predicts it, only the noise of each client alone is left"
 )
 UNSURE_PEERS = (
-    "joye-libert tells no client how many others are in a sum: against a server that sets it up "
-    "with fewer clients, only their noise is left. With masking, a client counts them"
+    "joye-libert tells no client how many others are in a sum, nor whether they have the same "
+    "bound: against a server that does not keep to the protocol, only the noise of each client "
+    "alone is left. With masking, clients count the others, and masks with another bound do not "
+    "cancel"
 )
 """What the sums rest on."""
 
@@ -140,8 +144,8 @@ class SiteNoise(Configured):
             return f"this client adds noise = {own}, and the server expects {told!r:.300}"
         if not sent.private or sent.adaptive != bool(self.bits_noise):
             return "the server asks for what this client's noise does not cover"
-        if sent.bound > self.max_norm:
-            return f"the server's bound, {sent.bound:g}, is above max_norm={self.max_norm:g}"
+        if sent.bound > self.max_norm or (sent.bound < self.max_norm and not sent.adaptive):
+            return f"the server's bound, {sent.bound:g}, is not within max_norm={self.max_norm:g}"
         return self.trouble
 
     # -- votes ----------------------------------------------------------------------------------
@@ -207,6 +211,8 @@ class SiteNoise(Configured):
             If it does not, or fewer clients than expected are in the sum.
         """
         quantizer = encrypter.quantizer
+        if not hasattr(encrypter, "biprime"):
+            self._agree(encrypter, [bound, quantizer.val_range, quantizer.int_range])
         clipval, bits = float(quantizer.val_range), int(quantizer.int_range).bit_length()
         if why := self.unfit(bits, clipval, _bits(arrays)) or self._few(encrypter):
             raise ValueError(why)
@@ -256,6 +262,17 @@ class SiteNoise(Configured):
         if secagg.get("secagg_type", "masking") == "masking":
             bits -= math.ceil(math.log2(self.expected_clients))
         return self.unfit(bits, float(secagg.get("clipval", 1e5)), _bits(arrays))
+
+    def _agree(self, encrypter: Any, terms: Sequence[float]) -> None:
+        """Move the masks on by a number that follows from bound, range, bits and noise.
+
+        They cancel among clients that have the same ones. A server that sends others to some, so
+        that the noise of these is less in the sum, gets none.
+        """
+        agreed = json.dumps([*terms, self.get_config()], sort_keys=True).encode()
+        moves = int.from_bytes(hashlib.sha256(agreed).digest()[:15], "big")
+        for generator in (*encrypter._pos_rng, *encrypter._neg_rng):
+            generator.bit_generator.advance(moves)
 
     def _few(self, encrypter: Any) -> str:
         """Return why a sum has not the clients, or not the bits, that noise is sized on."""
