@@ -300,7 +300,7 @@ class JaxBackend(Backend):
 
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Sequence[Any]:
+    ) -> Arrays:
         found = []
         for row in zip(*columns, strict=True):
             # What has no dimensions gets one, by which it differs from a number that is returned.

@@ -13,18 +13,20 @@ Numbers, one for each tensor, are `Many` too. They are kept as one tensor, until
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
 import torch
 
+from fedclip.arrays.base import Call
 
-def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def _method(function: Call) -> Call:
     return lambda self, *others: _apply(function, self, *others)
 
 
-def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+def _reflected(function: Call) -> Call:
     return lambda self, other: _apply(function, other, self)
 
 
@@ -110,7 +112,7 @@ def _clamp(x: list[torch.Tensor], min: Any = None, max: Any = None) -> Sequence[
     return list(found)
 
 
-_FORMS: dict[Any, Callable[..., Any]] = {
+_FORMS: dict[Any, Call] = {
     torch.abs: torch._foreach_abs,
     torch.neg: torch._foreach_neg,
     torch.add: torch._foreach_add,
@@ -123,7 +125,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
 """Operations that torch has for many tensors at once."""
 
 
-def _apply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Many:
+def _apply(function: Call, *args: Any, **kwargs: Any) -> Many:
     """Return a function of each: in one operation on numbers, or if torch has one for many."""
     many = [x for x in (*args, *kwargs.values()) if isinstance(x, Many)]
     if all(x.numbers is not None for x in many):
@@ -134,7 +136,7 @@ def _apply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Many:
     return Many([function(*row, **kwargs) for row in rows])
 
 
-def _called(function: Callable[..., Any], kind: str, args: Any, kwargs: Any) -> Any:
+def _called(function: Call, kind: str, args: Any, kwargs: Any) -> Any:
     """Call a function on the numbers, or the tensors, of all that are many."""
 
     def given(x: Any) -> Any:

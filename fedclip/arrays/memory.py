@@ -91,8 +91,9 @@ class Memory:
 
     def serves(self, sizes: Sequence[int]) -> bool:
         """Whether memory is kept for outputs of so many bytes; that of other sizes is released."""
-        if sizes != self._sizes:
-            self._sizes, self._kept = sizes, {}
+        if self._kept and sizes != self._sizes:
+            self._kept = {}
+        self._sizes = sizes
         return sum(sizes) >= _FROM
 
     def release(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -85,6 +85,8 @@ class NumpyBackend(Backend):
         memory: Memory | None = None,
     ) -> None:
         self._native, self._views, self._memory = native, views, memory
+        # The place of each view, by identity, if memory is kept; found at the first output.
+        self._places: dict[int, int] | None = None
         self.in_place = native is not None and native.in_place
         self.aligned = native is not None and native.aligned
 
@@ -241,7 +243,7 @@ class NumpyBackend(Backend):
 
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Sequence[Any]:
+    ) -> Arrays:
         rows = []
         for i, row in enumerate(zip(*columns, strict=True)):
             left = moved is not None and not moved[i]
@@ -252,7 +254,7 @@ class NumpyBackend(Backend):
     def _mapped(self, call: Call, row: Arrays, left: bool, wide: bool) -> tuple[Any, ...]:
         given = row[0]
         output: HostView | None = None
-        others: list[Any] = []
+        others: list[Array] = []
         for piece, some in _parts(row, wide=wide, nothing=left):
             result, *more = call(*some)
             if left:
@@ -290,18 +292,15 @@ class NumpyBackend(Backend):
             return arrays
         return [np.zeros_like(a, subok=False) for a in arrays]
 
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        """The place of each view, by identity, if memory is kept for outputs."""
-        sizes = [v.nbytes for v in self._views]
-        serves = self._memory is not None and self._memory.serves(sizes)
-        return {id(v): i for i, v in enumerate(self._views)} if serves else {}
-
     def _outputs(self, arrays: Arrays) -> Sequence[HostView | None]:
         """Return where to write the outputs for some arrays, laid out like them; None for new."""
         if self.in_place:
             return arrays
         outs: Sequence[HostView | None] = [None] * len(arrays)
+        if self._places is None:
+            sizes = [v.nbytes for v in self._views]
+            serves = self._memory is not None and self._memory.serves(sizes)
+            self._places = {id(v): i for i, v in enumerate(self._views)} if serves else {}
         if self._memory is not None and self._places:
             places = [self._places.get(id(a), -1) for a in arrays]
             if min(places) >= 0:
@@ -318,8 +317,8 @@ def _is_one(factor: HostView) -> bool:
 
 
 def _parts(
-    row: Sequence[Any], *, wide: bool = False, nothing: bool = False
-) -> Iterator[tuple[slice, list[Any]]]:
+    row: Arrays, *, wide: bool = False, nothing: bool = False
+) -> Iterator[tuple[slice, list[Array]]]:
     """Yield pieces of the dense arrays of a row that stay in the cache, decoded.
 
     Numbers become floats of Python, which do not widen what they meet. What is empty is one piece.
@@ -339,9 +338,9 @@ def _parts(
         yield piece, _decoded([x if type(x) is float else x[piece] for x in columns], wide)
 
 
-def _decoded(columns: Sequence[Any], wide: bool) -> list[Any]:
+def _decoded(columns: Arrays, wide: bool) -> list[Array]:
     """Return arrays in float32 or wider, or all in float64; numbers stay as they are."""
-    some: list[Any] = [x if type(x) is float else decode(x) for x in columns]
+    some: list[Array] = [x if type(x) is float else decode(x) for x in columns]
     if not wide:
         return some
     return [x if type(x) is float else x.astype(np.float64, copy=False) for x in some]

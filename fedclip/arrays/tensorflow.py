@@ -283,7 +283,7 @@ class TensorflowBackend(Backend):
     # -- new gradients ------------------------------------------------------------------------
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Sequence[Any]:
+    ) -> Arrays:
         found = []
         for tensor, *row in zip(*map(_rows, columns), strict=True):
             values = _values(tensor)

@@ -200,7 +200,7 @@ class TorchBackend(Backend):
         if not self._foreach([*yes, *no]):
             triples = zip(conditions, yes, no, strict=True)
             return [torch.where(c.to(n.device), y.to(n.dtype), n) for c, y, n in triples]
-        chosen: list[Any] = [None] * len(no)
+        chosen: list[Array] = [None] * len(no)
         for dtype in dict.fromkeys(tensor.dtype for tensor in no):
             places = [i for i, tensor in enumerate(no) if tensor.dtype == dtype]
             # As many operations for all pairs as for one. Between finite numbers, the weights 0
@@ -284,7 +284,7 @@ class TorchBackend(Backend):
 
     def peaks(self, arrays: Arrays) -> Array:
         values = [values_of(t) for t in arrays]
-        found: list[Any] = [None] * len(values)
+        found: list[Array] = [None] * len(values)
         for places in self._bundles(values):
             x = self._bundle([values[i] for i in places])
             if isinstance(x, Many) and x.device.type != "cpu":
@@ -300,7 +300,7 @@ class TorchBackend(Backend):
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         values = [values_of(t) for t in columns[0]]
-        found: list[Any] = [None] * len(values)
+        found: list[Array] = [None] * len(values)
         for places in self._bundles(values):
             first = self.cast(self._bundle([values[i] for i in places]), "float64")
             x = call(first, *(self._column(c, places) for c in columns[1:]))
@@ -327,7 +327,7 @@ class TorchBackend(Backend):
 
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        outputs: list[Any] = list(arrays)
+        outputs: list[Array] = list(arrays)
         alike: dict[Any, list[int]] = {}
         for i, (array, k) in enumerate(zip(arrays, factors, strict=True)):
             # Those with a factor of their own, that broadcasts, are multiplied together too.
@@ -378,10 +378,10 @@ class TorchBackend(Backend):
 
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Sequence[Any]:
+    ) -> Arrays:
         given = [*columns[0]]
         values = [values_of(t) for t in given]
-        results: list[list[Any]] = []
+        results: list[list[Array]] = []
         numbers: set[int] = set()
         for places in self._bundles(values):
             some = [values[i] for i in places]
@@ -499,7 +499,7 @@ class TorchBackend(Backend):
         return some[0] if len(some) == 1 else Many(some)
 
 
-def _put(column: list[Any], places: Sequence[int], values: Sequence[Any]) -> None:
+def _put(column: list[Array], places: Sequence[int], values: Arrays) -> None:
     for i, value in zip(places, values, strict=True):
         column[i] = value
 

@@ -19,6 +19,7 @@ too. Each record goes through the model in a batch of its own, so that none depe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,21 +112,16 @@ class Evaluation:
     def values(self, model: AnyModel, units: Records | Persons, failed: Failed) -> Float64:
         """Return the numbers of each unit; records that raise are told to `failed`."""
         rows = np.tile(self._worst, (len(units), 1))
-        for unit in range(len(units)):
+        for row, unit in zip(rows, range(len(units)), strict=True):
             for batch in units.take([unit], failed):
-                shares = np.ones(1) if batch.shares is None else batch.shares
-
-                def work(start: int, stop: int, batch: Data = batch, unit: int = unit) -> None:
-                    for i in range(start, stop):
-                        found = self.of_record(model, part(batch, slice(i, i + 1)))
-                        rows[unit] += shares[i] * (found - self._worst)  # noqa: B023
-
-                def told(record: int, exc: BaseException, batch: Data = batch) -> None:
-                    failed(int(batch.positions[record]), exc)
-
-                for i in range(len(batch.positions)):
-                    spare(work, i, i + 1, told)
+                shares = [1.0] if batch.shares is None else batch.shares
+                for i, (place, share) in enumerate(zip(batch.positions, shares, strict=True)):
+                    work = partial(self._add, row, share, model, part(batch, slice(i, i + 1)))
+                    spare(work, int(place), int(place) + 1, failed)
         return rows
+
+    def _add(self, row: Float64, share: float, model: AnyModel, record: Data, *_: int) -> None:
+        row += share * (self.of_record(model, record) - self._worst)
 
     def noised(self, rows: Float64, noise_multiplier: float, normals: Normals) -> Float64:
         """Return the means with noise, over their bounds, and last the number of units."""
@@ -142,9 +138,7 @@ class Evaluation:
     def states(self, found: Float64) -> dict[str, MeanState]:
         """Return what `noised` has found as declearn's states, and let the metrics have them."""
         sums, count = found[:-1] * self.bounds * found[-1], float(found[-1])
-        states = {
-            metric.name: MeanState(float(total), count)
-            for metric, total in zip(self._of, sums, strict=True)
-        }
+        names = (metric.name for metric in self._of)
+        states = {name: MeanState(float(s), count) for name, s in zip(names, sums, strict=True)}
         self._metrics.set_states(dict(states))
         return states

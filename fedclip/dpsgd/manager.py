@@ -109,7 +109,7 @@ class PrivateTrainingManager(DPTrainingManager):
         shapes = {name: tuple(map(int, array.shape)) for name, array in weights.items()}
         self._place, self._bound = place_of(self.optim.modules, shapes, asked), asked
         validation: Data = self.valid_data
-        tried = first_records(validation)
+        marker, tried = self._place.settings, first_records(validation)
         self.records = records or Records(self.train_data, tried[0])
         epsilon, delta = message.budget
         if max_budget is not None:
@@ -124,7 +124,6 @@ class PrivateTrainingManager(DPTrainingManager):
             )
         size, steps = message.batches["batch_size"], steps * message.rounds
         many, unit = len(self.records), self.records.unit
-        marker = self._place.settings
         self.calibration = calibrate(epsilon, delta, many, size, steps, unit)
         self._evaluation: Evaluation | None = None
         self._evaluations = message.rounds
@@ -135,8 +134,8 @@ class PrivateTrainingManager(DPTrainingManager):
                     "evaluation_share protects persons here: tell this client whose the "
                     "validation records are, valid_persons"
                 )
-            plan = self.calibration.evaluating(marker.evaluation_share, message.rounds)
-            self.calibration = plan
+        share = marker.evaluation_share
+        self.calibration = self.calibration.evaluating(share, message.rounds)
         # What fails for all records fails now, before anything is paid.
         with self._untold("the trial of the model"):
             persample.try_out(self.model, tried, **self._settings(self.calibration.expected))
@@ -287,7 +286,8 @@ class PrivateTrainingManager(DPTrainingManager):
         if self._failed:
             (record, exc), many = self._failed[0], len(self._failed)
             self.logger.error(
-                "Records that raise count as zero; %d of this step, the first is record %d: %r.",
+                "Records that raise count as zero, in an evaluation as the worst; %d of this step, "
+                "the first is record %d: %r.",
                 *(many, record, exc),
             )
             self._failed = []

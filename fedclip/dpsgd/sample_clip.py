@@ -10,15 +10,7 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.federation.generics import AnyModule, AnyVector
-from fedclip.parameters import (
-    choice,
-    integer,
-    optional,
-    parameter,
-    positive,
-    share,
-    unit_interval,
-)
+from fedclip.parameters import choice, integer, optional, parameter, positive, share, unit_interval
 from fedclip.parameters.docstring import Documented
 from fedclip.privacy import Context, Map, analyse
 from fedclip.privacy.maps import Shapes

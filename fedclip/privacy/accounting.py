@@ -262,10 +262,7 @@ def noise_multiplier(
     _, steps, sampling = _checked(Release(1.0, steps, sampling))
     mu = mu_of(epsilon, delta) / (2.0 if relation == "replace-one" else 1.0)
     if besides:
-        left = mu * mu - sum(n / z / z for z, n, _ in besides)
-        if left <= 0.0:
-            raise ValueError(f"the releases {besides} leave nothing of epsilon={epsilon!r}")
-        mu = math.sqrt(left)
+        mu = math.sqrt(max(mu * mu - sum(n / z / z for z, n, _ in besides), 0.0))
     # Round up: the closed form is exact to 13 digits. This much noise is enough with sampling too.
     high = math.sqrt(steps) / mu * (1.0 + 1e-9) if mu else math.inf
     if math.isinf(high):
@@ -491,19 +488,20 @@ class Accountant:
         "add-remove" of one client, or "replace-one", under which every noise counts half.
     order
         Rényi's order, if plans may follow from what was released, as in `account`.
+
+    Attributes
+    ----------
     plan
         The most of each release that the first plan has, if it has more than one kind: within
         it, nothing follows from what was released.
     """
 
+    plan: Sequence[Release] = ()
+
     def __init__(
-        self,
-        delta: float,
-        relation: str = "add-remove",
-        order: float | None = None,
-        plan: Sequence[Release] = (),
+        self, delta: float, relation: str = "add-remove", order: float | None = None
     ) -> None:
-        self.delta, self.relation, self.order, self.plan = delta, relation, order, plan
+        self.delta, self.relation, self.order = delta, relation, order
         self.spent: list[Release] = []
 
     def add(self, noise_multiplier: float, steps: int = 1, sampling: float = 1.0) -> None:

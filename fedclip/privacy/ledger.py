@@ -128,7 +128,8 @@ def total(entries: Iterable[Entry]) -> Accountant:
     """
     entries = [*entries]
     first = next((entry for entry in entries if entry.order is not None), entries[-1])
-    accountant = Accountant(entries[-1].delta, entries[-1].relation, first.order, first.plan)
+    accountant = Accountant(entries[-1].delta, entries[-1].relation, first.order)
+    accountant.plan = first.plan
     for entry in entries:
         for release in entry.spent:
             accountant.add(*release)
@@ -295,15 +296,13 @@ class Ledger:
         """Return a line that no other is like."""
         charged = Accountant(self.delta, self.relation)
         charged.spent = [*spent]
-        plan = Accountant(self.delta)
-        plan.spent = [*self.plan] if order is not None else []
         return json.dumps(
             {
                 "spent": charged.get_state(),
                 "delta": charged.delta,
                 "relation": charged.relation,
                 "order": order,
-                **({"plan": plan.get_state()} if plan.spent else {}),
+                **({"plan": self.plan} if order is not None and self.plan else {}),
                 "sampling": "Poisson",
                 "data": self.data,
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -407,15 +406,14 @@ def _entry(line: str) -> Entry:
         raise TypeError(f"a line must be an object of JSON, got {line[:50]!r}")
     parameters.choice(("Poisson",), sampling=content.get("sampling"))
     texts = (content.get(name) for name in ("data", "time", "fedclip"))
-    data, time, version = (text[:500] if isinstance(text, str) else "" for text in texts)
+    told = [text[:500] if isinstance(text, str) else "" for text in texts]
     order = content.get("order")
     return Entry(
         tuple(Accountant.check_state(content.get("spent"))),
         parameters.unit_interval(delta=content.get("delta")),
         parameters.choice(RELATIONS, relation=content.get("relation")),
         parameters.optional(parameters.number, "a number > 1", 1.0, open_low=True, order=order),
-        *(data, time, version),
-        tuple(Accountant.check_state(content.get("plan", ()))),
+        *(told[0], told[1], told[2], tuple(Accountant.check_state(content.get("plan", ())))),
     )
 
 

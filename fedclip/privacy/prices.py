@@ -120,6 +120,9 @@ class Prices:
             noise = f"{row.noise:.3g} C"
             lines.append(f"    {row.trusted:34}{each:>13}{noise:>18}   {row.times:.3g} times")
         silent = sorted({0, clients - self.sites, clients // 2, clients - 1})
-        cases = ", ".join(f"{c}: {self.epsilon(c):.4g}" for c in silent)
+        found = ((c, self.epsilon(c)) for c in silent)
+        cases = ", ".join(
+            f"{c}: " + ("infinite" if math.isinf(e) else f"{e:.4g}") for c, e in found
+        )
         lines.append(f"  epsilon of secure sums by how many tell the server their noise: {cases}")
         return "\n".join(lines)

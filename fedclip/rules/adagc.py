@@ -7,8 +7,6 @@ arXiv:2502.11034.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import TINY, State
 from fedclip.rules.ema import Average, Ema
@@ -41,7 +39,7 @@ class JointEma(Ema):
         u     = x * min(1, warmup_norm / total)
     """
 
-    def before(self, norms: Array, xp: Arithmetic) -> Any:
+    def before(self, norms: Array, xp: Arithmetic) -> Array:
         return None if self.warmup_norm is None else self._shares(norms + self.eps, norms, xp)
 
     def shortened(self, norms: Array, judged: Judgement, xp: Arithmetic) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from fedclip.rules.sharing import Counted, Floats, Judgement, Learning, Sketched
 
 
 def geometric_update(
-    limit: Any, unclipped: Any, *, quantile: float, rate: float, xp: Arithmetic = NUMPY
-) -> Any:
+    limit: Array, unclipped: Array, *, quantile: float, rate: float, xp: Arithmetic = NUMPY
+) -> Array:
     """Return the limit after one update.
 
     ::
@@ -121,7 +121,7 @@ class Adaptive(Learning):
     def _bounded(self, limit: Array, xp: Arithmetic) -> Array:
         return xp.minimum(xp.maximum(limit, self.min_norm or TINY), self._most)
 
-    def _update(self, state: State, unclipped: Array, n: Any, xp: Arithmetic) -> dict[str, Array]:
+    def _update(self, state: State, unclipped: Array, n: Array, xp: Arithmetic) -> dict[str, Array]:
         unclipped, count = state.unclipped + unclipped, state.count + n
         share = unclipped / xp.maximum(count, 1.0)
         moved = geometric_update(state.limit, share, quantile=self.quantile, rate=self.rate, xp=xp)

@@ -11,9 +11,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fedclip.arrays import Arithmetic
+from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
 from fedclip.rules.moments import Moments
 from fedclip.rules.sharing import Counted
@@ -26,7 +24,7 @@ class Drytorch(Moments):
     def first(self) -> int:
         return self.warmup
 
-    def share(self, keep: Any) -> Any:
+    def share(self, keep: Array) -> Array:
         return 1.0 + 0.0 * keep
 
     def begin(self, groups: int, xp: Arithmetic) -> State:

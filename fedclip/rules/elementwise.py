@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from fedclip.arrays import LARGEST, Array, Backend
+from fedclip.arrays import LARGEST, Array, Arrays, Backend
 
 
 class ElementRule(Protocol):
@@ -28,7 +28,7 @@ class ElementRule(Protocol):
         """Return numbers for each tensor, given the numbers of its gradients before this one."""
 
     def __call__(
-        self, values: Array, past: Array, numbers: Sequence[Any], xp: Backend
+        self, values: Array, past: Array, numbers: Arrays, xp: Backend
     ) -> tuple[Array, Array, Array]:
         """Return outputs, limits and the new past."""
 
@@ -43,7 +43,7 @@ def step_size(decay: float, debias: bool, counts: Array) -> Array:
     return weight / (1 - decay ** (counts + 1)) if debias else weight
 
 
-def blend(mean: Array, values: Array, weight: Any) -> Array:
+def blend(mean: Array, values: Array, weight: Array) -> Array:
     """Return ``mean + weight (values - mean)``, without overflow of the difference."""
     half = (0.5 * weight) * values - (0.5 * weight) * mean
     return mean + half + half
@@ -72,7 +72,7 @@ class EmaValue:
         return first, step_size(self.decay, self.debias, counts)
 
     def __call__(
-        self, values: Array, past: Array, numbers: Sequence[Any], xp: Backend
+        self, values: Array, past: Array, numbers: Arrays, xp: Backend
     ) -> tuple[Array, Array, Array]:
         first, weight = numbers
         size = abs(values)
@@ -102,7 +102,7 @@ class GrowthValue:
         return free, free + (self.max_decay or math.inf)
 
     def __call__(
-        self, values: Array, past: Array, numbers: Sequence[Any], xp: Backend
+        self, values: Array, past: Array, numbers: Arrays, xp: Backend
     ) -> tuple[Array, Array, Array]:
         free, decay = numbers
         base, rising = abs(past), abs(values)

@@ -26,7 +26,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -82,7 +81,7 @@ class History(Learning):
         """Return what the statistics learn from a spike."""
         return target
 
-    def before(self, norms: Array, xp: Arithmetic) -> Any:
+    def before(self, norms: Array, xp: Arithmetic) -> Array:
         """Return the fixed limits of groups that are not ready; None for none."""
         return self.warmup_norm
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State, zeros
@@ -49,7 +49,7 @@ class Moments(ABC):
         return max(self.warmup, 1)
 
     @abstractmethod
-    def share(self, keep: Any) -> Any:
+    def share(self, keep: Array) -> Array:
         """Return the share of ``delta^2`` in the variance, after the warm-up."""
 
     def begin(self, groups: int, xp: Arithmetic) -> State:

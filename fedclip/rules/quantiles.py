@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -127,7 +126,7 @@ class Markers(Quantile):
         level: Array = state.h2
         return level
 
-    def _move(self, seen: Array, h: list[Array], n: list[Any], xp: Arithmetic) -> list[Array]:
+    def _move(self, seen: Array, h: list[Array], n: list[Array], xp: Arithmetic) -> list[Array]:
         """Return the heights after a norm, and move the inner positions `n` in place."""
         p = self.quantile
         for i in (1, 2, 3):

@@ -20,15 +20,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
-import numpy as np
-
-from fedclip.arrays import Arithmetic, Array
+from fedclip.arrays import Arithmetic, Array, Float64
 from fedclip.rules import Basis, State, state_of, updated
 from fedclip.rules.protection import Protection
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
+Floats: TypeAlias = Float64
 
 
 class Sketched(Protocol):
@@ -83,11 +81,11 @@ class Counted(NamedTuple):
         Number of norms of at most the limit, for rules that count "bits".
     """
 
-    n: Any
-    mean: Any
-    variance: Any
-    levels: Any = None
-    unclipped: Any = None
+    n: Array
+    mean: Array
+    variance: Array
+    levels: Array = None
+    unclipped: Array = None
 
 
 class Learning(ABC):

@@ -13,8 +13,9 @@ that of u; but nothing cancels.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from fedclip.arrays import Array
 from fedclip.rules.moments import Moments
 
 
@@ -27,5 +28,5 @@ class Smartclip(Moments):
     def first(self) -> int:
         return 1
 
-    def share(self, keep: Any) -> Any:
+    def share(self, keep: Array) -> Array:
         return keep

@@ -15,13 +15,12 @@ mean m and population variance V: ``d^N`` for d, and ``V + (m - mean)^2`` for th
 
 from __future__ import annotations
 
-from typing import Any
-
+from fedclip.arrays import Array
 from fedclip.rules.moments import Moments
 
 
 class ZClip(Moments):
     """The estimator of the paper's code."""
 
-    def share(self, keep: Any) -> Any:
+    def share(self, keep: Array) -> Array:
         return keep * keep

@@ -95,17 +95,15 @@ def exposures(setting: Setting) -> Iterator[Found]:
     if central is not None or per_record or own:
         if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):
             yield "note", CLIENT, _WEIGHTS
-        noised = next((p for p in plugins.get(CLIENT, ()) if isinstance(p, SampleClip)), None)
+        markers = [p for p in plugins.get(CLIENT, ()) if isinstance(p, SampleClip)]
         # Noise for records is none for clients.
-        covers = per_record and central is None and noised is not None and noised.evaluation_share
-        if noised is not None and covers:
-            told = _NOISED.format(share=noised.evaluation_share, bound=noised.loss_bound)
-            yield "note", "run.evaluate", told
-            yield from _evaluated(run, setting.metrics)
-        for text in () if covers else RELEASED:
-            yield "note", "run.evaluate", text
-        if run.get("early_stop") is not None and not covers:
-            yield "note", "run.early_stop", _STOPPED
+        if per_record and central is None and markers and markers[0].evaluation_share:
+            yield from _evaluated(markers[0], run, setting.metrics)
+        else:
+            for text in RELEASED:
+                yield "note", "run.evaluate", text
+            if run.get("early_stop") is not None:
+                yield "note", "run.early_stop", _STOPPED
     adaptive = next((p for p in server if p.name == "update-clip-server"), None)
     limit = getattr(aggregator, "max_norm", None) if adaptive is None else adaptive.bound
     yield from _resolution(setting.secagg, limit, run)
@@ -245,11 +243,12 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
     yield "note", "run.privacy", text
 
 
-def _evaluated(run: Section, metrics: Sequence[object]) -> Iterator[Found]:
-    """Check what evaluations with noise are asked for."""
-    if other := [
-        m for m in metrics if m != "accuracy" and (not isinstance(m, list) or m[:1] != ["accuracy"])
-    ]:
+def _evaluated(marker: SampleClip, run: Section, metrics: Sequence[object]) -> Iterator[Found]:
+    """Say what evaluations with noise cover, and check what they are asked for."""
+    told = _NOISED.format(share=marker.evaluation_share, bound=marker.loss_bound)
+    yield "note", "run.evaluate", told
+    names = [metric[0] if isinstance(metric, list) else metric for metric in metrics]
+    if other := [name for name in names if name != "accuracy"]:
         text = f"metrics: {brief(other)} have no bound, so that private clients refuse them: "
         yield "problem", "experiment", text + "with evaluation_share, take 'accuracy' or none"
     if (frequency := _part(run, "evaluate").get("frequency", 1)) != 1:

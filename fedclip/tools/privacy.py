@@ -187,15 +187,15 @@ def calibrate(
         found = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
         found = found.evaluating(evaluation_share, rounds)
         text = found.in_words(values)
-    evaluated: Config = {}
-    if evaluation_share:
-        evaluated = {"evaluation_share": evaluation_share, "loss_bound": 3.0}
+    both: Config = {"evaluation_share": evaluation_share, "loss_bound": 3.0}
+    evaluated = both if evaluation_share else {}
     lines = [
         "[optim.client_opt]",
         '# "automatic" needs no bound; "flat" learns a little more with an sclip_norm that fits',
-        *["# loss_bound: above the loss of a guess, the logarithm of the number of classes"][
-            : len(evaluated)
-        ],
+        *(
+            ["# loss_bound: a little above the logarithm of the number of classes"]
+            * bool(evaluated)
+        ),
         toml_line("module", "sample-clip", {"mode": "automatic", **evaluated}),
         "[run]",
         f"rounds = {rounds}",

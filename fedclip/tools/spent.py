@@ -58,9 +58,7 @@ class Spent(NamedTuple):
     @property
     def evaluated(self) -> list[float]:
         """The noise multipliers that are those of evaluations."""
-        return [
-            release.noise_multiplier for release in self.accountant.plan if release.sampling == 1
-        ]
+        return [r.noise_multiplier for r in self.accountant.plan if r.sampling == 1.0]
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs by each accountant, or why one can not say.
@@ -184,7 +182,8 @@ def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
     The last epsilon is what `Spent.cost` says by the same accountant.
     """
     own = one.accountant
-    so_far = Accountant(cost["delta"], cost["relation"], own.order, own.plan)
+    so_far = Accountant(cost["delta"], cost["relation"], own.order)
+    so_far.plan = own.plan
     each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
     rounds = not cost["entries"] and one.separation == 1
     bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}

@@ -17,7 +17,7 @@ frameworks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fedclip.arrays import HALF_UNIT, LARGEST, Arithmetic, Array, Backend
 from fedclip.parameters import LEAST
@@ -89,7 +89,7 @@ class Action:
         """Whether a group may be scaled up."""
         return self.rescale or self.min_norm is not None
 
-    def decide(self, norms: Any, limits: Any, xp: Arithmetic) -> Decision:
+    def decide(self, norms: Array, limits: Array, xp: Arithmetic) -> Decision:
         """Decide on finite norms."""
         base, over = norms, norms > limits
         if self.eps:

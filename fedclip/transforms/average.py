@@ -14,11 +14,11 @@ The average sees every gradient before it is clipped, the current one included.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import Array
+from fedclip.arrays import Array, Arrays
 from fedclip.measures import Order, degree, measure
 from fedclip.rules import CLEAR, NoState, State
 from fedclip.rules.constant import Given
@@ -33,8 +33,8 @@ from fedclip.transforms.past import Remembering, remember
 class AverageState(NamedTuple):
     """Norm of the average, and the number of steps, of each group."""
 
-    norm: Any
-    count: Any
+    norm: Array
+    count: Array
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class AverageClipping(Remembering):
         remember(gradient, means, counts)
         return outcome._replace(state=AverageState(sizes, state.count + 1.0))
 
-    def _learnt(self, gradient: Gradient, pasts: Any, counts: Array) -> Any:
+    def _learnt(self, gradient: Gradient, pasts: Arrays, counts: Array) -> Arrays:
         """Return the averages after the gradient, of which they have seen `counts` before."""
         xp, start = gradient.xp, self.start
         first = xp.where(counts == 0, 1.0, 0.0 * counts)
@@ -95,8 +95,9 @@ class AverageClipping(Remembering):
         if start is None:
             weights = xp.where(counts == 0, 1.0, weights)
 
-        def learn(values: Array, past: Array, weight: Any, begin: Any) -> tuple[Array, Array]:
+        def learn(values: Array, past: Array, weight: Array, begin: Array) -> tuple[Array, Array]:
             return values, blend(past + begin, values, weight)
 
         columns = [gradient.arrays, pasts, weights, first * (start or 0.0)]
-        return xp.mapped(learn, columns)[1]
+        means: Arrays = xp.mapped(learn, columns)[1]
+        return means

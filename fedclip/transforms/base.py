@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
     norms: Array
     limits: Array
     clipped: Array
-    finite: Any = True
+    finite: Array = True
     """Whether the gradient is finite; always True for a step on the host."""
 
 
@@ -111,8 +111,8 @@ class Gradient:
             self.arrays, self.xp = views, NumpyBackend(backend, views, memory)
         self.kept: Statistics = {}
         self.rest = {} if rest is None else rest
-        self._norms: Any = None
-        self._finite: Any = True
+        self._norms: Array = None
+        self._finite: Array = True
 
     @classmethod
     def of(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from fedclip.arrays import LARGEST, Array, with_others
+from fedclip.arrays import LARGEST, Array, Arrays, with_others
 from fedclip.measures import sizes_of, spread_of, total
 from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.base import Gradient, Outcome, Transform
@@ -36,14 +36,14 @@ class Centralizing(Transform):
         owners, number = groups.owners, len(groups)
         peaks = gradient.sound(xp.group_max(xp.peaks(arrays), owners, number))
 
-        def shift(values: Array, centre: Any) -> tuple[Array, Array]:
+        def shift(values: Array, centre: Array) -> tuple[Array, Array]:
             shifted = values - centre
             top = LARGEST[xp.dtype(shifted)]
             return xp.minimum(xp.maximum(shifted, -top), top), xp.max(abs(centre + 0.0 * shifted))
 
         places = [i for i in range(len(arrays)) if self._axes(tuple(arrays[i].shape)) is not None]
         if self.pooled:
-            columns: list[Any] = [arrays, xp.take(self._means(gradient), owners)]
+            columns: list[Arrays] = [arrays, xp.take(self._means(gradient), owners)]
             outputs, largest = xp.mapped(shift, columns, wide=True)
         elif places:
             some = [arrays[i] for i in places]
@@ -112,7 +112,7 @@ class Standardizing(Transform):
         # Halves: the difference of two of the largest numbers overflows.
         columns = [xp.where(alone, 0.0, 0.5 * unit * means), xp.where(alone, 0.5, 0.5 * divisors)]
 
-        def standardise(values: Array, mean: Any, divisor: Any) -> tuple[Array]:
+        def standardise(values: Array, mean: Array, divisor: Array) -> tuple[Array]:
             return ((0.5 * values - mean) / divisor,)
 
         columns = [arrays, *(xp.take(c, owners) for c in columns)]

@@ -8,11 +8,11 @@ from it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from fedclip.arrays import LARGEST, Array
+from fedclip.arrays import LARGEST, Array, Arrays
 from fedclip.rules import State
 from fedclip.rules.elementwise import ElementRule
 from fedclip.states import Statistics
@@ -77,7 +77,7 @@ def _zeros(gradient: Gradient, array: Array, dtype: str) -> Array:
     return xp.where(xp.isfinite(wide), 0.0 * wide, 0.0 * abs(wide) if gradient.on_host else 0.0)
 
 
-def remember(gradient: Gradient, pasts: Any, counts: Array) -> None:
+def remember(gradient: Gradient, pasts: Arrays, counts: Array) -> None:
     """Keep new pasts, and numbers of gradients before this one, for the next step."""
     names = gradient.groups.names
     after = gradient.xp.pieces(counts + 1.0, [()] * len(names))
@@ -98,7 +98,7 @@ class PastClipping(Remembering):
         norms = gradient.sound(xp.group_max(xp.peaks(arrays), owners, number))
         pasts, counts = self.begun(gradient)
 
-        def call(values: Array, past: Array, *numbers: Any) -> tuple[Array, ...]:
+        def call(values: Array, past: Array, *numbers: Array) -> tuple[Array, ...]:
             output, limits, after = self.rule(values, past, numbers, xp)
             return output, after, xp.max(limits), xp.max(abs(output - values))
 

@@ -13,10 +13,9 @@ dtype, they hold exactly.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedclip.arrays import LARGEST, Array, Arrays, Backend
 from fedclip.rules import FIXED, Basis, State
@@ -36,13 +35,11 @@ def inwards(limit: float, dtype: str, up: bool) -> float:
     return max(-LARGEST[dtype], min(steps * unit, LARGEST[dtype]))
 
 
-def _boxed(
-    gradient: Gradient, ends: Sequence[Any], peaks: Array, limits: Array, state: State
-) -> Outcome:
+def _boxed(gradient: Gradient, ends: Arrays, peaks: Array, limits: Array, state: State) -> Outcome:
     """Return what comes out of a box for each tensor, with columns of lower and upper ends."""
     groups, xp = gradient.groups, gradient.xp
 
-    def clip(x: Array, low: Any, high: Any) -> tuple[Array, Array]:
+    def clip(x: Array, low: Array, high: Array) -> tuple[Array, Array]:
         output = xp.minimum(xp.maximum(x, low), high)
         return output, xp.max(abs(output - x))
 
