@@ -191,3 +191,12 @@ def test_a_card_is_of_one_run(tmp_path: Path) -> None:
     assert call("report", tmp_path / "a", "--card", "-", "--json").exit_code == 2
     assert call("report", tmp_path / "a", "--card", tmp_path / "card.md").exit_code == 0
     assert (tmp_path / "card.md").read_text().startswith("# Model card: a\n")
+
+
+@pytest.mark.slow
+def test_the_page_of_another_engine_has_its_budget(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    rounds(Served(NOISE, tmp_path / "server"), 1)
+    page = tmp_path / "page.html"
+    assert call("report", tmp_path, "--html", page).exit_code == 0
+    assert "what adding or removing one client may change" in page.read_text(encoding="utf-8")
