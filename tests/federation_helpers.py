@@ -14,6 +14,8 @@ from declearn.optimizer import Optimizer
 from declearn.secagg.joye_libert import JoyeLibertDecrypter, JoyeLibertEncrypter
 from declearn.secagg.masking import MaskingDecrypter, MaskingEncrypter
 
+from fedclip.federation.update.coupling import ENCRYPTER
+
 Update = Any
 
 # A product of two Mersenne primes. It keeps no secret, and encrypts a hundred times as fast as one
@@ -28,10 +30,21 @@ class Clients:
         self.optimizers = [Optimizer(lrate=1.0, modules=list(modules)) for _ in range(n)]
         self.aggregators = [Aggregator.from_config(aggregator) for _ in range(n)]
 
-    def round(self, i: int, aux: dict[str, Any], update: Update, n_steps: int = 1) -> TrainReply:
+    def round(
+        self,
+        i: int,
+        aux: dict[str, Any],
+        update: Update,
+        n_steps: int = 1,
+        encrypter: object = None,
+    ) -> TrainReply:
         """Return what client `i` replies when its round gives this update."""
         optim = self.optimizers[i]
-        optim.process_aux_var(aux)
+        token = ENCRYPTER.set((encrypter,))
+        try:
+            optim.process_aux_var(aux)
+        finally:
+            ENCRYPTER.reset(token)
         optim.start_round()
         vector = update if isinstance(update, Vector) else NumpyVector({"w": update})
         updates = self.aggregators[i].prepare_for_sharing(updates=vector, n_steps=n_steps)

@@ -83,7 +83,7 @@ def secret_round(
     aux = server.start()
     replies = {
         name: SecaggTrainReply.from_cleartext_message(
-            clients.round(i, aux, updates[i]), encrypters[name]
+            clients.round(i, aux, updates[i], encrypter=encrypters[name]), encrypters[name]
         )
         for i, name in enumerate(NAMES)
     }
@@ -327,9 +327,10 @@ def test_clients_that_were_told_different_things_make_no_sum(other: str) -> None
                 table = {**NOISE, "noise_multiplier": 0.1}
                 told.noise = SiteNoise(**table).get_config()
             clients = Clients(1, [("update-clip-client", {"noise": table})], CLIPPED)
-            reply = clients.round(0, {"update-clip": told}, np.zeros(D))
             if apart and i and other == "range":
                 encrypters[name].quantizer = Quantizer(3200.0, 2**46 - 1)
+            aux = {"update-clip": told}
+            reply = clients.round(0, aux, np.zeros(D), encrypter=encrypters[name])
             secret.append(encrypters[name].encrypt_aggregate(reply.updates))
         total: Any = decrypter.decrypt_aggregate(functools.reduce(operator.add, secret))
         sums.append(total.updates.coefs["w"].std())
@@ -360,31 +361,16 @@ def test_a_client_without_the_table_is_told_what_to_write() -> None:
         ({"bitsize": 14}, M, "votes with their noise do not fit"),
     ],
 )
-def test_a_sum_that_is_none_gets_zeros_and_ends_the_run(
-    secagg: dict[str, Any], peers: int, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What encrypts is known only when declearn can not report an error any more."""
-    server, clients = server_with(), clients_with()
+def test_a_sum_that_is_none_gets_nothing(secagg: dict[str, Any], peers: int, text: str) -> None:
     encrypter = masked(NAMES[:peers], **{"bitsize": 48, "clipval": 32.0, **secagg})[0]["0"]
-    aux = server.start()
-    reply = clients.round(0, aux, np.full(D, 0.01))
-    with pytest.MonkeyPatch.context() as patch:
-        shared: list[Any] = []
-        patch.setattr(
-            type(encrypter), "encrypt_vector", lambda self, v: shared.append(v) or ([], 0)
-        )
-        encrypter.encrypt_aggregate(reply.updates)
-    assert not shared[0].coefs["w"].any()
-    assert f"{text}" in caplog.text
     with pytest.raises(ValueError, match=text):
-        clients.round(0, aux, np.zeros(3))
+        clients_with().round(0, server_with().start(), np.full(D, 0.01), encrypter=encrypter)
 
 
 def test_no_noise_no_message_where_it_is_not_known_what_encrypts() -> None:
-    reply = clients_with().round(0, server_with().start(), np.full(D, 0.01))
-    content, _ = reply.updates.prepare_for_secagg()
-    updates: Any = content["updates"]
-    assert not updates.coefs["w"].any()
+    (optim,) = clients_with(1).optimizers
+    with pytest.raises(ValueError, match=r"which a fedclip\.PersonalFederatedClient knows"):
+        optim.process_aux_var(server_with().start())
 
 
 def test_a_round_with_too_few_that_add_noise_is_not_released() -> None:
@@ -535,7 +521,7 @@ def run_with(**more: Any) -> dict[str, Any]:
     }
     secagg = {"secagg": "masking", "secagg_settings": {"bitsize": 32, "clipval": 512.0}}
     run = {"rounds": 1, **more.pop("run", {})}
-    return {**secagg, "optim": optim, "columns": 2000, "run": run, **more}
+    return {**secagg, "optim": optim, "columns": 2000, "run": run, "wanted": None, **more}
 
 
 @pytest.mark.slow
@@ -543,7 +529,7 @@ def run_with(**more: Any) -> dict[str, Any]:
 def test_a_run_by_masks_has_the_noise_of_those_that_add_theirs(
     tmp_path: Path, silent: int | None
 ) -> None:
-    wanted = {} if silent else {"wanted": WANTED}
+    wanted = {"wanted": None if silent else WANTED}
     run = complete(tmp_path, **run_with(silent=silent, **wanted))
     weights = np.concatenate([*run.result()["weights"].values()])
     adding = N if silent is None else N - 1

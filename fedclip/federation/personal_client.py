@@ -54,6 +54,7 @@ from fedclip.federation.site.policy import Policy
 from fedclip.federation.site.sending import GatedNetwork
 from fedclip.federation.update.aggregator import ClippedAveraging
 from fedclip.federation.update.client import UpdateClipClient
+from fedclip.federation.update.coupling import ENCRYPTER
 from fedclip.federation.update.measuring import UpdateNorms
 from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.parameters import Config
@@ -276,7 +277,11 @@ class PersonalFederatedClient(FederatedClient):
                 self.logger.error("Refused: %s.", exc)
                 return Error(f"refused by fedclip: {exc}")
         self._before = None if self._kept is None else _own(self._kept)
-        reply = run(message)
+        token = ENCRYPTER.set((self._encrypter,))
+        try:
+            reply = run(message)
+        finally:
+            ENCRYPTER.reset(token)
         if isinstance(reply, Error) and (idle := unused(model.get_wrapped_model())):
             reply = Error(
                 f"{listed(idle)} of the model are trained, and not used by it: freeze them, "

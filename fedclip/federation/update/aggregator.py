@@ -226,18 +226,17 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
         same = outcome.arrays is updates.coefs
         vector = updates if same else type(updates)(dict(outcome.arrays))
-        site, secret = round_.site if round_ else None, None
-        if site is None:
+        if round_ is None or round_.site is None:
             self._check_range(vector)
         else:
-            secret = site, vector, sent.bound
-            vector = type(vector)(site.in_cleartext(vector.coefs, sent.bound))
+            vector = type(vector)(round_.site.shared(vector.coefs, sent.bound, round_.encrypter))
         if round_ is not None:
             round_.outcome = outcome
         reply = outcome.reply(sent)
         weight = self.shares.counted(n_steps) if by_steps else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
-        result.secagg_range, result.secret = self.secagg_range, secret
+        result.secagg_range = self.secagg_range
+        result.noised = round_ is not None and round_.site is not None
         result.factor = self.shares.factor(self.client, n_steps)
         return result
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from fedclip import parameters
-from fedclip.federation.update.coupling import CLIENT, ClientRound
+from fedclip.federation.update.coupling import CLIENT, ENCRYPTER, ClientRound
 from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.measuring import UpdateNorms
 from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
@@ -108,7 +108,14 @@ class UpdateClipClient(Versioned, UpdateNorms):
             why = self.site.refusal(aux_var.noise, sent)
         if why and (self.site or aux_var.noise):
             raise ValueError(f"update-clip-client: {why}; nothing is shared")
-        self._round = ClientRound(sent, self.site)
+        known = ENCRYPTER.get()
+        if self.site is not None and known is None:
+            raise ValueError(
+                "update-clip-client: noise is for what encrypts the replies, which a "
+                "fedclip.PersonalFederatedClient knows, and declearn's FederatedClient does not "
+                "tell; nothing is shared"
+            )
+        self._round = ClientRound(sent, self.site, *(known or ()))
         CLIENT.set(self._round)
 
     def on_round_start(self) -> None:

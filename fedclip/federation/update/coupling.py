@@ -39,6 +39,8 @@ class ClientRound:
     sent: SentBound
     site: SiteNoise | None = None
     """The noise that the client adds, if it does."""
+    encrypter: object = None
+    """declearn's, which encrypts the reply; None in cleartext."""
     outcome: Outcome | None = None
 
 
@@ -68,6 +70,8 @@ class ServerRound:
 
 CLIENT: ContextVar[ClientRound | None] = ContextVar("fedclip_client_round", default=None)
 """The client's round, from `process_aux_var` to `collect_aux_var` of the module."""
+ENCRYPTER: ContextVar[tuple[object] | None] = ContextVar("fedclip_encrypter", default=None)
+"""What encrypts a client's replies, or None in cleartext; None if it is not known which."""
 SERVER: ContextVar[ServerRound | None] = ContextVar("fedclip_server_round", default=None)
 """The server's round, from `collect_aux_var` to `run` of the module."""
 

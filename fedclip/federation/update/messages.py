@@ -9,11 +9,9 @@ server only sees the sum.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import TypeAlias
 
 from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
@@ -26,7 +24,6 @@ from fedclip.federation.update.averaging import peaks, zeros
 from fedclip.federation.update.exchange import COUNTS, VOTES, Reply, is_one_of
 from fedclip.federation.update.limits import OTHER_TENSORS
 from fedclip.federation.update.secagg import inside
-from fedclip.federation.update.site_noise import SiteNoise
 
 AUX_NAME = "update-clip"
 """Name under which bound and votes are exchanged."""
@@ -151,10 +148,6 @@ class UpdateClipVotes(AuxVar):
         return self if isinstance(other, int) and not other else self.aggregate(other)
 
 
-Secret: TypeAlias = tuple[SiteNoise, AnyVector, float]
-"""Noise, update and bound: what a client shares, once it is known what encrypts."""
-
-
 @dataclass
 class ClippedUpdates(ModelUpdates):
     """The update of one client, or the sum over clients.
@@ -179,7 +172,7 @@ class ClippedUpdates(ModelUpdates):
     fault: str = field(default="", init=False, repr=False, compare=False)
     secagg_range: float | None = field(default=None, init=False, repr=False, compare=False)
     factor: float | None = field(default=1.0, init=False, repr=False, compare=False)
-    secret: Secret | None = field(default=None, init=False, repr=False, compare=False)
+    noised: bool = field(default=False, init=False, repr=False, compare=False)
     _gathered: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
 
     @property
@@ -258,9 +251,8 @@ class ClippedUpdates(ModelUpdates):
         Values at the very edge of the range, whose sign declearn would change, move inside.
         """
         content = self.to_dict()
-        if self.secret is not None:
-            # declearn does not say what encrypts: it is what has called.
-            content["updates"] = _with_noise(self.secret, sys._getframe(1).f_locals.get("self"))
+        if self.noised:
+            # These are integers of the encrypter's grid, within its range.
             return content, None
         limit = self.secagg_range or DECLEARN_RANGE
         if self.factor is None:
@@ -288,18 +280,6 @@ class ClippedUpdates(ModelUpdates):
 def zeros_like(vector: AnyVector) -> AnyVector:
     """Return a vector of zeros, even if this one holds NaN."""
     return type(vector)(zeros(vector.coefs))
-
-
-def _with_noise(secret: Secret, encrypter: object) -> AnyVector:
-    """Return an update with noise, for an encrypter; zeros if that can not be, which is logged."""
-    site, updates, bound = secret
-    try:
-        return type(updates)(site.in_secret(updates.coefs, bound, encrypter))
-    except (AttributeError, ValueError) as exc:
-        # The next round begins with an error that reaches the server.
-        site.trouble = str(exc)
-        _LOGGER.error("%s; zeros are sent instead of the update", exc)
-        return zeros_like(updates)
 
 
 def _stranger(reply: object) -> str:

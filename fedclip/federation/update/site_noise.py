@@ -92,8 +92,6 @@ class SiteNoise(Configured):
     ----------
     sure : int
         How many clients surely add their noise.
-    trouble : str
-        Why nothing more can be shared; empty if it can.
 
     Raises
     ------
@@ -122,7 +120,7 @@ class SiteNoise(Configured):
         z, clients = self.noise_multiplier, self.expected_clients
         self.sure = honest_sites(clients, self.honest)
         bits = default_bits_noise(z, clients) if self.bits_noise is None else self.bits_noise
-        self.bits_noise, self.trouble = bits, ""
+        self.bits_noise = bits
         self._spread = (split_noise(z, bits) if bits else z) / math.sqrt(self.sure)
         # A vote in steps of its grid, the variance of its noise, and what makes it positive.
         self._vote = max(1, math.floor(_VOTES * math.sqrt(self.sure) / bits)) if bits else 1
@@ -146,7 +144,7 @@ class SiteNoise(Configured):
             return "the server asks for what this client's noise does not cover"
         if sent.bound > self.max_norm or (sent.bound < self.max_norm and not sent.adaptive):
             return f"the server's bound, {sent.bound:g}, is not within max_norm={self.max_norm:g}"
-        return self.trouble
+        return ""
 
     # -- votes ----------------------------------------------------------------------------------
     def vote(self, votes: int, within: int) -> int:
@@ -189,6 +187,18 @@ class SiteNoise(Configured):
             + draws(variance, values.size).reshape(values.shape)
             for name, values in hosts.items()
         }
+
+    def shared(self, arrays: Arrays, bound: float, encrypter: object) -> dict[str, Array]:
+        """Return an update within the bound with its noise, for an encrypter, or in cleartext.
+
+        Raises
+        ------
+        ValueError
+            As below.
+        """
+        if encrypter is None:
+            return self.in_cleartext(arrays, bound)
+        return self.in_secret(arrays, bound, encrypter)
 
     def in_cleartext(self, arrays: Arrays, bound: float) -> dict[str, Array]:
         """Return an update within the bound with its noise, as arrays of its dtypes.
