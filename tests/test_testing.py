@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
-from helpers import SPECIMENS, Specimen, needs, specimens
+from helpers import BACKENDS, SPECIMENS, Specimen, needs, specimens
 
 from fedclip import Clipper, NormClip, testing
 from fedclip.errors import StateError
@@ -228,7 +228,7 @@ def test_all_checks(specimen: Specimen) -> None:
         (specimen, framework)
         for i, specimen in enumerate(SPECIMENS)
         for j, framework in enumerate(FRAMEWORKS[1:])
-        if not specimen.label or (i + j) % 3 == 0
+        if framework in BACKENDS and (not specimen.label or (i + j) % 3 == 0)
     ],
     ids=str,
 )
