@@ -228,6 +228,7 @@ def test_votes_move_the_bound_and_have_noise_of_their_own(secret: bool) -> None:
 def test_one_liar_in_cleartext_has_one_vote_with_noise() -> None:
     noise = SiteNoise(**NOISE)
     honest = [noise.vote(1, 0) for _ in range(3)]
+    assert abs(noise.centred([10**400], 1)) < 99
     far = noise.centred([*honest, 10**30], M) - noise.centred(honest, 3)
     assert far == pytest.approx(0.5 + 16 * 2.0 / math.sqrt(3), rel=0.05)
     odd = UpdateClipVotes.from_dict({"n_clients": 1, "n_votes": 0, "n_within": 0, "n_noised": "9"})
@@ -380,6 +381,29 @@ def test_a_sum_that_is_none_gets_zeros_and_ends_the_run(
         clients.round(0, aux, np.zeros(3))
 
 
+def test_zeros_without_noise_do_not_tell_the_masks() -> None:
+    """Else a server that lets others fail would see an update with one client's noise alone."""
+    encrypter, twin = (masked(NAMES[:3], bitsize=48, clipval=32.0)[0]["0"] for _ in range(2))
+    reply = clients_with().round(0, server_with().start(), np.full(D, 0.01))
+    shared = encrypter.encrypt_aggregate(reply.updates).encrypted[:D]
+    SiteNoise(**NOISE)._agree(twin, [1.0, 32.0, twin.quantizer.int_range])
+    bare, _ = twin.encrypt_vector(NumpyVector({"w": np.zeros(D)}))
+    assert not {*shared} & {*bare}
+
+
+def test_a_sum_whose_masks_do_not_cancel_is_not_released() -> None:
+    """All of its numbers are garbage, such as counts that clients with noise do not send."""
+    encrypters, decrypter = masked(NAMES, bitsize=48, clipval=32.0)
+    server, clients = server_with(), clients_with()
+    aux = server.start()
+    replies = [clients.round(i, aux, np.zeros(D)) for i in range(M)]
+    secret = map(SecaggTrainReply.from_cleartext_message, replies, encrypters.values())
+    total = aggregate_secagg_messages(dict(zip(NAMES, secret, strict=True)), decrypter)
+    total.updates.n_clipped = 2**47
+    assert not server.finish([total]).coefs["w"].any()
+    assert "masks of the clients do not cancel" in server.module.stop
+
+
 def test_no_noise_no_message_where_it_is_not_known_what_encrypts() -> None:
     reply = clients_with().round(0, server_with().start(), np.full(D, 0.01))
     content, _ = reply.updates.prepare_for_secagg()
@@ -392,6 +416,17 @@ def test_a_round_with_too_few_that_add_noise_is_not_released() -> None:
     aux = server.start()
     out = server.finish([clients.round(i, aux, np.zeros(D)) for i in range(2)])
     assert not out.coefs["w"].any()
+    assert server.module.stop == "noise has come from 2 clients, and 3 were to be sure of it"
+
+
+def test_a_round_with_too_few_sound_replies_is_not_released() -> None:
+    """What is too long counts as zeros, which have no noise; the votes are sound."""
+    server, clients = server_with(), clients_with()
+    aux = server.start()
+    replies = [clients.round(i, aux, np.zeros(D)) for i in range(M)]
+    for reply in replies[:2]:
+        reply.updates.updates = NumpyVector({"w": np.full(D, 100.0)})
+    assert not server.finish(replies).coefs["w"].any()
     assert server.module.stop == "noise has come from 2 clients, and 3 were to be sure of it"
 
 

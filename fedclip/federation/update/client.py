@@ -57,8 +57,8 @@ class UpdateClipClient(Versioned, UpdateNorms):
 
     With `noise`, update and vote leave as integers with discrete Gaussian noise
     (`fedclip.federation.update.site_noise`). Under secure aggregation a sum with fewer clients than
-    expected gets zeros, and the next round an error that says so; Joye-Libert's protocol does not
-    tell a client how many there are.
+    expected is none, as masks do not cancel, and the next round gets an error that says so;
+    Joye-Libert's protocol does not tell a client how many there are.
 
     References
     ----------

@@ -298,7 +298,8 @@ def _with_noise(secret: Secret, encrypter: object) -> AnyVector:
     except (AttributeError, ValueError) as exc:
         # The next round begins with an error that reaches the server.
         site.trouble = str(exc)
-        _LOGGER.error("%s; zeros are sent instead of the update", exc)
+        site.spoil(encrypter)
+        _LOGGER.error("%s; zeros are sent instead of the update, and the sum is none", exc)
         return zeros_like(updates)
 
 
