@@ -71,8 +71,12 @@ def server_with(**more: Any) -> Server:
     return Server([("update-clip-server", config)], CLIPPED)
 
 
+def client_module(**more: Any) -> tuple[str, dict[str, Any]]:
+    return "update-clip-client", {"noise": {**NOISE, **more}}
+
+
 def clients_with(m: int = M, **more: Any) -> Clients:
-    return Clients(m, [("update-clip-client", {"noise": {**NOISE, **more}})], CLIPPED)
+    return Clients(m, [client_module(**more)], CLIPPED)
 
 
 def secret_round(
@@ -431,22 +435,27 @@ def test_a_round_with_too_few_sound_replies_is_not_released() -> None:
 
 
 @pytest.mark.parametrize(
-    ("modules", "aggregator"),
+    ("modules", "aggregator", "text"),
     [
-        ([], "clipped-averaging"),
-        (["update-clip-client"], "clipped-averaging"),
-        ([("update-clip-client", {"noise": {**NOISE, "noise_multiplier": 0.1}})], CLIPPED["name"]),
-        ([("update-clip-client", {"noise": NOISE})], "averaging"),
+        ([], "clipped-averaging", "with noise = .* only"),
+        (["update-clip-client"], "clipped-averaging", "with noise = .* only"),
+        ([client_module(noise_multiplier=0.1)], "clipped-averaging", "with noise = .* only"),
+        ([client_module()], "averaging", "with noise = .* only"),
+        (
+            ["scaffold-client", client_module()],
+            "clipped-averaging",
+            "'scaffold-client' would share",
+        ),
     ],
 )
-def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str) -> None:
+def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, text: str) -> None:
     data = InMemoryDataset(np.zeros((2, 1)), target=np.zeros(2))
     netwk = {"protocol": "websockets", "server_uri": "ws://127.0.0.1:1", "name": "a"}
     site = fedclip.PersonalFederatedClient(netwk, data, noise=NOISE)
     manager: Any = SimpleNamespace(
         aggrg=Aggregator.from_config({"name": aggregator}), optim=Optimizer(0.1, modules=modules)
     )
-    with pytest.raises(ValueError, match=r"this site shares updates with noise = .* only"):
+    with pytest.raises(ValueError, match=text):
         site.trainmanager = manager
 
 
