@@ -280,6 +280,11 @@ def too_high(message: UpdateClipBound) -> None:
     message.bound = 1.01
 
 
+def too_low(message: UpdateClipBound) -> None:
+    """The squares of such an update's values are 0, and no norm would be known of it."""
+    message.bound = 1e-300
+
+
 def less_noise(message: UpdateClipBound) -> None:
     message.noise = {**message.noise, "noise_multiplier": 0.1}
 
@@ -302,6 +307,7 @@ def no_votes(message: UpdateClipBound) -> None:
         (switched_off, "adds noise = {.*}, and the server expects {}; nothing is shared"),
         (less_noise, "'noise_multiplier': 2.0, .* the server expects {'noise_multiplier': 0.1"),
         (fewer, "'expected_clients': 4, .*, and the server expects .*'expected_clients': 2"),
+        (too_low, "bound must be a number from 1e-30 to 1e\\+30, got 1e-300"),
         (too_high, "bound, 1.01, is not within max_norm=1"),
         (bare_counts, "asks for what this client's noise does not cover"),
         (no_votes, "asks for what this client's noise does not cover"),

@@ -101,7 +101,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
             raise ValueError(f"update-clip-client: {lacking}")
         if aux_var.stop:
             raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
-        bound = parameters.positive(bound=aux_var.bound)
+        bound = parameters.limit(bound=aux_var.bound)
         sent = SentBound(bound, aux_var.adaptive, aux_var.private)
         why = f"this client adds no noise, and the server expects noise = {aux_var.noise!r:.300}"
         if self.site is not None:
