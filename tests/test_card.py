@@ -74,7 +74,7 @@ def test_a_card_says_what_was_run_and_what_came_of_it(tmp_path: Path) -> None:
         in said
     )
     assert f"declearn {call('doctor').stdout.split('declearn')[1].split()[0]}," in said
-    assert "None: no noise was added." in said
+    assert "None: no noise with a budget was added." in said
     assert "update: clipped-averaging: the L2 norm is at most the bound C" in said
 
 

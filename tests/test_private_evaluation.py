@@ -290,6 +290,10 @@ def test_accuracy_is_the_share_of_right_classes() -> None:
     one.update(np.array([1, 0]), np.array([[0.2], [-0.2]]))
     assert one.get_result() == {"accuracy": 1.0}
     assert MetricSet.from_config(MetricSet([one]).get_config()).metrics[0].threshold == 0.0  # type: ignore[attr-defined]
+    for shape in ((1, 3), (1, 1)):
+        # A label of three columns: one record would count as up to three right ones.
+        with pytest.raises(ValueError, match="one class for each record, and labels have shape"):
+            one.metric_func(np.array([[0, 0, 1]]), np.ones(shape))
 
 
 # -- the tools ---------------------------------------------------------------------------------

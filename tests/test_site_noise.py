@@ -71,8 +71,12 @@ def server_with(**more: Any) -> Server:
     return Server([("update-clip-server", config)], CLIPPED)
 
 
+def client_module(**more: Any) -> tuple[str, dict[str, Any]]:
+    return "update-clip-client", {"noise": {**NOISE, **more}}
+
+
 def clients_with(m: int = M, **more: Any) -> Clients:
-    return Clients(m, [("update-clip-client", {"noise": {**NOISE, **more}})], CLIPPED)
+    return Clients(m, [client_module(**more)], CLIPPED)
 
 
 def secret_round(
@@ -228,6 +232,7 @@ def test_votes_move_the_bound_and_have_noise_of_their_own(secret: bool) -> None:
 def test_one_liar_in_cleartext_has_one_vote_with_noise() -> None:
     noise = SiteNoise(**NOISE)
     honest = [noise.vote(1, 0) for _ in range(3)]
+    assert abs(noise.centred([10**400], 1)) < 99
     far = noise.centred([*honest, 10**30], M) - noise.centred(honest, 3)
     assert far == pytest.approx(0.5 + 16 * 2.0 / math.sqrt(3), rel=0.05)
     odd = UpdateClipVotes.from_dict({"n_clients": 1, "n_votes": 0, "n_within": 0, "n_noised": "9"})
@@ -275,6 +280,11 @@ def too_high(message: UpdateClipBound) -> None:
     message.bound = 1.01
 
 
+def too_low(message: UpdateClipBound) -> None:
+    """The squares of such an update's values are 0, and no norm would be known of it."""
+    message.bound = 1e-300
+
+
 def less_noise(message: UpdateClipBound) -> None:
     message.noise = {**message.noise, "noise_multiplier": 0.1}
 
@@ -297,6 +307,7 @@ def no_votes(message: UpdateClipBound) -> None:
         (switched_off, "adds noise = {.*}, and the server expects {}; nothing is shared"),
         (less_noise, "'noise_multiplier': 2.0, .* the server expects {'noise_multiplier': 0.1"),
         (fewer, "'expected_clients': 4, .*, and the server expects .*'expected_clients': 2"),
+        (too_low, "bound must be a number from 1e-30 to 1e\\+30, got 1e-300"),
         (too_high, "bound, 1.01, is not within max_norm=1"),
         (bare_counts, "asks for what this client's noise does not cover"),
         (no_votes, "asks for what this client's noise does not cover"),
@@ -367,6 +378,20 @@ def test_a_sum_that_is_none_gets_nothing(secagg: dict[str, Any], peers: int, tex
         clients_with().round(0, server_with().start(), np.full(D, 0.01), encrypter=encrypter)
 
 
+def test_a_sum_whose_masks_do_not_cancel_is_not_released() -> None:
+    """All of its numbers are garbage, such as counts that clients with noise do not send."""
+    encrypters, decrypter = masked(NAMES, bitsize=48, clipval=32.0)
+    server, clients = server_with(), clients_with()
+    aux = server.start()
+    zeros, each = np.zeros(D), enumerate(encrypters.values())
+    replies = [clients.round(i, aux, zeros, encrypter=one) for i, one in each]
+    secret = map(SecaggTrainReply.from_cleartext_message, replies, encrypters.values())
+    total = aggregate_secagg_messages(dict(zip(NAMES, secret, strict=True)), decrypter)
+    total.updates.n_clipped = 2**47
+    assert not server.finish([total]).coefs["w"].any()
+    assert "masks of the clients do not cancel" in server.module.stop
+
+
 def test_no_noise_no_message_where_it_is_not_known_what_encrypts() -> None:
     (optim,) = clients_with(1).optimizers
     with pytest.raises(ValueError, match=r"which a fedclip\.PersonalFederatedClient knows"):
@@ -381,23 +406,39 @@ def test_a_round_with_too_few_that_add_noise_is_not_released() -> None:
     assert server.module.stop == "noise has come from 2 clients, and 3 were to be sure of it"
 
 
+def test_a_round_with_too_few_sound_replies_is_not_released() -> None:
+    """What is too long counts as zeros, which have no noise; the votes are sound."""
+    server, clients = server_with(), clients_with()
+    aux = server.start()
+    replies = [clients.round(i, aux, np.zeros(D)) for i in range(M)]
+    for reply in replies[:2]:
+        reply.updates.updates = NumpyVector({"w": np.full(D, 100.0)})
+    assert not server.finish(replies).coefs["w"].any()
+    assert server.module.stop == "noise has come from 2 clients, and 3 were to be sure of it"
+
+
 @pytest.mark.parametrize(
-    ("modules", "aggregator"),
+    ("modules", "aggregator", "text"),
     [
-        ([], "clipped-averaging"),
-        (["update-clip-client"], "clipped-averaging"),
-        ([("update-clip-client", {"noise": {**NOISE, "noise_multiplier": 0.1}})], CLIPPED["name"]),
-        ([("update-clip-client", {"noise": NOISE})], "averaging"),
+        ([], "clipped-averaging", "with noise = .* only"),
+        (["update-clip-client"], "clipped-averaging", "with noise = .* only"),
+        ([client_module(noise_multiplier=0.1)], "clipped-averaging", "with noise = .* only"),
+        ([client_module()], "averaging", "with noise = .* only"),
+        (
+            ["scaffold-client", client_module()],
+            "clipped-averaging",
+            "'scaffold-client' would share",
+        ),
     ],
 )
-def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str) -> None:
+def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, text: str) -> None:
     data = InMemoryDataset(np.zeros((2, 1)), target=np.zeros(2))
     netwk = {"protocol": "websockets", "server_uri": "ws://127.0.0.1:1", "name": "a"}
     site = fedclip.PersonalFederatedClient(netwk, data, noise=NOISE)
     manager: Any = SimpleNamespace(
         aggrg=Aggregator.from_config({"name": aggregator}), optim=Optimizer(0.1, modules=modules)
     )
-    with pytest.raises(ValueError, match=r"this site shares updates with noise = .* only"):
+    with pytest.raises(ValueError, match=text):
         site.trainmanager = manager
 
 

@@ -66,9 +66,14 @@ class Accuracy(MeanMetric):
         return {"threshold": self.threshold}
 
     def metric_func(self, y_true: NDArray[np.generic], y_pred: Float64) -> NDArray[np.bool_]:
-        """Return which records are right."""
+        """Return which records are right; refuse labels that are not one class for each."""
         several = y_pred.ndim > 1 and y_pred.shape[1] > 1
         found = y_pred.argmax(axis=1) if several else y_pred.reshape(-1) > self.threshold
+        if found.shape != (y_true.size,):
+            raise ValueError(
+                f"accuracy is of one class for each record, and labels have shape {y_true.shape} "
+                f"for outputs of shape {y_pred.shape}: leave it out of the metrics"
+            )
         return np.asarray(found == y_true.reshape(-1))
 
 

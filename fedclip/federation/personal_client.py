@@ -88,7 +88,8 @@ class PersonalFederatedClient(FederatedClient):
         `fedclip.federation.site.policy`. It takes no secure aggregation beside it.
     noise : table or None, default=None
         The noise with which this client shares updates: the table `noise` of `update-clip-client`.
-        A server that sets up another noise, or none, is refused before the first step.
+        A server that sets up another noise, or none, or modules that share more, is refused before
+        the first step.
 
     Notes
     -----
@@ -156,6 +157,12 @@ class PersonalFederatedClient(FederatedClient):
                     f"this site shares updates with noise = {self.noise} only, by "
                     f"'clipped-averaging' and one update-clip-client; the server sets up {found}"
                 )
+            for module in manager.optim.modules:
+                if module.aux_name not in (None, UpdateClipClient.aux_name):
+                    raise ValueError(
+                        f"this site shares updates with noise, and {module.name!r} would share "
+                        "statistics without: leave it out of client_opt"
+                    )
         if self._gated is not None:
             within = manager.aggrg
             aggregator = within.aggregator if isinstance(within, _Sharing) else within

@@ -287,11 +287,9 @@ class AdaptiveBound(Documented):
             self.bound, self.search, self.withheld, self.evidence = self.rule.after(
                 self.sent.bound, share, self.search, self.evidence, self._spread(votes)
             )
-        if self.site is not None and clients < self.site.sure:
+        if self.site is not None and (why := self.site.void(clients, counted=False)):
             self.withheld = True
-            self.halt(
-                f"noise has come from {clients} clients, and {self.site.sure} were to be sure of it"
-            )
+            self.halt(why)
         record = {"round": self.round, "bound": self.sent.bound, "share": share}
         record |= {"next_bound": self.bound, "withheld": self.withheld, "epsilon": self.epsilon}
         self._report(record, clients - votes, clients)

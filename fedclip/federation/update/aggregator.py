@@ -298,6 +298,10 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if round_ is not None:
             round_.average, round_.exact = average, vetted.exact
             round_.trouble = self.closing.beside_noise()
+            if module is not None and module.site is not None:
+                there = sum(reply.clients for reply in vetted.sound)
+                counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed
+                round_.trouble = round_.trouble or module.site.void(there, bool(counted))
         return average
 
     def _replies(self, parts: Sequence[ClippedUpdates], like: Any) -> list[Reply]:

@@ -56,9 +56,9 @@ class UpdateClipClient(Versioned, UpdateNorms):
     The records of the rounds (norm before, bound, clipped or not) stay on the client.
 
     With `noise`, update and vote leave as integers with discrete Gaussian noise
-    (`fedclip.federation.update.site_noise`). Under secure aggregation a sum with fewer clients than
-    expected gets zeros, and the next round an error that says so; Joye-Libert's protocol does not
-    tell a client how many there are.
+    (`fedclip.federation.update.site_noise`). It takes a `PersonalFederatedClient`. For a secure
+    sum with fewer clients than expected nothing is sent; Joye-Libert's protocol does not tell a
+    client how many there are.
 
     References
     ----------
@@ -101,7 +101,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
             raise ValueError(f"update-clip-client: {lacking}")
         if aux_var.stop:
             raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
-        bound = parameters.positive(bound=aux_var.bound)
+        bound = parameters.limit(bound=aux_var.bound)
         sent = SentBound(bound, aux_var.adaptive, aux_var.private)
         why = f"this client adds no noise, and the server expects noise = {aux_var.noise!r:.300}"
         if self.site is not None:

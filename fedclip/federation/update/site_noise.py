@@ -146,6 +146,18 @@ class SiteNoise(Configured):
             return f"the server's bound, {sent.bound:g}, is not within max_norm={self.max_norm:g}"
         return ""
 
+    def void(self, clients: int, counted: bool) -> str:
+        """Return why a round must not be released; "" if it may.
+
+        Noise has come from so many clients. A sum in which clients are `counted` as clipped is
+        none: with noise they do not say so.
+        """
+        if counted:
+            return "the masks of the clients do not cancel: the log of one of them says why"
+        if clients < self.sure:
+            return f"noise has come from {clients} clients, and {self.sure} were to be sure of it"
+        return ""
+
     # -- votes ----------------------------------------------------------------------------------
     def vote(self, votes: int, within: int) -> int:
         """Return a client's vote with noise, an integer >= 0."""
@@ -158,7 +170,9 @@ class SiteNoise(Configured):
     def centred(self, votes: Sequence[int], clients: int) -> float:
         """Return the sum of votes of ± 1/2, with their noise; or what the only one, a sum, is."""
         if len(votes) == 1:
-            return (votes[0] - clients * self._offset) / (2 * self._vote)
+            # Honest clients' votes are in that range; a float does not hold any integer.
+            vote = min(max(votes[0], 0), 2 * self._offset * max(clients, 1))
+            return (vote - clients * self._offset) / (2 * self._vote)
         return sum(self._kept(vote) - self._offset for vote in votes) / (2 * self._vote)
 
     # -- updates --------------------------------------------------------------------------------
