@@ -106,7 +106,9 @@ def test_lines_of_a_plan_with_noise_from_the_sites() -> None:
 )
 def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: str) -> None:
     done = call(*BUDGET, "--values", values, "--honest", "0.5")
-    found = re.search(r"a clipval of (\S+) max_norm, the largest C, and bitsize (.*)", done.stdout)
+    found = re.search(
+        r"a clipval of (\S+) times max_norm, the largest C, and bitsize (.*)", done.stdout
+    )
     assert found is not None
     assert found[2] == said
     client = tomllib.loads(done.stdout[done.stdout.index("[optim]") :])["optim"]["client_opt"]

@@ -273,7 +273,10 @@ def test_what_has_no_bound_or_no_person_is_refused_before_the_first_round() -> N
         made.make_private(request())
     made.metrics = made._prepare_metrics(None)
     of = np.arange(60) // 3
-    with pytest.raises(ValueError, match="tell this client whose the validation records are"):
+    with pytest.raises(
+        ValueError,
+        match="whose the validation records are, by valid_persons; for fedclip quickrun, in a file",
+    ):
         made.make_private(request(), records=Persons(Records(data()), of))
     valid = Persons(Records(data(seed=1)), of)
     made.make_private(request(), records=Persons(Records(data()), of), valid=valid)
@@ -347,7 +350,11 @@ def test_what_is_released_besides_is_what_has_no_noise(
 def test_commands_know_the_share(tmp_path: Path) -> None:
     ask = "privacy calibrate --epsilon 3 --records 400 --batch-size 64 --rounds 10"
     done = CliRunner().invoke(app, [*ask.split(), "--evaluation-share", "0.2"])
-    assert "10 evaluations are among that, at noise multiplier 18.81" in done.stdout
+    assert "all steps and evaluations cost epsilon 3 by" in done.stdout
+    assert (
+        "10 evaluations are among that, at noise multiplier 18.81: of n validation records, "
+        "the mean loss has noise of some 13.3 / n times loss_bound" in done.stdout
+    )
     assert "noise multiplier 2.04" in done.stdout
     assert '{mode = "automatic", evaluation_share = 0.2, loss_bound = 3.0}' in done.stdout
     wrong = CliRunner().invoke(app, [*ask.split(), "--evaluation-share", "1"])

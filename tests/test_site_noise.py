@@ -507,7 +507,11 @@ rounds = 3
         ),
         ({}, "note", "NumPy's PCG64, which is no cryptographic generator"),
         ({"bitsize": 64}, "problem", "integers of 62 bits for each client are not summed exactly"),
-        ({"honest": 0.5}, "problem", "and update-clip-server expects .*: write the same table"),
+        (
+            {"honest": 0.5},
+            "problem",
+            r"and update-clip-server expects \{noise_multiplier = 2.0, .*\}: write the same table",
+        ),
     ],
 )
 def test_check_says_against_whom_it_protects(
@@ -522,6 +526,14 @@ def test_check_says_what_the_server_sees_without_secure_aggregation(checked: Any
     cost = epsilon([Release(2.0 / math.sqrt(3), 3)], 1e-5)
     said = f"local privacy, and 3 rounds cost epsilon = {cost:.4g}"
     assert any(said in one.message for one in checked(text).findings)
+
+
+def test_check_names_a_table_that_nobody_asks_for(checked: Any) -> None:
+    there, gone = 'noise_at = "clients", ', "honest = 0.75, max_norm = 1.0, start"
+    text = OPTIM.format(bitsize=34, honest=0.75)
+    text = text.replace(there, "").replace(gone, "max_norm = 1.0, start")
+    said = "update-clip-server expects none: leave the table out, or set noise_at = 'clients'"
+    assert any(said in one.message for one in checked(text).problems)
 
 
 def test_simulate_refuses(tmp_path: Path) -> None:

@@ -134,20 +134,22 @@ class Calibration:
 
     def in_words(self, values: int | None = None) -> str:
         """Return what the noise does to a model of so many values."""
+        paid = "steps and evaluations" if self.evaluations else "steps"
         lines = [
             f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.records:,} {self.unit}s, "
             f"{self.steps:,} steps:",
             f"  {self._batches}",
-            f"  noise multiplier {self.noise_multiplier:.4g}; all steps cost {in_words(self.spent)}"
-            f" by {self.accountant}, for adding or removing one {self.unit}",
+            f"  noise multiplier {self.noise_multiplier:.4g}; all {paid} cost "
+            f"{in_words(self.spent)} by {self.accountant}, for adding or removing one {self.unit}",
             f"  the standard deviation of the noise, where C is the bound on a {self.unit}: "
             f"{self.noise:.3g} C on each value",
             "    of the mean gradient, which as a whole is at most C long",
         ]
         for z, times, _ in self.evaluations:
             lines.append(
-                f"  {times:,} evaluations are among that, at noise multiplier {z:.4g}: on a mean "
-                f"loss of n {self.unit}s, noise of {evaluation_noise(z):.3g} / n of its bound"
+                f"  {times:,} evaluations are among that, at noise multiplier {z:.4g}: of n "
+                f"validation {self.unit}s, the mean loss has noise of some "
+                f"{evaluation_noise(z):.3g} / n times loss_bound"
             )
         if why := too_few(self.records, self.delta, self.unit):
             lines.append(f"  {why}")

@@ -132,7 +132,8 @@ class PrivateTrainingManager(DPTrainingManager):
             if unit == "person" and valid is None:
                 raise ValueError(
                     "evaluation_share protects persons here: tell this client whose the "
-                    "validation records are, valid_persons"
+                    "validation records are, by valid_persons; for fedclip quickrun, in a file "
+                    "valid_persons.csv beside the validation data"
                 )
         share = marker.evaluation_share
         self.calibration = self.calibration.evaluating(share, message.rounds)

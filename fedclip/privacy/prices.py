@@ -113,7 +113,7 @@ class Prices:
         clients = self.plan.clients
         lines = [
             '  the same epsilon without trusting the server with the noise (noise_at = "clients"):',
-            f"    {'trusted with noise':34}{'a client adds':>13}{'on the average':>18}",
+            f"    {'trusted with noise':34}{'a client adds':>13}{'in the average':>18}",
         ]
         for row in self.rows:
             each = f"{row.each:.3g} C" if row.each else "nothing"
@@ -122,7 +122,7 @@ class Prices:
         silent = sorted({0, clients - self.sites, clients // 2, clients - 1})
         found = ((c, self.epsilon(c)) for c in silent)
         cases = ", ".join(
-            f"{c}: " + ("infinite" if math.isinf(e) else f"{e:.4g}") for c, e in found
+            ("infinite" if math.isinf(e) else f"{e:.4g}") + f" if {c or 'none'}" for c, e in found
         )
-        lines.append(f"  epsilon of secure sums by how many tell the server their noise: {cases}")
+        lines.append(f"  epsilon of secure sums: {cases} of them tell the server their noise")
         return "\n".join(lines)

@@ -126,7 +126,7 @@ def _range(prices: Prices, values: int) -> str:
     enough = secagg.plan(1.0, clients, values, clipval=clipval, tolerance=0.01).bitsize
     if enough > bits:
         bits, suits = enough, "and a model in float64"
-    needed = f"a clipval of {clipval:g} max_norm, the largest C, and bitsize {bits}, {suits}"
+    needed = f"a clipval of {clipval:g} times max_norm, the largest C, and bitsize {bits}, {suits}"
     return f"  secure sums need {needed}"
 
 

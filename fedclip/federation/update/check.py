@@ -96,6 +96,11 @@ def update_problems(
     return found + _range(aggregator, limit, known.secagg)
 
 
+def _table(noise: Mapping[str, float]) -> str:
+    """Return a table of numbers as TOML, to be copied."""
+    return "{" + ", ".join(f"{name} = {value}" for name, value in noise.items()) + "}"
+
+
 def _sites(
     server: Sequence[UpdateClipServer], client: Sequence[UpdateClipClient], known: Known
 ) -> list[Problem]:
@@ -104,11 +109,14 @@ def _sites(
     site = None if module is None else module.site
     wanted = None if site is None else site.get_config()
     if module is None or site is None or any(one.noise != wanted for one in client):
-        here = next((one.noise for one in client), None)
-        text = f"noise = {here}, and update-clip-server expects {wanted}: write the same table"
+        here = next((_table(one.noise) for one in client if one.noise), "none")
+        expected = "none: leave the table out, or set noise_at = 'clients'"
+        if wanted is not None:
+            expected = f"{_table(wanted)}: write the same table"
+        text = f"the table noise is {here}, and update-clip-server expects {expected}"
         return [("problem", CLIENT, text)]
     count = known.rounds if type(known.rounds) is int and known.rounds > 0 else 1
-    rounds = "one round" if count == 1 else f"{count} rounds"
+    rounds = "one round costs" if count == 1 else f"{count} rounds cost"
 
     def cost(silent: int) -> str:
         release = Release(site.multiplier(silent), count)
@@ -117,14 +125,14 @@ def _sites(
     most = site.expected_clients - site.sure
     notes = [
         f"up to {most} of {site.expected_clients} clients may add no noise, or tell the server "
-        f"theirs: {rounds} cost epsilon = {cost(most)} then, and {cost(0)} if all add theirs"
+        f"theirs: {rounds} epsilon = {cost(most)} then, and {cost(0)} if all add theirs"
     ]
     found: list[Problem] = []
     if known.secagg is None:
         notes.append(
             "without secure aggregation, of which nothing is said here, the server sees each "
             "update with the noise of its client only: against the server it is local privacy, "
-            f"and {rounds} cost epsilon = {cost(site.expected_clients - 1)}"
+            f"and {rounds} epsilon = {cost(site.expected_clients - 1)}"
         )
     else:
         if why := site.unsafe(known.secagg, {}):
