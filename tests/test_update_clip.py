@@ -849,7 +849,7 @@ def test_check_of_a_bound_that_nobody_sends(checked: Any) -> None:
     assert checked(bound).ok
 
 
-@pytest.mark.parametrize("name", ["optim.toml", "private.toml"])
+@pytest.mark.parametrize("name", ["optim.toml", "private.toml", "sites.toml"])
 def test_configurations_of_the_example(name: str) -> None:
     from fedclip.tools.check import check_config
 

@@ -4,6 +4,7 @@
     python run.py --secagg masking       # the same; the server sees sums only
     python run.py --secagg joye-libert   # the same; some ten seconds a round
     python run.py --optim private.toml   # with central noise, and a privacy budget
+    python run.py --optim sites.toml --secagg masking   # with noise that the clients add
 
 Each client holds some of scikit-learn's digits, and all learn to tell even ones from odd ones.
 Three clients' were scanned at a hundred times the brightness: their updates are far out of range.
@@ -20,23 +21,25 @@ from typing import Any
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from declearn.dataset import InMemoryDataset
-from declearn.main import FederatedClient, FederatedServer
+from declearn.main import FederatedServer
 from declearn.main.config import FLRunConfig
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.secagg.utils import IdentityKeys
 from declearn.utils import setup_server_loggers
 from sklearn.datasets import load_digits
 
-import fedclip  # noqa: F401  (registers the plug-ins)
+from fedclip import PersonalFederatedClient
 from fedclip.federation.update.secagg import plan
 
 BRIGHT = 3
 
 
-def make_client(i: int, port: int, rows: np.ndarray[Any, Any], secagg: Any) -> FederatedClient:
+def make_client(
+    i: int, port: int, rows: np.ndarray[Any, Any], secagg: Any
+) -> PersonalFederatedClient:
     pixels, digits = load_digits(return_X_y=True)
     data = pixels[rows] / 16 * (100.0 if i < BRIGHT else 1.0)
-    return FederatedClient(
+    return PersonalFederatedClient(
         netwk={
             "protocol": "websockets",
             "server_uri": f"ws://127.0.0.1:{port}",
@@ -60,8 +63,9 @@ async def federate(optim: str, clients: int, rounds: int, secagg: str | None) ->
         client_secagg = [
             {"secagg_type": secagg, "id_keys": IdentityKeys(key, trusted)} for key in keys
         ]
-        # The losses of evaluation rounds go through the same range as the updates do.
-        settings = plan(1e4, clients, 65, kind=secagg, bitsize=64)
+        # The losses of evaluation rounds go through the same range as the updates do. With more
+        # bits, the sums of clients that add noise would not be exact.
+        settings = plan(1e4, clients, 65, kind=secagg, bitsize=48)
         print(settings)
         server_secagg = {
             "secagg_type": secagg,
@@ -84,7 +88,7 @@ async def federate(optim: str, clients: int, rounds: int, secagg: str | None) ->
     parts = np.array_split(order, clients)
     nodes = [make_client(i, port, parts[i], client_secagg[i]) for i in range(clients)]
 
-    async def later(node: FederatedClient) -> None:
+    async def later(node: PersonalFederatedClient) -> None:
         await asyncio.sleep(0.5)
         await node.async_run()
 
