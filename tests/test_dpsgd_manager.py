@@ -131,7 +131,8 @@ def test_noise_on_the_weights_is_what_the_budget_says(size: int, actual: int) ->
 
 
 def test_a_sum_is_divided_by_the_expected_size_and_weights_are_inside_the_clip() -> None:
-    x, y = np.full((4, 1), 100.0), np.array([0, 0, 0, 1])
+    # Unweighted, all four would pull the same way.
+    x, y = np.array([[100.0], [100.0], [100.0], [-100.0]]), np.array([0, 0, 0, 1])
     weights = np.array([1.0, 1e6, 0.0, np.nan])
     dataset = InMemoryDataset(x, target=y, s_wght=weights, expose_classes=True)
     made = manager(dataset=dataset, private=request(batches={"batch_size": 2}))
