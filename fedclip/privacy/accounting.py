@@ -515,8 +515,12 @@ class Accountant:
 
     def epsilon(self, noise_multiplier: float = 0.0, more: int = 0, sampling: float = 1.0) -> float:
         """Return the epsilon of all rounds counted, plus `more` rounds."""
+        return self.cost(noise_multiplier, more, sampling).epsilon
+
+    def cost(self, noise_multiplier: float = 0.0, more: int = 0, sampling: float = 1.0) -> Cost:
+        """Return the same, and which accountant says so."""
         history = self._with(Release(noise_multiplier, more, sampling))
-        return epsilon(history, self.delta, self.relation, order=self.order_of(history))
+        return account(history, self.delta, self.relation, order=self.order_of(history))
 
     def order_of(self, history: Iterable[Release]) -> float | None:
         """Return the order at which these releases count; None if they are of one plan."""

@@ -189,12 +189,10 @@ def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
     bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}
     for turn, row in enumerate(cost["entries"] or each, 1):
         so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
-        order = so_far.order_of(so_far.spent)
-        spent = account(so_far.spent, so_far.delta, so_far.relation, order=order)
         mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
         mechanism += " on evaluations" * (row["noise_multiplier"] in one.evaluated)
         more = {"turn": turn, "bound": bounds.get(turn), "mechanism": mechanism}
-        yield {**cost, **row, **spent._asdict(), **more}
+        yield {**cost, **row, **so_far.cost()._asdict(), **more}
 
 
 def _bounds(folder: Path, server: str, rounds: int) -> Mapping[int, float]:
