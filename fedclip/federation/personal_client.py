@@ -148,25 +148,12 @@ class PersonalFederatedClient(FederatedClient):
 
     def _adapt(self, manager: TrainingManager) -> None:
         """Let a manager train the model within, and share what is shared."""
+        within, modules = manager.aggrg, manager.optim.modules
+        aggregator = within.aggregator if isinstance(within, _Sharing) else within
         if self.noise is not None:
-            aggregator = getattr(manager.aggrg, "aggregator", manager.aggrg)
-            modules = [m for m in manager.optim.modules if isinstance(m, UpdateClipClient)]
-            found = [module.noise for module in modules]
-            if found != [self.noise] or not isinstance(aggregator, ClippedAveraging):
-                raise ValueError(
-                    f"this site shares updates with noise = {self.noise} only, by "
-                    f"'clipped-averaging' and one update-clip-client; the server sets up {found}"
-                )
-            for module in manager.optim.modules:
-                if module.aux_name not in (None, UpdateClipClient.aux_name):
-                    raise ValueError(
-                        f"this site shares updates with noise, and {module.name!r} would share "
-                        "statistics without: leave it out of client_opt"
-                    )
+            self._demand(self.noise, aggregator, modules)
         if self._gated is not None:
-            within = manager.aggrg
-            aggregator = within.aggregator if isinstance(within, _Sharing) else within
-            self._gated.check(aggregator, manager.optim.modules)
+            self._gated.check(aggregator, modules)
         if self.measures:
             self._measure(manager)
         if self._kept is None or manager.model is not self._kept.model:
@@ -180,6 +167,22 @@ class PersonalFederatedClient(FederatedClient):
                 manager.model, manager.aggrg = self._kept.model, sharing
         for name in ("training_round", "evaluation_round"):
             setattr(manager, name, partial(self._round, manager.model, getattr(manager, name)))
+
+    @staticmethod
+    def _demand(noise: Config, aggregator: object, modules: Sequence[Plugin]) -> None:
+        """Refuse a server that has other noise set up than this site wants."""
+        found = [module.noise for module in modules if isinstance(module, UpdateClipClient)]
+        if found != [noise] or not isinstance(aggregator, ClippedAveraging):
+            raise ValueError(
+                f"this site shares updates with noise = {noise} only, by 'clipped-averaging' and "
+                f"one update-clip-client; the server sets up {found}"
+            )
+        for module in modules:
+            if module.aux_name not in (None, UpdateClipClient.aux_name):
+                raise ValueError(
+                    f"this site shares updates with noise, and {module.name!r} would share "
+                    "statistics without: leave it out of client_opt"
+                )
 
     def _measure(self, manager: TrainingManager) -> None:
         """Have the norms of updates noted, unless somebody does."""
