@@ -120,9 +120,7 @@ class UpdateClipVotes(AuxVar):
         noised = data.get("n_noised")
         alone = noised is None or (type(noised) is int and votes == [0, 0])
         if alone and is_one_of(((1,),), [data.get("n_clients")]) and is_one_of(VOTES, votes):
-            result = cls(1, *votes)
-            result.n_noised = noised
-            return result
+            return cls(1, votes[0], votes[1], n_noised=noised)
         return cls(n_faults=1)
 
     def aggregate(self, other: object) -> UpdateClipVotes:

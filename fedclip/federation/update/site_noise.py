@@ -153,7 +153,10 @@ class SiteNoise(Configured):
         none: with noise they do not say so.
         """
         if counted:
-            return "the masks of the clients do not cancel: the log of one of them says why"
+            return (
+                "the masks of the clients do not cancel: they were sent unlike bounds or ranges, "
+                "or set up with unlike noise"
+            )
         if clients < self.sure:
             return f"noise has come from {clients} clients, and {self.sure} were to be sure of it"
         return ""
