@@ -19,7 +19,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.study import mechanisms, noised, orderings
-from benchmarks.study.cells import Cell, Scores, chosen, worst
+from benchmarks.study.cells import Cell, Field, Scores, chosen, worst
 from benchmarks.study.scenes import SOURCES, TROUBLES
 from fedclip.privacy.banded import coefficients, error
 from fedclip.tools.compare import interval
@@ -29,67 +29,49 @@ PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("study", "choosing"))
 FIGURE = ROOT / "docs" / "images" / "study.png"
 LEVEL = 0.05
 FIXED = "fixed 0.3, every round"
-BRANCHES = (
-    *(
-        ("nothing is unusual", use, "none", name, "none")
-        for use, name in (
-            ("no clipping; a limit that is learnt costs nothing", "zscore-clip!"),
-            ("a bound that has to be searched for costs a little", "update-clip-server!"),
-        )
+_, SPIKES, ATTACKS = orderings.FIELDS
+BRANCHES: Mapping[tuple[str, str], Sequence[tuple[str, ...]]] = {
+    ("nothing is unusual", "none"): (
+        ("no clipping; a limit that is learnt costs nothing", "zscore-clip!"),
+        ("a bound that has to be searched for costs a little", "update-clip-server!"),
     ),
-    *(
-        ("one site has other units", use, "units", name, "none")
-        for use, name in (
-            ("`norm-clip`", "norm-clip"),
-            ("a bound on updates", "update, adaptive"),
-            ("not a limit that the site learns itself", "zscore-clip!"),
-            ("nor one that all share, which is late", "mad-clip, shared!"),
-        )
+    ("one site has other units", "units"): (
+        ("`norm-clip`", "norm-clip"),
+        ("a bound on updates", "update, adaptive"),
+        ("not a limit that the site learns itself", "zscore-clip!"),
+        ("nor one that all share, which is late", "mad-clip, shared!"),
     ),
-    *(
-        ("gradients explode now and then", use, "bursts", name, "none")
-        for use, name in (
-            ("`zscore-clip`, as it comes", "zscore-clip!"),
-            ("`norm-clip`, if you know the scale", "norm-clip"),
-        )
+    ("gradients explode now and then", "bursts"): (
+        ("`zscore-clip`, as it comes", "zscore-clip!"),
+        ("`norm-clip`, if you know the scale", "norm-clip"),
     ),
-    *(
-        ("some records are broken, everywhere", use, "records", name, "none")
-        for use, name in (
-            ("`norm-clip`: a fixed limit on steps", "norm-clip"),
-            ("`zscore-clip`, as it comes", "zscore-clip!"),
-            ("a bound on updates", "update, adaptive"),
-        )
+    ("some records are broken, everywhere", "records"): (
+        ("`norm-clip`: a fixed limit on steps", "norm-clip"),
+        ("`zscore-clip`, as it comes", "zscore-clip!"),
+        ("a bound on updates", "update, adaptive"),
     ),
-    *(
-        ("a site may be hostile", use, "hostile", name, "none")
-        for use, name in (
-            ("a bound on updates", "update, adaptive"),
-            ("the trimmed mean", "trimmed mean"),
-            ("ARC", "arc"),
-            ("not a limit on steps", "norm-clip"),
-        )
+    ("a site may be hostile", "hostile"): (
+        ("a bound on updates", "update, adaptive"),
+        ("the trimmed mean", "trimmed mean"),
+        ("ARC", "arc"),
+        ("not a limit on steps", "norm-clip"),
     ),
-    *(
-        ("sites have unlike sizes and labels", use, "sizes and labels", name, against)
-        for use, name, against in (
-            ("no clipping", "none", "update, adaptive"),
-            ("if updates are clipped: weights", "update, weighted", "update, adaptive"),
-            ("... with a cap", "update, weighted, capped", "update, adaptive"),
-            ("not the trimmed mean", "trimmed mean", "none"),
-        )
+    ("sites have unlike sizes and labels", "sizes and labels"): (
+        ("no clipping", "none", "update, adaptive"),
+        ("if updates are clipped: weights", "update, weighted", "update, adaptive"),
+        ("... with a cap", "update, weighted, capped", "update, adaptive"),
+        ("not the trimmed mean", "trimmed mean"),
     ),
-    *(
-        (f"noise, {trouble.removeprefix('noise ')}", use, trouble, name, against)
-        for trouble in noised.EPSILONS
-        for use, name, against in (
+    **{
+        (f"noise, {trouble.removeprefix('noise ')}", trouble): (
             ("turns", "fixed 0.3, turns", FIXED),
             ("and banded noise", "fixed 0.3, banded", "fixed 0.3, turns"),
             ("not a bound that moves", "adaptive, turns", "fixed 0.3, turns"),
         )
-    ),
-)
-"""What is seen, what to use, and on which trouble; mechanism and what it is compared with.
+        for trouble in noised.EPSILONS
+    },
+}
+"""By what is seen, and on which trouble: what to use, mechanism, and, if not "none", against which.
 
 A mechanism as it comes has an exclamation mark, for others the scale is chosen.
 """
@@ -175,6 +157,10 @@ class Study:
         ]
         return np.mean(each, axis=0).tolist()
 
+    def noisy(self, trouble: str, name: str) -> list[float]:
+        """Return the scores under noise, at the rate that was chosen."""
+        return self.of(trouble, "digits", name, self.best_factor(trouble, "digits", name, True))
+
     @cached_property
     def over_none(self) -> Mapping[tuple[str, str, bool], tuple[Difference, float]]:
         """Each mechanism less none by trouble, tuned or not, with the corrected probability."""
@@ -191,12 +177,8 @@ class Study:
     def over_fixed(self) -> Mapping[tuple[str, str], tuple[Difference, float]]:
         """Each mechanism under noise less the plain one, with its own corrected probability."""
 
-        def scores(trouble: str, name: str) -> list[float]:
-            factor = self.best_factor(trouble, "digits", name, True)
-            return self.of(trouble, "digits", name, factor)
-
         found = {
-            (name, trouble): difference(scores(trouble, name), scores(trouble, FIXED))
+            (name, trouble): difference(self.noisy(trouble, name), self.noisy(trouble, FIXED))
             for name in noised.MECHANISMS
             for trouble in noised.EPSILONS
             if name != FIXED
@@ -228,10 +210,7 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 def _tuned(study: Study) -> Iterator[Sequence[str]]:
     yield (
         "none: accuracy, %",
-        *(
-            "{:.1f} ± {:.1f}".format(*interval([100 * x for x in study.means(trouble, "none")]))
-            for trouble in TROUBLES
-        ),
+        *(_percent(study.means(trouble, "none")) for trouble in TROUBLES),
     )
     for name, mechanism in mechanisms.MECHANISMS.items():
         if name != "none" and (mechanism.tuned or not mechanism.default):
@@ -279,41 +258,27 @@ def _noised(study: Study) -> Iterator[Sequence[str]]:
         yield name, *cells
 
 
-def _orderings(study: Study) -> Iterator[Sequence[str]]:
-    for field in orderings.FIELDS[1:]:
-        for name in field.mechanisms:
-            cells = []
-            for trouble, data in field.places:
-                mean, half = interval(study.of(trouble, data, name))
-                scale = 1 if trouble == "spikes" else 100
-                cells.append(f"{scale * mean:.1f} ± {scale * (half or 0):.1f}")
-            yield name, *cells
-
-
-def _arc(study: Study) -> Iterator[Sequence[str]]:
-    yield from (row for row in _orderings(study) if row[0] in orderings.ARC)
-
-
-def _spikes(study: Study) -> Iterator[Sequence[str]]:
-    yield from (row for row in _orderings(study) if row[0] in orderings.SPIKES)
+def _ordering(study: Study, field: Field, scale: float) -> Iterator[Sequence[str]]:
+    for name in field.mechanisms:
+        cells = []
+        for trouble, data in field.places:
+            mean, half = interval(study.of(trouble, data, name))
+            cells.append(f"{scale * mean:.1f} ± {scale * (half or 0):.1f}")
+        yield name, *cells
 
 
 def _branches(study: Study) -> Iterator[Sequence[str]]:
-    for what, use, trouble, name, against in BRANCHES:
-        if trouble in TROUBLES:
-            ones, others = (
-                study.means(trouble, one.removesuffix("!"), not one.endswith("!"))
-                for one in (name, against)
-            )
-        else:
-            ones, others = (
-                study.of(
-                    trouble, "digits", one, study.best_factor(trouble, "digits", one, tuned=True)
-                )
-                for one in (name, against)
-            )
-        one = difference(ones, others)
-        yield what, use, _percent(ones), against.rstrip("!"), _shown(one, one.p)
+    def scores(trouble: str, name: str) -> list[float]:
+        if trouble not in TROUBLES:
+            return study.noisy(trouble, name)
+        return study.means(trouble, name.removesuffix("!"), not name.endswith("!"))
+
+    for (what, trouble), uses in BRANCHES.items():
+        for use, name, *against in uses:
+            (other,) = against or ["none"]
+            ones = scores(trouble, name)
+            one = difference(ones, scores(trouble, other))
+            yield what, use, _percent(ones), other, _shown(one, one.p)
 
 
 def _left(study: Study) -> Iterator[Sequence[str]]:
@@ -353,10 +318,10 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
     ),
     "left": lambda study: _table(["rounds apart", "noise left", "in theory"], _left(study)),
     "attacks": lambda study: _table(
-        ["", *(f"{t.removeprefix('attack ')}, {d}" for t, d in orderings.FIELDS[2].places)],
-        _arc(study),
+        ["", *(f"{t.removeprefix('attack ')}, {d}" for t, d in ATTACKS.places)],
+        _ordering(study, ATTACKS, 100.0),
     ),
-    "spikes": lambda study: _table(["", *SOURCES], _spikes(study)),
+    "spikes": lambda study: _table(["", *SOURCES], _ordering(study, SPIKES, 1.0)),
 }
 
 
