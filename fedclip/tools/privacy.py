@@ -187,16 +187,16 @@ def calibrate(
         found = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
         found = found.evaluating(evaluation_share, rounds)
         text = found.in_words(values)
-    both: Config = {"evaluation_share": evaluation_share, "loss_bound": 3.0}
-    evaluated = both if evaluation_share else {}
+    clip: Config = {"mode": "automatic"}
     lines = [
         "[optim.client_opt]",
         '# "automatic" needs no bound; "flat" learns a little more with an sclip_norm that fits',
-        *(
-            ["# loss_bound: a little above the logarithm of the number of classes"]
-            * bool(evaluated)
-        ),
-        toml_line("module", "sample-clip", {"mode": "automatic", **evaluated}),
+    ]
+    if evaluation_share:
+        clip |= {"evaluation_share": evaluation_share, "loss_bound": 3.0}
+        lines.append("# loss_bound: a little above the logarithm of the number of classes")
+    lines += [
+        toml_line("module", "sample-clip", clip),
         "[run]",
         f"rounds = {rounds}",
         f"privacy = {toml_value({'budget': [epsilon, delta], 'sclip_norm': 1.0})}",
