@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip.arrays import Array, HostView, on_host
+from fedclip.arrays import Array, Float64, HostView, on_host
 from fedclip.errors import StateError
 from fedclip.measures.sketch import Sketch, holder
 
@@ -31,7 +31,6 @@ _GROUP_ROUNDS = 2
 _BUFFER = 256
 _LAZY_BUFFER = 4096
 
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Basis = tuple[float, str, float]
 """Where limits come from: a `fedclip.rules.Basis`."""
@@ -285,14 +284,14 @@ _NOTHING, _FIXED, _LEARNT, _WARMUP = range(4)
 _SAME = 1 - 1e-6
 
 
-def _setters(limits: Floats, warm: Floats, basis: Basis) -> Floats:
+def _setters(limits: Float64, warm: Float64, basis: Basis) -> Float64:
     """Return what set each limit, given the values that say how far the warm-up is."""
     learnt = np.where(warm < basis[2], _WARMUP, _LEARNT)
     setters = np.where(limits >= basis[0] * _SAME, _FIXED, learnt)
     return np.where(np.isfinite(limits), setters, _NOTHING)
 
 
-def _batches(norms: Floats, limits: Floats, clipped: Bools, setters: Floats) -> Iterator[_Batch]:
+def _batches(norms: Float64, limits: Float64, clipped: Bools, setters: Float64) -> Iterator[_Batch]:
     """Yield a batch for each column of arrays of (steps, groups), computed for all at once."""
     steps = len(norms)
     finite = np.isfinite(limits)
@@ -346,11 +345,11 @@ class Recorder:
     def add(
         self,
         labels: tuple[str, ...],
-        norms: float | Floats,
-        limits: float | Floats,
+        norms: float | Float64,
+        limits: float | Float64,
         clipped: bool | Bools,
         *,
-        warm: float | Floats = 0.0,
+        warm: float | Float64 = 0.0,
         basis: Basis = LEARNT,
     ) -> None:
         """Note one step: one number for each label.

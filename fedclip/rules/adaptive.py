@@ -14,10 +14,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Arithmetic, Array
+from fedclip.arrays import NUMPY, Arithmetic, Array, Float64
 from fedclip.rules import TINY, Basis, State, updated, zeros
 from fedclip.rules.protection import Protection, Unprotected
-from fedclip.rules.sharing import Counted, Floats, Judgement, Learning, Sketched
+from fedclip.rules.sharing import Counted, Judgement, Learning, Sketched
 
 
 def geometric_update(
@@ -110,7 +110,7 @@ class Adaptive(Learning):
         known = (state.limit > 0, self._update(state, counted.unclipped, counted.n, NUMPY))
         return updated(state._replace(limit=first), [known], NUMPY)
 
-    def ceiling(self, state: State) -> Floats:
+    def ceiling(self, state: State) -> Float64:
         # Of a norm it is learnt whether it was below the limit, and at the start its size too.
         return np.full_like(state.count, math.inf if self.start_norm is None else 1.0)
 

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Arithmetic, Array
+from fedclip.arrays import NUMPY, Arithmetic, Array, Float64
 from fedclip.rules import Basis, State
 from fedclip.rules.protection import Protection, Unprotected
-from fedclip.rules.sharing import Floats, Judgement, Learning
+from fedclip.rules.sharing import Judgement, Learning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class History(Learning):
             learns = learns & ~(ready & spike)
         return Judgement(limits, seen, learns, ready, usual)
 
-    def ceiling(self, state: State) -> Floats:
+    def ceiling(self, state: State) -> Float64:
         threshold = self.threshold(state, NUMPY)
         bounded = self.ready(state, threshold) & (self.feedback != "raw")
         return np.where(bounded, self.learnt(threshold + math.inf, threshold, NUMPY), math.inf)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedclip.arrays import Arithmetic, Array
+from fedclip.arrays import Arithmetic, Array, Float64
 from fedclip.rules import TINY, State
-from fedclip.rules.sharing import Floats
 from fedclip.rules.zscore import ZScore
 
 
@@ -46,6 +45,6 @@ class Reciprocal(ZScore):
         excess = xp.maximum(norms - mean, TINY)
         return self.factor * (mean + self.z_max**2 * (std + self.std_eps) / excess * std)
 
-    def ceiling(self, state: State) -> Floats:
-        ceiling: Floats = np.multiply(max(self.factor, 1.0), super().ceiling(state))
+    def ceiling(self, state: State) -> Float64:
+        ceiling: Float64 = np.multiply(max(self.factor, 1.0), super().ceiling(state))
         return ceiling

@@ -20,13 +20,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import NamedTuple, Protocol, Self
 
 from fedclip.arrays import Arithmetic, Array, Float64
 from fedclip.rules import Basis, State, state_of, updated
 from fedclip.rules.protection import Protection
-
-Floats: TypeAlias = Float64
 
 
 class Sketched(Protocol):
@@ -123,7 +121,7 @@ class Learning(ABC):
         """Return the state after a round; only groups with ``n > 0`` are used."""
 
     @abstractmethod
-    def ceiling(self, state: State) -> Floats:
+    def ceiling(self, state: State) -> Float64:
         """Return the largest norm that a client can have learnt; infinity if there is no bound."""
 
     def shared(self) -> Self:

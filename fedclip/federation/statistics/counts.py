@@ -31,10 +31,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip.arrays import Arithmetic, Array
+from fedclip.arrays import Arithmetic, Array, Float64
 from fedclip.measures.sketch import Integers, Sketch, holder
 from fedclip.rules import State
-from fedclip.rules.sharing import Floats, Judgement
+from fedclip.rules.sharing import Judgement
 from fedclip.states import Fields
 
 Counts: TypeAlias = NDArray[np.uint64]
@@ -83,7 +83,7 @@ class Round(NamedTuple):
 
 
 @cache
-def _column() -> Floats:
+def _column() -> Float64:
     return _EDGES[:, None]
 
 
@@ -205,15 +205,15 @@ class Tally:
 class Bounds(NamedTuple):
     """What the server knows about the groups before it reads the clients' counts."""
 
-    centre: Floats
+    centre: Float64
     """Centres of the sums."""
-    highest: Floats
+    highest: Float64
     """Largest norm that can have been learnt."""
     above: NDArray[np.bool_]
     """Which buckets of a sketch are above that, of shape (buckets, groups)."""
 
     @classmethod
-    def of(cls, centre: Floats, highest: Floats) -> Bounds:
+    def of(cls, centre: Float64, highest: Float64) -> Bounds:
         """Return the bounds of groups with these centres and highest norms."""
         last = np.searchsorted(_EDGES, highest * _SINGLE)
         return cls(centre, highest, np.arange(BUCKETS)[:, None] > last)
@@ -228,11 +228,11 @@ _OUTSIDE = "norms below 0, or above the most that there can be"
 
 
 @cache
-def _worth(scale: int, size: int) -> Floats:
+def _worth(scale: int, size: int) -> Float64:
     return np.array([2.0 ** (_BITS * place - scale) for place in range(size)])
 
 
-def _implausible(n: Floats, digits: Counts, bounds: Bounds) -> str:
+def _implausible(n: Float64, digits: Counts, bounds: Bounds) -> str:
     """Return why no norms in [0, highest] can give these sums; "" if some can. Uses floats."""
     values = digits.astype(np.float64)
     worth = _worth(_SCALE, _DIGITS)
