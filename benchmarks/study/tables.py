@@ -33,7 +33,7 @@ _, SPIKES, ATTACKS = orderings.FIELDS
 BRANCHES: Mapping[tuple[str, str], Sequence[tuple[str, ...]]] = {
     ("nothing is unusual", "none"): (
         ("no clipping; a limit that is learnt costs nothing", "zscore-clip!"),
-        ("a bound that has to be searched for costs a little", "update-clip-server!"),
+        ("a bound that has to be searched for costs next to nothing", "update-clip-server!"),
     ),
     ("one site has other units", "units"): (
         ("`norm-clip`", "norm-clip"),

@@ -223,14 +223,16 @@ def inner(name: str) -> Strategy:
     return found
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "QFedAvg"])
 def test_a_round_that_is_withheld_leaves_the_model_alone(name: str) -> None:
     loop = Loop(
         TEN,
         directions(np.ones(10)),
         metrics=lambda node: {"num-examples": 10 * node, "train_loss": 0.5},
     )
-    strategy = UpdateClipStrategy(inner(name), {"start_norm": "search"})
+    # The default is a search, and withholds no average that goes out without noise.
+    noise = {"noise_multiplier": 0.1, "bits_noise": 0.1, "expected_clients": 10}
+    strategy = UpdateClipStrategy(inner(name), noise)
     models = start(strategy, loop, ZEROS, 6)
     withheld = [row["withheld"] for row in strategy.served.rounds]
     assert True in withheld[1:]

@@ -192,7 +192,7 @@ def test_integers_are_averaged_as_integers(tmp_path: Path) -> None:
 
 
 def test_a_withheld_round_leaves_the_model(tmp_path: Path) -> None:
-    ours = Federation(tmp_path, start_norm="search")
+    ours = Federation(tmp_path, noise_multiplier=0.1, bits_noise=0.1, expected_clients=5)
     given = {f"site-{i}": {"w": np.full(3, 1e-4)} for i in range(5)}
     average = ours.round(given).params["w"]
     assert ours.rounds[0]["withheld"]

@@ -5,7 +5,7 @@
 
     open       say which bound the clients clip to
     count      charge the round, and set the next bound by the votes
-    release    the average with noise, scaled to the bound that was sent; zeros if it was too high
+    release    the average with noise, scaled to the bound that was sent; zeros if that was too high
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class AdaptiveBound(Documented):
         self.sent: SentBound | None = None
         """The message of the round that is open."""
         self.withheld = False
-        """Whether a search has found the bound of this round too high."""
+        """Whether a search has found the bound too high for the noise of this round."""
         self.stop = ""
         """Why training has to end; the next message tells the clients."""
 
@@ -284,9 +284,11 @@ class AdaptiveBound(Documented):
             self.budget.spend()
         share = self._share(votes, within, clients, noised)
         if share is not None:
-            self.bound, self.search, self.withheld, self.evidence = self.rule.after(
+            self.bound, self.search, too_high, self.evidence = self.rule.after(
                 self.sent.bound, share, self.search, self.evidence, self._spread(votes)
             )
+            # The noise would have the size of that bound.
+            self.withheld = too_high and self.budget is not None
         if self.site is not None and (why := self.site.void(clients, counted=False)):
             self.withheld = True
             self.halt(why)
@@ -367,7 +369,7 @@ class AdaptiveBound(Documented):
         if share is not None:
             parts.append(f"{share:.0%} of the updates within it, next bound {self.bound:.4g}")
         if self.withheld:
-            parts.append("the search has found it too high: the average is not released")
+            parts.append("the search has found it too high for its noise: the average is not released")
         elif self.search is not None:
             parts.append("the search goes on")
         if self.budget is not None:

@@ -105,7 +105,8 @@ class Closed:
     average
         The average of the updates, with noise if there is any; zeros if it is withheld.
     withheld
-        Whether a search has found the bound too high, so that the average is not released.
+        Whether a search has found the bound too high for its noise, so that the average is not
+        released.
     faults
         Why each reply counts as zeros; "" if it does not.
     record

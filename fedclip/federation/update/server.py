@@ -43,7 +43,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
             C    = C * exp(-learning_rate * (b - quantile)),   within [min_norm, max_norm]
                 and twice as fast each round while the votes stay on one side
             while C is searched for:
-                if nearly all were within it:  u = 0
+                if nearly all were within it, and there is noise:  u = 0
                 C = C * 4 if nearly none were within it, C / 4 if nearly all;
                     smaller steps after it was passed
 
@@ -58,8 +58,9 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
     from a checkpoint continues with both; no round runs that would exceed `max_epsilon`.
 
     A round of a search costs as much as any round. If its votes say that the bound is too high,
-    its average is not released (the model does not change), because the noise would be scaled to
-    that bound. More than ``quantile / 2`` of the clients can end a search early by their votes.
+    and there is noise, its average is not released (the model does not change), because the noise
+    would be scaled to that bound. More than ``quantile / 2`` of the clients can end a search early
+    by their votes.
 
     Without noise, the share is that of the clients that voted; if none did, the bound stays.
     With noise, an abstention counts as half a vote for either side.
