@@ -33,7 +33,9 @@ def _flower_fixed(c: Given) -> Translation:
     limits = "start_norm=clipping_norm, min_norm=clipping_norm, max_norm=clipping_norm"
     return to(
         "update-clip-server",
-        *(_UPDATES, _WEIGHTS, _SAME),
+        _UPDATES,
+        _WEIGHTS,
+        _SAME,
         **renamed(c, f"{limits}, {_NOISE}"),
         learning_rate=0.0,
     )
@@ -44,7 +46,10 @@ def _flower_adaptive(c: Given) -> Translation:
     noise = renamed(c, f"{_NOISE}, bits_noise=clipped_count_stddev") if noisy else {}
     return to(
         "update-clip-server",
-        *(_UPDATES, _WEIGHTS, _SPLIT if noisy else None, _SETTLES),
+        _UPDATES,
+        _WEIGHTS,
+        _SPLIT if noisy else None,
+        _SETTLES,
         **renamed(c, "start_norm=initial_clipping_norm, learning_rate=clip_norm_lr"),
         **noise,
         quantile=1.0 - c["target_clipped_quantile"],

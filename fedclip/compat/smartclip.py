@@ -59,7 +59,8 @@ def _on_torch(c: Given) -> tuple[str | None, ...]:
 def _smart_zscore(c: Given, *notes: str | None) -> Translation:
     return to(
         "zscore-clip",
-        *(*_gate_notes(c), *notes),
+        *_gate_notes(c),
+        *notes,
         **renamed(c, "z_max=zmax, decay=ema_decay"),
         **signature("action='max', estimator='smartclip', std_eps=0.0, min_std=0.0"),
         **_gated(c),

@@ -107,7 +107,8 @@ def _by_ema(name: str, c: Given) -> Translation:
     eps = "eps has no counterpart: it only shows where the average is shorter than eps"
     return to(
         name,
-        *(_target_note(c), None if c["eps"] is None else eps),
+        _target_note(c),
+        None if c["eps"] is None else eps,
         **renamed(c, "decay=beta, max_growth=max_ema_growth, min_norm=min_norm"),
         **_grouped(c),
         init=_start(c["init"], c["ema_init"], "first"),
@@ -141,7 +142,8 @@ def _floor_note(min_value: float | None, norms: bool) -> str | None:
 def _norm_growth(c: Given) -> Translation:
     return to(
         "growth-clip",
-        *(_floor_note(c["min_value"], norms=True), _target_note(c)),
+        _floor_note(c["min_value"], norms=True),
+        _target_note(c),
         **renamed(c, "mul=mul, add=add, min_norm=min_value, max_decay=max_decay"),
         warmup_norm=None,
         **_grouped(c),

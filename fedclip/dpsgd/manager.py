@@ -157,8 +157,15 @@ class PrivateTrainingManager(DPTrainingManager):
             "DP-SGD: %d %ss, Poisson samples at rate %.4g, %d steps, noise multiplier %.4g, "
             "budget epsilon %.4g at delta %.3g for adding or removing one %s, of which %.4g "
             "was spent before.",
-            *(many, unit, self.calibration.rate, steps, self.calibration.noise_multiplier),
-            *(epsilon, delta, unit, self.ledger.spent),
+            many,
+            unit,
+            self.calibration.rate,
+            steps,
+            self.calibration.noise_multiplier,
+            epsilon,
+            delta,
+            unit,
+            self.ledger.spent,
         )
         if why := too_few(many, delta, unit):
             self.logger.warning("%s", why)
@@ -221,7 +228,9 @@ class PrivateTrainingManager(DPTrainingManager):
         planned = self.calibration.steps
         self.logger.info(
             "Took %d private steps; charged %d of %d that the noise is for.",
-            *(allowed, self._charged, planned),
+            allowed,
+            self._charged,
+            planned,
         )
         if self._charged >= planned:
             # Before the last round this would be accounted anew, which takes long.
@@ -231,7 +240,9 @@ class PrivateTrainingManager(DPTrainingManager):
         if allowed < steps:
             self.logger.warning(
                 "The privacy budget of epsilon %.4g allows %d of the %d steps of this round%s.",
-                *(self.ledger.epsilon, allowed, steps),
+                self.ledger.epsilon,
+                allowed,
+                steps,
                 "" if allowed else ": this client sends an update of zero",
             )
         epochs = allowed * self._sampler.expected // len(self.records)
@@ -289,7 +300,9 @@ class PrivateTrainingManager(DPTrainingManager):
             self.logger.error(
                 "Records that raise count as zero, in an evaluation as the worst; %d of this step, "
                 "the first is record %d: %r.",
-                *(many, record, exc),
+                many,
+                record,
+                exc,
             )
             self._failed = []
 

@@ -347,14 +347,17 @@ class Ledger:
                 "the ledger %s is of other data (%s) than these (%s), and all is counted together: "
                 "right if the same people are in both; if not, stop, and name a ledger of its own "
                 "for each set of records",
-                *(path, "; ".join(sorted(others)), self.data),
+                path,
+                "; ".join(sorted(others)),
+                self.data,
             )
         lost = [line for line in self._entries if line not in found]
         if lost:
             _LOGGER.warning(
                 "the ledger %s lacked %d of the charges of this process: it was put back, or is "
                 "another file; they are in it again",
-                *(path, len(lost)),
+                path,
+                len(lost),
             )
         self._entries |= found
         if len(self._entries) != self._seen:
@@ -406,14 +409,17 @@ def _entry(line: str) -> Entry:
         raise TypeError(f"a line must be an object of JSON, got {line[:50]!r}")
     parameters.choice(("Poisson",), sampling=content.get("sampling"))
     texts = (content.get(name) for name in ("data", "time", "fedclip"))
-    told = [text[:500] if isinstance(text, str) else "" for text in texts]
+    data, time, version = (text[:500] if isinstance(text, str) else "" for text in texts)
     order = content.get("order")
     return Entry(
         tuple(Accountant.check_state(content.get("spent"))),
         parameters.unit_interval(delta=content.get("delta")),
         parameters.choice(RELATIONS, relation=content.get("relation")),
         parameters.optional(parameters.number, "a number > 1", 1.0, open_low=True, order=order),
-        *(told[0], told[1], told[2], tuple(Accountant.check_state(content.get("plan", ())))),
+        data,
+        time,
+        version,
+        tuple(Accountant.check_state(content.get("plan", ()))),
     )
 
 

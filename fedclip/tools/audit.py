@@ -289,8 +289,11 @@ def _private(
         specs = {"site": vars(data[0].get_data_specs())}
         model.initialize(aggregate_clients_data_info(specs, model.required_data_info))
     manager = PrivateTrainingManager(
-        *(model, Optimizer.from_config(optim.client_opt.get_config()), optim.aggregator),
-        *(data[0], data[1]),
+        model,
+        Optimizer.from_config(optim.client_opt.get_config()),
+        optim.aggregator,
+        data[0],
+        data[1],
         logger=logging.getLogger("declearn.client.audit"),
         verbose=False,
     )

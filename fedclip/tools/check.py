@@ -321,8 +321,14 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix
     whole = len(check.problems) == before
     aggregator = check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
     setting = Setting(
-        *(plugins, aggregator, run, _section(check.config, "client_sampler"), _secagg(check)),
-        *("fairness" in optim, _clients(check.config), _protected(check) if prefix else None),
+        plugins,
+        aggregator,
+        run,
+        _section(check.config, "client_sampler"),
+        _secagg(check),
+        "fairness" in optim,
+        _clients(check.config),
+        _protected(check) if prefix else None,
         _section(check.config, "experiment").get("metrics") or (),
     )
     # If a plug-in could not be built, its counterpart can not be checked.

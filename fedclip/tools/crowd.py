@@ -141,13 +141,14 @@ class Crowd:
         # Personal layers are trained too, by the model within.
         whole = model.model if isinstance(model, PersonalModel) else model
         quicken(whole)
-        self.model, self._manager = (
-            model,
-            TrainingManager(
-                *(whole, self.optimizer(0), optim.aggregator, self.data[0][0]),
-                metrics=experiment.metrics,
-                verbose=False,
-            ),
+        self.model = model
+        self._manager = TrainingManager(
+            whole,
+            self.optimizer(0),
+            optim.aggregator,
+            self.data[0][0],
+            metrics=experiment.metrics,
+            verbose=False,
         )
         # What a client keeps of the model beside the weights that are trained, as running means.
         whole = model.get_weights()

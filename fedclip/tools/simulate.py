@@ -96,7 +96,10 @@ class Simulation:
         set_device_policy(gpu=False)
         self.aggregator = cast(Any, optim.aggregator)
         self.crowd = Crowd(
-            *(self.experiment, self.experiment.model(), optim, self.config.training),
+            self.experiment,
+            self.experiment.model(),
+            optim,
+            self.config.training,
             self.settings,
         )
         self.model = self.crowd.model

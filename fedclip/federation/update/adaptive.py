@@ -369,7 +369,9 @@ class AdaptiveBound(Documented):
         if share is not None:
             parts.append(f"{share:.0%} of the updates within it, next bound {self.bound:.4g}")
         if self.withheld:
-            parts.append("the search has found it too high for its noise: the average is not released")
+            parts.append(
+                "the search has found it too high for its noise: the average is not released"
+            )
         elif self.search is not None:
             parts.append("the search goes on")
         if self.budget is not None:

@@ -281,7 +281,10 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             limits = replace(closing.limits, noise=module.site.std(1.0))
             closing = replace(closing, limits=limits)
         vetted = closing.of(
-            *(replies, getattr(like, "coefs", {}), bound, self._warn),
+            replies,
+            getattr(like, "coefs", {}),
+            bound,
+            self._warn,
             whole=round_ is not None,
             clients=budget.clients if budget else None,
         )
@@ -329,9 +332,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         refused = sum(map(bool, vetted.faults))
         # With noise, clients do not send these counts.
         told = counts if counted else ""
-        _LOGGER.info(
-            *("clipped-averaging: %d updates, %s%d refused", updates.n_clients, told, refused)
-        )
+        many = updates.n_clients
+        _LOGGER.info("clipped-averaging: %d updates, %s%d refused", many, told, refused)
 
 
 def _most(vectors: Sequence[Any], key: Callable[[Any], Any]) -> Any:
