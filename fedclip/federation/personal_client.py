@@ -52,9 +52,9 @@ from fedclip.federation.personal import (
 from fedclip.federation.site.gate import Gate
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.site.sending import GatedNetwork
-from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.aggregator import RAISES, ClippedAveraging
 from fedclip.federation.update.client import UpdateClipClient
-from fedclip.federation.update.coupling import ENCRYPTER
+from fedclip.federation.update.coupling import SHARED
 from fedclip.federation.update.measuring import UpdateNorms
 from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.parameters import Config
@@ -152,6 +152,8 @@ class PersonalFederatedClient(FederatedClient):
         aggregator = within.aggregator if isinstance(within, _Sharing) else within
         if self.noise is not None:
             self._demand(self.noise, aggregator, modules)
+        if any(isinstance(module, UpdateClipClient) and module.site for module in modules):
+            self._look(aggregator)
         if self._gated is not None:
             self._gated.check(aggregator, modules)
         if self.measures:
@@ -183,6 +185,16 @@ class PersonalFederatedClient(FederatedClient):
                     f"this site shares updates with noise, and {module.name!r} would share "
                     "statistics without: leave it out of client_opt"
                 )
+
+    @staticmethod
+    def _look(aggregator: object) -> None:
+        """Refuse to share what a client's own noise does not cover."""
+        if not isinstance(aggregator, ClippedAveraging):
+            raise ValueError("noise from the clients goes with the aggregator 'clipped-averaging'")
+        if aggregator.on_nonfinite == "raise":
+            raise ValueError(RAISES)
+        if why := aggregator.closing.beside_noise():
+            raise ValueError(why)
 
     def _measure(self, manager: TrainingManager) -> None:
         """Have the norms of updates noted, unless somebody does."""
@@ -287,11 +299,11 @@ class PersonalFederatedClient(FederatedClient):
                 self.logger.error("Refused: %s.", exc)
                 return Error(f"refused by fedclip: {exc}")
         self._before = None if self._kept is None else _own(self._kept)
-        token = ENCRYPTER.set((self._encrypter,))
+        token = SHARED.set((model if self._kept is None else self._kept, self._encrypter))
         try:
             reply = run(message)
         finally:
-            ENCRYPTER.reset(token)
+            SHARED.reset(token)
         if isinstance(reply, Error) and (idle := unused(model.get_wrapped_model())):
             reply = Error(
                 f"{listed(idle)} of the model are trained, and not used by it: freeze them, "

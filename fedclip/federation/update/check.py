@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.aggregator import RAISES, ClippedAveraging
 from fedclip.federation.update.arc import brought
 from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.combining import Combining
@@ -266,11 +266,8 @@ def _noise(
         text = f"noise can not be sized on what exclude={aggregator.exclude} leaves without a bound"
         found.append(("problem", AGGREGATOR, text))
     if aggregator.on_nonfinite == "raise":
-        text = (
-            "on_nonfinite = 'raise' ends the run for everybody where one client's update is not "
-            "finite, which tells of that client without noise: take 'skip'"
-        )
-        found.append(("note", AGGREGATOR, text))
+        # A server is trusted with its own noise, and so with errors.
+        found.append(("problem" if module.site else "note", AGGREGATOR, RAISES))
     found += _search(module)
     if module.separation > 1:
         found += _turns(module, rounds, clients)
