@@ -17,6 +17,7 @@ import pytest
 from declearn.aggregator import Aggregator
 from declearn.dataset import InMemoryDataset
 from declearn.main.utils import Checkpointer
+from declearn.messaging import Error
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
@@ -24,6 +25,7 @@ from declearn.secagg.utils import Quantizer
 from federation_helpers import Clients, Server, joye_libert, masked, sent
 from federation_runs import N, complete, running
 from helpers import each_framework, to_numpy, to_vector
+from personal_runs import client, linear, manager, request, weights
 from quickruns import write_config, write_sites
 
 import fedclip
@@ -388,6 +390,7 @@ def test_a_client_without_the_table_is_told_what_to_write() -> None:
         ({"bitsize": 64}, M, "float64", "are not summed exactly"),
         ({"bitsize": 27}, M, "float32", "are not summed exactly"),
         ({"bitsize": 14}, M, "float64", "votes with their noise do not fit"),
+        ({"bitsize": 17, "clipval": 20.0}, 20, "float64", "votes with their noise do not fit"),
         (
             {"bitsize": 32, "clipval": 1e9},
             M,
@@ -404,7 +407,9 @@ def test_a_sum_that_is_none_gets_nothing_and_no_step_is_made(
 ) -> None:
     encrypter, weights = None, NumpyVector({"w": np.zeros(D, dtype)})
     if secagg is not None:
-        encrypter = masked(NAMES[:peers], **{"bitsize": 48, "clipval": 32.0, **secagg})[0]["0"]
+        encrypter = masked(
+            [str(i) for i in range(peers)], **{"bitsize": 48, "clipval": 32.0, **secagg}
+        )[0]["0"]
     more = {"noise_multiplier": 0.02} if "small" in text else {}
     server, clients = server_with(**more), clients_with(**more)
     with pytest.raises(ValueError, match=text):
@@ -526,15 +531,13 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
 def test_what_noise_does_not_cover_is_refused_before_the_first_step(
     aggregator: dict[str, Any], text: str
 ) -> None:
-    data = InMemoryDataset(np.zeros((2, 1)), target=np.zeros(2))
-    netwk = {"protocol": "websockets", "server_uri": "ws://127.0.0.1:1", "name": "a"}
-    site = fedclip.PersonalFederatedClient(netwk, data)
-    manager: Any = SimpleNamespace(
-        aggrg=Aggregator.from_config({**CLIPPED, **aggregator}),
-        optim=Optimizer(0.1, modules=[client_module()]),
-    )
-    with pytest.raises(ValueError, match=text):
-        site.trainmanager = manager
+    """With an answer: declearn's server waits for ever for a client that ends before the rounds."""
+    within = Aggregator.from_config({**CLIPPED, **aggregator})
+    trained = manager(client(), linear(), within, modules=[client_module()])
+    reply = trained.training_round(request(linear(), aux_var=server_with().start()))
+    assert isinstance(reply, Error)
+    assert text in reply.message
+    assert weights(trained.model) == weights(linear())
 
 
 def test_a_policy_would_clip_the_noise(tmp_path: Path) -> None:
@@ -589,6 +592,9 @@ modules = [["update-clip-server", {{noise_at = "clients", noise_multiplier = 2.0
 expected_clients = 4, honest = 0.75, max_norm = 1.0, start_norm = 1.0, delta = 1e-5}}]]
 [run]
 rounds = 3
+[run.register]
+min_clients = 3
+max_clients = {clients}
 """
 
 
@@ -619,6 +625,7 @@ def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> No
         ),
         ({}, "note", "NumPy's PCG64, which is no cryptographic generator"),
         ({"bitsize": 64}, "problem", "integers of 62 bits for each client are not summed exactly"),
+        ({"clients": 3}, "problem", "at most 3 clients take part in a round, .* the noise of 4"),
         ({"more": ', on_nonfinite = "raise"'}, "problem", "tells of that client without noise"),
         (
             {"honest": 0.5},
@@ -630,12 +637,14 @@ def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> No
 def test_check_says_against_whom_it_protects(
     change: dict[str, Any], level: str, text: str, checked: Any
 ) -> None:
-    found = checked(OPTIM.format(**{"bitsize": 34, "honest": 0.75, "more": "", **change})).findings
+    found = checked(
+        OPTIM.format(**{"bitsize": 34, "honest": 0.75, "more": "", "clients": 4, **change})
+    ).findings
     assert any(one.level == level and re.search(text, one.message) for one in found), found
 
 
 def test_check_says_what_the_server_sees_without_secure_aggregation(checked: Any) -> None:
-    text = OPTIM.format(bitsize=34, honest=0.75, more="").replace("[secagg]", "[other]")
+    text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4).replace("[secagg]", "[other]")
     cost = epsilon([Release(2.0 / math.sqrt(3), 3)], 1e-5)
     said = f"local privacy, and 3 rounds cost epsilon = {cost:.4g}"
     assert any(said in one.message for one in checked(text).findings)
@@ -643,7 +652,7 @@ def test_check_says_what_the_server_sees_without_secure_aggregation(checked: Any
 
 def test_check_names_a_table_that_nobody_asks_for(checked: Any) -> None:
     there, gone = 'noise_at = "clients", ', "honest = 0.75, max_norm = 1.0, start"
-    text = OPTIM.format(bitsize=34, honest=0.75, more="")
+    text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4)
     text = text.replace(there, "").replace(gone, "max_norm = 1.0, start")
     said = "update-clip-server expects none: leave the table out, or set noise_at = 'clients'"
     assert any(said in one.message for one in checked(text).problems)

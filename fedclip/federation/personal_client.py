@@ -152,8 +152,6 @@ class PersonalFederatedClient(FederatedClient):
         aggregator = within.aggregator if isinstance(within, _Sharing) else within
         if self.noise is not None:
             self._demand(self.noise, aggregator, modules)
-        if any(isinstance(module, UpdateClipClient) and module.site for module in modules):
-            self._look(aggregator)
         if self._gated is not None:
             self._gated.check(aggregator, modules)
         if self.measures:
@@ -186,15 +184,16 @@ class PersonalFederatedClient(FederatedClient):
                     "statistics without: leave it out of client_opt"
                 )
 
-    @staticmethod
-    def _look(aggregator: object) -> None:
-        """Refuse to share what a client's own noise does not cover."""
+    def _uncovered(self) -> str:
+        """Return why this client's own noise does not cover what it would share; "" if it does."""
+        assert self._manager is not None
+        within, modules = self._manager.aggrg, self._manager.optim.modules
+        aggregator = within.aggregator if isinstance(within, _Sharing) else within
+        if not any(isinstance(module, UpdateClipClient) and module.site for module in modules):
+            return ""
         if not isinstance(aggregator, ClippedAveraging):
-            raise ValueError("noise from the clients goes with the aggregator 'clipped-averaging'")
-        if aggregator.on_nonfinite == "raise":
-            raise ValueError(RAISES)
-        if why := aggregator.closing.beside_noise():
-            raise ValueError(why)
+            return "noise from the clients goes with the aggregator 'clipped-averaging'"
+        return RAISES if aggregator.on_nonfinite == "raise" else aggregator.closing.beside_noise()
 
     def _measure(self, manager: TrainingManager) -> None:
         """Have the norms of updates noted, unless somebody does."""
@@ -292,12 +291,15 @@ class PersonalFederatedClient(FederatedClient):
     ) -> Message:
         """Run a round with the server's weights and this client's own layers."""
         own = frozenset() if self._kept is None else self._kept.own
+        why = self._uncovered() if isinstance(message, TrainRequest) else ""
         if message.weights is not None:
             try:
                 message.weights = merged(model, own, message.weights)
             except (TypeError, ValueError) as exc:
-                self.logger.error("Refused: %s.", exc)
-                return Error(f"refused by fedclip: {exc}")
+                why = str(exc)
+        if why:
+            self.logger.error("Refused: %s.", why)
+            return Error(f"refused by fedclip: {why}")
         self._before = None if self._kept is None else _own(self._kept)
         token = SHARED.set((model if self._kept is None else self._kept, self._encrypter))
         try:

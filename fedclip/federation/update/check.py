@@ -128,6 +128,14 @@ def _sites(
         f"theirs: {rounds} epsilon = {cost(most)} then, and {cost(0)} if all add theirs"
     ]
     found: list[Problem] = []
+    masked = known.secagg is not None and known.secagg.get("secagg_type", "masking") == "masking"
+    least = site.expected_clients if masked else site.sure
+    if type(known.clients) is int and known.clients < least:
+        text = (
+            f"at most {known.clients} clients take part in a round, and a sum needs the noise of "
+            f"{least}: raise max_clients, or lower expected_clients"
+        )
+        found.append(("problem", SERVER, text))
     if known.secagg is None:
         notes.append(
             "without secure aggregation, of which nothing is said here, the server sees each "
@@ -137,8 +145,7 @@ def _sites(
     else:
         if why := site.unsafe(known.secagg, {}):
             found.append(("problem", SERVER, why))
-        masks = known.secagg.get("secagg_type", "masking") == "masking"
-        notes.append(UNSURE_MASKS if masks else UNSURE_PEERS)
+        notes.append(UNSURE_MASKS if masked else UNSURE_PEERS)
     return [*found, *(("note", SERVER, text) for text in notes)]
 
 

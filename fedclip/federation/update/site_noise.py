@@ -311,14 +311,14 @@ class SiteNoise(Configured):
 
     def _few(self, encrypter: Any) -> str:
         """Return why a sum has not the clients, or not the bits, that noise is sized on."""
-        if 2 * self._offset * self.expected_clients >= getattr(encrypter, "max_int", math.inf):
-            return "votes with their noise do not fit into integers of this bitsize: raise it"
+        peers = self.expected_clients
         # Of Joye-Libert's protocol, only the server knows how many keys there are.
-        if hasattr(encrypter, "biprime"):
-            return ""
-        peers = len(encrypter._pos_rng) + len(encrypter._neg_rng) + 1
+        if not hasattr(encrypter, "biprime"):
+            peers = len(encrypter._pos_rng) + len(encrypter._neg_rng) + 1
         if peers < self.expected_clients:
             return f"{peers} clients are in the secure sum, not {self.expected_clients}"
+        if 2 * self._offset * peers >= getattr(encrypter, "max_int", math.inf):
+            return "votes with their noise do not fit into integers of this bitsize: raise it"
         return ""
 
 
