@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from declearn.optimizer import Optimizer
 from declearn.secagg.joye_libert import JoyeLibertDecrypter, JoyeLibertEncrypter
 from declearn.secagg.masking import MaskingDecrypter, MaskingEncrypter
 
-from fedclip.federation.update.coupling import ENCRYPTER
+from fedclip.federation.update.coupling import SHARED
 
 Update = Any
 
@@ -30,6 +31,16 @@ class Clients:
         self.optimizers = [Optimizer(lrate=1.0, modules=list(modules)) for _ in range(n)]
         self.aggregators = [Aggregator.from_config(aggregator) for _ in range(n)]
 
+    def begin(self, i: int, aux: dict[str, Any], weights: Vector, encrypter: object) -> None:
+        """Let client `i`, whose model has such weights, do what comes before its first step."""
+        model: Any = SimpleNamespace(get_weights=lambda trainable: weights)
+        token = SHARED.set((model, encrypter))
+        try:
+            self.optimizers[i].process_aux_var(aux)
+        finally:
+            SHARED.reset(token)
+        self.optimizers[i].start_round()
+
     def round(
         self,
         i: int,
@@ -40,13 +51,8 @@ class Clients:
     ) -> TrainReply:
         """Return what client `i` replies when its round gives this update."""
         optim = self.optimizers[i]
-        token = ENCRYPTER.set((encrypter,))
-        try:
-            optim.process_aux_var(aux)
-        finally:
-            ENCRYPTER.reset(token)
-        optim.start_round()
         vector = update if isinstance(update, Vector) else NumpyVector({"w": update})
+        self.begin(i, aux, vector, encrypter)
         updates = self.aggregators[i].prepare_for_sharing(updates=vector, n_steps=n_steps)
         return TrainReply(
             updates=updates,

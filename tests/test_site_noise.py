@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from declearn.aggregator import Aggregator
 from declearn.dataset import InMemoryDataset
+from declearn.main.utils import Checkpointer
+from declearn.messaging import Error
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
@@ -23,9 +25,11 @@ from declearn.secagg.utils import Quantizer
 from federation_helpers import Clients, Server, joye_libert, masked, sent
 from federation_runs import N, complete, running
 from helpers import each_framework, to_numpy, to_vector
+from personal_runs import client, linear, manager, request, weights
 from quickruns import write_config, write_sites
 
 import fedclip
+from benchmarks.audit import estimate
 from fedclip.federation.site.gate import Gate, Refused
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.site.sending import GatedNetwork
@@ -42,6 +46,7 @@ from fedclip.privacy.auditing import guessed
 from fedclip.privacy.discrete import draws
 from fedclip.tools.quickrun import QuickrunError
 from fedclip.tools.simulate import Simulation
+from fedclip.tools.spent import in_words, read_spent
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
@@ -117,7 +122,8 @@ def test_secure_sums_are_those_of_the_integers_that_were_drawn(
     for encrypter in encrypters.values():
         update = rng.normal(size=300)
         update = {"w": (update / np.linalg.norm(update)).astype(dtype)}
-        shared = NumpyVector(noise.in_secret(update, 1.0, encrypter))
+        step = noise.step(update, 1.0, encrypter)
+        shared = NumpyVector(noise.shared(update, 1.0, step, encrypter))
         assert shared.coefs["w"].dtype == dtype
         secret.append(encrypter.encrypt_vector(shared)[0])
     found = [
@@ -152,7 +158,7 @@ def test_what_is_not_exact_is_refused(
     # A third of 16 / 9 is the variance of one client.
     noise = SiteNoise(**{**NOISE, "noise_multiplier": 4 / math.sqrt(3)}, bits_noise=0.0)
     with pytest.raises(ValueError, match=text):
-        noise.in_secret(update, 1.0, encrypters["0"])
+        noise.step(update, 1.0, encrypters["0"])
     secagg = {"secagg_type": kind, "bitsize": bitsize, "clipval": clipval}
     if clipval < 1e9 and dtype != "float16":
         # The server's check before the set-up says the same.
@@ -181,13 +187,12 @@ def without_noise(noise: SiteNoise, update: Any, step: float) -> Any:
 def test_the_noise_in_every_framework(framework: str) -> None:
     vector = to_vector({"w": np.full((40, 50), 0.01, np.float32)}, framework)
     noise = SiteNoise(**NOISE)
-    found = to_numpy(type(vector)(noise.in_cleartext(vector.coefs, 1.0)))["w"]
-    assert found.dtype == np.float32
-    assert found.shape == (40, 50)
-    assert found.std() == pytest.approx(noise.std(1.0), rel=0.1)
-    encrypter = masked(NAMES, bitsize=26, clipval=32.0)[0]["0"]
-    secret = to_numpy(type(vector)(noise.in_secret(vector.coefs, 1.0, encrypter)))["w"]
-    assert secret.std() == pytest.approx(noise.std(1.0), rel=0.1)
+    for encrypter in (None, masked(NAMES, bitsize=26, clipval=32.0)[0]["0"]):
+        step = noise.step(vector.coefs, 1.0, encrypter)
+        found = to_numpy(type(vector)(noise.shared(vector.coefs, 1.0, step, encrypter)))["w"]
+        assert found.dtype == np.float32
+        assert found.shape == (40, 50)
+        assert found.std() == pytest.approx(noise.std(1.0), rel=0.1)
 
 
 # -- rounds -------------------------------------------------------------------------------------
@@ -351,6 +356,20 @@ def test_clients_that_were_told_different_things_make_no_sum(other: str) -> None
     assert sums[1] == pytest.approx(4 * 64.0 / math.sqrt(12), rel=0.1)
 
 
+def test_clients_that_were_told_different_things_make_no_later_sum_either() -> None:
+    """Not even where the others are told later what one was told before, and it what they were."""
+    encrypters, decrypter = masked(NAMES, bitsize=48, clipval=32.0)
+    message, clients = server_with().start()["update-clip"], clients_with()
+    for bounds in ([1e-3, 1.0], [1.0, 1e-3], [1.0, 1.0]):
+        secret = []
+        for i, name in enumerate(NAMES):
+            aux = {"update-clip": replace(message, bound=bounds[i > 0])}
+            reply = clients.round(i, aux, np.zeros(D), encrypter=encrypters[name])
+            secret.append(encrypters[name].encrypt_aggregate(reply.updates))
+        total: Any = decrypter.decrypt_aggregate(functools.reduce(operator.add, secret))
+        assert total.updates.coefs["w"].std() == pytest.approx(4 * 64.0 / math.sqrt(12), rel=0.1)
+
+
 def test_a_fixed_bound_is_max_norm() -> None:
     aux = server_with(learning_rate=0.0).start()
     aux["update-clip"].bound = 0.5
@@ -365,17 +384,74 @@ def test_a_client_without_the_table_is_told_what_to_write() -> None:
 
 
 @pytest.mark.parametrize(
-    ("secagg", "peers", "text"),
+    ("secagg", "peers", "dtype", "text"),
     [
-        ({}, 3, "3 clients are in the secure sum, not 4"),
-        ({"bitsize": 64}, M, "are not summed exactly"),
-        ({"bitsize": 14}, M, "votes with their noise do not fit"),
+        ({}, 3, "float64", "3 clients are in the secure sum, not 4"),
+        ({"bitsize": 64}, M, "float64", "are not summed exactly"),
+        ({"bitsize": 27}, M, "float32", "are not summed exactly"),
+        ({"bitsize": 14}, M, "float64", "votes with their noise do not fit"),
+        ({"bitsize": 17, "clipval": 20.0}, 20, "float64", "votes with their noise do not fit"),
+        (
+            {"bitsize": 32, "clipval": 1e9},
+            M,
+            "float64",
+            "too coarse for a bound of 1 on 2,000 values",
+        ),
+        ({"bitsize": 20, "clipval": 1e3}, M, "float64", "too small for integers"),
+        ({}, M, "float16", "'w' is of float16, too coarse"),
+        (None, M, "float16", "'w' is of float16, too coarse"),
     ],
 )
-def test_a_sum_that_is_none_gets_nothing(secagg: dict[str, Any], peers: int, text: str) -> None:
-    encrypter = masked(NAMES[:peers], **{"bitsize": 48, "clipval": 32.0, **secagg})[0]["0"]
+def test_a_sum_that_is_none_gets_nothing_and_no_step_is_made(
+    secagg: dict[str, Any] | None, peers: int, dtype: str, text: str
+) -> None:
+    encrypter, weights = None, NumpyVector({"w": np.zeros(D, dtype)})
+    if secagg is not None:
+        encrypter = masked(
+            [str(i) for i in range(peers)], **{"bitsize": 48, "clipval": 32.0, **secagg}
+        )[0]["0"]
+    more = {"noise_multiplier": 0.02} if "small" in text else {}
+    server, clients = server_with(**more), clients_with(**more)
     with pytest.raises(ValueError, match=text):
-        clients_with().round(0, server_with().start(), np.full(D, 0.01), encrypter=encrypter)
+        clients.begin(0, server.start(), weights, encrypter)
+
+
+@pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning")
+@pytest.mark.parametrize("kind", [None, "masking", "joye-libert"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300, 0.0])
+def test_what_is_no_update_is_zeros_with_noise(kind: str | None, value: float) -> None:
+    """Of all clients: what one sends alone is not seen in a secure sum."""
+    server, clients, updates = server_with(), clients_with(), [np.full(D, value)] * M
+    for aggregator in clients.aggregators:
+        aggregator.zeroing_norm = 1e9
+    run = server.round if kind is None else secret_round
+    args = (clients, updates) if kind is None else (server, clients, updates, kind)
+    found = run(*args).coefs["w"]
+    assert found.std() == pytest.approx(SiteNoise(**NOISE).std(1.0) / math.sqrt(M), rel=0.1)
+    assert abs(found.mean()) < 0.1
+
+
+def test_arrays_of_any_shape_and_dtype_beside_each_other() -> None:
+    noise, encrypter = SiteNoise(**NOISE), masked(NAMES, bitsize=26, clipval=32.0)[0]["0"]
+    arrays = {
+        "scalar": np.array(0.5),
+        "none": np.zeros((0, 3), np.float32),
+        "wide": np.zeros((2, 3), np.float64),
+        "narrow": np.zeros(D, np.float32),
+    }
+    for one in (None, encrypter):
+        found = noise.shared(arrays, 1.0, noise.step(arrays, 1.0, one), one)
+        assert {n: (a.shape, a.dtype) for n, a in found.items()} == {
+            n: (a.shape, a.dtype) for n, a in arrays.items()
+        }
+        assert all(array.all() for array in found.values())
+
+
+def test_an_update_of_a_coarser_dtype_than_the_model_is_not_rounded_after_the_noise() -> None:
+    noise = SiteNoise(**NOISE)
+    step = noise.step({"w": np.zeros(D)}, 1.0, None)
+    with pytest.raises(ValueError, match="'w' would arrive as other integers"):
+        noise.shared({"w": np.zeros(D, np.float32)}, 1.0, step, None)
 
 
 def test_a_sum_whose_masks_do_not_cancel_is_not_released() -> None:
@@ -442,6 +518,28 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
         site.trainmanager = manager
 
 
+@pytest.mark.parametrize(
+    ("aggregator", "text"),
+    [
+        ({"on_nonfinite": "raise"}, "tells of that client without noise: take 'skip'"),
+        ({"exclude": "w"}, "noise can not be sized on what exclude="),
+        ({"weights": "steps", "max_steps": 9}, "weights do not go with noise"),
+        ({"combine": "arc", "n_hostile": 1}, "combine = 'arc' does not go with noise"),
+        ({"name": "averaging"}, "goes with the aggregator 'clipped-averaging'"),
+    ],
+)
+def test_what_noise_does_not_cover_is_refused_before_the_first_step(
+    aggregator: dict[str, Any], text: str
+) -> None:
+    """With an answer: declearn's server waits for ever for a client that ends before the rounds."""
+    within = Aggregator.from_config({**CLIPPED, **aggregator})
+    trained = manager(client(), linear(), within, modules=[client_module()])
+    reply = trained.training_round(request(linear(), aux_var=server_with().start()))
+    assert isinstance(reply, Error)
+    assert text in reply.message
+    assert weights(trained.model) == weights(linear())
+
+
 def test_a_policy_would_clip_the_noise(tmp_path: Path) -> None:
     inner: Any = SimpleNamespace(server_uri="", name="a")
     gated = GatedNetwork(inner, Gate(Policy(max_norm=1.0)))
@@ -483,7 +581,7 @@ OPTIM = """
 bitsize = {bitsize}
 clipval = 32.0
 [optim]
-aggregator = "clipped-averaging"
+aggregator = {{name = "clipped-averaging"{more}}}
 [optim.client_opt]
 lrate = 0.1
 modules = [["update-clip-client", {{noise = {{noise_multiplier = 2.0, expected_clients = 4, \
@@ -494,7 +592,27 @@ modules = [["update-clip-server", {{noise_at = "clients", noise_multiplier = 2.0
 expected_clients = 4, honest = 0.75, max_norm = 1.0, start_norm = 1.0, delta = 1e-5}}]]
 [run]
 rounds = 3
+[run.register]
+min_clients = 3
+max_clients = {clients}
 """
+
+
+def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> None:
+    server, clients = server_with(delta=1e-3), clients_with()
+    for _ in range(3):
+        server.round(clients, [np.zeros(3)] * M)
+    Checkpointer(str(tmp_path)).checkpoint(optimizer=server.optim, first_call=True)
+    (spent,) = read_spent(tmp_path)
+    cost, noise = spent.cost(), SiteNoise(**NOISE)
+    assert spent.mechanism == "discrete Gaussian"
+    assert cost["silent"] == {
+        c: pytest.approx(epsilon([Release(noise.multiplier(c), 3)], 1e-3)) for c in range(M)
+    }
+    assert cost["silent"][1] == pytest.approx(cost["epsilons"]["closed form"])
+    words = "\n".join(in_words(cost))
+    assert f"{cost['silent'][3]:.4g} if 3 of them tell the server their noise" in words
+    assert "masks, which hide replies in secure sums, come from no cryptographic" in words
 
 
 @pytest.mark.parametrize(
@@ -507,6 +625,8 @@ rounds = 3
         ),
         ({}, "note", "NumPy's PCG64, which is no cryptographic generator"),
         ({"bitsize": 64}, "problem", "integers of 62 bits for each client are not summed exactly"),
+        ({"clients": 3}, "problem", "at most 3 clients take part in a round, .* the noise of 4"),
+        ({"more": ', on_nonfinite = "raise"'}, "problem", "tells of that client without noise"),
         (
             {"honest": 0.5},
             "problem",
@@ -517,12 +637,14 @@ rounds = 3
 def test_check_says_against_whom_it_protects(
     change: dict[str, Any], level: str, text: str, checked: Any
 ) -> None:
-    found = checked(OPTIM.format(**{"bitsize": 34, "honest": 0.75, **change})).findings
+    found = checked(
+        OPTIM.format(**{"bitsize": 34, "honest": 0.75, "more": "", "clients": 4, **change})
+    ).findings
     assert any(one.level == level and re.search(text, one.message) for one in found), found
 
 
 def test_check_says_what_the_server_sees_without_secure_aggregation(checked: Any) -> None:
-    text = OPTIM.format(bitsize=34, honest=0.75).replace("[secagg]", "[other]")
+    text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4).replace("[secagg]", "[other]")
     cost = epsilon([Release(2.0 / math.sqrt(3), 3)], 1e-5)
     said = f"local privacy, and 3 rounds cost epsilon = {cost:.4g}"
     assert any(said in one.message for one in checked(text).findings)
@@ -530,7 +652,7 @@ def test_check_says_what_the_server_sees_without_secure_aggregation(checked: Any
 
 def test_check_names_a_table_that_nobody_asks_for(checked: Any) -> None:
     there, gone = 'noise_at = "clients", ', "honest = 0.75, max_norm = 1.0, start"
-    text = OPTIM.format(bitsize=34, honest=0.75)
+    text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4)
     text = text.replace(there, "").replace(gone, "max_norm = 1.0, start")
     said = "update-clip-server expects none: leave the table out, or set noise_at = 'clients'"
     assert any(said in one.message for one in checked(text).problems)
@@ -664,3 +786,32 @@ def test_an_audit_of_the_secure_sum(
     assert (guesses.least(1e-6) > claimed) == found
     # By the same attack, what is claimed is nearly reached: it is no weak one.
     assert found or silent < 2 or guesses.least(1e-6) > claimed / 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "length", "silent"),
+    [(None, 1.0, 0), (None, 1.0, 1), (halved, 1.0, 0), (unclipped, 2.0, 0)],
+)
+def test_an_audit_of_updates_with_their_votes_where_all_clients_are_counted_on(
+    fault: Any, length: float, silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two clients, one is there or not: without the noise of either, it is above the claim."""
+    rounds, step, z = 3000, 1e-6, 2.0
+    if fault is not None:
+        fault(monkeypatch)
+    noise = SiteNoise(noise_multiplier=z, expected_clients=2, honest=1.0, max_norm=1.0)
+    canary = without_noise(noise, np.array([length]), step)
+
+    def releases(votes: int, update: Any) -> Any:
+        adding = range(2 - silent)
+        sums = sum(noise.integers({"w": np.zeros(rounds)}, 1.0, step)["w"] for _ in adding)
+        voted = [
+            sum(noise.vote(votes * (i == 0), votes * (i == 0)) for i in adding)
+            for _ in range(rounds)
+        ]
+        return np.column_stack([sums + update, voted])
+
+    found = estimate(releases(0, 0), releases(1, canary))
+    assert (found.low > 1 / z) == (fault is not None or silent > 0)
+    # Nor is the noise more than it has to be.
+    assert fault or found.mu == pytest.approx(math.sqrt(2 / (2 - silent)) / z, rel=0.15)

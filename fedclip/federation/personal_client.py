@@ -52,9 +52,9 @@ from fedclip.federation.personal import (
 from fedclip.federation.site.gate import Gate
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.site.sending import GatedNetwork
-from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.aggregator import RAISES, ClippedAveraging
 from fedclip.federation.update.client import UpdateClipClient
-from fedclip.federation.update.coupling import ENCRYPTER
+from fedclip.federation.update.coupling import SHARED
 from fedclip.federation.update.measuring import UpdateNorms
 from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.parameters import Config
@@ -184,6 +184,17 @@ class PersonalFederatedClient(FederatedClient):
                     "statistics without: leave it out of client_opt"
                 )
 
+    def _uncovered(self) -> str:
+        """Return why this client's own noise does not cover what it would share; "" if it does."""
+        assert self._manager is not None
+        within, modules = self._manager.aggrg, self._manager.optim.modules
+        aggregator = within.aggregator if isinstance(within, _Sharing) else within
+        if not any(isinstance(module, UpdateClipClient) and module.site for module in modules):
+            return ""
+        if not isinstance(aggregator, ClippedAveraging):
+            return "noise from the clients goes with the aggregator 'clipped-averaging'"
+        return RAISES if aggregator.on_nonfinite == "raise" else aggregator.closing.beside_noise()
+
     def _measure(self, manager: TrainingManager) -> None:
         """Have the norms of updates noted, unless somebody does."""
         if any(isinstance(module, UpdateNorms) for module in manager.optim.modules):
@@ -280,18 +291,21 @@ class PersonalFederatedClient(FederatedClient):
     ) -> Message:
         """Run a round with the server's weights and this client's own layers."""
         own = frozenset() if self._kept is None else self._kept.own
+        why = self._uncovered() if isinstance(message, TrainRequest) else ""
         if message.weights is not None:
             try:
                 message.weights = merged(model, own, message.weights)
             except (TypeError, ValueError) as exc:
-                self.logger.error("Refused: %s.", exc)
-                return Error(f"refused by fedclip: {exc}")
+                why = str(exc)
+        if why:
+            self.logger.error("Refused: %s.", why)
+            return Error(f"refused by fedclip: {why}")
         self._before = None if self._kept is None else _own(self._kept)
-        token = ENCRYPTER.set((self._encrypter,))
+        token = SHARED.set((model if self._kept is None else self._kept, self._encrypter))
         try:
             reply = run(message)
         finally:
-            ENCRYPTER.reset(token)
+            SHARED.reset(token)
         if isinstance(reply, Error) and (idle := unused(model.get_wrapped_model())):
             reply = Error(
                 f"{listed(idle)} of the model are trained, and not used by it: freeze them, "

@@ -25,6 +25,7 @@ Examples
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,7 +35,29 @@ from fedclip.privacy import accounting
 from fedclip.privacy.discrete import honest_sites
 from fedclip.privacy.planning import Plan
 
-__all__ = ["Prices", "Row"]
+__all__ = ["Prices", "Row", "by_silent", "in_words"]
+
+
+def by_silent(epsilon: Callable[[int], float], clients: int, sites: int) -> dict[int, float | None]:
+    """Return epsilon by how many clients tell their noise: none, all that may, half, all others.
+
+    None is none that is finite.
+    """
+    found = {c: epsilon(c) for c in sorted({0, clients - sites, clients // 2, clients - 1})}
+    return {c: e if math.isfinite(e) else None for c, e in found.items()}
+
+
+def in_words(costs: Mapping[int, float | None]) -> str:
+    """Return what `by_silent` has found, and what that rests on, in two lines."""
+    cases = ", ".join(
+        ("infinite" if e is None else f"{e:.4g}") + f" if {c or 'none'}" for c, e in costs.items()
+    )
+    return (
+        f"  epsilon of secure sums: {cases} of them tell the server their noise; in cleartext it "
+        "is the last\n"
+        "  declearn's masks, which hide replies in secure sums, come from no cryptographic "
+        "generator: docs/secure-aggregation.md"
+    )
 
 
 class Row(NamedTuple):
@@ -110,7 +133,6 @@ class Prices:
         return accounting.epsilon([release], self.plan.delta, self.plan.relation)
 
     def __str__(self) -> str:
-        clients = self.plan.clients
         lines = [
             '  the same epsilon without trusting the server with the noise (noise_at = "clients"):',
             f"    {'trusted with noise':34}{'a client adds':>13}{'in the average':>18}",
@@ -119,10 +141,5 @@ class Prices:
             each = f"{row.each:.3g} C" if row.each else "nothing"
             noise = f"{row.noise:.3g} C"
             lines.append(f"    {row.trusted:34}{each:>13}{noise:>18}   {row.times:.3g} times")
-        silent = sorted({0, clients - self.sites, clients // 2, clients - 1})
-        found = ((c, self.epsilon(c)) for c in silent)
-        cases = ", ".join(
-            ("infinite" if math.isinf(e) else f"{e:.4g}") + f" if {c or 'none'}" for c, e in found
-        )
-        lines.append(f"  epsilon of secure sums: {cases} of them tell the server their noise")
+        lines.append(in_words(by_silent(self.epsilon, self.plan.clients, self.sites)))
         return "\n".join(lines)

@@ -12,12 +12,15 @@ from typing import NamedTuple
 
 from fedclip import parameters
 from fedclip.federation.site.gate import UNIT
-from fedclip.federation.update.budget import Budget
+from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
+from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.parameters import Config
-from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, account, merged
+from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, Release, account, merged
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
+from fedclip.privacy.prices import by_silent
+from fedclip.privacy.prices import in_words as told
 from fedclip.records import SERVED
 from fedclip.report import ReportError, read_report
 from fedclip.tools.catalogue import version
@@ -54,6 +57,8 @@ class Spent(NamedTuple):
     separation: int = 1
     planned: float | None = None
     mechanism: str = "Gaussian"
+    site: SiteNoise | None = None
+    """The noise of the clients, if they have added it."""
 
     @property
     def evaluated(self) -> list[float]:
@@ -104,6 +109,7 @@ class Spent(NamedTuple):
             "relation": relation,
             "separation": self.separation,
             "planned": self.planned,
+            "silent": self.site and self._by_silent(self.site, spent, delta, relation),
             "releases": [r._asdict() for r in merged(spent)],
             "entries": [
                 {"time": e.time, **r._asdict(), "data": e.data, "fedclip": e.fedclip}
@@ -113,6 +119,17 @@ class Spent(NamedTuple):
             "epsilons": found,
             "versions": {name: version(name) for name in _COUNTED_BY},
         }
+
+    @staticmethod
+    def _by_silent(
+        site: SiteNoise, spent: Iterable[Release], delta: float, relation: str
+    ) -> dict[int, float | None]:
+        def epsilon(silent: int) -> float:
+            times = site.multiplier(silent) / site.noise_multiplier
+            there = [r._replace(noise_multiplier=r.noise_multiplier * times) for r in spent]
+            return account(there, delta, relation).epsilon
+
+        return by_silent(epsilon, site.expected_clients, site.sure)
 
 
 def in_words(cost: Config) -> Iterator[str]:
@@ -139,6 +156,9 @@ def in_words(cost: Config) -> Iterator[str]:
     if len(known) > 1:
         least = min(known, key=lambda n: known[n])
         yield f"  each of them is an upper bound; quote the smallest, {known[least]:.4g} ({least})"
+    if cost["silent"]:
+        yield "  the clients have added the noise:"
+        yield from told(cost["silent"]).split("\n")
     if cost["planned"] is not None:
         yield (
             f"  of at most {cost['planned']:.4g}, as planned: quote that if what clients sent has "
@@ -232,12 +252,14 @@ def read_spent(path: Path) -> Iterator[Spent]:
         protects = "site's data set" if last == UNIT else protected(last)[1] or "record"
         yield Spent(where, protects, total(entries), entries)
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
-        budget = _of_engine(config) if config.name == SERVED else _of_server(config.parent)
-        if budget is not None:
+        bound = _of_engine(config) if config.name == SERVED else _of_server(config.parent)
+        budget = None if bound is None else bound.budget
+        if bound is not None and budget is not None:
             none = False
             where = str(config.parent.relative_to(path))
-            noise = "correlated " * (len(budget.coefficients) > 1) + "Gaussian"
-            kept = budget.separation, budget.max_epsilon, noise
+            noise = "correlated " * (len(budget.coefficients) > 1)
+            noise += "discrete " * (bound.site is not None) + "Gaussian"
+            kept = budget.separation, budget.max_epsilon, noise, bound.site
             yield Spent(where, "client", budget.accountant, (), *kept)
     if none:
         raise NothingSpent(
@@ -246,16 +268,16 @@ def read_spent(path: Path) -> Iterator[Spent]:
         )
 
 
-def _of_engine(file: Path) -> Budget | None:
-    """Return the budget of a server on another engine."""
+def _of_engine(file: Path) -> AdaptiveBound:
+    """Return the bound of a server on another engine, and what was spent."""
     kept = read(file)
     server = server_of(kept.settings)
     server.set_state(dict(kept.state))
-    return server.bound.budget
+    return server.bound
 
 
-def _of_server(folder: Path) -> Budget | None:
-    """Return the budget of update-clip-server, as spent by all of the checkpoints in a folder.
+def _of_server(folder: Path) -> AdaptiveBound | None:
+    """Return update-clip-server, as what was spent by all of the checkpoints in a folder.
 
     Their names hold local time, so that the latest need not be the newest.
     """
@@ -268,8 +290,8 @@ def _of_server(folder: Path) -> Budget | None:
 
         saved = Checkpointer(str(folder))
         optimizer = saved.load_optimizer(load_state=False)
-        budgets = [getattr(module, "budget", None) for module in optimizer.modules]
-        found: Budget | None = next((budget for budget in budgets if budget is not None), None)
+        bounds = (m for m in optimizer.modules if isinstance(m, AdaptiveBound) and m.budget)
+        found = next(bounds, None)
         for file in sorted(folder.glob("optimizer_state_*.mpk")) if found else ():
             saved.load_optimizer(optimizer, file.stem.removeprefix("optimizer_state_"))
     except Exception as exc:  # whatever a damaged file makes declearn raise

@@ -30,6 +30,12 @@ from fedclip.scopes import Scope
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
+RAISES = (
+    "on_nonfinite = 'raise' ends the run for everybody where one client's update is not finite, "
+    "which tells of that client without noise: take 'skip'"
+)
+"""Why noise does not cover what that setting reveals."""
+
 
 class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     """Clip each client's update before it is shared, then average them.
@@ -229,7 +235,9 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if round_ is None or round_.site is None:
             self._check_range(vector)
         else:
-            vector = type(vector)(round_.site.shared(vector.coefs, sent.bound, round_.encrypter))
+            vector = type(vector)(
+                round_.site.shared(vector.coefs, sent.bound, round_.step, round_.encrypter)
+            )
         if round_ is not None:
             round_.outcome = outcome
         reply = outcome.reply(sent)

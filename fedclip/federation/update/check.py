@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedclip.federation.update.aggregator import ClippedAveraging
+from fedclip.federation.update.aggregator import RAISES, ClippedAveraging
 from fedclip.federation.update.arc import brought
 from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.combining import Combining
@@ -128,6 +128,14 @@ def _sites(
         f"theirs: {rounds} epsilon = {cost(most)} then, and {cost(0)} if all add theirs"
     ]
     found: list[Problem] = []
+    masked = known.secagg is not None and known.secagg.get("secagg_type", "masking") == "masking"
+    least = site.expected_clients if masked else site.sure
+    if type(known.clients) is int and known.clients < least:
+        text = (
+            f"at most {known.clients} clients take part in a round, and a sum needs the noise of "
+            f"{least}: raise max_clients, or lower expected_clients"
+        )
+        found.append(("problem", SERVER, text))
     if known.secagg is None:
         notes.append(
             "without secure aggregation, of which nothing is said here, the server sees each "
@@ -137,8 +145,7 @@ def _sites(
     else:
         if why := site.unsafe(known.secagg, {}):
             found.append(("problem", SERVER, why))
-        masks = known.secagg.get("secagg_type", "masking") == "masking"
-        notes.append(UNSURE_MASKS if masks else UNSURE_PEERS)
+        notes.append(UNSURE_MASKS if masked else UNSURE_PEERS)
     return [*found, *(("note", SERVER, text) for text in notes)]
 
 
@@ -266,11 +273,8 @@ def _noise(
         text = f"noise can not be sized on what exclude={aggregator.exclude} leaves without a bound"
         found.append(("problem", AGGREGATOR, text))
     if aggregator.on_nonfinite == "raise":
-        text = (
-            "on_nonfinite = 'raise' ends the run for everybody where one client's update is not "
-            "finite, which tells of that client without noise: take 'skip'"
-        )
-        found.append(("note", AGGREGATOR, text))
+        # A server is trusted with its own noise, and so with errors.
+        found.append(("problem" if module.site else "note", AGGREGATOR, RAISES))
     found += _search(module)
     if module.separation > 1:
         found += _turns(module, rounds, clients)

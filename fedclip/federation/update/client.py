@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from fedclip import parameters
-from fedclip.federation.update.coupling import CLIENT, ENCRYPTER, ClientRound
+from fedclip.federation.update.coupling import CLIENT, SHARED, ClientRound
 from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.measuring import UpdateNorms
 from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
@@ -108,15 +108,24 @@ class UpdateClipClient(Versioned, UpdateNorms):
             why = self.site.refusal(aux_var.noise, sent)
         if why and (self.site or aux_var.noise):
             raise ValueError(f"update-clip-client: {why}; nothing is shared")
-        known = ENCRYPTER.get()
-        if self.site is not None and known is None:
+        self._round = ClientRound(sent)
+        if self.site is not None:
+            self._round = self._noised(sent, self.site)
+        CLIENT.set(self._round)
+
+    @staticmethod
+    def _noised(sent: SentBound, site: SiteNoise) -> ClientRound:
+        """Return a round with noise, if what is shared can hold it: before the first step."""
+        known = SHARED.get()
+        if known is None:
             raise ValueError(
                 "update-clip-client: noise is for what encrypts the replies, which a "
                 "fedclip.PersonalFederatedClient knows, and declearn's FederatedClient does not "
                 "tell; nothing is shared"
             )
-        self._round = ClientRound(sent, self.site, *(known or ()))
-        CLIENT.set(self._round)
+        model, encrypter = known
+        weights = model.get_weights(trainable=True).coefs
+        return ClientRound(sent, site, encrypter, site.step(weights, sent.bound, encrypter))
 
     def on_round_start(self) -> None:
         """Begin a round; the server must have sent a bound."""

@@ -29,7 +29,7 @@ from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.site_noise import SiteNoise
 
 if TYPE_CHECKING:
-    from fedclip.federation.generics import AnyVector
+    from fedclip.federation.generics import AnyModel, AnyVector
 
 
 @dataclass
@@ -41,6 +41,8 @@ class ClientRound:
     """The noise that the client adds, if it does."""
     encrypter: object = None
     """declearn's, which encrypts the reply; None in cleartext."""
+    step: float = 0.0
+    """The distance of the integers in which the update is shared, if the client adds noise."""
     outcome: Outcome | None = None
 
 
@@ -70,8 +72,8 @@ class ServerRound:
 
 CLIENT: ContextVar[ClientRound | None] = ContextVar("fedclip_client_round", default=None)
 """The client's round, from `process_aux_var` to `collect_aux_var` of the module."""
-ENCRYPTER: ContextVar[tuple[object] | None] = ContextVar("fedclip_encrypter", default=None)
-"""What encrypts a client's replies, or None in cleartext; None if it is not known which."""
+SHARED: ContextVar[tuple[AnyModel, object] | None] = ContextVar("fedclip_shared", default=None)
+"""The model of which a client shares updates, and what encrypts them, None in cleartext."""
 SERVER: ContextVar[ServerRound | None] = ContextVar("fedclip_server_round", default=None)
 """The server's round, from `collect_aux_var` to `run` of the module."""
 

@@ -179,23 +179,49 @@ class SiteNoise(Configured):
         return sum(self._kept(vote) - self._offset for vote in votes) / (2 * self._vote)
 
     # -- updates --------------------------------------------------------------------------------
-    def integers(self, arrays: Arrays, bound: float, step: float) -> dict[str, NDArray[np.int64]]:
-        """Return an update within the bound, with its noise, in steps.
+    def step(self, arrays: Arrays, bound: float, encrypter: Any) -> float:
+        """Return the distance of the integers in which an update like these arrays is shared.
+
+        Of the arrays, shapes and dtypes count; the `encrypter` is declearn's, None in cleartext.
 
         Raises
         ------
         ValueError
-            If these are too coarse.
+            If its values with their noise can not be such integers, or fewer clients than expected
+            are in the sum.
         """
-        hosts = {name: _values(array) for name, array in arrays.items()}
-        size = sum(values.size for values in hosts.values())
+        most = _bits(arrays)
+        if encrypter is None:
+            step = 2.0 ** (math.ceil(math.log2(self.reach(bound))) + 1 - most)
+        else:
+            clipval, integers = encrypter.quantizer.val_range, encrypter.quantizer.int_range
+            why = self.unfit(int(integers).bit_length(), clipval, most) or self._few(encrypter)
+            if why:
+                raise ValueError(why)
+            step = 2 * clipval / integers
+        self._room(sum(math.prod(array.shape) for array in arrays.values()), bound, step)
+        self._variance_of(bound, step)
+        return step
+
+    def _room(self, size: int, bound: float, step: float) -> float:
+        """Return how long an update of so many values may be before it is rounded, in steps."""
         room = bound / step - math.sqrt(size) / 2
         if room < bound / step / 2:
             raise ValueError(
                 f"steps of {step:.3g} are too coarse for a bound of {bound:.3g} on {size:,} "
-                "values: raise bitsize, or lower clipval and max_norm"
+                "values: raise bitsize or min_norm, or lower clipval and max_norm"
             )
-        variance = site_variance(self.std(bound) * math.sqrt(self.sure) / step, self.sure)
+        return room
+
+    def _variance_of(self, bound: float, step: float) -> int:
+        """Return the variance of a client's noise on each integer."""
+        return site_variance(self.std(bound) * math.sqrt(self.sure) / step, self.sure)
+
+    def integers(self, arrays: Arrays, bound: float, step: float) -> dict[str, NDArray[np.int64]]:
+        """Return an update within the bound, with its noise, in steps."""
+        hosts = {name: _values(array) for name, array in arrays.items()}
+        room = self._room(sum(values.size for values in hosts.values()), bound, step)
+        variance = self._variance_of(bound, step)
         norm = math.sqrt(sum(float(np.vdot(v, v)) for v in hosts.values())) / step
         # Less by what adding up squares may round off.
         factor = min(1.0, room * (1 - 1e-9) / norm if norm else 1.0) / step
@@ -205,51 +231,31 @@ class SiteNoise(Configured):
             for name, values in hosts.items()
         }
 
-    def shared(self, arrays: Arrays, bound: float, encrypter: object) -> dict[str, Array]:
-        """Return an update within the bound with its noise, for an encrypter, or in cleartext.
-
-        Raises
-        ------
-        ValueError
-            As below.
-        """
-        if encrypter is None:
-            return self.in_cleartext(arrays, bound)
-        return self.in_secret(arrays, bound, encrypter)
-
-    def in_cleartext(self, arrays: Arrays, bound: float) -> dict[str, Array]:
+    def shared(self, arrays: Arrays, bound: float, step: float, encrypter: Any) -> dict[str, Array]:
         """Return an update within the bound with its noise, as arrays of its dtypes.
 
         Raises
         ------
         ValueError
-            If a dtype is too coarse.
+            If the dtypes, or the quantizer of the `encrypter`, do not hold the integers.
         """
-        step = 2.0 ** (math.ceil(math.log2(self.reach(bound))) + 1 - _bits(arrays))
         found = self.integers(arrays, bound, step)
-        return rounded({name: np.asarray(k * step) for name, k in found.items()}, arrays)
-
-    def in_secret(self, arrays: Arrays, bound: float, encrypter: Any) -> dict[str, Array]:
-        """Return the same for an encrypter of declearn's, whose quantizer takes it to integers.
-
-        Raises
-        ------
-        ValueError
-            If it does not, or fewer clients than expected are in the sum.
-        """
-        quantizer = encrypter.quantizer
-        if not hasattr(encrypter, "biprime"):
-            self._agree(encrypter, [bound, quantizer.val_range, quantizer.int_range])
-        clipval, bits = float(quantizer.val_range), int(quantizer.int_range).bit_length()
-        if why := self.unfit(bits, clipval, _bits(arrays)) or self._few(encrypter):
-            raise ValueError(why)
-        step = 2 * clipval / quantizer.int_range
-        found = self.integers(arrays, bound, step)
-        shared = rounded({name: (k + 0.5) * step for name, k in found.items()}, arrays)
+        if encrypter is None:
+            shared = rounded({name: np.asarray(k * step) for name, k in found.items()}, arrays)
+            arrived = {name: _values(array) / step for name, array in shared.items()}
+        else:
+            quantizer = encrypter.quantizer
+            if not hasattr(encrypter, "biprime"):
+                self._agree(encrypter, [bound, quantizer.val_range, quantizer.int_range])
+            middles = {name: np.asarray((k + 0.5) * step) for name, k in found.items()}
+            shared, zero = rounded(middles, arrays), (int(quantizer.int_range) + 1) // 2
+            arrived = {
+                name: quantizer.quantize_array(_values(array)).astype(np.int64) - zero
+                for name, array in shared.items()
+            }
         for name, k in found.items():
-            quantized = quantizer.quantize_array(_values(shared[name])).astype(np.int64)
-            if (quantized - 2 ** (bits - 1) != k).any():
-                raise ValueError(f"declearn's quantizer takes {name!r} to other integers")
+            if (arrived[name] != k).any():
+                raise ValueError(f"{name!r} would arrive as other integers than were drawn")
         return shared
 
     def reach(self, bound: float) -> float:
@@ -291,26 +297,28 @@ class SiteNoise(Configured):
         return self.unfit(bits, float(secagg.get("clipval", 1e5)), _bits(arrays))
 
     def _agree(self, encrypter: Any, terms: Sequence[float]) -> None:
-        """Move the masks on by a number that follows from bound, range, bits and noise.
+        """Draw the masks anew from themselves, and from bound, range, bits and noise.
 
-        They cancel among clients that have the same ones. A server that sends others to some, so
-        that the noise of these is less in the sum, gets none.
+        They cancel among clients that have had the same ones in all rounds. A server that sends
+        others to some, so that the noise of these is less in the sum, gets none from then on.
         """
-        agreed = json.dumps([*terms, self.get_config()], sort_keys=True).encode()
-        moves = int.from_bytes(hashlib.sha256(agreed).digest()[:15], "big")
+        agreed = json.dumps([*terms, self.get_config()], sort_keys=True)
         for generator in (*encrypter._pos_rng, *encrypter._neg_rng):
-            generator.bit_generator.advance(moves)
+            bits = generator.bit_generator
+            told = json.dumps(bits.state, sort_keys=True) + agreed
+            seed = int.from_bytes(hashlib.sha256(told.encode()).digest(), "big")
+            bits.state = type(bits)(seed).state
 
     def _few(self, encrypter: Any) -> str:
         """Return why a sum has not the clients, or not the bits, that noise is sized on."""
-        if 2 * self._offset * self.expected_clients >= getattr(encrypter, "max_int", math.inf):
-            return "votes with their noise do not fit into integers of this bitsize: raise it"
+        peers = self.expected_clients
         # Of Joye-Libert's protocol, only the server knows how many keys there are.
-        if hasattr(encrypter, "biprime"):
-            return ""
-        peers = len(encrypter._pos_rng) + len(encrypter._neg_rng) + 1
+        if not hasattr(encrypter, "biprime"):
+            peers = len(encrypter._pos_rng) + len(encrypter._neg_rng) + 1
         if peers < self.expected_clients:
             return f"{peers} clients are in the secure sum, not {self.expected_clients}"
+        if 2 * self._offset * peers >= getattr(encrypter, "max_int", math.inf):
+            return "votes with their noise do not fit into integers of this bitsize: raise it"
         return ""
 
 
