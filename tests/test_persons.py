@@ -174,11 +174,21 @@ def test_noise_rate_and_steps_are_for_persons() -> None:
         (np.where(np.arange(13) < 3, np.nan, 1.0), TypeError, "texts or whole numbers"),
         ([""] * 13, ValueError, "of 13 of 13 records"),
         ([True] * 13, TypeError, "got bool"),
+        # Of one person, and of another: each would be protected for a part of its records.
+        (["a"] * 12 + [np.nan], ValueError, "of 1 of 13 records"),
+        (["a"] * 11 + ["nan", " "], ValueError, "of 2 of 13 records"),
+        ([1] * 12 + [None], ValueError, "of 1 of 13 records"),
+        (["1", 1.0] * 6 + [1], TypeError, "got float"),
+        ([b"a"] * 13, TypeError, "got bytes"),
     ],
 )
 def test_ids_that_say_nothing_are_refused(ids: Any, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         Persons(records(), ids)
+
+
+def test_one_person_is_one_however_its_id_is_written() -> None:
+    assert len(Persons(records(), [7, "7", " 7", np.int8(7), "é", "e\u0301", *"777é777"])) == 2
 
 
 def test_ids_are_read_from_a_column_of_text(tmp_path: Path) -> None:
