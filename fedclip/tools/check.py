@@ -330,6 +330,8 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix
         _clients(check.config),
         _protected(check) if prefix else None,
         _section(check.config, "experiment").get("metrics") or (),
+        _section(check.config, "network").get("protocol")
+        in ("fedclip-websockets", *["websockets"] * bool(prefix)),
     )
     # If a plug-in could not be built, its counterpart can not be checked.
     if whole:
@@ -404,7 +406,6 @@ def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) 
     ours = is_ours(type(setting.aggregator))
     # `fedclip quickrun` and the demo take both by themselves.
     vetted = bool(prefix) or setting.sampler.get("strategy") == NamedClients.strategy
-    watched = _section(check.config, "network").get("protocol") == "fedclip-websockets"
     found = update_problems(
         setting.plugins,
         setting.aggregator if ours else getattr(setting.aggregator, "name", None),
@@ -413,7 +414,7 @@ def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) 
             _count(_section(check.config, "run").get("rounds")),
             setting.clients,
             setting.secagg,
-            named=bool(prefix) or watched or (vetted and setting.secagg is None),
+            named=bool(prefix) or setting.watched or (vetted and setting.secagg is None),
         ),
     )
     for level, section, message in found:

@@ -85,6 +85,8 @@ class UpdateServer:
         why = self.closing.unfit() or (self.closing.beside_noise() if bound.budget else "")
         if bound.site is not None:
             why = SITES_ELSEWHERE
+        if bound.evaluation_share:
+            why = "evaluation_share is for federations of declearn, over fedclip-websockets"
         if why:
             raise ValueError(why)
 
