@@ -51,7 +51,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
         Evaluation, if evaluation_share = s:   k numbers of each client, in [0, 1]
             v   = sum(clip(number / bound) - 1/2)
             v  += z / s * sqrt(k) / 2 * normal
-            mean = bound * (1/2 + v / m)       clamped; all that leaves the network's receiver
+            mean = bound * (1/2 + v / m)       clamped; it alone goes on from where replies arrive
 
     Its counterpart is `update-clip-client`; both need the aggregator `clipped-averaging`
     without `max_norm`. With noise it must be the first of the server's modules.
