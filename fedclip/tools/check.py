@@ -56,7 +56,7 @@ from fedclip.tools.findings import (
     read_toml,
     text_of,
 )
-from fedclip.tools.persons import asked_for, units
+from fedclip.tools.persons import asked_for, units, unnamed
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
 from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
 from fedclip.tools.trained import trained
@@ -297,13 +297,20 @@ def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
     return parse_data_folder(DataSourceConfig.from_params(**data), str(folder))
 
 
+def _known_files(check: Check) -> dict[str, dict[str, str]]:
+    """Return the files of each client, as far as they can be found."""
+    try:
+        return _files(check, _section(check.config, "data")) or {}
+    except Exception:  # whatever declearn raises, which is reported elsewhere
+        return {}
+
+
 def _protected(check: Check) -> tuple[int, str] | None:
     """Return how many records, or persons, the smallest client has; None if it is not known."""
     if "privacy" not in _section(check.config, "run"):
         return None
     try:
-        files = _files(check, _section(check.config, "data")) or {}
-        return min(map(units, files.values()))
+        return min(map(units, _known_files(check).values()))
     except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
         return None
 
@@ -319,6 +326,10 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix
         elif key == "client_opt" and key not in check.config:
             check.problem(where, f"the clients' optimizer is missing{nearest(key, optim)}")
     whole = len(check.problems) == before
+    if prefix and any(
+        p.name == "sample-clip" and p.evaluation_share for p in plugins.get("client_opt", ())
+    ):
+        check.problem("[data]", *unnamed(_known_files(check)))
     aggregator = check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
     setting = Setting(
         plugins,
