@@ -217,9 +217,9 @@ def test_what_can_have_no_noise_ends_the_run_at_its_first_round() -> None:
 
 
 def test_other_engines_refuse_it() -> None:
-    with pytest.raises(ValueError, match="for federations of declearn"):
+    with pytest.raises(ValueError, match="leave it out here"):
         server_of(SETTINGS)
-    with pytest.raises(ValueError, match="for federations of declearn"):
+    with pytest.raises(ValueError, match="leave it out here"):
         UpdateServer(module())
 
 

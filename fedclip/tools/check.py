@@ -479,6 +479,7 @@ def _check_bounds(check: Check, client: Section, setting: Setting, prefix: str) 
         optim=client,
         steps=_section(run, "training").get("n_steps"),
         privacy=_section(run, "privacy"),
+        unit="record" if setting.protected is None else setting.protected[1],
     )
 
 

@@ -86,7 +86,9 @@ class UpdateServer:
         if bound.site is not None:
             why = SITES_ELSEWHERE
         if bound.evaluation_share:
-            why = "evaluation_share is for federations of declearn, over fedclip-websockets"
+            why = (
+                "evaluation_share is for runs over declearn's fedclip-websockets: leave it out here"
+            )
         if why:
             raise ValueError(why)
 
