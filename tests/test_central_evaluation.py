@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ SETTINGS: dict[str, Any] = {
     "evaluation_share": SHARE,
     "loss_bound": BOUND,
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_round_is_left_open() -> Iterator[None]:
+    yield
+    SERVER.set(None)
+    EVALUATIONS.set(None)
 
 
 def module(**settings: Any) -> UpdateClipServer:
