@@ -314,8 +314,9 @@ def test_a_check_knows_whose_the_validation_records_have_to_be(
         """)
     found = check_config(tmp_path / "config.toml")
     assert bool(found.problems) == bool(said)
-    # To remove one record of a person may move the sum by twice as much.
-    assert "To add or remove a person moves the sum" in found.places[0]
+    if not said:
+        # To remove one record of a person may move the sum by twice as much.
+        assert "To add or remove a person moves the sum" in found.places[0]
     assert said in " ".join(finding.message for finding in found.problems)
 
 
