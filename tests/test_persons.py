@@ -21,6 +21,7 @@ from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.records import Records
 from fedclip.dpsgd.sample_clip import SampleClip
 from fedclip.privacy.ledger import Ledger, fingerprint
+from fedclip.tools.check import check_config
 from fedclip.tools.persons import asked_for, units
 
 pytestmark = pytest.mark.slow
@@ -174,11 +175,21 @@ def test_noise_rate_and_steps_are_for_persons() -> None:
         (np.where(np.arange(13) < 3, np.nan, 1.0), TypeError, "texts or whole numbers"),
         ([""] * 13, ValueError, "of 13 of 13 records"),
         ([True] * 13, TypeError, "got bool"),
+        # Of one person, and of another: each would be protected for a part of its records.
+        (["a"] * 12 + [np.nan], ValueError, "of 1 of 13 records"),
+        (["a"] * 11 + ["nan", " "], ValueError, "of 2 of 13 records"),
+        ([1] * 12 + [None], ValueError, "of 1 of 13 records"),
+        (["1", 1.0] * 6 + [1], TypeError, "got float"),
+        ([b"a"] * 13, TypeError, "got bytes"),
     ],
 )
 def test_ids_that_say_nothing_are_refused(ids: Any, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         Persons(records(), ids)
+
+
+def test_one_person_is_one_however_its_id_is_written() -> None:
+    assert len(Persons(records(), [7, "7", " 7", np.int8(7), "é", "e\u0301", *"777é777"])) == 2
 
 
 def test_ids_are_read_from_a_column_of_text(tmp_path: Path) -> None:
@@ -250,9 +261,13 @@ def sites(tmp_path: Path) -> dict[str, dict[str, str]]:
         folder = tmp_path / site
         folder.mkdir()
         rows = "".join(f"{i}.5,p{i // 3},{i}\n" for i in range(12))
-        (folder / "train_data.csv").write_text(f"x,patient_id,visit_no\n{rows}")
-        (folder / "train_target.csv").write_text("y\n" + "0\n1\n" * 6)
-        found[site] = {f"train_{of}": str(folder / f"train_{of}.csv") for of in ("data", "target")}
+        found[site] = {}
+        for use in ("train", "valid"):
+            data, target = f"x,patient_id,visit_no\n{rows}", "y\n" + "0\n1\n" * 6
+            for of, text in (("data", data), ("target", target)):
+                file = folder / f"{use}_{of}.csv"
+                file.write_text(text)
+                found[site][f"{use}_{of}"] = str(file)
     whose = "".join(f"p{i // 3}\n" for i in range(12))
     (tmp_path / "north" / "train_persons.csv").write_text(f"person\n{whose}")
     return found
@@ -266,6 +281,43 @@ def test_a_column_of_identifiers_that_come_back_is_asked_for(sites: Any) -> None
     assert [units(sites[name]) for name in ("north", "south")] == [(4, "person"), (12, "record")]
     Path(sites["north"]["train_data"]).with_name("train_persons.csv").write_text("person\np1\n")
     assert next(iter(asked_for(sites)))[0] == "problem"
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "said"),
+    [
+        (None, 0.2, "north: persons are protected, and evaluation_share needs to know whose"),
+        (3, 0.0, "valid_persons.csv: persons must be one id for each of the 12 records"),
+        (12, 0.2, ""),
+        (None, 0.0, ""),
+    ],
+)
+def test_a_check_knows_whose_the_validation_records_have_to_be(
+    sites: Any, tmp_path: Path, rows: int | None, share: float, said: str
+) -> None:
+    if rows is not None:
+        (tmp_path / "north" / "valid_persons.csv").write_text("person\n" + "p1\n" * rows)
+    clip = f'["sample-clip", {{ evaluation_share = {share}, loss_bound = 3.0 }}]'
+    clip = clip if share else '"sample-clip"'
+    (tmp_path / "config.toml").write_text(f"""
+        network = {{ protocol = "websockets", host = "127.0.0.1", port = 8765 }}
+        data = {{ data_folder = "{tmp_path}", client_names = ["north", "south"] }}
+        [optim]
+        aggregator = "averaging"
+        server_opt = 1.0
+        client_opt = {{ lrate = 1.0, modules = [{clip}] }}
+        [run]
+        rounds = 2
+        register = 2
+        training.batch_size = 4
+        privacy = {{ budget = [3.0, 1e-5], sclip_norm = 0.5 }}
+        """)
+    found = check_config(tmp_path / "config.toml")
+    assert bool(found.problems) == bool(said)
+    if not said:
+        # To remove one record of a person may move the sum by twice as much.
+        assert "To add or remove a person moves the sum" in found.places[0]
+    assert said in " ".join(finding.message for finding in found.problems)
 
 
 def test_a_budget_is_sized_for_persons() -> None:

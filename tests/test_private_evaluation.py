@@ -328,7 +328,7 @@ SHARE = "{evaluation_share = 0.2, loss_bound = 3.0}"
     [
         (SHARE, "'accuracy'", 1, "for 0.2 of epsilon and losses of at most 3", "without noise"),
         (SHARE, "", 1, "evaluations have noise", "lowest loss"),
-        (SHARE, "'accuracy', 'mse'", 1, "metrics: ['mse'] have no bound", "without noise"),
+        (SHARE, "'accuracy', 'mse'", 1, "asks for mse too: leave that out", "without noise"),
         (SHARE, "", 2, "frequency = 2, and the noise is for", "without noise"),
         ("{}", "'mse'", 2, "those of the lowest loss", "have noise"),
     ],
@@ -343,7 +343,7 @@ def test_what_is_released_besides_is_what_has_no_noise(
     assert said in told
     assert unsaid not in told
     refused = any("mse" in finding.message for finding in found.problems)
-    assert refused == ("have no bound" in said)
+    assert refused == ("mse too" in said)
     assert all(finding.where == "[experiment]" for finding in found.problems)
 
 
@@ -369,6 +369,20 @@ def test_commands_know_the_share(tmp_path: Path) -> None:
     assert "  2 evaluations at noise multiplier 11.9, without sampling" in words
     assert " (pld)" in words
     assert [turn[:2] for turn in turns_of(spent, 10)] == [(1, 4), (2, 4)]
+
+
+def test_evaluations_are_told_from_steps_on_whole_batches_and_in_later_runs(tmp_path: Path) -> None:
+    path = tmp_path / "privacy_spent.json"
+    for budget in (1.0, 3.0):
+        whole = {"batches": {"batch_size": 60}, "budget": (budget, 1e-5)}
+        made = manager([SampleClip(**SETTINGS)], path=path, private=None)
+        made.make_private(request(**whole), None, path)
+        made.training_round(train(batches={"batch_size": 60}))
+        made.evaluation_round(ASK)
+    (spent,) = read_spent(path)
+    words = [line for line in in_words(spent.cost()) if "noise multiplier" in line]
+    assert [line.split()[:2] for line in words] == [["1", "steps"], ["1", "evaluations"]] * 2
+    assert [turn[:2] for turn in turns_of(spent, 10)] == [(1, 1), (2, 1)]
 
 
 def test_errors_are_those_of_the_table() -> None:

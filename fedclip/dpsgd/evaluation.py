@@ -33,6 +33,7 @@ from fedclip.dpsgd.persample import part
 from fedclip.dpsgd.persample.base import Data, Failed, Float64, spare
 from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.records import Records
+from fedclip.federation.evaluation import unfit
 from fedclip.federation.generics import AnyModel
 from fedclip.privacy.noise import Normals, noised
 
@@ -98,11 +99,8 @@ class Evaluation:
         named: dict[str, Any] = {metric.name: metric for metric in metrics.metrics}
         # First the loss, which is in each of declearn's sets.
         named = {"loss": named.pop("loss"), **named}
-        if other := [name for name in named if name not in bounds]:
-            raise ValueError(
-                f"evaluation_share puts noise on the loss and on 'accuracy', and the server asks "
-                f"for {', '.join(other)} too: leave that out of its metrics"
-            )
+        if why := unfit([*named][1:]):
+            raise ValueError(why)
         self._of = [*named.values()]
         self.bounds = np.array([bounds[name] for name in named])
         self._worst = np.array([float(name == "loss") for name in named])

@@ -336,7 +336,7 @@ class PrivateTrainingManager(DPTrainingManager):
             self.model.set_weights(message.weights, trainable=True)
         ((z, _, rate),) = self.calibration.evaluations
         found = evaluation.nothing
-        if self._evaluations and self.ledger.reserve(z, rate, 1, self._evaluations):
+        if self._evaluations and self.ledger.reserve(z, rate, 1, self._evaluations, True):
             self._evaluations -= 1
             rows = evaluation.values(self.model, self._valid, self._fail)
             self._tell()

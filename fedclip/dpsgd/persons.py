@@ -16,7 +16,9 @@ with few.
 from __future__ import annotations
 
 import csv
+import unicodedata
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TypeAlias
 
@@ -32,6 +34,9 @@ __all__ = ["Ids", "Persons", "numbered"]
 
 Ids: TypeAlias = str | Path | Sequence[object] | ArrayLike
 """Whose each record is, in their order; or a CSV file of one column, with a head."""
+
+# What stands for a value that is missing, in one table or another.
+_NOBODY = {"", "nan", "nat", "none", "null", "<na>"}
 
 
 class Persons:
@@ -108,21 +113,26 @@ class Persons:
 
 def numbered(ids: Ids, records: int) -> NDArray[np.intp]:
     """Return for each record the number of its person, from 0."""
-    found = np.asarray(_column(Path(ids)) if isinstance(ids, (str, Path)) else ids)
+    whole = _column(Path(ids)) if isinstance(ids, (str, Path)) else ids
+    # As objects: NumPy would make texts of whatever stands among texts, NaN too.
+    found = np.asarray(whole, dtype=object)
     if found.shape != (records,):
         raise ValueError(
             f"persons must be one id for each of the {records} records, in their order, got shape "
             f"{found.shape}"
         )
-    if found.dtype.kind not in "OUSiu":
-        raise TypeError(f"persons must be texts or whole numbers, got {found.dtype}")
-    missing = sum(one is None or one != one or one == "" for one in found.tolist())
-    if missing:
+    # Of one person, whatever keyboard or table its id is from.
+    texts = [unicodedata.normalize("NFC", str(one).strip()) for one in found]
+    named = [text.casefold() not in _NOBODY for text in texts]
+    for one in found[named]:
+        if isinstance(one, bool) or not isinstance(one, (str, Integral)):
+            raise TypeError(f"persons must be texts or whole numbers, got {type(one).__name__}")
+    if missing := named.count(False):
         raise ValueError(
             f"of {missing} of {records} records it is not said whose they are: leave those "
             "records out, or give each of them an id"
         )
-    return np.unique(found.astype(str), return_inverse=True)[1]
+    return np.unique(texts, return_inverse=True)[1]
 
 
 def _column(file: Path) -> list[str]:
@@ -131,4 +141,4 @@ def _column(file: Path) -> list[str]:
         rows = [*csv.reader(lines)][1:]
     if any(len(row) > 1 for row in rows):
         raise ValueError(f"{file} must have one column, the persons")
-    return ["".join(row).strip() for row in rows]
+    return ["".join(row) for row in rows]

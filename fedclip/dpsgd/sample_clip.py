@@ -133,22 +133,22 @@ class SampleClip(Documented, OptiModule[AuxVar]):
             return Map(self.name, finite=True, unbounded=unknown, expands=why)
         return Map(self.name, self.max_norm, f"{self.max_norm:g}", finite=True, expands=why)
 
-    def in_words(self, limit: str) -> str:
-        """Return what becomes of records and of their sum, with a bound of `limit`."""
+    def in_words(self, limit: str, unit: str = "record") -> str:
+        """Return what becomes of records, or persons, and of their sum, with a bound of `limit`."""
         bound = "C" if self.mode in ("automatic", "adaptive") else limit
         how = {
-            "flat": f"each record is clipped to {limit}, by one norm over all its tensors",
-            "automatic": "each record is brought to almost C, and the step divided by C, which "
+            "flat": f"each {unit} is clipped to {limit}, by one norm over all its tensors",
+            "automatic": f"each {unit} is brought to almost C, and the step divided by C, which "
             "can thus be any number",
-            "adaptive": f"each record is clipped to C, which starts at {limit} and follows the "
+            "adaptive": f"each {unit} is clipped to C, which starts at {limit} and follows the "
             f"{self.quantile:g} quantile of the norms, for a share of the noise; the step is "
             "divided by C",
         }
         each = "tensors" if self.mode == "tensor" else "groups of tensors"
-        split = f"each of the k {each} of a record is clipped to {limit}/√k"
+        split = f"each of the k {each} of a {unit} is clipped to {limit}/√k"
         said = how.get(self.mode, split) if isinstance(self.mode, str) else split
         return (
-            f"{said}. To add or remove a record moves the sum of a batch by at most {bound}, to "
+            f"{said}. To add or remove a {unit} moves the sum of a batch by at most {bound}, to "
             f"replace one by twice that; noise of z·{bound} is added to the sum, which is divided "
             "by the expected size of a batch."
         )

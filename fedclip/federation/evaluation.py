@@ -4,13 +4,17 @@
 An evaluation that can not be counted is missing: the loss and the metrics of the round are those
 of the others. If there is none, the loss counts as infinite: never the best one, and for early
 stopping a round without progress.
+
+With central noise on evaluations, all that goes on from here is one mean, with noise
+(`Evaluations`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 
 import numpy as np
 from declearn.messaging import EvaluationReply
@@ -19,8 +23,9 @@ from declearn.metrics._mean import MeanState
 
 from fedclip.errors import Unchecked
 from fedclip.federation.quorum import plain
+from fedclip.measures import Float64
 
-__all__ = ["counted", "nothing"]
+__all__ = ["EVALUATIONS", "Evaluations", "counted", "nothing", "unfit"]
 
 # Sums, and squares of sums, of values beyond this would overflow.
 _LARGEST = 1e100
@@ -51,6 +56,89 @@ def counted(
         faults |= dict.fromkeys(sound.keys() - kept.keys(), why)
         sound = kept
     return sound, {client: fault for client, fault in faults.items() if fault}
+
+
+@dataclasses.dataclass
+class Evaluations:
+    """How the evaluations of a run are told: one by one, or as a mean with noise.
+
+    Attributes
+    ----------
+    metrics
+        What clients are asked for.
+    clients
+        How many have registered.
+    secure
+        Whether the server sees a secure sum only.
+    noise
+        From rows of numbers, one for each client and the loss first, to means with noise, or None
+        if they are not paid for. It is set by the module that pays.
+    """
+
+    metrics: MetricSet
+    clients: int
+    secure: bool
+    noise: Callable[[Float64], Float64 | None] | None = None
+
+    @property
+    def _others(self) -> list[str]:
+        """What is measured besides the loss."""
+        return [name for name in self.metrics.get_states() if name != "loss"]
+
+    def unfit(self, expected: int) -> str:
+        """Return why evaluations of so many expected clients can have no noise; "" if they can."""
+        return unfit(self._others, self.secure, self.clients, expected)
+
+    def mean(self, replies: Mapping[str, EvaluationReply]) -> EvaluationReply:
+        """Return the mean of evaluations that can be counted, with noise, as one reply."""
+        assert self.noise is not None
+        names = self._others
+        rows = [[r.loss, *(_mean(r.metrics.get(name)) for name in names)] for r in replies.values()]
+        found = self.noise(np.array(rows, dtype=np.float64).reshape(-1, 1 + len(names)))
+        if found is None:
+            return nothing(self.metrics)
+        states = {n: MeanState(float(x), 1.0) for n, x in zip(["loss", *names], found, strict=True)}
+        return EvaluationReply(states["loss"].num_sum, 1, 0.0, {**states})
+
+
+def unfit(metrics: Iterable[str], secure: bool = False, clients: int = 0, expected: int = 0) -> str:
+    """Return why there can be no noise on evaluations; "" if there can.
+
+    Parameters
+    ----------
+    metrics
+        Names of what is measured besides the loss.
+    secure, clients, expected
+        Where the server adds it: whether it sees secure sums, how many clients it asks, and by
+        which number their sum is divided.
+    """
+    if other := [name for name in metrics if name != "accuracy"]:
+        return (
+            "evaluation_share puts noise on the loss and on 'accuracy', and the server asks for "
+            f"{', '.join(other)} too: leave that out of its metrics"
+        )
+    if secure:
+        return (
+            "secure aggregation hides the evaluations of single clients, which have to be clipped: "
+            "leave evaluation_share out"
+        )
+    if clients > expected:
+        return (
+            f"evaluations ask all {clients} clients, and their sum is divided by expected_clients "
+            f"= {expected}: raise it, or leave evaluation_share out"
+        )
+    return ""
+
+
+def _mean(state: MetricState | None) -> float:
+    """Return a client's mean; NaN if it has sent none."""
+    if not isinstance(state, MeanState) or state.divisor == 0:
+        return math.nan
+    return float(state.num_sum) / float(state.divisor)
+
+
+EVALUATIONS: ContextVar[Evaluations | None] = ContextVar("fedclip_evaluations", default=None)
+"""Those of the run that a server is in, for the module that pays for noise on them."""
 
 
 def nothing(metrics: MetricSet) -> EvaluationReply:

@@ -55,7 +55,7 @@ from declearn.utils._register import REGISTRIES
 
 from fedclip import parameters
 from fedclip.errors import Unchecked
-from fedclip.federation.evaluation import counted, nothing
+from fedclip.federation.evaluation import EVALUATIONS, Evaluations, counted, nothing
 from fedclip.federation.quorum import MEMBERS, WHO, Members, plain, told, unfit
 from fedclip.federation.senders import note_senders
 from fedclip.federation.update.aggregator import ClippedAveraging
@@ -225,7 +225,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._expelled: set[str] = set()
         self._asked: dict[str, Message] = {}
         self._secure = False
-        self._metrics = MetricSet([])
+        self._evaluated = Evaluations(MetricSet([]), 0, False)
         self._begun: InitRequest | None = None
 
     # -- connections --------------------------------------------------------------------------
@@ -290,6 +290,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         """Stop serving; close connections that the clients do not end in time."""
         self._ending = True
         MEMBERS.set(None)
+        EVALUATIONS.set(None)
         names, gone = self.handler.registered_clients, self.members.gone
         if polite := {t for t, socket in self._handlers.items() if names.get(socket) not in gone}:
             await asyncio.wait(polite, timeout=_GRACE)
@@ -338,7 +339,10 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     def _begin(self, request: InitRequest) -> None:
         """Note what the run is about; refuse a quorum where replies may not be missing."""
         self._secure = request.secagg is not None
-        self._metrics, self._begun = MetricSet(request.metrics), request
+        self._begun = request
+        clients = len(self.members.names)
+        self._evaluated = Evaluations(MetricSet(request.metrics), clients, self._secure)
+        EVALUATIONS.set(self._evaluated)
         reasons = unfit(
             secagg=self._secure, fairness=request.fairness, aggregator=request.aggrg.name
         )
@@ -475,16 +479,18 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     def _evaluations(self, replies: dict[str, Message]) -> dict[str, Message]:
         """Return the evaluations that count; none of them ends the run."""
         sent = {n: m for n, m in replies.items() if isinstance(m, EvaluationReply)}
-        sound, faults = counted(sent, self._metrics)
+        sound, faults = counted(sent, self._evaluated.metrics)
         for name, why in faults.items():
             _LOGGER.warning("left out the evaluation of client %r: %s", name, why)
+        if self._evaluated.noise is not None:
+            return {"all clients": self._evaluated.mean(sound)}
         if sound:
             return dict(sound)
         _LOGGER.error(
             "no client has sent an evaluation that counts: the loss of this round is taken as "
             "infinite, and its metrics say nothing"
         )
-        return {"nobody": nothing(self._metrics)}
+        return {"nobody": nothing(self._evaluated.metrics)}
 
     def _check_present(self, heard: Container[str] = ()) -> None:
         """Raise if a client has left, and all are needed, unless its last message was heard."""

@@ -473,6 +473,15 @@ def split_noise(noise_multiplier: float, bits_noise: float) -> float:
     return z / math.sqrt((1 - z / (2 * sigma)) * (1 + z / (2 * sigma)))
 
 
+def split_evaluation(noise_multiplier: float, share: float) -> tuple[float, float]:
+    """Return the noise multipliers of a round without its evaluation, and of the evaluation.
+
+    >>> [round(z, 3) for z in split_evaluation(6.0, 0.2)]
+    [6.124, 30.0]
+    """
+    return noise_multiplier / math.sqrt(1.0 - share**2), noise_multiplier / (share or math.nan)
+
+
 class Accountant:
     """Adds up releases, and says what they cost and how many more a budget allows.
 

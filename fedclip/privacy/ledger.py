@@ -78,6 +78,8 @@ class Entry(NamedTuple):
         Fingerprint of the data, time, and version of fedclip; "" where a line says nothing.
     plan
         The most of each release, of a plan with more than one kind that this line begins.
+    evaluation
+        Whether an evaluation is charged, and no steps.
     """
 
     spent: tuple[Release, ...]
@@ -88,6 +90,7 @@ class Entry(NamedTuple):
     time: str = ""
     fedclip: str = ""
     plan: tuple[Release, ...] = ()
+    evaluation: bool = False
 
 
 # What was spent under each path: a file that is put back takes nothing from it.
@@ -242,8 +245,15 @@ class Ledger:
         """Epsilon of all steps so far, at the budget's delta, those reserved included."""
         return self.accountant.epsilon()
 
-    def reserve(self, noise_multiplier: float, rate: float, steps: int, planned: int = 0) -> int:
-        """Pay for so many steps, as far as they fit; return for how many.
+    def reserve(
+        self,
+        noise_multiplier: float,
+        rate: float,
+        steps: int,
+        planned: int = 0,
+        evaluation: bool = False,
+    ) -> int:
+        """Pay for so many steps (or evaluations), as far as they fit; return for how many.
 
         To account takes long: what is found out for the `planned` steps of the whole run holds
         until noise or rate change, or somebody else charges something.
@@ -256,7 +266,7 @@ class Ledger:
             left = self._left(noise_multiplier, rate, steps, planned)
             paid = paid._replace(steps=min(steps, left))
             if paid.steps:
-                self._add([self._line([paid], self._order(paid, planned))])
+                self._add([self._line([paid], self._order(paid, planned), evaluation)])
             self._free, self._paid = paid._replace(steps=left - paid.steps), paid
         return paid.steps
 
@@ -292,7 +302,12 @@ class Ledger:
         sampled = [release for release in plan if release.sampling < 1.0]
         return None if known or not sampled else order_for(sampled[-1], self.delta)
 
-    def _line(self, spent: Sequence[Release] = (), order: float | None = None) -> str:
+    def _line(
+        self,
+        spent: Sequence[Release] = (),
+        order: float | None = None,
+        evaluation: bool = False,
+    ) -> str:
         """Return a line that no other is like."""
         charged = Accountant(self.delta, self.relation)
         charged.spent = [*spent]
@@ -303,6 +318,7 @@ class Ledger:
                 "relation": charged.relation,
                 "order": order,
                 **({"plan": self.plan} if order is not None and self.plan else {}),
+                **({"evaluation": True} if evaluation else {}),
                 "sampling": "Poisson",
                 "data": self.data,
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -420,6 +436,7 @@ def _entry(line: str) -> Entry:
         time,
         version,
         tuple(Accountant.check_state(content.get("plan", ()))),
+        parameters.boolean(evaluation=content.get("evaluation", False)),
     )
 
 

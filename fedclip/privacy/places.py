@@ -34,21 +34,22 @@ def in_words(
     optim: Mapping[str, object] = MappingProxyType({}),
     steps: object = None,
     privacy: Mapping[str, object] | None = None,
+    unit: str = "record",
 ) -> list[str]:
     """Return one line for each place: what is clipped there.
 
     The plug-ins are in the order in which they act, and the aggregator is given if it is fedclip's.
     The section `optim` of the client, a fixed number of local `steps` and the section [run.privacy]
-    are as in the configuration.
+    are as in the configuration; `unit` is what DP-SGD protects.
     """
     return [
-        f"step: {_noised(client, privacy) if privacy else _step(client, optim, steps)}",
+        f"step: {_noised(client, privacy, unit) if privacy else _step(client, optim, steps)}",
         f"update: {_update(aggregator, server)}",
         f"aggregate: {_aggregate(server)}",
     ]
 
 
-def _noised(client: Sequence[Plugin], privacy: Mapping[str, object]) -> str:
+def _noised(client: Sequence[Plugin], privacy: Mapping[str, object], unit: str) -> str:
     """Return what DP-SGD does to a batch, and what the plug-ins before and after its noise do."""
     limit = privacy.get("sclip_norm")
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
@@ -58,9 +59,9 @@ def _noised(client: Sequence[Plugin], privacy: Mapping[str, object]) -> str:
     names = [p.name for p in modules]
     if "sample-clip" in names:
         place = names.index("sample-clip")
-        said = str(modules[place].in_words(shown))
+        said = str(modules[place].in_words(shown, unit))
         if place:
-            said += f" Before that, each record goes through {', '.join(names[:place])}."
+            said += f" Before that, each {unit} goes through {', '.join(names[:place])}."
         after = [*weighted, *modules[place + 1 :]]
     else:
         after = modules

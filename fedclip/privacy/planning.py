@@ -7,6 +7,7 @@ For T rounds of m clients, a model of d values, and mu, the largest one that the
     z        = sqrt(T) / mu                            noise_multiplier of a round
     z_delta  = (z^-2 - (2 bits_noise)^-2)^(-1/2)       on the update, after the cost of the votes
     noise    = z_delta / m                             on each value of the average, relative to C
+    z_delta   with z / sqrt(1 - s^2) in the place of z, if evaluations have a share s
     length   = noise sqrt(d)                           of a round's noise, relative to C
     drift    = length / sqrt(T)                        of the noise of all rounds together, relative
                                                        to T C, the farthest that T updates can go
@@ -38,6 +39,7 @@ from fedclip.privacy.accounting import (
     default_bits_noise,
     epsilon,
     noise_multiplier,
+    split_evaluation,
     split_noise,
 )
 from fedclip.privacy.banded import coefficients, error, grown
@@ -53,7 +55,7 @@ class Plan:
 
     Attributes
     ----------
-    epsilon, delta, rounds, clients, relation, values, momentum
+    epsilon, delta, rounds, clients, relation, values, momentum, evaluation_share
         The arguments of `plan`; `clients` are those in a round.
     all_clients
         The number of all clients; None if all of them are in each round.
@@ -83,6 +85,7 @@ class Plan:
     all_clients: int | None = None
     separation: int = 1
     momentum: float = 0.0
+    evaluation_share: float = 0.0
 
     @property
     def turns(self) -> int:
@@ -130,6 +133,8 @@ class Plan:
             found["relation"] = self.relation
         if self.separation > 1:
             found |= {"separation": self.separation, "noise": "banded", "rounds": self.rounds}
+        if self.evaluation_share:
+            found |= {"evaluation_share": self.evaluation_share, "loss_bound": 3.0}
         return found | ({"momentum": self.momentum} if self.momentum else {})
 
     def __str__(self) -> str:
@@ -146,6 +151,12 @@ class Plan:
             f"    {self.noise:.3g} C on each value of the average, which as a whole is at most C "
             "long",
         ]
+        if self.evaluation_share:
+            _, z = split_evaluation(self.noise_multiplier, self.evaluation_share)
+            lines.append(
+                f"    {z / 2 / self.clients:.3g} times loss_bound on the mean loss of each round's "
+                "evaluation, which is among that (with accuracy, √2 times that on both)"
+            )
         if self.delta * self.clients >= 1:
             lines.append(
                 f"  delta is not below 1 / clients = {1 / self.clients:.3g}: take a hundredth of it"
@@ -195,6 +206,7 @@ def plan(
     values: int | None = None,
     per_round: int | None = None,
     momentum: float = 0.0,
+    evaluation_share: float = 0.0,
 ) -> Plan:
     """Return the noise of each round that a budget allows.
 
@@ -212,6 +224,8 @@ def plan(
         Number of clients in each round; `clients` are then all of them, and take turns.
     momentum : float, default=0.0
         That of the server's optimizer, in [0, 1), for which noise is made if they take turns.
+    evaluation_share : float, default=0.0
+        Share of each round's noise for an evaluation after it, in [0, 1).
 
     Raises
     ------
@@ -231,13 +245,16 @@ def plan(
         separation = min(-(-everybody // clients), rounds)
     turns = -(-rounds // separation)
     z = _rounded_up(noise_multiplier(budget, delta, turns, relation=relation))
-    bits = default_bits_noise(z, clients)
+    without, _ = split_evaluation(z, parameters.share(evaluation_share=evaluation_share))
+    if evaluation_share and separation > 1:
+        raise ValueError("evaluations ask all clients: give either evaluation_share or per_round")
+    bits = default_bits_noise(without, clients)
     spent = epsilon([Release(z, turns)], delta, relation)
     momentum = momentum if separation > 1 else 0.0
-    update = split_noise(z, bits) * math.hypot(*coefficients(rounds, separation, momentum))
+    update = split_noise(without, bits) * math.hypot(*coefficients(rounds, separation, momentum))
     return Plan(
         *(budget, delta, rounds, clients, relation, values, z, spent, bits, update),
-        *(everybody, separation, momentum),
+        *(everybody, separation, momentum, evaluation_share),
     )
 
 

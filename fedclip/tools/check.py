@@ -56,7 +56,7 @@ from fedclip.tools.findings import (
     read_toml,
     text_of,
 )
-from fedclip.tools.persons import asked_for, units
+from fedclip.tools.persons import asked_for, units, unnamed
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
 from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
 from fedclip.tools.trained import trained
@@ -297,13 +297,20 @@ def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
     return parse_data_folder(DataSourceConfig.from_params(**data), str(folder))
 
 
+def _known_files(check: Check) -> dict[str, dict[str, str]]:
+    """Return the files of each client, as far as they can be found."""
+    try:
+        return _files(check, _section(check.config, "data")) or {}
+    except Exception:  # whatever declearn raises, which is reported elsewhere
+        return {}
+
+
 def _protected(check: Check) -> tuple[int, str] | None:
     """Return how many records, or persons, the smallest client has; None if it is not known."""
     if "privacy" not in _section(check.config, "run"):
         return None
     try:
-        files = _files(check, _section(check.config, "data")) or {}
-        return min(map(units, files.values()))
+        return min(map(units, _known_files(check).values()))
     except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
         return None
 
@@ -319,6 +326,10 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix
         elif key == "client_opt" and key not in check.config:
             check.problem(where, f"the clients' optimizer is missing{nearest(key, optim)}")
     whole = len(check.problems) == before
+    if prefix and any(
+        p.name == "sample-clip" and p.evaluation_share for p in plugins.get("client_opt", ())
+    ):
+        check.problem("[data]", *unnamed(_known_files(check)))
     aggregator = check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
     setting = Setting(
         plugins,
@@ -330,6 +341,8 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix
         _clients(check.config),
         _protected(check) if prefix else None,
         _section(check.config, "experiment").get("metrics") or (),
+        _section(check.config, "network").get("protocol")
+        in ("fedclip-websockets", *["websockets"] * bool(prefix)),
     )
     # If a plug-in could not be built, its counterpart can not be checked.
     if whole:
@@ -404,7 +417,6 @@ def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) 
     ours = is_ours(type(setting.aggregator))
     # `fedclip quickrun` and the demo take both by themselves.
     vetted = bool(prefix) or setting.sampler.get("strategy") == NamedClients.strategy
-    watched = _section(check.config, "network").get("protocol") == "fedclip-websockets"
     found = update_problems(
         setting.plugins,
         setting.aggregator if ours else getattr(setting.aggregator, "name", None),
@@ -413,7 +425,7 @@ def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) 
             _count(_section(check.config, "run").get("rounds")),
             setting.clients,
             setting.secagg,
-            named=bool(prefix) or watched or (vetted and setting.secagg is None),
+            named=bool(prefix) or setting.watched or (vetted and setting.secagg is None),
         ),
     )
     for level, section, message in found:
@@ -467,6 +479,7 @@ def _check_bounds(check: Check, client: Section, setting: Setting, prefix: str) 
         optim=client,
         steps=_section(run, "training").get("n_steps"),
         privacy=_section(run, "privacy"),
+        unit="record" if setting.protected is None else setting.protected[1],
     )
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip.dpsgd.sample_clip import SampleClip, unfit
+from fedclip.federation.evaluation import unfit as unfit_for_noise
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.messages import DECLEARN_RANGE
 from fedclip.federation.update.secagg import plan
@@ -21,7 +22,7 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context, Plugin
-from fedclip.tools.findings import Plugins, Section, Setting, brief, innermost
+from fedclip.tools.findings import Plugins, Section, Setting, innermost
 
 __all__ = ["RELEASED", "exposures"]
 
@@ -45,10 +46,25 @@ RELEASED = (
     "what has no noise; take the last checkpoint instead",
 )
 _NOISED = (
-    "evaluations have noise, for {share:g} of epsilon and losses of at most {bound:g}: loss and "
-    "accuracy, best weights and an early stop are covered for each validation record (or person). "
-    "What declearn asks of the validation data before the run (classes, shape, dtype) is not, nor "
-    "the number of training records"
+    "evaluations have noise, for {share:g} of {whole} and losses of at most {bound:g}: loss and "
+    "accuracy, best weights and an early stop are covered for each {unit}. What declearn asks of "
+    "the {data} before the run (classes, shape, dtype) is not, nor {numbers}"
+)
+_OF_RECORDS = {
+    "whole": "epsilon",
+    "unit": "validation record (or person)",
+    "data": "validation data",
+    "numbers": "the number of training records",
+}
+_OF_CLIENTS = {
+    "whole": "mu (the root of the sum of noise_multiplier⁻² over all rounds)",
+    "unit": "client, against all but the server",
+    "data": "data",
+    "numbers": "are the numbers of samples and steps, which the server knows",
+}
+_NOT_WATCHED = (
+    "evaluation_share needs the server's protocol 'fedclip-websockets', which receives evaluations "
+    "before they are added up and written: without it, the run ends before its first round"
 )
 _CHOSEN = (
     "a criterion chooses clients by what they have sent before, without noise: one client decides "
@@ -97,8 +113,9 @@ def exposures(setting: Setting) -> Iterator[Found]:
             yield "note", CLIENT, _WEIGHTS
         markers = [p for p in plugins.get(CLIENT, ()) if isinstance(p, SampleClip)]
         # Noise for records is none for clients.
-        if per_record and central is None and markers and markers[0].evaluation_share:
-            yield from _evaluated(markers[0], run, setting.metrics)
+        noised = markers[0] if per_record and central is None and markers else central
+        if noised is not None and noised.evaluation_share:
+            yield from _evaluated(noised, setting)
         else:
             for text in RELEASED:
                 yield "note", "run.evaluate", text
@@ -243,14 +260,24 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
     yield "note", "run.privacy", text
 
 
-def _evaluated(marker: SampleClip, run: Section, metrics: Sequence[object]) -> Iterator[Found]:
+def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
     """Say what evaluations with noise cover, and check what they are asked for."""
-    told = _NOISED.format(share=marker.evaluation_share, bound=marker.loss_bound)
-    yield "note", "run.evaluate", told
-    names = [metric[0] if isinstance(metric, list) else metric for metric in metrics]
-    if other := [name for name in names if name != "accuracy"]:
-        text = f"metrics: {brief(other)} have no bound, so that private clients refuse them: "
-        yield "problem", "experiment", text + "with evaluation_share, take 'accuracy' or none"
+    run, of_records = setting.run, isinstance(plugin, SampleClip)
+    told = {"share": plugin.evaluation_share, "bound": plugin.loss_bound}
+    told |= _OF_RECORDS if of_records else _OF_CLIENTS
+    yield "note", "run.evaluate", _NOISED.format(**told)
+    names = [metric[0] if isinstance(metric, list) else metric for metric in setting.metrics]
+    if why := unfit_for_noise(map(str, names)):
+        yield "problem", "experiment", why
+    elif not of_records:
+        most = run.get("register")
+        if isinstance(most, Mapping):
+            most = most.get("max_clients", most.get("min_clients"))
+        asked = most if type(most) is int else 0
+        if why := unfit_for_noise([], setting.secagg is not None, asked, plugin.expected_clients):
+            yield "problem", SERVER, why
+        if not setting.watched:
+            yield "problem" if run else "note", SERVER, _NOT_WATCHED
     if (frequency := _part(run, "evaluate").get("frequency", 1)) != 1:
         text = (
             f"frequency = {frequency!r}, and the noise is for an evaluation in each round: fewer "

@@ -47,6 +47,8 @@ class Setting(NamedTuple):
     """How many records or persons the smallest client has, and which of the two, if known."""
     metrics: Sequence[object] = ()
     """What is measured besides the loss."""
+    watched: bool = True
+    """Whether the server has the protocol ``fedclip-websockets``, or `quickrun` gives it that."""
 
 
 Level = Literal["ok", "note", "problem"]

@@ -18,37 +18,54 @@ from fedclip.tools.findings import Level
 from fedclip.tools.init_tables import NAMED
 from fedclip.tools.quickrun import PERSONS
 
-__all__ = ["asked_for", "units"]
+__all__ = ["asked_for", "units", "unnamed"]
 
 
-def units(files: Mapping[str, str]) -> tuple[int, str]:
+def units(files: Mapping[str, str], of: str = "train") -> tuple[int, str]:
     """Return how many records, or persons if a file names them, a client trains on, and which.
+
+    With `of` = "valid", how many it evaluates on.
 
     Raises
     ------
     OSError, TypeError, ValueError
         If a file can not be read, or the persons do not fit the records.
     """
-    records = len(load_data_array(files["train_target"]))
-    named = Path(files["train_data"]).with_name(PERSONS)
+    records = len(load_data_array(files[f"{of}_target"]))
+    named = _named(files, of)
     if not named.exists():
         return records, "record"
     return int(numbered(named, records).max()) + 1, "person"
+
+
+def _named(files: Mapping[str, str], of: str = "train") -> Path:
+    return Path(files[f"{of}_data"]).with_name(PERSONS.replace("train", of))
+
+
+def unnamed(sites: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Yield what evaluations with noise lack where persons are protected."""
+    for site, files in sites.items():
+        if _named(files).exists() and not (missing := _named(files, "valid")).exists():
+            yield (
+                f"{site}: persons are protected, and evaluation_share needs to know whose the "
+                f"validation records are: write them into {missing.name} beside {PERSONS}"
+            )
 
 
 def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, str]]:
     """Yield level and text of what there is to say of persons, for private clients."""
     found: dict[str, list[str]] = {}
     for site, files in sites.items():
-        data = Path(files["train_data"])
-        if data.with_name(PERSONS).exists():
+        data, named = Path(files["train_data"]), _named(files)
+        if named.exists():
             try:
-                yield (
-                    "ok",
-                    f"{site}: {units(files)[0]:,} persons are protected, each with all records",
-                )
+                many, _ = units(files)
+                yield "ok", f"{site}: {many:,} persons are protected, each with all records"
+                named = _named(files, "valid")
+                if named.exists():
+                    units(files, "valid")
             except (OSError, TypeError, ValueError) as exc:
-                yield "problem", f"{data.with_name(PERSONS)}: {exc}"
+                yield "problem", f"{named}: {exc}"
         elif data.suffix == ".csv":
             for column in _identifiers(data):
                 found.setdefault(column, []).append(site)

@@ -82,6 +82,9 @@ def plan(
     honest: Annotated[
         float | None, typer.Option(help="Share of clients that surely add noise, if clients do.")
     ] = None,
+    evaluation_share: Annotated[
+        float, typer.Option(help="Share of each round's noise for an evaluation after it.")
+    ] = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise on averages of clipped updates, and print the lines of TOML."""
@@ -98,18 +101,23 @@ def plan(
             values=values,
             per_round=per_round,
             momentum=momentum,
+            evaluation_share=evaluation_share,
         )
-        if honest is not None and found.separation > 1:
-            raise ValueError("clients that take turns leave the noise to the server: no --honest")
+        if honest is not None and (found.separation > 1 or evaluation_share):
+            what = "clients that take turns" if found.separation > 1 else "evaluations with noise"
+            raise ValueError(f"{what} leave the noise to the server: no --honest")
         prices = Prices(found, 0.75 if honest is None else honest)
     of_client, of_server = prices.configs if honest is not None else ({}, found.config)
     client = toml_line("module", "update-clip-client", of_client)
     server = toml_line("module", "update-clip-server", of_server)
     lines = ["[optim]", 'aggregator = "clipped-averaging"']
-    lines += ["[optim.client_opt]", client, "[optim.server_opt]", server]
+    lines += ["[optim.client_opt]", client, "[optim.server_opt]"]
+    if evaluation_share:
+        lines.append("# loss_bound: a little above the logarithm of the number of classes")
+    lines.append(server)
     extra: Config = {"noise": found.noise, "length": found.length, "drift": found.drift}
     text = str(found)
-    if found.separation == 1:
+    if found.separation == 1 and not evaluation_share:
         extra["prices"] = [row._asdict() for row in prices.rows]
         text += f"\n{prices}" + ("" if values is None else f"\n{_range(prices, values)}")
     _print(found, text, lines, extra, as_json)

@@ -108,6 +108,10 @@ class Experiment:
             )
             for of in ("train", "valid")
         )
+        for one in (train, valid):
+            # Models of JAX need it. Where columns are of several types, declearn raises for it.
+            types = getattr(one.feats, "dtypes", None)
+            one.expose_data_type = types is None or len({*map(str, types)}) == 1
         return train, valid
 
     def persons(self, site: str, of: str = "train") -> Path | None:

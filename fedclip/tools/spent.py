@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class Spent(NamedTuple):
     where: str
     protects: str
     accountant: Accountant
-    entries: Iterable[Entry] = ()
+    entries: Sequence[Entry] = ()
     separation: int = 1
     planned: float | None = None
     mechanism: str = "Gaussian"
@@ -63,7 +63,8 @@ class Spent(NamedTuple):
     @property
     def evaluated(self) -> list[float]:
         """The noise multipliers that are those of evaluations."""
-        return [r.noise_multiplier for r in self.accountant.plan if r.sampling == 1.0]
+        found = (r.noise_multiplier for e in self.entries if e.evaluation for r in e.spent)
+        return [*dict.fromkeys(found)]
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs by each accountant, or why one can not say.
@@ -173,8 +174,7 @@ def turns_of(spent: Spent, most: int) -> list[tuple[float | None, ...]]:
     epsilon so far. Nothing without a package that accounts for samples.
     """
     entries = [entry for entry in spent.entries if entry.spent]
-    kinds = (entry.spent[-1].noise_multiplier for entry in entries)
-    steps_at = [i for i, z in enumerate(kinds, 1) if z not in spent.evaluated]
+    steps_at = [i for i, entry in enumerate(entries, 1) if not entry.evaluation]
     found: list[tuple[float | None, ...]] = []
     for turn in range(len(steps_at), 0, -math.ceil(len(steps_at) / most) or -1):
         count = steps_at[turn - 1]

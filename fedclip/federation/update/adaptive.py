@@ -14,6 +14,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from fedclip import parameters
 from fedclip.errors import StateError
 from fedclip.federation.update.averaging import zeros
@@ -32,10 +34,11 @@ from fedclip.parameters import (
     number,
     parameter,
     positive,
+    share,
     unit_interval,
 )
 from fedclip.parameters.docstring import Documented
-from fedclip.privacy.accounting import Accountant, default_bits_noise
+from fedclip.privacy.accounting import Accountant, default_bits_noise, split_evaluation
 from fedclip.privacy.banded import coefficients
 
 
@@ -93,7 +96,8 @@ class AdaptiveBound(Documented):
     accounted; 0 for no noise."""
     bits_noise: float | None = parameter(non_negative, default=None)
     """Standard deviation of the noise on the sum of the votes, > ``noise_multiplier / 2``. None:
-    ``max(expected_clients / 20, noise_multiplier)``, which suits 3 clients as well as 1,000."""
+    ``max(expected_clients / 20, noise_multiplier)``, which suits 3 clients as well as 1,000; with
+    `evaluation_share`, the multiplier is that of a round without its evaluation."""
     expected_clients: int | None = parameter(integer, 1, default=None)
     """Number of clients in a round, by which averages are divided, however many reply. Noise
     needs it, because the true number must not be used."""
@@ -121,6 +125,13 @@ class AdaptiveBound(Documented):
     honest: float | None = parameter(share_of_clients, default=None)
     """Share of `expected_clients` that surely add their noise, in (0, 1], such as 0.75; the others
     may collude with the server, or send none. ``noise_at="clients"`` needs it."""
+    evaluation_share: float = parameter(share, default=0.0)
+    """Share of a round's noise budget for an evaluation after it, in [0, 1): its noise multiplier
+    is ``noise_multiplier / evaluation_share``, and the round costs what it costs without. 0:
+    evaluations have no noise. It takes the server's protocol ``fedclip-websockets``."""
+    loss_bound: float | None = parameter(positive, default=None)
+    """So much of a client's loss counts at most in an evaluation with noise, > 0; required with
+    `evaluation_share`, as is the other way round."""
     generator: str = parameter(choice, ("secure", "insecure"), default="secure")
     """Source of the noise. The insecure one is for experiments."""
     seed: int | None = parameter(integer, 0, default=None)
@@ -183,8 +194,18 @@ class AdaptiveBound(Documented):
         return coefficients(self.rounds, self.separation, self.momentum)
 
     def _budget(self) -> Budget | None:
+        if bool(self.evaluation_share) != (self.loss_bound is not None):
+            raise ValueError(
+                "evaluation_share and loss_bound go together: noise on evaluations is for a bound "
+                f"on the loss of a client; got {self.evaluation_share!r} and {self.loss_bound!r}"
+            )
+        if self.evaluation_share and self.separation > 1:
+            raise ValueError(
+                "evaluations ask all clients, and separation > 1 charges each for its own turns: "
+                "leave evaluation_share or separation out"
+            )
         if self.noise_multiplier == 0:
-            for name in ("bits_noise", "max_epsilon", "unnoised"):
+            for name in ("bits_noise", "max_epsilon", "unnoised", "evaluation_share"):
                 if value := getattr(self, name):
                     raise ValueError(f"{name} goes with noise_multiplier > 0, got {value!r} with 0")
             if self.separation > 1 or self.noise == "banded":
@@ -199,7 +220,8 @@ class AdaptiveBound(Documented):
         if self.learning_rate == 0:
             bits = 0.0
         elif bits is None:
-            bits = default_bits_noise(self.noise_multiplier, self.expected_clients)
+            without, _ = split_evaluation(self.noise_multiplier, self.evaluation_share)
+            bits = default_bits_noise(without, self.expected_clients)
         return Budget(
             self.noise_multiplier,
             self.expected_clients,
@@ -209,6 +231,7 @@ class AdaptiveBound(Documented):
             max_epsilon=self.max_epsilon,
             separation=self.separation,
             coefficients=self._coefficients(),
+            evaluation_share=self.evaluation_share,
         )
 
     def _site(self) -> SiteNoise | None:
@@ -222,7 +245,8 @@ class AdaptiveBound(Documented):
                 "noise_at='clients' needs noise_multiplier, and honest, the share of the clients "
                 "that surely add their noise, such as honest = 0.75"
             )
-        for name, only in (("separation", 1), ("noise", "independent"), ("generator", "secure")):
+        alone = {"separation": 1, "noise": "independent", "generator": "secure"}
+        for name, only in {**alone, "evaluation_share": 0.0}.items():
             if (value := getattr(self, name)) != only:
                 raise ValueError(f"noise_at='clients' goes with {name}={only!r}, got {value!r}")
         if self.learning_rate == 0 and self.bound != self.max_norm:
@@ -313,6 +337,19 @@ class AdaptiveBound(Documented):
         if self.budget is None or self.site is not None:
             return average
         return self.budget.noised(average, sent.bound, self.round, exact)
+
+    def evaluated(self, rows: Float64) -> Float64 | None:
+        """Return the means of the clients' losses, and other numbers in [0, 1], with noise.
+
+        `rows` has a row for each client, the loss first; NaN abstains. None if there was an
+        evaluation after this round.
+        """
+        assert self.budget is not None
+        assert self.loss_bound is not None
+        bounds = np.array([self.loss_bound, *[1.0] * (rows.shape[1] - 1)])
+        clipped = np.clip(np.nan_to_num(rows / bounds, nan=0.5), 0.0, 1.0)
+        found = self.budget.evaluated(clipped, self.round)
+        return None if found is None else found * bounds
 
     def warn(self, what: str) -> None:
         """Log a warning."""

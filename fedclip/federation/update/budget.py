@@ -16,7 +16,7 @@ import numpy as np
 from fedclip.arrays import Array
 from fedclip.errors import StateError
 from fedclip.measures import Float64
-from fedclip.privacy.accounting import Accountant, Release, split_noise
+from fedclip.privacy.accounting import Accountant, Release, split_evaluation, split_noise
 from fedclip.privacy.accounting import noise_multiplier as least_noise
 from fedclip.privacy.banded import Stream
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
@@ -25,7 +25,8 @@ MANY_ROUNDS = 10**6
 
 
 Draws = Callable[[int, int], Normals]
-"""The generator for a round, and for one use of it: 0 for the votes, 1 for the average."""
+"""The generator for a round, and for one use of it: 0 for the votes, 1 for the average, 2 for the
+evaluation."""
 
 
 def draws_of(generator: str, seed: int | None) -> Draws:
@@ -37,7 +38,7 @@ def draws_of(generator: str, seed: int | None) -> Draws:
 
 
 class Budget:
-    """Noise on the average and on the votes of each round, within a budget.
+    """Noise on the average, the votes and the evaluation of each round, within a budget.
 
     The parameters are those of `update-clip-server`. `clients` is the number by which the average
     is divided; `bits_noise` is 0 if the clients do not vote, which costs privacy too. A turn costs
@@ -61,14 +62,20 @@ class Budget:
         max_epsilon: float | None,
         separation: int = 1,
         coefficients: tuple[float, ...] = (1.0,),
+        evaluation_share: float = 0.0,
     ) -> None:
         self.noise_multiplier, self.clients = noise_multiplier, clients
         self.accountant, self.max_epsilon, self._draws = accountant, max_epsilon, draws
-        self.update_noise, self.bits_noise = noise_multiplier, bits_noise
+        self.bits_noise = bits_noise
+        self.update_noise, self.evaluation_noise = split_evaluation(
+            noise_multiplier, evaluation_share
+        )
+        # Whether there is an evaluation that was paid for with its round, and has not been told.
+        self._unevaluated = False
         self.separation, self.coefficients = separation, coefficients
         self._begin()
         if bits_noise:
-            self.update_noise = split_noise(noise_multiplier, bits_noise)
+            self.update_noise = split_noise(self.update_noise, bits_noise)
         self.update_noise *= math.hypot(*coefficients)
         if max_epsilon is None:
             return
@@ -116,6 +123,7 @@ class Budget:
             self.accountant.add(self.noise_multiplier, 1 + self._owed)
             self._owed = 0
         self._rounds += 1
+        self._unevaluated = True
 
     def resume(self, spent: list[Release]) -> None:
         """Take over what was spent, and begin another schedule.
@@ -145,6 +153,19 @@ class Budget:
         """Return the noise on the sum of the votes of a round."""
         # A sum of votes lies on the grid of its noise, so the noise can be drawn by itself.
         return float(noised(np.zeros(1), self.bits_noise, self._draws(round_, 0))[0])
+
+    def evaluated(self, rows: Float64, round_: int) -> Float64 | None:
+        """Return the means of the clients' numbers with noise; None if it is not paid for.
+
+        `rows` has a row for each client that has sent some, all in [0, 1]. One that sent none
+        counts as 1/2. A client more or less moves the sums by half the root of their number.
+        """
+        if not self._unevaluated:
+            return None
+        self._unevaluated = False
+        std = self.evaluation_noise * math.sqrt(rows.shape[1]) / 2.0
+        sums = noised((rows - 0.5).sum(axis=0), std, self._draws(round_, 2))
+        return np.asarray(np.clip(0.5 + sums / self.clients, 0.0, 1.0))
 
     def noised(
         self,

@@ -85,6 +85,10 @@ class UpdateServer:
         why = self.closing.unfit() or (self.closing.beside_noise() if bound.budget else "")
         if bound.site is not None:
             why = SITES_ELSEWHERE
+        if bound.evaluation_share:
+            why = (
+                "evaluation_share is for runs over declearn's fedclip-websockets: leave it out here"
+            )
         if why:
             raise ValueError(why)
 

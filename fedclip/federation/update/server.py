@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from declearn.optimizer.modules import OptiModule
 
+from fedclip.federation.evaluation import EVALUATIONS
 from fedclip.federation.generics import AnyVector
 from fedclip.federation.replies import expect, faulty_senders
 from fedclip.federation.update.adaptive import AdaptiveBound
@@ -40,12 +41,17 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
                 noise = "banded":              normal less c_1, c_2, ... times that of the rounds
                     before, and norm(c) times as large
                 noise_at = "clients":          both have come with noise: `update-clip-client`
+                evaluation_share = s:          1 - s^2 of z^-2 is for the above
             C    = C * exp(-learning_rate * (b - quantile)),   within [min_norm, max_norm]
                 and twice as fast each round while the votes stay on one side
             while C is searched for:
                 if nearly all were within it, and there is noise:  u = 0
                 C = C * 4 if nearly none were within it, C / 4 if nearly all;
                     smaller steps after it was passed
+        Evaluation, if evaluation_share = s:   k numbers of each client, in [0, 1]
+            v   = sum(clip(number / bound) - 1/2)
+            v  += z / s * sqrt(k) / 2 * normal
+            mean = bound * (1/2 + v / m)       clamped; it alone goes on from where replies arrive
 
     Its counterpart is `update-clip-client`; both need the aggregator `clipped-averaging`
     without `max_norm`. With noise it must be the first of the server's modules.
@@ -120,6 +126,8 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
             self.halt("there are two update-clip-server modules in server_opt: keep one")
         due = DUE.get()
         DUE.set(None)
+        if self.evaluation_share:
+            self._take_evaluations()
         sent = self.open(due)
         self._round = ServerRound(weakref.ref(self), sent)
         SERVER.set(self._round)
@@ -127,6 +135,18 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
         noise = {} if self.site is None else self.site.get_config()
         self._message = UpdateClipBound(sent.bound, sent.adaptive, sent.private, sent.stop, noise)
         return self._message
+
+    def _take_evaluations(self) -> None:
+        """Let nothing but means with noise be told of evaluations; halt where that can not be."""
+        run = EVALUATIONS.get()
+        if run is None:
+            self.halt(
+                "evaluation_share needs the server's protocol 'fedclip-websockets', which has the "
+                "evaluations before they are added up and written"
+            )
+            return
+        self.halt(run.unfit(self.expected_clients or 0))
+        run.noise = self.evaluated
 
     def process_aux_var(self, aux_var: object) -> None:
         """Count the votes and set the next bound; this round's noise still uses the one sent."""
