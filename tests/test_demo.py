@@ -16,9 +16,10 @@ from fedclip.report import read_report
 from fedclip.tools.check import check_config
 from fedclip.tools.compare import interval
 from fedclip.tools.compare import shown as in_words
-from fedclip.tools.demo import DemoError, run, run_demo
+from fedclip.tools.demo import run, run_demo
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
 from fedclip.tools.demo.results import GAIN, pulls
+from fedclip.tools.output import ToolError
 from fedclip.tools.progress import progress
 
 # What declearn warns of itself, in what all nodes of a federation do.
@@ -150,9 +151,9 @@ def test_data_is_all_of_it_and_one_site_trains_in_another_unit(tmp_path: Path) -
 
 def test_it_does_not_write_into_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(DemoError, match="holds something else"):
+    with pytest.raises(ToolError, match="holds something else"):
         run_demo(tmp_path)
-    with pytest.raises(DemoError, match="is a file"):
+    with pytest.raises(ToolError, match="is a file"):
         run_demo(tmp_path / "thesis.tex")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -166,11 +167,11 @@ def test_a_client_that_fails_ends_all_with_a_sentence(
         (folder / "site-b" / "train_data.npy").write_bytes(b"no array")
 
     monkeypatch.setattr(run, "write_data", torn)
-    with pytest.raises(DemoError, match=r"^no-clipping failed: \w+Error: "):
+    with pytest.raises(ToolError, match=r"^no-clipping failed: \w+Error: "):
         run_demo(tmp_path / "demo")
 
 
 @pytest.mark.slow
 def test_the_time_is_bounded(tmp_path: Path) -> None:
-    with pytest.raises(DemoError, match="did not finish within 1 s"):
+    with pytest.raises(ToolError, match="did not finish within 1 s"):
         run_demo(tmp_path / "demo", timeout=1)

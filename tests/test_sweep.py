@@ -17,7 +17,8 @@ from scipy import stats
 import fedclip.tools.sweep
 from fedclip.report import read_report
 from fedclip.tools.compare import compared, interval
-from fedclip.tools.sweep import MARK, Planned, SweepError, plan
+from fedclip.tools.output import ToolError
+from fedclip.tools.sweep import MARK, Planned, plan
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickrun"
 
@@ -95,7 +96,7 @@ def test_a_wrong_setting_is_a_sentence(
 ) -> None:
     if "momentum" in setting:
         config.write_text(config.read_text().replace('[["norm-clip", { max_norm = 5.0 }]]', "[]"))
-    with pytest.raises(SweepError, match=words):
+    with pytest.raises(ToolError, match=words):
         plan(config, [setting], 1, tmp_path)
     result = call("sweep", config, setting)
     assert result.exit_code == 1

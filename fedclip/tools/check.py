@@ -56,6 +56,7 @@ from fedclip.tools.findings import (
     read_toml,
     text_of,
 )
+from fedclip.tools.output import ToolError
 from fedclip.tools.persons import asked_for, units
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
 from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
@@ -78,7 +79,7 @@ def find_config(path: str | Path) -> Path:
         file = path / APP
     if not os.path.isfile(file):
         where = f"{path} holds no config.toml" if folder else f"{path} does not exist"
-        raise FileNotFoundError(f"{where}; give a declearn configuration file, or its folder")
+        raise ToolError(f"{where}; give a declearn configuration file, or its folder", code=2)
     return file
 
 
@@ -92,7 +93,7 @@ def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = F
 
     `path` is as for `find_config`. With `quickrun` it must be a quickrun file; otherwise its
     sections decide. With `simulate` it is one that is to run in one process. If there is no such
-    file, raise `FileNotFoundError`; all else is a finding.
+    file, raise a `ToolError`; all else is a finding.
     """
     check = Check(find_config(path))
     config = read_toml(check, check.path, "the file")

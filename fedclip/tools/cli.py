@@ -21,10 +21,11 @@ import typer
 import fedclip
 from fedclip.tools import privacy, site, studies
 from fedclip.tools.output import (
+    Commands,
+    ConfigPath,
     HtmlFile,
     JsonFlag,
     Results,
-    checked,
     fail,
     results,
     runnable,
@@ -39,18 +40,13 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="fedclip",
-    help="Gradient and update clipping for federated learning with declearn.",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(site.app, name="site")
-
-ConfigPath = Annotated[
-    Path,
-    typer.Argument(metavar="CONFIG", help="A declearn TOML file, or a folder with config.toml."),
-]
 
 
 def main() -> None:
@@ -59,15 +55,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Do not fail on a character that the terminal can not show.
             stream.reconfigure(errors="backslashreplace")
-    try:
-        app(prog_name="fedclip")
-    except ImportError as exc:
-        if exc.name not in ("declearn", "pandas"):  # the one brings the other
-            raise
-        from fedclip.tools.catalogue import NEEDS_DECLEARN
-
-        say(f"fedclip: {NEEDS_DECLEARN}", err=True)
-        sys.exit(1)
+    app(prog_name="fedclip")
 
 
 @app.callback(invoke_without_command=True)
@@ -137,16 +125,13 @@ def init(
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn at random.")] = 0,
 ) -> None:
     """Make a folder that runs from CSV files: data by site, a model, a configuration."""
-    from fedclip.tools.init import InitError, Plan, prepare
+    from fedclip.tools.init import Plan, prepare
 
     if (len(files) > 1) + (site is not None) + (sites is not None) > 1:
         fail("several files, --site or --sites: only one of them can say the sites", code=2)
-    try:
-        plan = Plan(target, site, sites or 3, drop or (), model.value, seed)
-        for line in prepare(folder, files, plan):
-            say(line)
-    except InitError as exc:
-        fail(str(exc))
+    plan = Plan(target, site, sites or 3, drop or (), model.value, seed)
+    for line in prepare(folder, files, plan):
+        say(line)
     for line in (
         "Ready to run:",
         f"  cd {typed(folder)}",
@@ -163,7 +148,9 @@ def check(
     strict: Annotated[bool, typer.Option("--strict", help="Fail for notes, too.")] = False,
 ) -> None:
     """Check a federation's configuration before it runs."""
-    result = checked(config)
+    from fedclip.tools.check import check_config
+
+    result = check_config(config)
     if as_json:
         facts = {"file": str(result.path), "ok": result.ok, "places": result.places}
         print(json.dumps({**facts, "findings": [vars(finding) for finding in result.findings]}))
@@ -203,12 +190,9 @@ def quickrun(
     result = runnable(config, quickrun=True)
 
     from fedclip.tools.card import keep
-    from fedclip.tools.quickrun import QuickrunError, run
+    from fedclip.tools.quickrun import run
 
-    try:
-        clients, results, finished = run(result.path, verbose=verbose, seed=seed)
-    except QuickrunError as exc:
-        fail(str(exc))
+    clients, results, finished = run(result.path, verbose=verbose, seed=seed)
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
     keep(result, results, "quickrun", seed)
@@ -238,13 +222,9 @@ def simulate(
     result = runnable(config, simulate=True)
 
     from fedclip.tools.card import keep
-    from fedclip.tools.quickrun import QuickrunError
     from fedclip.tools.simulate import EARLY, run
 
-    try:
-        done = run(result.path, seed, engine=engine.value)
-    except QuickrunError as exc:
-        fail(str(exc))
+    done = run(result.path, seed, engine=engine.value)
     keep(result, done.results, "simulate", seed)
     see = f"fedclip report {typed(done.results)}"
     if done.ended:
@@ -399,11 +379,6 @@ def demo(
 
     It prints a table and writes a picture.
     """
-    from fedclip.tools.demo import DemoError, run_demo
+    from fedclip.tools.demo import run_demo
 
-    try:
-        run_demo(folder, rounds, seeds, bound)
-    except DemoError as exc:
-        fail(str(exc))
-    except KeyboardInterrupt:
-        fail("interrupted", code=130)
+    run_demo(folder, rounds, seeds, bound)

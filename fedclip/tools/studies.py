@@ -182,7 +182,7 @@ def sweep(
     from fedclip.tools import showing
     from fedclip.tools.check import find_config
     from fedclip.tools.progress import progress
-    from fedclip.tools.sweep import SweepError, plan, refuse, run_all
+    from fedclip.tools.sweep import plan, refuse, run_all
 
     showing.can_write(html=html)
     try:
@@ -191,19 +191,12 @@ def sweep(
         runs = plan(file, settings or [], seeds, out, rounds)
         todo = [planned for planned in runs if not planned.done]
         refuse(todo)
-    except SweepError as exc:
-        fail(str(exc))
-    except FileNotFoundError as exc:
-        fail(str(exc), code=2)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         fail(f"the sweep of {config} can not be planned: {exc}")
     if len(todo) < len(runs):
         say(f"{len(runs) - len(todo)} of {len(runs)} runs are done already", err=True)
     tell = progress({"sweep": sum(planned.rounds for planned in todo)})
-    try:
-        failed = run_all(todo, "quickrun", 1, partial(tell, "sweep"))
-    except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from here", code=130)
+    failed = run_all(todo, "quickrun", 1, partial(tell, "sweep"))
     for planned, why in failed.items():
         fail(f"{why} (output: {planned.folder / 'output.txt'})")
     show_compared(_reports(runs), html)
@@ -253,7 +246,6 @@ def tune(
     from fedclip.tools import showing
     from fedclip.tools.check import find_config
     from fedclip.tools.compare import drawn
-    from fedclip.tools.sweep import SweepError
     from fedclip.tools.tune import Tuning
 
     showing.can_write(html=html)
@@ -266,11 +258,7 @@ def tune(
         out = file.with_name(f"{file.stem}-tune{'-nodes' * nodes}")
         tuning = Tuning(file, out, seeds, rounds, "quickrun" if nodes else "simulate", jobs)
         _tuned(tuning, [name.strip() for name in sites.split(",") if name.strip()])
-    except FileNotFoundError as exc:
-        fail(str(exc), code=2)
-    except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from here", code=130)
-    except (SweepError, OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         fail(f"{config} can not be tuned: {exc}")
     standings = tuning.standings
     if as_json:
@@ -304,12 +292,12 @@ def _tuned(tuning: Tuning, chosen: list[str]) -> None:
     """Run all that is to be tried, and say how far it is."""
     from fedclip.tools.progress import progress
     from fedclip.tools.standings import NONE
-    from fedclip.tools.sweep import SweepError, run_all
+    from fedclip.tools.sweep import run_all
 
     begin = [run for run in tuning.runs[NONE][: tuning.jobs] if not run.done]
     tell = progress({"first runs": sum(run.rounds for run in begin)})
     for why in run_all(begin, tuning.command, tuning.jobs, partial(tell, "first runs")).values():
-        raise SweepError(why)
+        fail(why)
     advice = tuning.advised(chosen)
     for line in (*advice.findings, advice.answer):
         say(line, err=True)

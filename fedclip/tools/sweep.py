@@ -34,10 +34,11 @@ from fedclip.parameters import Config
 from fedclip.toml import value_of
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.check import check_config
+from fedclip.tools.output import ToolError
 from fedclip.tools.progress import latest
 
 __all__ = [
-    *("MARK", "Planned", "SweepError", "free_port", "modules_of", "parse", "placed", "plan"),
+    *("MARK", "Planned", "free_port", "modules_of", "parse", "placed", "plan"),
     *("refuse", "run", "run_all"),
 ]
 
@@ -45,10 +46,6 @@ MARK = "sweep-done.toml"
 _CONFIG, _OUTPUT = "config.toml", "output.txt"
 _COPIED = "forkserver" in multiprocessing.get_all_start_methods()
 _PROCESSES: Any = multiprocessing.get_context("forkserver" if _COPIED else "spawn")
-
-
-class SweepError(ValueError):
-    """A sweep can not be planned, or a run of it failed; the message says why."""
 
 
 class Planned(NamedTuple):
@@ -89,7 +86,7 @@ def parse(setting: str) -> tuple[str, list[object]]:
     """
     key, equals, values = setting.partition("=")
     if not equals or not key.strip() or not values.strip():
-        raise SweepError(f"{setting!r} must be KEY=VALUE,VALUE")
+        raise ToolError(f"{setting!r} must be KEY=VALUE,VALUE")
     try:
         found = tomllib.loads(f"x = [{values}]")["x"]
     except (ValueError, RecursionError):
@@ -104,7 +101,7 @@ def plan(
 
     Raises
     ------
-    SweepError
+    ToolError
         If a key is not in the configuration, or can not be told from others.
     """
     text = file.read_text(encoding="utf-8")
@@ -117,14 +114,14 @@ def plan(
             for (key, _), value in zip(parsed, values, strict=True):
                 _set(document, key, value)
             if not any(is_ours(known.get(name, object)) for name, _, _ in modules_of(document)):
-                raise SweepError(
+                raise ToolError(
                     'no module of fedclip would measure anything: add "no-op" to the modules of '
                     "client_opt"
                 )
             folder = out / _label(parsed, values) / f"seed-{seed}"
             runs.append(placed(document, file, folder, rounds))
     if len({run.folder for run in runs}) < len(runs):
-        raise SweepError("two values of a setting are the same")
+        raise ToolError("two values of a setting are the same")
     return runs
 
 
@@ -139,14 +136,14 @@ def placed(document: Config, file: Path, folder: Path, rounds: int | None) -> Pl
 
 
 def refuse(runs: Sequence[Planned], command: str = "quickrun") -> None:
-    """Raise a `SweepError` if one of these settings that are not done would not run."""
+    """Raise a `ToolError` if one of these settings that are not done would not run."""
     for planned in {planned.label: planned for planned in runs if not planned.done}.values():
         planned.folder.mkdir(parents=True, exist_ok=True)
         trial = planned.folder / _CONFIG
         trial.write_text(planned.text, encoding="utf-8")
         if problems := check_config(trial, **{command: True}).problems:
             where, message = problems[0].where, problems[0].message
-            raise SweepError(f"{planned.label} would not run: {where} {message}")
+            raise ToolError(f"{planned.label} would not run: {where} {message}")
 
 
 def _label(parsed: Sequence[tuple[str, object]], values: Sequence[object]) -> str:
@@ -175,7 +172,7 @@ def _set(document: Config, key: str, value: object) -> None:
         hint = nearest(way[0], known) if way else ""
         if way and way[0] in document.get("optim", {}):
             hint = f"; write optim.{key}"
-        raise SweepError(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
+        raise ToolError(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
     # A clipper and its counterpart must agree, and so both get the value.
     for modules, i in places:
         old = modules[i]
@@ -214,7 +211,7 @@ def run(planned: Planned, told: Callable[[int, str], None], command: str = "quic
 
     Raises
     ------
-    SweepError
+    ToolError
         If the process fails; the message has the last line of what it said.
     """
     folder = planned.folder
@@ -239,7 +236,7 @@ def run(planned: Planned, told: Callable[[int, str], None], command: str = "quic
         process.join()
     if process.exitcode:
         said = (folder / _OUTPUT).read_text(errors="replace").strip().rpartition("\n")[2]
-        raise SweepError(
+        raise ToolError(
             f"{planned.label}, seed {planned.seed}, failed: {said or 'it said nothing'}"
         )
     told(planned.rounds, latest(metrics))
@@ -262,13 +259,13 @@ def run_all(
     def one(planned: Planned) -> str:
         def told(rounds: int, text: str) -> None:
             if stop.is_set():
-                raise SweepError("interrupted")
+                raise ToolError("interrupted")
             done[planned] = rounds
             tell(sum(done.values()), f"{planned.label}, seed {planned.seed}: {text or 'starts'}")
 
         try:
             run(planned, told, command)
-        except SweepError as exc:
+        except ToolError as exc:
             return str(exc)
         return ""
 
@@ -278,7 +275,8 @@ def run_all(
         except KeyboardInterrupt:
             stop.set()
             pool.shutdown(cancel_futures=True)
-            raise
+            text = "interrupted; the same command goes on from here"
+            raise ToolError(text, code=130) from None
     return {planned: text for planned, text in zip(todo, said, strict=True) if text}
 
 
@@ -302,7 +300,7 @@ def free_port() -> int:
     for port in random.SystemRandom().sample(range(16_384, 32_768), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise SweepError("no port is free between 16384 and 32767")
+    raise ToolError("no port is free between 16384 and 32767")
 
 
 def _rounds(metrics: Path) -> int:

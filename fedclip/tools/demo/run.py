@@ -17,19 +17,15 @@ from fedclip.report import read_report
 from fedclip.tools.compare import Outcome, table_of
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
 from fedclip.tools.demo.results import outcomes, plot, sentences
-from fedclip.tools.output import say, typed
+from fedclip.tools.output import ToolError, say, typed
 from fedclip.tools.progress import Tell, latest, progress
-from fedclip.tools.quickrun import Federation, QuickrunError
+from fedclip.tools.quickrun import Federation
 from fedclip.tools.showing import console
 from fedclip.tools.sweep import free_port
 
-__all__ = ["DemoError", "run_demo"]
+__all__ = ["run_demo"]
 
 MARKER = ".fedclip-demo"
-
-
-class DemoError(RuntimeError):
-    """The demo can not start or did not finish; the message says why."""
 
 
 class Way(NamedTuple):
@@ -62,7 +58,7 @@ def run_demo(
 
     The folder is new, empty, or that of an earlier demo. Every seed splits the records over the
     hospitals in another way. A training is given up after `timeout` seconds. If the folder can not
-    be used, a node fails or the time is up, raise a `DemoError`.
+    be used, a node fails or the time is up, raise a `ToolError`.
     """
     try:
         folder = folder.resolve()
@@ -75,7 +71,7 @@ def run_demo(
                 folder, way, seed, {"rounds": rounds, "bound": bound, "port": free_port()}
             )
     except OSError as exc:
-        raise DemoError(f"can not write to {folder}: {exc.strerror}") from exc
+        raise ToolError(f"can not write to {folder}: {exc.strerror}") from exc
     total = rounds * len(trainings)
     # A tenth of a second for a round, on a core that has nothing else to do.
     say(
@@ -104,9 +100,9 @@ def _prepare(folder: Path) -> None:
     """Make the folder, and what all trainings share."""
     marker = folder / MARKER
     if folder.exists() and not folder.is_dir():
-        raise DemoError(f"{folder} is a file; give a folder to write the demo to")
+        raise ToolError(f"{folder} is a file; give a folder to write the demo to")
     if folder.is_dir() and any(folder.iterdir()) and not marker.exists():
-        raise DemoError(f"{folder} holds something else; give an empty or new folder")
+        raise ToolError(f"{folder} holds something else; give an empty or new folder")
     for old in ("data", *WAYS):
         shutil.rmtree(folder / old, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,11 +144,11 @@ def _train(folder: Path, before: int, timeout: float, tell: Tell) -> None:
         # The splits differ, and the order of the records in them does not.
         asyncio.run(asyncio.wait_for(federation.run(seed=0), timeout))
     except TimeoutError:
-        raise DemoError(
+        raise ToolError(
             f"{way} did not finish within {timeout:.0f} s and was ended; the logs are "
             f"{typed(folder)}/*/logs.txt"
         ) from None
-    except QuickrunError as exc:
-        raise DemoError(str(exc)) from None
+    except ToolError:
+        raise
     except Exception as exc:  # whatever a node raises
-        raise DemoError(f"{way} failed: {type(exc).__name__}: {exc}") from exc
+        raise ToolError(f"{way} failed: {type(exc).__name__}: {exc}") from exc
