@@ -22,9 +22,9 @@ from fedclip.report.advice import Advice, Proposal
 from fedclip.tools import sweep
 from fedclip.tools.check import check_config
 from fedclip.tools.compare import by_site, drawn, interval, judged_by
+from fedclip.tools.editing import unclipped
 from fedclip.tools.quickrun import draw_from
 from fedclip.tools.standings import AS_IS, NONE, Standings
-from fedclip.tools.tune import unclipped
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
 

@@ -88,15 +88,17 @@ def _is_app(file: Path) -> bool:
     return os.path.isfile(file) and "[tool.flwr." in file.read_text("utf-8", errors="replace")
 
 
-def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = False) -> Check:
+def check_config(
+    path: str | Path, *, quickrun: bool = False, simulate: bool = False, text: str | None = None
+) -> Check:
     """Check a declearn configuration: a quickrun file, or one for `FLOptimConfig`; or Flower's.
 
     `path` is as for `find_config`. With `quickrun` it must be a quickrun file; otherwise its
     sections decide. With `simulate` it is one that is to run in one process. If there is no such
-    file, raise a `ToolError`; all else is a finding.
+    file, raise a `ToolError`; all else is a finding. A `text` is checked in place of the file's.
     """
     check = Check(find_config(path))
-    config = read_toml(check, check.path, "the file")
+    config = read_toml(check, check.path, "the file", text)
     if config is None:
         return check
     if check.path.name == APP and not (quickrun or simulate):
@@ -114,8 +116,8 @@ def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = F
         # A section of this name may be anything else.
         _check_optim(check, config, {} if any(section_faults("run", run)) else run, prefix="")
     else:
-        text = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
-        check.problem("the file", f"{text} FLOptimConfig does{nearest('client_opt', config)}")
+        what = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
+        check.problem("the file", f"{what} FLOptimConfig does{nearest('client_opt', config)}")
     return check
 
 

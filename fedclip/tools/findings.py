@@ -145,11 +145,14 @@ def text_of(exc: BaseException) -> str:
     return text if len(text) <= 400 else text[:399] + "…"
 
 
-def read_toml(check: Check, path: Path, where: str) -> Config | None:
-    """Parse a TOML file as declearn does, where nan means None; report what is wrong with it."""
+def read_toml(check: Check, path: Path, where: str, text: str | None = None) -> Config | None:
+    """Parse a TOML file as declearn does, where nan means None; report what is wrong with it.
+
+    With a `text`, that is what the file is taken to hold.
+    """
     data = b""
     try:
-        data = path.read_bytes()
+        data = path.read_bytes() if text is None else text.encode()
         return tomllib.loads(data.decode(), parse_float=lambda s: None if s == "nan" else float(s))
     except RecursionError:
         check.problem(where, f"{path.name} nests its values too deeply")

@@ -107,11 +107,11 @@ def results(folder: Path | None) -> Path:
     return found if found.is_dir() else Path()
 
 
-def runnable(config: Path, **options: bool) -> Check:
+def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) -> Check:
     """Return the findings for a configuration; end the command if it would not run."""
     from fedclip.tools.check import check_config
 
-    result = check_config(config, **options)
+    result = check_config(config, quickrun=quickrun, simulate=simulate)
     if not result.ok:
         for finding in result.problems:
             say(f"fedclip: {finding.where} {finding.message}", err=True)

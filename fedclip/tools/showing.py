@@ -208,8 +208,13 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
     if file == "-":
         sys.stdout.write(text)
         return
+    file = Path(file)
+    # Whoever reads the file while it is written anew gets all of one.
+    part = file.with_name(f".{file.name}.part") if os.path.isfile(file) else file
     try:
-        Path(file).write_bytes(text.encode(errors="backslashreplace"))
+        part.write_bytes(text.encode(errors="backslashreplace"))
+        if part != file:
+            part.replace(file)
     except (OSError, ValueError) as exc:
         fail(f"can not write {file}: {exc}")
     if not quiet:
@@ -263,12 +268,7 @@ def save_page(
         runs.append(run if name or live else _with_advice(run))
     title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
     text = page_of(runs, title, tables, _REFRESH * live)
-    # A browser that reads the file while it is written anew gets all of one page.
-    part = file.with_name(f".{file.name}.part") if os.path.isfile(file) else file
-    write(part, text, quiet=True)
-    part.replace(file)
-    if not live:
-        say(f"wrote {file}")
+    write(file, text, quiet=live)
 
 
 def _with_advice(run: Run) -> Run:
@@ -276,8 +276,7 @@ def _with_advice(run: Run) -> Run:
     if len(run.report.experiments) > 1 or not run.report.rows:
         return run
     try:
-        from fedclip.tools.suggest import advised, lines_of
-        from fedclip.tools.suggest.showing import shares_of
+        from fedclip.tools.suggest import advised, lines_of, shares_of
 
         (experiment,) = run.report.experiments
         advice = advised(run.report, experiment)

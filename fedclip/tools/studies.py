@@ -87,26 +87,21 @@ def suggest(
 def save(file: Path, proposal: Proposal) -> None:
     """Write a proposal into a configuration, unless that would then not run."""
     from fedclip.tools.check import check_config, find_config
-    from fedclip.tools.suggest import rewritten
+    from fedclip.tools.editing import rewritten
+    from fedclip.tools.showing import write
 
+    file = find_config(file)
     try:
-        file = find_config(file)
         text = rewritten(file.read_bytes().decode(), proposal)
-        known = check_config(file).problems
-        # Next to it, so that paths in it lead to the same files.
-        trial = file.with_name(f".{file.name}.fedclip")
-        trial.write_bytes(text.encode())
-        try:
-            for fresh in (f for f in check_config(trial).problems if f not in known):
-                fail(
-                    f"{file} was left as it is: with {proposal.name} it would not run "
-                    f"({fresh.where} {fresh.message})"
-                )
-            trial.replace(file)
-        finally:
-            trial.unlink(missing_ok=True)
     except (OSError, ValueError, TypeError) as exc:
         fail(f"{file} can not be changed: {exc}")
+    known = check_config(file).problems
+    for fresh in (f for f in check_config(file, text=text).problems if f not in known):
+        fail(
+            f"{file} was left as it is: with {proposal.name} it would not run "
+            f"({fresh.where} {fresh.message})"
+        )
+    write(file, text, quiet=True)
     say(f"wrote {proposal.name} into {file}; check it with  fedclip check {typed(file)}")
 
 
@@ -190,7 +185,7 @@ def sweep(
         out = out or file.with_name(f"{file.stem}-sweep")
         runs = plan(file, settings or [], seeds, out, rounds)
         todo = [planned for planned in runs if not planned.done]
-        refuse(todo)
+        refuse(file, todo)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         fail(f"the sweep of {config} can not be planned: {exc}")
     if len(todo) < len(runs):

@@ -20,7 +20,7 @@ import shutil
 import socket
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -29,16 +29,16 @@ from typing import Any, NamedTuple
 import tomlkit
 from declearn.optimizer import list_optim_modules
 
-from fedclip.errors import nearest
 from fedclip.parameters import Config
 from fedclip.toml import value_of
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.check import check_config
+from fedclip.tools.editing import modules_of, relocate, set_value
 from fedclip.tools.output import ToolError
 from fedclip.tools.progress import latest
 
 __all__ = [
-    *("MARK", "Planned", "free_port", "modules_of", "parse", "placed", "plan"),
+    *("MARK", "Planned", "free_port", "parse", "placed", "plan"),
     *("refuse", "run", "run_all"),
 ]
 
@@ -112,7 +112,7 @@ def plan(
         for values in itertools.product(*(found for _, found in parsed)):
             document: Config = tomlkit.parse(text)
             for (key, _), value in zip(parsed, values, strict=True):
-                _set(document, key, value)
+                set_value(document, key, value)
             if not any(is_ours(known.get(name, object)) for name, _, _ in modules_of(document)):
                 raise ToolError(
                     'no module of fedclip would measure anything: add "no-op" to the modules of '
@@ -130,18 +130,15 @@ def placed(document: Config, file: Path, folder: Path, rounds: int | None) -> Pl
     if rounds is not None:
         document["run"]["rounds"] = rounds
     folder = folder.absolute()
-    _place(document, file, folder)
+    relocate(document, file, folder)
     count, seed = document["run"].get("rounds", 0), int(folder.name.rpartition("-")[2])
     return Planned(folder.parent.name, seed, folder, tomlkit.dumps(document), int(count))
 
 
-def refuse(runs: Sequence[Planned], command: str = "quickrun") -> None:
-    """Raise a `ToolError` if one of these settings that are not done would not run."""
+def refuse(file: Path, runs: Sequence[Planned], command: str = "quickrun") -> None:
+    """Raise a `ToolError` if one of these settings of a file that are not done would not run."""
     for planned in {planned.label: planned for planned in runs if not planned.done}.values():
-        planned.folder.mkdir(parents=True, exist_ok=True)
-        trial = planned.folder / _CONFIG
-        trial.write_text(planned.text, encoding="utf-8")
-        if problems := check_config(trial, **{command: True}).problems:
+        if problems := check_config(file, text=planned.text, **{command: True}).problems:
             where, message = problems[0].where, problems[0].message
             raise ToolError(f"{planned.label} would not run: {where} {message}")
 
@@ -154,54 +151,6 @@ def _label(parsed: Sequence[tuple[str, object]], values: Sequence[object]) -> st
     ]
     plain = re.sub(r'[][{}"]', "", ",".join(words))
     return re.sub(r"[^\w.=,+-]+", "_", plain).strip("_.")[:120] or "as-it-is"
-
-
-def _set(document: Config, key: str, value: object) -> None:
-    """Set a value by the way through the sections, or by the name of a module and a parameter."""
-    *way, last = key.split(".")
-    table: object = document
-    for name in way:
-        table = table.get(name) if isinstance(table, Mapping) else None
-    if isinstance(table, MutableMapping) and way:
-        table[last] = value
-        return
-    found = [*modules_of(document)]
-    places = [(modules, i) for name, modules, i in found if [name] == way]
-    if not places:
-        known = [*document, *(name for name, _, _ in found)]
-        hint = nearest(way[0], known) if way else ""
-        if way and way[0] in document.get("optim", {}):
-            hint = f"; write optim.{key}"
-        raise ToolError(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
-    # A clipper and its counterpart must agree, and so both get the value.
-    for modules, i in places:
-        old = modules[i]
-        modules[i] = [way[0], {**({} if isinstance(old, str) else old[1]), last: value}]
-
-
-def modules_of(document: Config) -> Iterator[tuple[str, Any, int]]:
-    """Yield the name of each module of the optimizers, and where it stands: in a list, and at."""
-    optim = document.get("optim", {})
-    for side in ("client_opt", "server_opt"):
-        section = optim.get(side)
-        modules = section.get("modules", []) if isinstance(section, Mapping) else []
-        for place, module in enumerate(modules):
-            name = module if isinstance(module, str) else module[0] if module else ""
-            yield str(name), modules, place
-
-
-def _place(document: Config, file: Path, folder: Path) -> None:
-    """Let a configuration that lies in another folder find the same files, and write there."""
-    for section in ("data", "model", "experiment"):
-        document.setdefault(section, tomlkit.table())
-    home = file.resolve().parent
-    if not document["data"].get("data_folder"):
-        found = [path for path in home.glob("data*") if path.is_dir()]
-        if len(found) == 1:
-            document["data"]["data_folder"] = str(found[0])
-    if not document["model"].get("model_file"):
-        document["model"]["model_file"] = str(home / "model.py")
-    document["experiment"]["checkpoint"] = str(folder)
 
 
 def run(planned: Planned, told: Callable[[int, str], None], command: str = "quickrun") -> None:

@@ -2,7 +2,6 @@
 """From the norms of an experiment to a decision: what to clip first, and why."""
 
 from fedclip.tools.suggest.ranking import advised
-from fedclip.tools.suggest.showing import in_words
-from fedclip.tools.suggest.writing import lines_of, rewritten
+from fedclip.tools.suggest.showing import in_words, lines_of, shares_of
 
-__all__ = ["advised", "in_words", "lines_of", "rewritten"]
+__all__ = ["advised", "in_words", "lines_of", "shares_of"]

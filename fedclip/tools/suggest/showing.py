@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 
 from fedclip.report.advice import Advice, Proposal
-from fedclip.tools.suggest.writing import lines_of
+from fedclip.toml import toml_line
 
-__all__ = ["in_words"]
+__all__ = ["in_words", "lines_of", "shares_of"]
 
 # Up to so many clients are named; of more, the extremes and the one in the middle.
 _NAMED = 8
@@ -45,6 +45,17 @@ def _rest(proposal: Proposal) -> Iterator[str]:
     yield from _wrapped(f"What it reveals: {proposal.reveals}", 2)
     for line in lines_of(proposal):
         yield f"    {line}"
+
+
+def lines_of(proposal: Proposal) -> Iterator[str]:
+    """Yield the lines of TOML of a proposal, section by section."""
+    for section, (name, config) in proposal.plugins.items():
+        if section == "aggregator":
+            yield "[optim]"
+            yield toml_line("aggregator", name, config)
+        else:
+            yield f"[optim.{section}]"
+            yield toml_line("module", name, config)
 
 
 def shares_of(shares: Mapping[str, float]) -> str:
