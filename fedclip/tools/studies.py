@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fedclip.report import Report
     from fedclip.report.advice import Proposal
     from fedclip.tools.progress import Tell
-    from fedclip.tools.sweep import Planned
     from fedclip.tools.tune import Tuning
 
 __all__ = ["add_to"]
@@ -177,7 +176,7 @@ def sweep(
     from fedclip.tools import showing
     from fedclip.tools.check import find_config
     from fedclip.tools.progress import progress
-    from fedclip.tools.sweep import plan, refuse, run_all
+    from fedclip.tools.sweep import plan, refuse, reports, run_all
 
     showing.can_write(html=html)
     try:
@@ -194,22 +193,9 @@ def sweep(
     failed = run_all(todo, "quickrun", 1, partial(tell, "sweep"))
     for planned, why in failed.items():
         fail(f"{why} (output: {planned.folder / 'output.txt'})")
-    show_compared(_reports(runs), html)
+    show_compared(reports(runs), html)
     if html is None:
         say(f"As a page:  fedclip compare {typed(out)} --html compare.html")
-
-
-def _reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
-    """Return name, folder and report of each setting, without seeds of other plans."""
-    from fedclip.tools.showing import read
-
-    found = []
-    for folder in dict.fromkeys(planned.folder.parent for planned in runs if planned.done):
-        report = read(folder)
-        seeds = {planned.folder.name for planned in runs}
-        kept = [run for run in report.experiments if run.partition("/")[0] in seeds]
-        found.append((folder.name, folder, report.only(kept)))
-    return found
 
 
 def tune(
@@ -241,6 +227,7 @@ def tune(
     from fedclip.tools import showing
     from fedclip.tools.check import find_config
     from fedclip.tools.compare import drawn
+    from fedclip.tools.sweep import reports
     from fedclip.tools.tune import Tuning
 
     showing.can_write(html=html)
@@ -271,7 +258,7 @@ def tune(
         runs = [run for name in standings.ranking() for run in tuning.runs[name]]
         tables = standings.tables()
         tables[0]["caption"] = f"{standings.answer()} {tables[0]['caption']}"
-        showing.save_page(_reports(runs), html, tables, f"Tuning of {file.name}")
+        showing.save_page(reports(runs), html, tables, f"Tuning of {file.name}")
     winner = standings.winner
     if write and winner in tuning.proposals:
         save(file, tuning.proposals[winner])

@@ -30,15 +30,17 @@ import tomlkit
 from declearn.optimizer import list_optim_modules
 
 from fedclip.parameters import Config
+from fedclip.report import Report
 from fedclip.toml import value_of
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.check import check_config
 from fedclip.tools.editing import modules_of, relocate, set_value
 from fedclip.tools.output import ToolError
 from fedclip.tools.progress import latest
+from fedclip.tools.showing import read
 
 __all__ = [
-    *("MARK", "Planned", "free_port", "parse", "placed", "plan"),
+    *("MARK", "Planned", "free_port", "parse", "placed", "plan", "reports"),
     *("refuse", "run", "run_all"),
 ]
 
@@ -227,6 +229,17 @@ def run_all(
             text = "interrupted; the same command goes on from here"
             raise ToolError(text, code=130) from None
     return {planned: text for planned, text in zip(todo, said, strict=True) if text}
+
+
+def reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
+    """Return name, folder and report of each setting, without seeds of other plans."""
+    found = []
+    for folder in dict.fromkeys(planned.folder.parent for planned in runs if planned.done):
+        report = read(folder)
+        seeds = {planned.folder.name for planned in runs}
+        kept = [run for run in report.experiments if run.partition("/")[0] in seeds]
+        found.append((folder.name, folder, report.only(kept)))
+    return found
 
 
 def _run(words: list[str], output: Path) -> None:
