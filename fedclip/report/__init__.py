@@ -16,7 +16,6 @@ people's text: they are shown as they are, never read as markup.
 """
 
 from fedclip.report.experiment import Report
-from fedclip.report.figure import draw_panels
 from fedclip.report.page import Run, Spending, page_of
 from fedclip.report.reading import Reader, read_report
 from fedclip.report.rows import ALL, COLUMNS, ReportError, Row, number, pooled, printable
@@ -30,7 +29,6 @@ __all__ = [
     "Row",
     "Run",
     "Spending",
-    "draw_panels",
     "number",
     "page_of",
     "pooled",

@@ -35,6 +35,8 @@ class Proposal:
         The module whose norms it would have clipped, and beside which it is drawn.
     what, why, reveals
         What it does, why it stands at its place in the ranking, and what it reveals of the data.
+    toml, clipped
+        Its lines as TOML, and its shares in words.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Proposal:
     what: str = ""
     why: str = ""
     reveals: str = ""
+    toml: Sequence[str] = ()
+    clipped: str = ""
 
 
 @dataclass(frozen=True)

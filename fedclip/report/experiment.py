@@ -136,8 +136,7 @@ class Report:
         """
         if not self.rows:
             raise ValueError("there are no norms to draw: all clients train by DP-SGD")
-        panels = {node: self.select(node) for node in self.nodes}
-        return draw_panels(panels, columns=min(3, len(panels)))
+        return draw_panels({node: self.select(node) for node in self.nodes})
 
     def findings(self) -> list[Finding]:
         """Return the most important findings: losses that are lost, then some for each clipper."""

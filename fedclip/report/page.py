@@ -67,12 +67,6 @@ class Run(NamedTuple):
     """Whether the federations of the report are shown as one, such as several seeds."""
     advice: Advice | None = None
     """What is advised; for a report of one federation."""
-    said: Mapping[str, tuple[Sequence[str], str]] = {}
-    """Of each proposal the lines of TOML, and in words what it would have clipped."""
-    limits: Sequence[tuple[str, str, float, bool]] = ()
-    """The limits of proposals: the clipper that has measured such norms, as its chart is named,
-    name and limit, and whether it is the one to start with.
-    """
 
 
 def page_of(
@@ -147,9 +141,8 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
             {
                 "name": printable(run.name or experiment or report.folder.resolve().name),
                 "advice": advice,
-                "said": run.said,
                 "findings": _findings(part, advice),
-                "clippers": _clippers(part, run),
+                "clippers": _clippers(part, advice),
                 "metrics": _metrics(part.curves, part.servers),
                 "clients": _nodes(part),
                 "spent": [line for s in own for line in s.words],
@@ -237,8 +230,12 @@ def _name(node: str) -> str:
     return node.rpartition("/")[2]
 
 
-def _clippers(report: Report, run: Run) -> list[dict[str, object]]:
-    """Return the rounds of each clipper, over all clients, and of each client if not too many."""
+def _clippers(report: Report, advice: Advice | None) -> list[dict[str, object]]:
+    """Return the rounds of each clipper, over all clients, and of each client if not too many.
+
+    Its rules are limits that were proposed: name, limit, and whether it is the one to start with.
+    """
+    start, proposed = (advice.start, advice.proposals) if advice else ("", ())
     limits = report.limits()
     ordered = sorted(report.whole, key=lambda row: row.node in report.servers)
     runs = grouped(
@@ -258,7 +255,11 @@ def _clippers(report: Report, run: Run) -> list[dict[str, object]]:
                 "nodes": [(printable(n), points) for n, points in shown.items()],
                 "count": len(nodes),
                 **_series(lines if len(nodes) > 1 else {}),
-                "rules": [rule for measured, *rule in run.limits if measured == name],
+                "rules": [
+                    (p.name, p.limit, p.name == start)
+                    for p in proposed
+                    if p.module == name and p.limit is not None
+                ],
             }
         )
     return result

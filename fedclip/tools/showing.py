@@ -24,6 +24,7 @@ from fedclip.report import (
     printable,
     read_report,
 )
+from fedclip.report.advice import Advice
 from fedclip.report.rows import Key
 from fedclip.tools.output import fail, say
 
@@ -264,33 +265,25 @@ def save_page(
     """
     runs: list[Run] = []
     for name, folder, report in reports:
-        run = Run(name, report, _spent(folder, words=not live), bool(name))
-        runs.append(run if name or live else _with_advice(run))
+        advice = None if name or live else _advice(report)
+        runs.append(Run(name, report, _spent(folder, words=not live), bool(name), advice))
     title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
     text = page_of(runs, title, tables, _REFRESH * live)
     write(file, text, quiet=live)
 
 
-def _with_advice(run: Run) -> Run:
-    """Add what is advised after the run of one federation."""
-    if len(run.report.experiments) > 1 or not run.report.rows:
-        return run
+def _advice(report: Report) -> Advice | None:
+    """Return what is advised after the run of one federation."""
+    if len(report.experiments) > 1 or not report.rows:
+        return None
     try:
-        from fedclip.tools.suggest import advised, lines_of, shares_of
+        from fedclip.tools.suggest import advised
 
-        (experiment,) = run.report.experiments
-        advice = advised(run.report, experiment)
+        return advised(report, *report.experiments)
     except (ModuleNotFoundError, TypeError, ValueError) as exc:
         # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
         say(f"fedclip: nothing is advised on the page: {exc}", err=True)
-        return run
-    said = {p.name: ([*lines_of(p)], shares_of(p.shares)) for p in advice.proposals}
-    limits = [
-        (p.module, p.name, p.limit, p.name == advice.start)
-        for p in advice.proposals
-        if p.limit is not None
-    ]
-    return run._replace(advice=advice, said=said, limits=limits)
+        return None
 
 
 def _spent(folder: Path, words: bool) -> list[Spending]:

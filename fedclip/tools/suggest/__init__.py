@@ -2,6 +2,6 @@
 """From the norms of an experiment to a decision: what to clip first, and why."""
 
 from fedclip.tools.suggest.ranking import advised
-from fedclip.tools.suggest.showing import in_words, lines_of, shares_of
+from fedclip.tools.suggest.showing import in_words
 
-__all__ = ["advised", "in_words", "lines_of", "shares_of"]
+__all__ = ["advised", "in_words"]
