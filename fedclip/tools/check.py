@@ -112,9 +112,9 @@ def check_config(
     if quickrun or simulate or "optim" in config or whole or alone:
         _check_quickrun(check, config)
     elif "client_opt" in config:
-        run = _section(config, "run")
+        run, check.quickrun = _section(config, "run"), False
         # A section of this name may be anything else.
-        _check_optim(check, config, {} if any(section_faults("run", run)) else run, prefix="")
+        _check_optim(check, config, {} if any(section_faults("run", run)) else run)
     else:
         what = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
         check.problem("the file", f"{what} FLOptimConfig does{nearest('client_opt', config)}")
@@ -163,7 +163,7 @@ def _check_quickrun(check: Check, config: Config) -> None:
         check.problem("[secagg]", text)
     if isinstance(config.get("optim"), dict):
         wrong = any(finding.where.startswith("[run") for finding in check.problems)
-        _check_optim(check, config["optim"], {} if wrong else run, prefix="optim.")
+        _check_optim(check, config["optim"], {} if wrong else run)
     if isinstance(config.get("run"), dict) and "register" not in run:
         text = "this section is missing: write in min_clients how many clients to wait for"
         check.problem("[run.register]", text)
@@ -247,7 +247,7 @@ def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
     text = f"declearn ignores {f'[{key}]' if where == 'the file' else 'this section'}"
     if slip:
         check.problem(where, f"{text}; did you mean {slip[0]!r}?")
-    else:
+    elif check.quickrun:  # a file for FLOptimConfig may have other sections
         check.note(where, text)
 
 
@@ -311,18 +311,18 @@ def _protected(check: Check) -> tuple[int, str] | None:
         return None
 
 
-def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix: str) -> None:
+def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
     plugins: dict[str, list[Plugin]] = {}
     for key in known[:2]:
-        where = f"[{prefix}{key}]"
+        where = f"[optim.{key}]"
         if key in optim:
             plugins[key] = check_optimizer(check, optim[key], key, where)
         elif key == "client_opt" and key not in check.config:
             check.problem(where, f"the clients' optimizer is missing{nearest(key, optim)}")
     whole = len(check.problems) == before
-    aggregator = check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
+    aggregator = check_aggregator(check, optim.get("aggregator"), "[optim.aggregator]")
     setting = Setting(
         plugins,
         aggregator,
@@ -331,43 +331,41 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix
         _secagg(check),
         "fairness" in optim,
         _clients(check.config),
-        _protected(check) if prefix else None,
+        _protected(check) if check.quickrun else None,
         _section(check.config, "experiment").get("metrics") or (),
     )
     # If a plug-in could not be built, its counterpart can not be checked.
     if whole:
-        check_counterparts(check, plugins, prefix)
+        check_counterparts(check, plugins)
         if "aggregator" not in optim or aggregator is not None:
-            _check_updates(check, optim, setting, prefix)
+            _check_updates(check, optim, setting)
     least = _count(_section(_section(check.config, "network"), "kwargs").get("min_replies"))
     if least is not None:
-        if not prefix and _section(check.config, "network").get("protocol") == "websockets":
+        if not check.quickrun and _section(check.config, "network").get("protocol") == "websockets":
             # In a quickrun file, fedclip's own protocol takes its place.
             text = "declearn's own websockets takes no min_replies: write 'fedclip-websockets'"
             check.problem("[network]", f"protocol: {text}")
         _check_quorum(check, setting, least)
-    for key in optim:
-        # A file for FLOptimConfig may have other sections; a name that is nearly right is a typo.
-        if key not in known and (prefix or difflib.get_close_matches(key, known, cutoff=0.8)):
-            home = elsewhere(key, prefix.rstrip("."))
-            if prefix and key in parameters.signature_of(Optimizer):
-                home = "optim.client_opt] or [optim.server_opt"
-            if prefix and home:
-                check.problem(f"[{prefix}{key}]", f"write it in [{home}]")
-            else:
-                _ignored(check, f"[{prefix}{key}]", key, known)
+    for key in (key for key in optim if key not in known):
+        home = elsewhere(key, "optim") if check.quickrun else None
+        if check.quickrun and key in parameters.signature_of(Optimizer):
+            home = "optim.client_opt] or [optim.server_opt"
+        if home:
+            check.problem(f"[optim.{key}]", f"write it in [{home}]")
+        else:
+            _ignored(check, f"[optim.{key}]", key, known)
     # Report declearn's own errors only if no problem found above explains them.
     if len(check.problems) == before:
-        where = f"[{prefix.rstrip('.')}]" if prefix else "the file"
+        where = "[optim]" if check.quickrun else "the file"
         _declearn(check, where, FLOptimConfig, {k: v for k, v in optim.items() if k in known})
     # The guarantee of a pipeline is only known if all its parts could be built.
     if len(check.problems) == before:
-        _check_bounds(check, _section(optim, "client_opt"), setting, prefix)
+        _check_bounds(check, _section(optim, "client_opt"), setting)
     chosen = [*plugins.get("client_opt", []), aggregator]
     names = dict.fromkeys(plugin.name for plugin in chosen if is_ours(type(plugin)))
     if names:
         check.note(
-            f"[{prefix}client_opt]",
+            "[optim.client_opt]",
             f"clients need fedclip>={fedclip.__version__} for {', '.join(names)} "
             "(`make build` writes the wheel to hand to them), and `import fedclip` in the client's "
             "script, or `fedclip run` to start it",
@@ -402,11 +400,11 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
         )
 
 
-def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) -> None:
+def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
     """Find mistakes that break the bound of the round update."""
     ours = is_ours(type(setting.aggregator))
     # `fedclip quickrun` and the demo take both by themselves.
-    vetted = bool(prefix) or setting.sampler.get("strategy") == NamedClients.strategy
+    vetted = check.quickrun or setting.sampler.get("strategy") == NamedClients.strategy
     watched = _section(check.config, "network").get("protocol") == "fedclip-websockets"
     found = update_problems(
         setting.plugins,
@@ -416,11 +414,11 @@ def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) 
             _count(_section(check.config, "run").get("rounds")),
             setting.clients,
             setting.secagg,
-            named=bool(prefix) or watched or (vetted and setting.secagg is None),
+            named=check.quickrun or watched or (vetted and setting.secagg is None),
         ),
     )
     for level, section, message in found:
-        check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
+        check.add("note" if level == "note" else "problem", f"[optim.{section}]", message)
     shared = any(is_shared(p) for chosen in setting.plugins.values() for p in chosen)
     if (ours or shared) and not vetted:
         check.note(
@@ -451,16 +449,16 @@ def _secagg(check: Check) -> Section | None:
     return section if isinstance(section, dict) and fits(clipval, float) and clipval > 0 else None
 
 
-def _check_bounds(check: Check, client: Section, setting: Setting, prefix: str) -> None:
+def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
     """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
     plugins, run = setting.plugins, setting.run
     for key, chosen in plugins.items():
         steps = steps_of(key, run, setting.clients)
         for warning in (*places.warnings(chosen), *stuck(chosen, steps)):
-            check.note(f"[{prefix}{key}]", warning)
+            check.note(f"[optim.{key}]", warning)
     for level, section, message in exposures(setting):
         own = section.partition(".")[0] in ("run", "secagg", "client_sampler", "experiment")
-        check.add(level, f"[{section}]" if own else f"[{prefix}{section}]", message)
+        check.add(level, f"[{section}]" if own else f"[optim.{section}]", message)
         if (level, section) != ("note", "run.privacy"):
             check.exposed.append(message)
     check.places = places.in_words(

@@ -79,6 +79,8 @@ class Check:
         What is clipped where, and what that guarantees: a line for each place.
     exposed
         What voids a privacy guarantee, or is not covered by it.
+    quickrun
+        Whether the optimizers are in [optim], as in a quickrun file; else they are alone in it.
     """
 
     path: Path
@@ -86,6 +88,7 @@ class Check:
     findings: list[Finding] = dataclasses.field(default_factory=list)
     places: list[str] = dataclasses.field(default_factory=list)
     exposed: list[str] = dataclasses.field(default_factory=list)
+    quickrun: bool = True
 
     @property
     def ok(self) -> bool:
@@ -104,6 +107,7 @@ class Check:
 
     def add(self, level: Level, where: str, message: str) -> None:
         """Add a finding, its message on one line."""
+        where = where if self.quickrun else where.replace("[optim.", "[")
         self.findings.append(Finding(level, where, " ".join(message.split())))
 
     def problem(self, where: str, *messages: str) -> bool:

@@ -174,13 +174,13 @@ def check_aggregator(check: Check, value: object, where: str) -> Plugin:
     return None
 
 
-def check_counterparts(check: Check, plugins: Plugins, prefix: str) -> None:
+def check_counterparts(check: Check, plugins: Plugins) -> None:
     """Find modules that exchange variables with a module that the other side lacks.
 
     declearn's server hangs on a variable without a receiver.
     """
     for side, problem in shared_problems(plugins):
-        check.problem(f"[{prefix}{side}]", problem)
+        check.problem(f"[optim.{side}]", problem)
     for side, other in (("client_opt", "server_opt"), ("server_opt", "client_opt")):
         sent = {plugin.aux_name for plugin in plugins.get(side, ()) if _sends(plugin)}
         received = {getattr(plugin, "aux_name", None) for plugin in plugins.get(other, ())}
@@ -193,7 +193,7 @@ def check_counterparts(check: Check, plugins: Plugins, prefix: str) -> None:
             ]
             what = f" ({', '.join(map(repr, candidates))})" if candidates else ""
             text = f"{mine.name} exchanges {aux!r} with a counterpart{what}, and {other} has none"
-            check.problem(f"[{prefix}{side}]", f"{text}: the run would hang")
+            check.problem(f"[optim.{side}]", f"{text}: the run would hang")
 
 
 def _sends(plugin: Plugin) -> bool:
