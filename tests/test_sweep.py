@@ -156,6 +156,16 @@ def test_the_share_that_was_clipped_is_that_of_clippers(tmp_path: Path) -> None:
     assert found.values["largest norm"][0] == pytest.approx(2.0)
 
 
+def test_a_run_in_the_folder_of_another_is_compared_with_it(tmp_path: Path) -> None:
+    Node(tmp_path / "outer" / "a", ["norm-clip"]).round([0.5])
+    Node(tmp_path / "outer" / "inner" / "a", ["norm-clip"]).round([2.0])
+    facts = json.loads(
+        call("compare", tmp_path / "outer", tmp_path / "outer/inner", "--json").stdout
+    )
+    clipped = [setting["values"]["clipped"]["mean"] for setting in facts["settings"]]
+    assert clipped == [0.0, 1.0]
+
+
 @pytest.mark.slow
 def test_a_real_sweep(tmp_path: Path) -> None:
     folder = tmp_path / "quickrun"

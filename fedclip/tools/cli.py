@@ -124,7 +124,10 @@ def init(
     model: Annotated[Kind, typer.Option(help="A linear model, or a small network.")] = Kind.sklearn,
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn at random.")] = 0,
 ) -> None:
-    """Make a folder that runs from CSV files: data by site, a model, a configuration."""
+    """Make a folder that runs from CSV files.
+
+    It has the data by site, a model and a configuration.
+    """
     from fedclip.tools.init import Plan, prepare
 
     if (len(files) > 1) + (site is not None) + (sites is not None) > 1:
@@ -218,7 +221,10 @@ def simulate(
         Engine, typer.Option(help="Train in this process, or in those of Flower's simulation.")
     ] = Engine.process,
 ) -> None:
-    """Check a configuration, then run it in one process, with as many clients as you say."""
+    """Check a configuration, then run it in one process.
+
+    It has as many clients as the section [simulate] says.
+    """
     result = runnable(config, simulate=True)
 
     from fedclip.tools.card import keep

@@ -6,7 +6,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -128,8 +128,8 @@ def innermost(sampler: Section) -> Section:
     return sampler
 
 
-def brief(value: object) -> str:
-    """Return a value as it is written, cut off if it is long.
+def brief(value: object, written: Callable[[object], str] = repr) -> str:
+    """Return a value as it is written in Python, or elsewhere, cut off if it is long.
 
     Examples
     --------
@@ -137,7 +137,7 @@ def brief(value: object) -> str:
     ("[1, 'a']", 120)
     """
     try:
-        text = repr(value)
+        text = written(value)
     except (RecursionError, ValueError):  # nested too deeply, or an int of thousands of digits
         text = f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

@@ -20,6 +20,7 @@ from fedclip.errors import nearest
 from fedclip.federation.statistics.check import is_shared, shared_problems
 from fedclip.parameters import Config
 from fedclip.privacy.maps import Plugin
+from fedclip.toml import toml_value
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.findings import Check, Plugins, Section, brief, read_toml, text_of
 from fedclip.tools.settings import argument_faults, fits
@@ -148,7 +149,7 @@ def _check_plugin(
             check.problem(where, f"{brief(spec)} in {field} {form}")
             return None
     if name in registries[field]:
-        shown = ", ".join(f"{key} = {brief(value)}" for key, value in config.items())
+        shown = ", ".join(f"{key} = {brief(value, toml_value)}" for key, value in config.items())
         ok = f"{name} {{{shown}}}" if shown else name
         return _build(check, where, name, registries[field][name], config, ok)
     right = next((other for other, registry in registries.items() if name in registry), None)

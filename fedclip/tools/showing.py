@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,13 +50,16 @@ def console() -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
 
 
-def read(folder: Path, follow: bool = False, html: Path | None = None) -> Report:
+def read(
+    folder: Path, follow: bool = False, html: Path | None = None, apart: Collection[Path] = ()
+) -> Report:
     """Read a report, of a run to its end if it is to be followed; else end with a sentence.
 
-    The page of a run that is followed is written anew whenever there is something new.
+    The page of a run that is followed is written anew whenever there is something new. Runs in
+    folders that are read `apart` are left out.
     """
     try:
-        result = _followed(folder, html) if follow else _newest(read_report(folder))
+        result = _followed(folder, html) if follow else _newest(_without(apart, folder))
     except ReportError as exc:
         if os.path.exists(folder):
             fail(str(exc), code=1 if os.path.isdir(folder) else 2)
@@ -66,6 +69,14 @@ def read(folder: Path, follow: bool = False, html: Path | None = None) -> Report
     for path in result.skipped:
         say(f"fedclip: skipped {path}, which can not be read (yet)", err=True)
     return result
+
+
+def _without(apart: Collection[Path], folder: Path) -> Report:
+    report = read_report(folder)
+    kept = [
+        name for name in report.experiments if not name or (folder / name).resolve() not in apart
+    ]
+    return report.only(kept or report.experiments)
 
 
 def _newest(report: Report, quiet: bool = False) -> Report:

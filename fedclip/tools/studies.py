@@ -124,8 +124,9 @@ def compare(
         for path in inner or [folder]:
             name = path.resolve().name
             named[str(path) if name in named else name] = path
-    reports = [(name, path, showing.read(path)) for name, path in named.items()]
-    show_compared(reports, html, as_json)
+    found = {path.resolve() for path in named.values()}
+    read = [(name, path, showing.read(path, apart=found)) for name, path in named.items()]
+    show_compared(read, html, as_json)
 
 
 def show_compared(
@@ -219,10 +220,10 @@ def tune(
     html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Try what `suggest` proposes, and no clipping, over seeds; rank by the metric of each site.
+    """Try over seeds what `suggest` proposes, and rank it.
 
-    Runs go on side by side, and what is hopeless is given up. After an interruption the same
-    command goes on where it stopped.
+    It is ranked beside no clipping, by the metric of each site. Runs go on side by side, and what
+    is hopeless is given up. After an interruption the same command goes on where it stopped.
     """
     from fedclip.tools import showing
     from fedclip.tools.check import find_config
