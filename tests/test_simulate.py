@@ -21,7 +21,7 @@ from fedclip.tools.output import ToolError
 from fedclip.tools.quickrun import Federation
 from fedclip.tools.simulate import Simulation, run
 from fedclip.tools.spent import read_spent
-from fedclip.tools.suggest.norms import read_norms
+from fedclip.tools.suggest.ranking import read_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
 

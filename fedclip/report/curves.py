@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from fedclip.report.rows import experiment_of
+
 __all__ = ["Curve", "read_curves", "rounds_of"]
 
 
@@ -30,7 +32,7 @@ class Curve(NamedTuple):
     @property
     def experiment(self) -> str:
         """The folder that holds the nodes of one federation."""
-        return self.node.rpartition("/")[0]
+        return experiment_of(self.node)
 
     @property
     def last(self) -> tuple[int, float]:

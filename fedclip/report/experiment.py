@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from fedclip.report import words
 from fedclip.report.curves import Curve
 from fedclip.report.figure import draw_panels
-from fedclip.report.rows import ALL, COLUMNS, Key, Row, printable, write_csv
+from fedclip.report.rows import ALL, COLUMNS, Key, Row, experiment_of, printable, write_csv
 from fedclip.report.words import Finding
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ class Report:
     @property
     def experiments(self) -> tuple[str, ...]:
         """The folders that hold the nodes of one federation, relative to the report's."""
-        private = (node.rpartition("/")[0] for node in self.private)
+        private = map(experiment_of, self.private)
         return tuple(dict.fromkeys([*(row.experiment for row in self.rows), *private]))
 
     def only(self, experiments: Collection[str]) -> Report:
         """Return the report of some of the experiments."""
         rows = tuple(row for row in self.rows if row.experiment in experiments)
         curves = tuple(c for c in self.curves if c.experiment in experiments)
-        private = tuple(n for n in self.private if n.rpartition("/")[0] in experiments)
+        private = tuple(n for n in self.private if experiment_of(n) in experiments)
         return dataclasses.replace(self, rows=rows, curves=curves, private=private)
 
     def select(self, node: str | None = None, module: str | None = None) -> tuple[Row, ...]:

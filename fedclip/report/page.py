@@ -25,11 +25,13 @@ from fedclip.report.experiment import Report
 from fedclip.report.rows import (
     Limits,
     Row,
+    experiment_of,
     grouped,
     known,
     number,
     pooled,
     printable,
+    site_of,
 )
 from fedclip.report.table import SETTERS
 
@@ -135,7 +137,7 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
     for experiment, part in parts.items():
         advice = run.advice if len(parts) == 1 else None
         own = [s for s in run.spent if len(parts) == 1 or s.where.startswith(f"{experiment}/")]
-        turns = {s.where.rpartition("/")[0] or s.where: s.turns for s in own if s.turns}
+        turns = {experiment_of(s.where) or s.where: s.turns for s in own if s.turns}
         epsilons = {n: [[t[0], _short(t[5])] for t in some] for n, some in turns.items()}
         found.append(
             {
@@ -158,10 +160,10 @@ def _merged(report: Report) -> Report:
     """Return several runs of one federation as if they were one: its nodes have one name in all."""
     return dataclasses.replace(
         report,
-        rows=tuple(dataclasses.replace(row, node=_name(row.node)) for row in report.rows),
-        curves=tuple(curve._replace(node=_name(curve.node)) for curve in report.curves),
-        servers=frozenset(map(_name, report.servers)),
-        private=tuple(dict.fromkeys(map(_name, report.private))),
+        rows=tuple(dataclasses.replace(row, node=site_of(row.node)) for row in report.rows),
+        curves=tuple(curve._replace(node=site_of(curve.node)) for curve in report.curves),
+        servers=frozenset(map(site_of, report.servers)),
+        private=tuple(dict.fromkeys(map(site_of, report.private))),
     )
 
 
@@ -201,7 +203,7 @@ def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, obje
     """
     found: dict[str, dict[str, dict[int, list[float]]]] = {}
     for curve in curves:
-        node = "" if curve.node in servers else _name(curve.node)
+        node = "" if curve.node in servers else site_of(curve.node)
         rounds = found.setdefault(curve.metric, {}).setdefault(node, {})
         for round_, value in (*curve.points, *((r, math.nan) for r in curve.nonfinite)):
             rounds.setdefault(round_, []).append(value)
@@ -226,10 +228,6 @@ def _means(rounds: Mapping[int, Sequence[float]]) -> list[list[float | None]]:
     return [[r, _short(sum(values) / len(values))] for r, values in sorted(rounds.items())]
 
 
-def _name(node: str) -> str:
-    return node.rpartition("/")[2]
-
-
 def _clippers(report: Report, advice: Advice | None) -> list[dict[str, object]]:
     """Return the rounds of each clipper, over all clients, and of each client if not too many.
 
@@ -243,7 +241,7 @@ def _clippers(report: Report, advice: Advice | None) -> list[dict[str, object]]:
     )
     result = []
     for name, chosen in runs.items():
-        nodes = grouped(chosen, lambda row: _name(row.node))
+        nodes = grouped(chosen, lambda row: site_of(row.node))
         everybody = _by_round(chosen, limits)
         single = {n: _by_round(some, limits) for n, some in nodes.items()}
         shown = single if len(nodes) > 1 and len(chosen) <= _MOST_ROUNDS else {}
@@ -292,7 +290,7 @@ def _nodes(report: Report) -> list[list[str]]:
     runs = grouped(report.whole, lambda row: (row.node, row.module))
     return [
         [
-            printable(_name(node)) + " (server)" * (node in report.servers and node != "server"),
+            printable(site_of(node)) + " (server)" * (node in report.servers and node != "server"),
             printable(module),
             *_cells(pooled(r.record for r in some), known(some[-1:], limits)),
             number(statistics.fmean(c.last[1] for c in last[node]) if node in last else None),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fedclip.records import RoundRecord
 from fedclip.report.curves import Curve
 from fedclip.report.place import places_of
-from fedclip.report.rows import Limits, Row, grouped, known, listed, number, pooled
+from fedclip.report.rows import Limits, Row, experiment_of, grouped, known, listed, number, pooled
 from fedclip.report.seeing import seen, told
 
 __all__ = ["Finding", "diverged", "findings", "unlike", "unseen"]
@@ -74,7 +74,7 @@ def unlike(rows: Iterable[Row]) -> list[Finding]:
 
 def unseen(private: Iterable[str]) -> list[Finding]:
     """Say why nothing is known of clients that train by DP-SGD but what they have spent."""
-    found = grouped(private, lambda node: node.rpartition("/")[0])
+    found = grouped(private, experiment_of)
     said = (
         "DP-SGD on {}: the norms of records, and how many were clipped, follow from the records "
         "without noise, so they are never kept. What may be seen is the budget that was spent, "

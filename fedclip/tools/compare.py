@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedclip.report import Report, number, pooled, printable
-from fedclip.report.rows import grouped
+from fedclip.report.rows import grouped, site_of
 from fedclip.report.table import plain_table
 
 __all__ = [
@@ -102,8 +102,7 @@ def by_site(report: Report, experiment: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for curve in report.curves:
         if curve.experiment == experiment and curve.node not in report.servers:
-            site = curve.node.rpartition("/")[2]
-            found.setdefault(site, {})[curve.metric] = curve.last[1]
+            found.setdefault(site_of(curve.node), {})[curve.metric] = curve.last[1]
     return found
 
 
@@ -124,7 +123,7 @@ def _worst(report: Report) -> str:
     curves = [curve for curve in report.curves if curve.node not in report.servers]
     metric, higher = judged_by({curve.metric for curve in curves})
     chosen = (curve for curve in curves if curve.metric == metric)
-    sites = grouped(chosen, lambda curve: curve.node.rpartition("/")[2])
+    sites = grouped(chosen, lambda curve: site_of(curve.node))
     means = {site: interval([curve.last[1] for curve in own]) for site, own in sites.items()}
     # Nothing is worse than what is no number.
     ranked = sorted(means, key=lambda s: (not math.isnan(m := means[s][0]), m if higher else -m))

@@ -25,7 +25,7 @@ from fedclip.report import (
     read_report,
 )
 from fedclip.report.advice import Advice
-from fedclip.report.rows import Key
+from fedclip.report.rows import Key, experiment_of
 from fedclip.tools.output import fail, say
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _newest(report: Report, quiet: bool = False) -> Report:
         path = report.folder / node
         return (path if path.is_dir() else report.folder).stat().st_mtime
 
-    newest = max((*report.nodes, *report.private), key=written).rpartition("/")[0]
+    newest = experiment_of(max((*report.nodes, *report.private), key=written))
     if not quiet:
         said = f"this is the newest of {len(found)} runs, in {report.folder / newest}"
         say(f"fedclip: {said}; the others are left out", err=True)
@@ -132,7 +132,7 @@ def _budget(spendings: Sequence[Spending], short: bool) -> Table:
     table = plain_table("Privacy budget, after each round it took part in", ["client"], heads)
     for spending in spendings:
         for turn in spending.turns[-1:] if short else spending.turns:
-            where = spending.where.rpartition("/")[0] or spending.where
+            where = experiment_of(spending.where) or spending.where
             table.add_row(printable(where), *map(number, turn))
     return table
 
