@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["Advice", "Lines", "Proposal"]
-
 Lines: TypeAlias = Mapping[str, tuple[str, Mapping[str, object]]]
 """Name and parameters by section: of modules, or (section "aggregator") of the aggregator."""
 

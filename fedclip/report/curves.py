@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from fedclip.report.rows import experiment_of
 
-__all__ = ["Curve", "read_curves", "rounds_of"]
-
 
 class Curve(NamedTuple):
     """One metric of one node, round by round."""

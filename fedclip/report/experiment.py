@@ -9,17 +9,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from fedclip.records import ALL
 from fedclip.report import words
 from fedclip.report.curves import Curve
 from fedclip.report.figure import draw_panels
-from fedclip.report.rows import ALL, COLUMNS, Key, Row, experiment_of, printable, write_csv
+from fedclip.report.rows import COLUMNS, Key, Row, experiment_of, printable, write_csv
 from fedclip.report.words import Finding
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
-
-__all__ = ["Report"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,6 @@ from fedclip.report.rows import Row, printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_panels"]
-
 
 def draw_panels(panels: Mapping[str, Iterable[Row]]) -> Figure:
     """Return a figure of panels by title."""

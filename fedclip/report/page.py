@@ -35,8 +35,6 @@ from fedclip.report.rows import (
 )
 from fedclip.report.table import SETTERS
 
-__all__ = ["Run", "Spending", "page_of"]
-
 # With more rounds than this, of all clients, none can be chosen, as the page would be too large.
 _MOST_ROUNDS = 40_000
 _MOST_METRICS = 6

@@ -12,8 +12,6 @@ from functools import cached_property
 from fedclip.records import RoundRecord
 from fedclip.report.rows import Row, grouped, pooled, site_of
 
-__all__ = ["BY_NORM", "FEW", "UPDATES", "Norms", "places_of", "rounded"]
-
 BY_NORM = {
     *("no-op", "norm-clip", "normalize", "zscore-clip", "ema-clip", "auto-clip", "mad-clip"),
     *("percentile-norm-clip", "adaptive-clip", "growth-clip", "ema-norm-clip", "ema-normalize"),

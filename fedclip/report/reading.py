@@ -16,8 +16,6 @@ from fedclip.report.curves import Curve, read_curves
 from fedclip.report.experiment import Report
 from fedclip.report.rows import ReportError, Row, experiment_of
 
-__all__ = ["Reader", "read_report"]
-
 STATES = "optimizer_state_*.mpk"
 LEDGER = "privacy_spent.json"
 """What a client that trains by DP-SGD has spent; see `fedclip.privacy.ledger`."""

@@ -10,13 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TextIO, TypeAlias, TypeVar
 
-from fedclip.records import ALL, RoundRecord
-
-__all__ = [
-    "ALL",
-    *("COLUMNS", "Key", "Limits", "ReportError", "Row"),
-    *("experiment_of", "grouped", "known", "number", "pooled", "printable", "site_of", "write_csv"),
-]
+from fedclip.records import RoundRecord
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

@@ -13,8 +13,6 @@ from fedclip.report.place import places_of
 from fedclip.report.rows import Limits, Row, experiment_of, grouped, known, listed, number, pooled
 from fedclip.report.seeing import seen, told
 
-__all__ = ["Finding", "diverged", "findings", "unlike", "unseen"]
-
 # A limit binds nearly always, or one kind of limit rules, from this share of the steps on.
 _NEARLY_ALL = 0.95
 

@@ -46,8 +46,6 @@ from fedclip.tools.output import ToolError
 from fedclip.tools.quickrun import Experiment
 from fedclip.tools.simulate import Simulation
 
-__all__ = ["Audit", "Membership", "audit"]
-
 CANARIES = 1000
 """About as many in all: clients in several runs, or records in one."""
 _MOST_RUNS = 10

@@ -48,7 +48,6 @@ from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
 from fedclip.tools.findings import (
     Check,
-    Finding,
     Section,
     Setting,
     brief,
@@ -61,8 +60,6 @@ from fedclip.tools.persons import asked_for, units
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
 from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
 from fedclip.tools.trained import trained
-
-__all__ = ["Check", "Finding", "check_config", "find_config"]
 
 APP = "pyproject.toml"
 """The file with the settings of an app of Flower."""

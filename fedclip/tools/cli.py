@@ -34,9 +34,8 @@ from fedclip.tools.output import (
 )
 
 if TYPE_CHECKING:
-    from fedclip.tools.check import Check
+    from fedclip.tools.findings import Check
 
-__all__ = ["app", "main"]
 
 app = typer.Typer(
     name="fedclip",

@@ -19,21 +19,6 @@ from fedclip.report import Report, number, pooled, printable
 from fedclip.report.rows import grouped, site_of
 from fedclip.report.table import plain_table
 
-__all__ = [
-    *(
-        "Outcome",
-        "by_site",
-        "compared",
-        "drawn",
-        "heads",
-        "interval",
-        "judged_by",
-        "shown",
-        "table_of",
-    ),
-    "table_rows",
-]
-
 _ENDS = ("rounds", "clipped", "largest norm", "worst site")
 _HIGHER = ("accuracy", "roc_auc", "f-score", "r2")
 

@@ -16,8 +16,6 @@ from fedclip.report.place import BY_NORM, UPDATES
 from fedclip.toml import toml_item
 from fedclip.tools.output import ToolError
 
-__all__ = ["modules_of", "relocate", "rewritten", "set_value", "unclipped"]
-
 _SIDES = ("client_opt", "server_opt")
 _DECLEARNS = {"l2-clipping", "l2-global-clipping"}
 _MEASURES: Lines = {side: ("no-op", {}) for side in _SIDES}

@@ -13,19 +13,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from fedclip.parameters import Config
 from fedclip.privacy.maps import Plugin
 
-__all__ = [
-    "Check",
-    "Finding",
-    "Level",
-    "Plugins",
-    "Section",
-    "Setting",
-    "brief",
-    "innermost",
-    "read_toml",
-    "text_of",
-]
-
 Section: TypeAlias = Mapping[str, Any]
 Plugins: TypeAlias = Mapping[str, Sequence[Plugin]]
 """The plug-ins of client_opt and server_opt, in the order in which they act."""

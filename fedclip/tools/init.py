@@ -23,8 +23,6 @@ from fedclip.errors import nearest
 from fedclip.tools.init_tables import as_numbers, joined, learnt, read_table, units
 from fedclip.tools.output import ToolError
 
-__all__ = ["Plan", "prepare"]
-
 FEWEST = 10
 """Records with a target that each site needs."""
 HELD_OUT = 5

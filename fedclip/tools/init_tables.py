@@ -19,8 +19,6 @@ import pandas as pd
 from fedclip.errors import nearest, shown
 from fedclip.tools.output import ToolError
 
-__all__ = ["as_numbers", "joined", "learnt", "read_table", "units"]
-
 MOST_TEXTS = 20
 """Different texts that a column may hold; more are names, dates or remarks."""
 FAR = 5.0

@@ -14,19 +14,6 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from fedclip.tools.findings import Check
 
-__all__ = [
-    "Commands",
-    "ConfigPath",
-    "HtmlFile",
-    "JsonFlag",
-    "Results",
-    "ToolError",
-    "fail",
-    "results",
-    "runnable",
-    "say",
-    "typed",
-]
 
 ConfigPath = Annotated[
     Path,

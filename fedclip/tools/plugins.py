@@ -27,8 +27,6 @@ from fedclip.tools.settings import argument_faults, fits
 
 Registries: TypeAlias = Mapping[str, Mapping[str, type[Plugin]]]
 
-__all__ = ["check_aggregator", "check_counterparts", "check_optimizer"]
-
 
 def check_optimizer(check: Check, value: object, key: str, where: str) -> list[Plugin]:
     """Check one optimizer in any of the forms it may take; return the plug-ins it holds."""

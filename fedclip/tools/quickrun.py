@@ -43,8 +43,6 @@ from fedclip.tools.output import ToolError
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.trained import label
 
-__all__ = ["PERSONS", "Experiment", "Federation", "draw_from", "run"]
-
 PERSONS = "train_persons.csv"
 """In a client's folder of data: a line for each training record, which says whose it is."""
 

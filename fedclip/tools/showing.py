@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.table import Table
 
-__all__ = ["can_write", "console", "read", "save_page", "save_plot", "show", "write"]
 
 # Above this number of rounds, all nodes together, one line for each node is shown.
 _LONG = 200

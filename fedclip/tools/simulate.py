@@ -45,8 +45,6 @@ from fedclip.tools.progress import latest, progress
 from fedclip.tools.quickrun import Experiment, draw_from
 from fedclip.tools.trained import label
 
-__all__ = ["EARLY", "Simulated", "Simulation", "run"]
-
 EARLY = "the loss has stopped to improve, as early_stop says"
 _NODES = ("server", "clients")
 _ROUNDS_A_FILE = 100  # as many as a `Recorder` keeps

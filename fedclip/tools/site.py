@@ -15,7 +15,6 @@ from fedclip.tools.output import fail, say
 if TYPE_CHECKING:
     from fedclip.federation.site.policy import Policy
 
-__all__ = ["ENGINES", "app"]
 
 app = typer.Typer(
     help="Limit what leaves a site, whatever a server asks for.",

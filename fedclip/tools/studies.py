@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from fedclip.tools.progress import Tell
     from fedclip.tools.tune import Tuning
 
-__all__ = ["add_to"]
-
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""

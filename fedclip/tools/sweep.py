@@ -39,11 +39,6 @@ from fedclip.tools.output import ToolError
 from fedclip.tools.progress import latest
 from fedclip.tools.showing import read
 
-__all__ = [
-    *("MARK", "Planned", "free_port", "parse", "placed", "plan", "reports"),
-    *("refuse", "run", "run_all"),
-]
-
 MARK = "sweep-done.toml"
 _CONFIG, _OUTPUT = "config.toml", "output.txt"
 _COPIED = "forkserver" in multiprocessing.get_all_start_methods()

@@ -18,8 +18,6 @@ from declearn.utils import make_importable
 from fedclip.federation.generics import AnyModel
 from fedclip.federation.personal import PersonalModel, astray, listed, unsent
 
-__all__ = ["LABEL", "Trained", "label", "trained"]
-
 LABEL = "about_these_models.txt"
 """The file beside a server's checkpoints that says what of them is no client's."""
 

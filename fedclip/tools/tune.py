@@ -25,8 +25,6 @@ from fedclip.tools.standings import AS_IS, NONE, Standings
 from fedclip.tools.suggest import advised
 from fedclip.tools.sweep import Planned, placed, refuse
 
-__all__ = ["Tuning"]
-
 
 @dataclass
 class Tuning:

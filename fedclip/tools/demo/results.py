@@ -16,8 +16,6 @@ from fedclip.tools.compare import Outcome, compared, interval
 from fedclip.tools.demo.data import SITES
 from fedclip.tools.output import typed
 
-__all__ = ["outcomes", "plot", "pulls", "sentences"]
-
 GAIN = "gain over fixed-bound"
 
 

@@ -22,8 +22,6 @@ from fedclip.tools.progress import progress
 from fedclip.tools.showing import console
 from fedclip.tools.sweep import Planned, placed, reports, run_all
 
-__all__ = ["run_demo"]
-
 MARKER = ".fedclip-demo"
 
 

@@ -10,8 +10,6 @@ from fedclip.report.advice import Lines, Proposal
 from fedclip.report.place import Norms, rounded
 from fedclip.toml import toml_line
 
-__all__ = ["proposals"]
-
 # Clients whose numbers of steps in a round differ by less than this factor have the same weight.
 _ALIKE = 1.2
 # Up to so many clients are named; of more, the extremes and the one in the middle.

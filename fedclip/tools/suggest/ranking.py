@@ -15,8 +15,6 @@ from fedclip.report.rows import listed
 from fedclip.report.seeing import Seen, seen, told
 from fedclip.tools.suggest.proposing import proposals
 
-__all__ = ["advised", "read_norms"]
-
 _ORDERS = {
     "update": ("update.adaptive", "step.fixed", "step.shared", "update.fixed", "step.learnt"),
     "step": ("step.fixed", "update.adaptive", "step.shared", "update.fixed", "step.learnt"),

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 from fedclip.report.advice import Advice, Proposal
 
-__all__ = ["in_words"]
-
 # So many proposals are shown in full.
 _FULL = 3
 
