@@ -12,9 +12,8 @@ import io
 import json
 import os
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -97,13 +96,6 @@ def list_(
     typer.echo("What one does, and its parameters: fedclip list NAME")
 
 
-class Kind(Enum):
-    """What makes the model."""
-
-    sklearn = "sklearn"
-    torch = "torch"
-
-
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; new or empty.")],
@@ -120,7 +112,9 @@ def init(
     drop: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="Leave it out; may be repeated.")
     ] = None,
-    model: Annotated[Kind, typer.Option(help="A linear model, or a small network.")] = Kind.sklearn,
+    model: Annotated[
+        Literal["sklearn", "torch"], typer.Option(help="A linear model, or a small network.")
+    ] = "sklearn",
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn at random.")] = 0,
 ) -> None:
     """Make a folder that runs from CSV files.
@@ -131,7 +125,7 @@ def init(
 
     if (len(files) > 1) + (site is not None) + (sites is not None) > 1:
         fail("several files, --site or --sites: only one of them can say the sites", code=2)
-    plan = Plan(target, site, sites or 3, drop or (), model.value, seed)
+    plan = Plan(target, site, sites or 3, drop or (), model, seed)
     for line in prepare(folder, files, plan):
         say(line)
     for line in (
@@ -203,13 +197,6 @@ def quickrun(
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
 
 
-class Engine(Enum):
-    """Where simulated clients train."""
-
-    process = "process"
-    flower = "flower"
-
-
 @app.command()
 def simulate(
     config: ConfigPath = Path(),
@@ -217,8 +204,9 @@ def simulate(
         int | None, typer.Option(min=0, help="Draw all from this seed, not from [simulate]'s.")
     ] = None,
     engine: Annotated[
-        Engine, typer.Option(help="Train in this process, or in those of Flower's simulation.")
-    ] = Engine.process,
+        Literal["process", "flower"],
+        typer.Option(help="Train in this process, or in those of Flower's simulation."),
+    ] = "process",
 ) -> None:
     """Check a configuration, then run it in one process.
 
@@ -229,7 +217,7 @@ def simulate(
     from fedclip.tools.card import keep
     from fedclip.tools.simulate import EARLY, run
 
-    done = run(result.path, seed, engine=engine.value)
+    done = run(result.path, seed, engine=engine)
     keep(result, done.results, "simulate", seed)
     see = f"fedclip report {typed(done.results)}"
     if done.ended:

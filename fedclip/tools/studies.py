@@ -65,20 +65,21 @@ def suggest(
     if use is not None and use not in proposals:
         known = ", ".join(proposals) or "none"
         fail(f"there is no proposal {use!r}{nearest(use, proposals)} (there are: {known})")
+    chosen = use or advice.start
     if as_json:
         facts = {"schema": "fedclip-suggest/2", "folder": str(folder), **dataclasses.asdict(advice)}
         print(json.dumps(facts))
-    elif write is None:
+    if write is not None:
+        if not chosen:
+            fail(f"{advice.answer} To write one all the same, name it: --use NAME")
+        save(write, proposals[chosen])
+    elif not as_json:
         for line in in_words(advice, use or ""):
             say(line)
-    if write is not None:
-        if not (use or advice.start):
-            fail(f"{advice.answer} To write one all the same, name it: --use NAME")
-        save(write, proposals[use or advice.start])
-    elif (use or advice.start) and not as_json:
-        named = f" --use {use}" if use else ""
-        typer.echo()
-        say(f"To write it:  fedclip suggest {typed(folder)}{named} --write config.toml")
+        if chosen:
+            named = f" --use {use}" if use else ""
+            say("")
+            say(f"To write it:  fedclip suggest {typed(folder)}{named} --write config.toml")
 
 
 def save(file: Path, proposal: Proposal) -> None:

@@ -62,7 +62,9 @@ class Tuning:
     def _add(self, name: str, text: str) -> None:
         folder = self.out / name.replace(" ", "-")
         self.runs[name] = [
-            placed(tomlkit.parse(text), self.file, folder / f"seed-{seed}", self.rounds)
+            placed(tomlkit.parse(text), self.file, folder / f"seed-{seed}", self.rounds)._replace(
+                label=name
+            )
             for seed in range(1, self.seeds + 1)
         ]
 
@@ -116,17 +118,15 @@ class Tuning:
 
     def judge(self, runs: Sequence[Planned], failures: Mapping[Planned, str]) -> dict[str, str]:
         """Take up what came out; return which settings are given up, and why."""
-        names = {run.folder.parent: name for name, all_ in self.runs.items() for run in all_}
         standings, found = self.standings, {}
         for run in runs:
-            name = names[run.folder.parent]
-            values = standings.values.setdefault(name, {})
+            values = standings.values.setdefault(run.label, {})
             if run in failures:
                 values[run.seed] = {}
-                found[name] = failures[run]
+                found[run.label] = failures[run]
                 continue
             _, _, sites = _read(run)
-            if name == NONE:
+            if run.label == NONE:
                 standings.losses.append({site: own.get("loss", 0.0) for site, own in sites.items()})
             values[run.seed] = {
                 # A model that has diverged may still have an accuracy: it says the same of all.
