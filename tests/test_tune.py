@@ -132,7 +132,7 @@ def test_ten_sites_and_seven_settings_fit_a_narrow_terminal() -> None:
     console = Console(file=file, width=80)
     ranking, by_site, every = found.tables()
     for table in (ranking, by_site):
-        console.print(drawn(table["name"], table["heads"], table["rows"]))
+        console.print(drawn(table))
     text = file.getvalue()
     assert "…" not in text
     for word in (*names, "2, given up", "+0.029 ± 0.083", f"{sites[0]} (not"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +20,7 @@ from fedclip.report.rows import grouped, site_of
 from fedclip.report.table import plain_table
 
 _ENDS = ("rounds", "clipped", "largest norm", "worst site")
+_CAPTION = "The last round of each run; mean ± 95 % interval (Student's) where there are several."
 _HIGHER = ("accuracy", "roc_auc", "f-score", "r2")
 
 
@@ -150,34 +151,22 @@ def _run(report: Report, experiment: str) -> dict[str, float]:
     return {**dict(loss_first), **ends}
 
 
-def heads(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the measures of all settings, the loss first."""
+def table_of(outcomes: Sequence[Outcome], name: str = "Comparison") -> dict[str, Any]:
+    """Return the table of these settings as text: its name, caption, heads and rows."""
     keys = [key for outcome in outcomes for key in (*outcome.nonfinite, *outcome.values)]
     keys += ["worst site"] * any(outcome.worst for outcome in outcomes)
-    return sorted(dict.fromkeys(keys), key=lambda key: (key in _ENDS, key != "loss"))
+    keys = sorted(dict.fromkeys(keys), key=lambda key: (key in _ENDS, key != "loss"))
+    rows = [[o.name, str(o.runs), *(_cell(o, key) for key in keys)] for o in outcomes]
+    return {"name": name, "caption": _CAPTION, "heads": ["Setting", "Runs", *keys], "rows": rows}
 
 
-def table_of(title: str, outcomes: Sequence[Outcome]) -> Table:
-    """Return a table of these settings for a terminal."""
-    return drawn(title, ["setting", "runs", *heads(outcomes)], table_rows(outcomes))
-
-
-def drawn(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def drawn(table: Mapping[str, Any]) -> Table:
     """Return a table for a terminal; the first column has names, and the last may have."""
-    table = plain_table(title, names[:1], names[1:])
-    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
-    for row in rows:
-        table.add_row(*map(Text, map(printable, row)))
-    return table
-
-
-def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Return the rows of a table: name, number of runs, and each measure."""
-    keys = heads(outcomes)
-    return [
-        [outcome.name, str(outcome.runs), *(_cell(outcome, key) for key in keys)]
-        for outcome in outcomes
-    ]
+    found = plain_table(table["name"], table["heads"][:1], table["heads"][1:])
+    found.columns[-1].no_wrap, found.columns[-1].overflow = False, "fold"
+    for row in table["rows"]:
+        found.add_row(*map(Text, map(printable, row)))
+    return found
 
 
 def _cell(outcome: Outcome, key: str) -> str:

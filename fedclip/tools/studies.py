@@ -133,21 +133,18 @@ def show_compared(
 ) -> None:
     """Print the table of several settings, and write the page of all."""
     from fedclip.tools import showing
-    from fedclip.tools.compare import compared, heads, table_of, table_rows
+    from fedclip.tools.compare import compared, drawn, table_of
 
     outcomes = compared([(name, report) for name, _, report in read_])
-    note = "The last round of each run; mean ± 95 % interval (Student's) where there are several."
+    table = table_of(outcomes)
     if as_json:
         facts = [outcome.as_dict() for outcome in outcomes]
         print(json.dumps({"schema": "fedclip-compare/1", "settings": facts}))
     else:
-        showing.console().print(table_of("Comparison", outcomes))
-        say(note)
+        showing.console().print(drawn(table))
+        say(table["caption"])
     if html is not None:
-        columns = ["Setting", "Runs", *heads(outcomes)]
-        table = {"name": "Comparison", "caption": note, "heads": columns}
-        tables = [{**table, "rows": table_rows(outcomes)}]
-        showing.save_page(read_, html, tables, "Comparison of runs")
+        showing.save_page(read_, html, [table], "Comparison of runs")
 
 
 def sweep(
@@ -248,7 +245,7 @@ def tune(
     else:
         # The last one grows with settings and sites: a page and --json have it.
         for table in standings.tables()[:2]:
-            showing.console().print(drawn(table["name"], table["heads"], table["rows"]))
+            showing.console().print(drawn(table))
             say(table["caption"])
             typer.echo()
         say(standings.answer())

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import tomlkit
 
 from fedclip.parameters import Config
-from fedclip.tools.compare import Outcome, table_of
+from fedclip.tools.compare import Outcome, drawn, table_of
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
 from fedclip.tools.demo.results import outcomes, plot, sentences
 from fedclip.tools.output import ToolError, say, typed
@@ -79,7 +79,7 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
     read = {name: report for name, _, report in reports(runs)}
     found = outcomes(read)
     title = f"After {rounds} rounds, on records that nobody trained on: mean ± 95 % interval"
-    console().print(table_of(title, found))
+    console().print(drawn(table_of(found, title)))
     for sentence in (*sentences(read), plot(folder, read)):
         say(sentence)
     # `make demo` does not put the environment's scripts on the path.
