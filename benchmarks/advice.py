@@ -25,8 +25,9 @@ from sklearn import datasets
 from fedclip.report import read_report
 from fedclip.report.advice import Advice
 from fedclip.tools.compare import by_site, interval
+from fedclip.tools.editing import rewritten
 from fedclip.tools.simulate import run
-from fedclip.tools.suggest import advised, rewritten
+from fedclip.tools.suggest import advised
 
 _DATA = {
     "cancer": (datasets.load_breast_cancer, 0.1, 8),

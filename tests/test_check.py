@@ -51,6 +51,21 @@ def test_a_good_file_has_no_problem(problems: Messages) -> None:
     assert problems(GOOD) == []
 
 
+def test_parameters_are_shown_as_in_the_file(checked: Any) -> None:
+    module = '["zscore-clip", {shared = true, action = "max"}]'
+    found = checked(GOOD.replace('"norm-clip"', module)).findings
+    assert 'zscore-clip {shared = true, action = "max"}' in [finding.message for finding in found]
+
+
+def test_what_a_model_warns_of_is_not_shown(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    (tmp_path / "config.toml").write_text(GOOD)
+    (tmp_path / "model.py").write_text("import warnings\nwarnings.warn('no GPU')\n")
+    check_config(tmp_path)
+    assert not [warning for warning in recwarn if "no GPU" in str(warning.message)]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

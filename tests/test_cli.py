@@ -64,6 +64,10 @@ def config(modules: str = "[]", port: int = 1) -> str:
     return QUICKRUN.format(modules=modules, port=port)
 
 
+def test_no_line_of_the_help_is_cut_off() -> None:
+    assert "..." not in call("--help").stdout.partition("Commands:")[2]
+
+
 # ---------------------------------------------------------------------------- list, doctor
 
 

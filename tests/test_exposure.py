@@ -12,7 +12,8 @@ from declearn.optimizer import Optimizer
 
 from fedclip import UpdateClipServer
 from fedclip.modules.servers import ZScoreClipServer
-from fedclip.tools.check import Check, check_config
+from fedclip.tools.check import check_config
+from fedclip.tools.findings import Check
 
 # The noise of each file that is checked is accounted for.
 pytestmark = [

@@ -18,7 +18,7 @@ from report_runs import call
 from fedclip.privacy.banded import Stream
 from fedclip.tools import audit as attack
 from fedclip.tools.audit import audit
-from fedclip.tools.quickrun import QuickrunError
+from fedclip.tools.output import ToolError
 
 pytestmark = [
     pytest.mark.slow,
@@ -95,7 +95,7 @@ def test_records_are_found_out_where_there_is_too_little_noise(
 
 
 def test_a_configuration_that_claims_nothing_is_refused(write: Any) -> None:
-    with pytest.raises(QuickrunError, match="nothing here claims privacy"):
+    with pytest.raises(ToolError, match="nothing here claims privacy"):
         audit(write(server='["update-clip-server"]'))
 
 

@@ -145,6 +145,11 @@ def test_sentences(tmp_path: Path, modules: list[Any], norms: list[float], expec
     assert read_report(tmp_path).in_words()[0].startswith(expected)
 
 
+def test_updates_are_not_called_steps(tmp_path: Path) -> None:
+    Node(tmp_path, ["update-norms"]).round([], update=2.0)
+    assert read_report(tmp_path).in_words()[0].startswith("No limit was set; of 1 updates, the")
+
+
 # -- which limit binds --------------------------------------------------------------------------
 def said(folder: Path) -> str:
     return " ".join(read_report(folder).in_words())

@@ -126,22 +126,18 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     sites(tmp_path, 3)
     Node(tmp_path / "server", ["norm-clip"]).round([0.5])
     proposals = [
-        Proposal("step.fixed", {}, what="one limit", why="<best>"),
+        Proposal(
+            *("step.fixed", {}, {}, 1.2, "no-op", "one limit", "<best>"),
+            toml=['modules = ["norm-clip"]'],
+            clipped="100 % of site-2",
+        ),
         Proposal("step.learnt", {}),
-        Proposal("aggregate.fixed", {}),
+        Proposal("aggregate.fixed", {}, {}, 0.7, "norm-clip on the server"),
     ]
     (odd,) = [f.text for f in read_report(tmp_path).findings() if f.kind == "unlike"]
     assert odd.startswith("site-2: ")
     advice = Advice("Start with step.fixed.", [odd], proposals, "step.fixed")
-    text = page(
-        tmp_path,
-        advice=advice,
-        said={"step.fixed": (['modules = ["norm-clip"]'], "100 % of site-2")},
-        limits=[
-            ("no-op", "step.fixed", 1.2, True),
-            ("norm-clip on the server", "aggregate.fixed", 0.7, False),
-        ],
-    )
+    text = page(tmp_path, advice=advice)
     (experiment,) = data_of(text)["experiments"]
     rules = {clipper["name"]: clipper["rules"] for clipper in experiment["clippers"]}
     assert rules == {

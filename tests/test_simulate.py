@@ -17,10 +17,11 @@ from report_runs import call
 
 from fedclip.report import Reader, read_report
 from fedclip.tools import simulate
-from fedclip.tools.quickrun import Federation, QuickrunError
+from fedclip.tools.output import ToolError
+from fedclip.tools.quickrun import Federation
 from fedclip.tools.simulate import Simulation, run
 from fedclip.tools.spent import read_spent
-from fedclip.tools.suggest.norms import read_norms
+from fedclip.tools.suggest.ranking import read_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
 
@@ -246,9 +247,9 @@ def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
     close = TURNS.replace("separation = 2", "separation = 3")
     result = call("check", write(server=close))
     assert "3 clients have a turn every 2 rounds" in result.stdout
-    with pytest.raises(QuickrunError, match="3 clients have a turn every 2 rounds"):
+    with pytest.raises(ToolError, match="3 clients have a turn every 2 rounds"):
         Simulation(write(server=close))
-    with pytest.raises(QuickrunError, match="leave one out"):
+    with pytest.raises(ToolError, match="leave one out"):
         Simulation(write(server=TURNS, more="[simulate]\nsampled = 2\n"))
 
 
@@ -299,7 +300,7 @@ def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:
     ],
 )
 def test_what_can_not_be_simulated_is_refused(write: Any, changes: Any, text: str) -> None:
-    with pytest.raises(QuickrunError, match=text):
+    with pytest.raises(ToolError, match=text):
         Simulation(write(**changes))
 
 

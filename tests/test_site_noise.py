@@ -44,7 +44,7 @@ from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.auditing import guessed
 from fedclip.privacy.discrete import draws
-from fedclip.tools.quickrun import QuickrunError
+from fedclip.tools.output import ToolError
 from fedclip.tools.simulate import Simulation
 from fedclip.tools.spent import in_words, read_spent
 
@@ -663,7 +663,7 @@ def test_simulate_refuses(tmp_path: Path) -> None:
     server = f'[["update-clip-server", {{noise_at = "clients", start_norm = 1.0, {inline}}}]]'
     client = f'[["update-clip-client", {{noise = {{{inline}}}}}]]'
     file = write_config(tmp_path / "config.toml", server=server, client=client)
-    with pytest.raises(QuickrunError, match="noise_at='clients' is for federations of declearn"):
+    with pytest.raises(ToolError, match="noise_at='clients' is for federations of declearn"):
         Simulation(file)
 
 

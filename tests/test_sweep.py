@@ -17,7 +17,8 @@ from scipy import stats
 import fedclip.tools.sweep
 from fedclip.report import read_report
 from fedclip.tools.compare import compared, interval
-from fedclip.tools.sweep import MARK, Planned, SweepError, plan
+from fedclip.tools.output import ToolError
+from fedclip.tools.sweep import MARK, Planned, plan
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickrun"
 
@@ -95,7 +96,7 @@ def test_a_wrong_setting_is_a_sentence(
 ) -> None:
     if "momentum" in setting:
         config.write_text(config.read_text().replace('[["norm-clip", { max_norm = 5.0 }]]', "[]"))
-    with pytest.raises(SweepError, match=words):
+    with pytest.raises(ToolError, match=words):
         plan(config, [setting], 1, tmp_path)
     result = call("sweep", config, setting)
     assert result.exit_code == 1
@@ -153,6 +154,16 @@ def test_the_share_that_was_clipped_is_that_of_clippers(tmp_path: Path) -> None:
     (found,) = compared([("run", read_report(tmp_path))])
     assert found.values["clipped"][0] == 0.5
     assert found.values["largest norm"][0] == pytest.approx(2.0)
+
+
+def test_a_run_in_the_folder_of_another_is_compared_with_it(tmp_path: Path) -> None:
+    Node(tmp_path / "outer" / "a", ["norm-clip"]).round([0.5])
+    Node(tmp_path / "outer" / "inner" / "a", ["norm-clip"]).round([2.0])
+    facts = json.loads(
+        call("compare", tmp_path / "outer", tmp_path / "outer/inner", "--json").stdout
+    )
+    clipped = [setting["values"]["clipped"]["mean"] for setting in facts["settings"]]
+    assert clipped == [0.0, 1.0]
 
 
 @pytest.mark.slow

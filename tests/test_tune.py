@@ -22,9 +22,9 @@ from fedclip.report.advice import Advice, Proposal
 from fedclip.tools import sweep
 from fedclip.tools.check import check_config
 from fedclip.tools.compare import by_site, drawn, interval, judged_by
+from fedclip.tools.editing import unclipped
 from fedclip.tools.quickrun import draw_from
 from fedclip.tools.standings import AS_IS, NONE, Standings
-from fedclip.tools.tune import unclipped
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
 
@@ -132,7 +132,7 @@ def test_ten_sites_and_seven_settings_fit_a_narrow_terminal() -> None:
     console = Console(file=file, width=80)
     ranking, by_site, every = found.tables()
     for table in (ranking, by_site):
-        console.print(drawn(table["name"], table["heads"], table["rows"]))
+        console.print(drawn(table))
     text = file.getvalue()
     assert "…" not in text
     for word in (*names, "2, given up", "+0.029 ± 0.083", f"{sites[0]} (not"):

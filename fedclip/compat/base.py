@@ -10,11 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 from fedclip.compat.words import is_number, parsed, unknown
 from fedclip.errors import shown
 
-__all__ = [
-    *("REQUIRED", "Entry", "Given", "Peers", "Translation"),
-    *("checked", "entry", "renamed", "signature", "to"),
-]
-
 Given: TypeAlias = dict[str, Any]
 """Parameters by name."""
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 from fedclip.compat.base import Entry, Given, Peers, Translation, checked, entry, signature, to
 from fedclip.compat.words import made, unknown
 
-__all__ = ["PEERS"]
-
 _CRITERIA = {
     "ZStatCriterion": signature(
         "alpha=0.97, z_thresh=2.5, clipping_function='reciprocal_clipping'"

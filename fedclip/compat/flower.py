@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from fedclip.compat.base import Given, Peers, Translation, entry, renamed, to
 
-__all__ = ["PEERS"]
-
 _UPDATES = (
     'it clips a round\'s update: write aggregator = "clipped-averaging" beside it, and '
     "update-clip-client into client_opt; the line is for server_opt"

@@ -6,8 +6,6 @@ from __future__ import annotations
 from fedclip.compat.base import Given, Peers, Translation, entry, to
 from fedclip.compat.words import dims, order, word
 
-__all__ = ["PEERS"]
-
 
 def _optax_agc(clipping: object, eps: object = 1e-3, axis: object = None) -> Translation:
     along = dims("axis", axis)

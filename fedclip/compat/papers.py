@@ -6,8 +6,6 @@ from __future__ import annotations
 from fedclip.compat.base import Given, Peers, Translation, entry, renamed, signature, to
 from fedclip.compat.words import at_least, order, word
 
-__all__ = ["PEERS"]
-
 
 def _zclip(c: Given) -> Translation:
     percentile = word("mode", c["mode"], "zscore percentile") == "percentile"

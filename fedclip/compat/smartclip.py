@@ -6,8 +6,6 @@ from __future__ import annotations
 from fedclip.compat.base import Given, Peers, Translation, entry, renamed, signature, to
 from fedclip.compat.words import at_least, word
 
-__all__ = ["PEERS"]
-
 _GATE = "scope='global', warmup_steps=100, min_history=50, eps=1e-8, guard_nans=True"
 _ZSCORE = f"zmax=3.0, ema_decay=0.99, {_GATE}"
 _AUTO = f"mode='auto', percentile=95.0, history='ema', ema_decay=0.99, window_size=1024, {_GATE}"

@@ -6,8 +6,6 @@ from __future__ import annotations
 from fedclip.compat.base import Given, Peers, Translation, entry, renamed, signature, to
 from fedclip.compat.words import dims, order, word
 
-__all__ = ["PEERS"]
-
 # Parameters of earlier versions, renamed or removed since, are `parameterwise`, `ema_init`,
 # `ema_tfm`, `eps` and `target`.
 _TARGET = "target='update'"

@@ -9,8 +9,6 @@ from typing import TypeGuard
 
 from fedclip.errors import Unchecked, nearest, shown
 
-__all__ = ["at_least", "dims", "is_number", "made", "order", "parsed", "unknown", "word"]
-
 
 def unknown(what: str, given: object, allowed: Mapping[str, object]) -> str:
     """Return a sentence about what is not allowed, with the nearest that is."""

@@ -15,11 +15,11 @@ A damaged file is skipped, and the report names it. Names of nodes, clippers and
 people's text: they are shown as they are, never read as markup.
 """
 
+from fedclip.records import ALL
 from fedclip.report.experiment import Report
-from fedclip.report.figure import draw_panels
 from fedclip.report.page import Run, Spending, page_of
 from fedclip.report.reading import Reader, read_report
-from fedclip.report.rows import ALL, COLUMNS, ReportError, Row, number, pooled, printable
+from fedclip.report.rows import COLUMNS, ReportError, Row, number, pooled, printable
 
 __all__ = [
     "ALL",
@@ -30,7 +30,6 @@ __all__ = [
     "Row",
     "Run",
     "Spending",
-    "draw_panels",
     "number",
     "page_of",
     "pooled",

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["Advice", "Lines", "Proposal"]
-
 Lines: TypeAlias = Mapping[str, tuple[str, Mapping[str, object]]]
 """Name and parameters by section: of modules, or (section "aggregator") of the aggregator."""
 
@@ -35,6 +33,8 @@ class Proposal:
         The module whose norms it would have clipped, and beside which it is drawn.
     what, why, reveals
         What it does, why it stands at its place in the ranking, and what it reveals of the data.
+    toml, clipped
+        Its lines as TOML, and its shares in words.
     """
 
     name: str
@@ -45,6 +45,8 @@ class Proposal:
     what: str = ""
     why: str = ""
     reveals: str = ""
+    toml: Sequence[str] = ()
+    clipped: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Curve", "read_curves", "rounds_of"]
+from fedclip.report.rows import experiment_of
 
 
 class Curve(NamedTuple):
@@ -30,7 +30,7 @@ class Curve(NamedTuple):
     @property
     def experiment(self) -> str:
         """The folder that holds the nodes of one federation."""
-        return self.node.rpartition("/")[0]
+        return experiment_of(self.node)
 
     @property
     def last(self) -> tuple[int, float]:

@@ -9,17 +9,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from fedclip.records import ALL
 from fedclip.report import words
 from fedclip.report.curves import Curve
 from fedclip.report.figure import draw_panels
-from fedclip.report.rows import ALL, COLUMNS, Key, Row, printable, write_csv
+from fedclip.report.rows import COLUMNS, Key, Row, experiment_of, printable, write_csv
 from fedclip.report.words import Finding
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
-
-__all__ = ["Report"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +61,14 @@ class Report:
     @property
     def experiments(self) -> tuple[str, ...]:
         """The folders that hold the nodes of one federation, relative to the report's."""
-        private = (node.rpartition("/")[0] for node in self.private)
+        private = map(experiment_of, self.private)
         return tuple(dict.fromkeys([*(row.experiment for row in self.rows), *private]))
 
     def only(self, experiments: Collection[str]) -> Report:
         """Return the report of some of the experiments."""
         rows = tuple(row for row in self.rows if row.experiment in experiments)
         curves = tuple(c for c in self.curves if c.experiment in experiments)
-        private = tuple(n for n in self.private if n.rpartition("/")[0] in experiments)
+        private = tuple(n for n in self.private if experiment_of(n) in experiments)
         return dataclasses.replace(self, rows=rows, curves=curves, private=private)
 
     def select(self, node: str | None = None, module: str | None = None) -> tuple[Row, ...]:
@@ -136,8 +135,7 @@ class Report:
         """
         if not self.rows:
             raise ValueError("there are no norms to draw: all clients train by DP-SGD")
-        panels = {node: self.select(node) for node in self.nodes}
-        return draw_panels(panels, columns=min(3, len(panels)))
+        return draw_panels({node: self.select(node) for node in self.nodes})
 
     def findings(self) -> list[Finding]:
         """Return the most important findings: losses that are lost, then some for each clipper."""

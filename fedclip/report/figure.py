@@ -4,25 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fedclip.report.rows import Row, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_panels"]
 
-
-def draw_panels(
-    panels: Mapping[str, Iterable[Row]], columns: int, sharey: bool | Literal["row"] = True
-) -> Figure:
-    """Return a figure of panels by title, so many in a line."""
+def draw_panels(panels: Mapping[str, Iterable[Row]]) -> Figure:
+    """Return a figure of panels by title."""
     from matplotlib.figure import Figure
 
+    columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.2 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=sharey)
+    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     for ax, (title, rows) in zip(axes.flat, panels.items(), strict=False):
         _draw_norms(ax, rows)
         ax.set_title(printable(title), fontsize="medium", parse_math=False)

@@ -25,15 +25,15 @@ from fedclip.report.experiment import Report
 from fedclip.report.rows import (
     Limits,
     Row,
+    experiment_of,
     grouped,
     known,
     number,
     pooled,
     printable,
+    site_of,
 )
 from fedclip.report.table import SETTERS
-
-__all__ = ["Run", "Spending", "page_of"]
 
 # With more rounds than this, of all clients, none can be chosen, as the page would be too large.
 _MOST_ROUNDS = 40_000
@@ -67,12 +67,6 @@ class Run(NamedTuple):
     """Whether the federations of the report are shown as one, such as several seeds."""
     advice: Advice | None = None
     """What is advised; for a report of one federation."""
-    said: Mapping[str, tuple[Sequence[str], str]] = {}
-    """Of each proposal the lines of TOML, and in words what it would have clipped."""
-    limits: Sequence[tuple[str, str, float, bool]] = ()
-    """The limits of proposals: the clipper that has measured such norms, as its chart is named,
-    name and limit, and whether it is the one to start with.
-    """
 
 
 def page_of(
@@ -141,15 +135,14 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
     for experiment, part in parts.items():
         advice = run.advice if len(parts) == 1 else None
         own = [s for s in run.spent if len(parts) == 1 or s.where.startswith(f"{experiment}/")]
-        turns = {s.where.rpartition("/")[0] or s.where: s.turns for s in own if s.turns}
+        turns = {experiment_of(s.where) or s.where: s.turns for s in own if s.turns}
         epsilons = {n: [[t[0], _short(t[5])] for t in some] for n, some in turns.items()}
         found.append(
             {
                 "name": printable(run.name or experiment or report.folder.resolve().name),
                 "advice": advice,
-                "said": run.said,
                 "findings": _findings(part, advice),
-                "clippers": _clippers(part, run),
+                "clippers": _clippers(part, advice),
                 "metrics": _metrics(part.curves, part.servers),
                 "clients": _nodes(part),
                 "spent": [line for s in own for line in s.words],
@@ -165,10 +158,10 @@ def _merged(report: Report) -> Report:
     """Return several runs of one federation as if they were one: its nodes have one name in all."""
     return dataclasses.replace(
         report,
-        rows=tuple(dataclasses.replace(row, node=_name(row.node)) for row in report.rows),
-        curves=tuple(curve._replace(node=_name(curve.node)) for curve in report.curves),
-        servers=frozenset(map(_name, report.servers)),
-        private=tuple(dict.fromkeys(map(_name, report.private))),
+        rows=tuple(dataclasses.replace(row, node=site_of(row.node)) for row in report.rows),
+        curves=tuple(curve._replace(node=site_of(curve.node)) for curve in report.curves),
+        servers=frozenset(map(site_of, report.servers)),
+        private=tuple(dict.fromkeys(map(site_of, report.private))),
     )
 
 
@@ -208,7 +201,7 @@ def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, obje
     """
     found: dict[str, dict[str, dict[int, list[float]]]] = {}
     for curve in curves:
-        node = "" if curve.node in servers else _name(curve.node)
+        node = "" if curve.node in servers else site_of(curve.node)
         rounds = found.setdefault(curve.metric, {}).setdefault(node, {})
         for round_, value in (*curve.points, *((r, math.nan) for r in curve.nonfinite)):
             rounds.setdefault(round_, []).append(value)
@@ -233,12 +226,12 @@ def _means(rounds: Mapping[int, Sequence[float]]) -> list[list[float | None]]:
     return [[r, _short(sum(values) / len(values))] for r, values in sorted(rounds.items())]
 
 
-def _name(node: str) -> str:
-    return node.rpartition("/")[2]
+def _clippers(report: Report, advice: Advice | None) -> list[dict[str, object]]:
+    """Return the rounds of each clipper, over all clients, and of each client if not too many.
 
-
-def _clippers(report: Report, run: Run) -> list[dict[str, object]]:
-    """Return the rounds of each clipper, over all clients, and of each client if not too many."""
+    Its rules are limits that were proposed: name, limit, and whether it is the one to start with.
+    """
+    start, proposed = (advice.start, advice.proposals) if advice else ("", ())
     limits = report.limits()
     ordered = sorted(report.whole, key=lambda row: row.node in report.servers)
     runs = grouped(
@@ -246,7 +239,7 @@ def _clippers(report: Report, run: Run) -> list[dict[str, object]]:
     )
     result = []
     for name, chosen in runs.items():
-        nodes = grouped(chosen, lambda row: _name(row.node))
+        nodes = grouped(chosen, lambda row: site_of(row.node))
         everybody = _by_round(chosen, limits)
         single = {n: _by_round(some, limits) for n, some in nodes.items()}
         shown = single if len(nodes) > 1 and len(chosen) <= _MOST_ROUNDS else {}
@@ -258,7 +251,11 @@ def _clippers(report: Report, run: Run) -> list[dict[str, object]]:
                 "nodes": [(printable(n), points) for n, points in shown.items()],
                 "count": len(nodes),
                 **_series(lines if len(nodes) > 1 else {}),
-                "rules": [rule for measured, *rule in run.limits if measured == name],
+                "rules": [
+                    (p.name, p.limit, p.name == start)
+                    for p in proposed
+                    if p.module == name and p.limit is not None
+                ],
             }
         )
     return result
@@ -291,7 +288,7 @@ def _nodes(report: Report) -> list[list[str]]:
     runs = grouped(report.whole, lambda row: (row.node, row.module))
     return [
         [
-            printable(_name(node)) + " (server)" * (node in report.servers and node != "server"),
+            printable(site_of(node)) + " (server)" * (node in report.servers and node != "server"),
             printable(module),
             *_cells(pooled(r.record for r in some), known(some[-1:], limits)),
             number(statistics.fmean(c.last[1] for c in last[node]) if node in last else None),

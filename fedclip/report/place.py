@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fedclip.records import RoundRecord
-from fedclip.report.rows import Row, grouped, pooled
-
-__all__ = ["BY_NORM", "FEW", "UPDATES", "Norms", "places_of", "rounded"]
+from fedclip.report.rows import Row, grouped, pooled, site_of
 
 BY_NORM = {
     *("no-op", "norm-clip", "normalize", "zscore-clip", "ema-clip", "auto-clip", "mad-clip"),
@@ -62,7 +60,7 @@ class Norms:
 
     def by_client(self) -> dict[str, list[RoundRecord]]:
         """Return the rounds of each client, in order."""
-        found = grouped(self.rows, _name)
+        found = grouped(self.rows, lambda row: site_of(row.node))
         return {name: [row.record for row in rows] for name, rows in found.items()}
 
     def by_round(self) -> dict[int, dict[str, RoundRecord]]:
@@ -136,7 +134,7 @@ def places_of(rows: Iterable[Row]) -> list[Norms]:
     rows = [*rows]
     steps = _first(rows)
     updates = {name: [row for row in rows if row.name == name] for name in UPDATES}
-    effort = {(_name(row), row.record.round): row.record.steps or 1 for row in steps}
+    effort = {(site_of(row.node), row.record.round): row.record.steps or 1 for row in steps}
     chosen = updates[UPDATES[0]] or updates[UPDATES[1]]
     return [Norms("step", steps), Norms("update", chosen, effort=effort)]
 
@@ -153,11 +151,6 @@ def _first(rows: Sequence[Row]) -> list[Row]:
 def _above(record: RoundRecord, limit: float) -> float:
     norms = record.norms()
     return sum(norm > limit for norm in norms) / max(1, len(norms))
-
-
-def _name(row: Row) -> str:
-    """Return the name of a node within its federation."""
-    return row.node.rpartition("/")[2]
 
 
 def rounded(value: float) -> float:

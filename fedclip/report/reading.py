@@ -14,9 +14,7 @@ import msgpack
 from fedclip.records import SERVED, read_rounds
 from fedclip.report.curves import Curve, read_curves
 from fedclip.report.experiment import Report
-from fedclip.report.rows import ReportError, Row
-
-__all__ = ["Reader", "read_report"]
+from fedclip.report.rows import ReportError, Row, experiment_of
 
 STATES = "optimizer_state_*.mpk"
 LEDGER = "privacy_spent.json"
@@ -103,7 +101,7 @@ class Reader:
         curves: dict[tuple[str, str], Curve] = {}
         last: Counter[str] = Counter()
         for node in self._nodes.values():
-            above = node.label.rpartition("/")[0]
+            above = experiment_of(node.label)
             last[above] = max(last[above], node.last)
         for node in sorted(self._nodes.values(), key=lambda node: node.is_server):
             above, slash, _ = node.label.rpartition("/")

@@ -10,13 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TextIO, TypeAlias, TypeVar
 
-from fedclip.records import ALL, RoundRecord
-
-__all__ = [
-    "ALL",
-    *("COLUMNS", "Key", "Limits", "ReportError", "Row"),
-    *("grouped", "known", "number", "pooled", "printable", "write_csv"),
-]
+from fedclip.records import RoundRecord
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -65,7 +59,7 @@ class Row:
     @property
     def experiment(self) -> str:
         """The folder that holds the nodes of one federation."""
-        return self.node.rpartition("/")[0]
+        return experiment_of(self.node)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row by column name, as in the CSV file."""
@@ -77,6 +71,16 @@ class Row:
             "norm_p95": record.norm_quantile(0.95),
         }
         return {c: own[c] if c in own else getattr(record, c) for c in COLUMNS}
+
+
+def experiment_of(node: str) -> str:
+    """Return the folder that holds the nodes of a node's federation; "" if it is the report's."""
+    return node.rpartition("/")[0]
+
+
+def site_of(node: str) -> str:
+    """Return the name of a node within its federation."""
+    return node.rpartition("/")[2]
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

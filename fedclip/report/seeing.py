@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from fedclip.report.place import Norms
 from fedclip.report.rows import number
 
-__all__ = ["Seen", "seen", "told"]
-
 # A client is odd if its norms are so many times those of the median client. Label skew, noise, and
 # few or many records come to 3.1 at most by steps, and 1.8 by updates for each step; other units to
 # 7 at least by steps, and wrong labels to 1.8 by updates.

@@ -12,8 +12,6 @@ from rich.text import Text
 
 from fedclip.report.rows import Limits, Row, grouped, number, pooled, printable
 
-__all__ = ["plain_table", "table_of"]
-
 SETTERS = {"fixed": "fixed", "learnt": "learnt", "warmup": "warm-up", "": "-"}
 """What set a limit, as the column "by" has it."""
 

@@ -10,10 +10,8 @@ from typing import NamedTuple
 from fedclip.records import RoundRecord
 from fedclip.report.curves import Curve
 from fedclip.report.place import places_of
-from fedclip.report.rows import Limits, Row, grouped, known, listed, number, pooled
+from fedclip.report.rows import Limits, Row, experiment_of, grouped, known, listed, number, pooled
 from fedclip.report.seeing import seen, told
-
-__all__ = ["Finding", "diverged", "findings", "unlike", "unseen"]
 
 # A limit binds nearly always, or one kind of limit rules, from this share of the steps on.
 _NEARLY_ALL = 0.95
@@ -74,7 +72,7 @@ def unlike(rows: Iterable[Row]) -> list[Finding]:
 
 def unseen(private: Iterable[str]) -> list[Finding]:
     """Say why nothing is known of clients that train by DP-SGD but what they have spent."""
-    found = grouped(private, lambda node: node.rpartition("/")[0])
+    found = grouped(private, experiment_of)
     said = (
         "DP-SGD on {}: the norms of records, and how many were clipped, follow from the records "
         "without noise, so they are never kept. What may be seen is the budget that was spent, "
@@ -104,46 +102,47 @@ def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
     held = known(rows, limits)
     # The module no-op counts what its limit would have clipped.
     was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
+    step = "update" if rows[0].name.startswith("update-") else "step"
     if not held:
-        return "no-limit", f"No limit was set; of {steps:,} steps, the largest norm is {largest}."
+        return "no-limit", f"No limit was set; of {steps:,} {step}s, the largest norm is {largest}."
     if not clipped and whole.norm_max is None:
         return "inert", (
-            f"No step {was} clipped; the limit was {number(held[-1])} in the end. The norms are "
+            f"No {step} {was} clipped; the limit was {number(held[-1])} in the end. The norms are "
             "not known here."
         )
     if not clipped and (whole.norm_max or 0.0) <= max(held):
         return "inert", (
-            f"No step {was} clipped: the largest norm, {largest}, is below the limit, "
+            f"No {step} {was} clipped: the largest norm, {largest}, is below the limit, "
             f"{number(max(held))}."
         )
     if not clipped:
         return "inert", (
-            f"No step {was} clipped: each norm was within the limit of its own step, even the "
+            f"No {step} {was} clipped: each norm was within the limit of its own {step}, even the "
             f"largest, {largest}. Limits have fallen to {number(min(held))} since."
         )
     if clipped >= _NEARLY_ALL * steps:
         return "always", (
-            f"{clipped / steps:.0%} of {steps:,} steps {were} clipped: the limit, not the "
-            "gradient, sets the length of nearly every step."
+            f"{clipped / steps:.0%} of {steps:,} {step}s {were} clipped: the limit, not the "
+            f"gradient, sets the length of nearly every {step}."
         )
     last = max(r.round for r in records if r.clipped)
     after = [row for row in rows if row.record.round > last]
     if not after:
-        return "clipped", _share(rows, were)
+        return "clipped", _share(rows, f"{step}s {were}")
     seen = pooled(row.record for row in after)
     ends = known(after, limits)
-    said = [f"No step {was} clipped after round {last}"]
+    said = [f"No {step} {was} clipped after round {last}"]
     said += [f"the limit was {number(ends[-1])} in the end"] * bool(ends)
     if seen.norm_median is not None:
         said.append(f"the median norm was {number(seen.norm_median)}")
     return "inert", f"{said[0]}{': ' * (len(said) > 1)}{', '.join(said[1:])}."
 
 
-def _share(rows: Sequence[Row], were: str) -> str:
+def _share(rows: Sequence[Row], steps_were: str) -> str:
     whole = _by_node(rows)
     shares = {node: record.clipped_share for node, record in whole.items() if record.steps}
     total = pooled(whole.values())
-    sentence = f"{total.clipped_share:.1%} of {total.steps:,} steps {were} clipped"
+    sentence = f"{total.clipped_share:.1%} of {total.steps:,} {steps_were} clipped"
     if len(shares) > 1:
         most = max(shares, key=shares.__getitem__)
         sentence += f", most often on {most} ({shares[most]:.1%})"

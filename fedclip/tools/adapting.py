@@ -11,8 +11,6 @@ import numpy as np
 from fedclip.privacy.maps import Plugin
 from fedclip.tools.findings import Section
 
-__all__ = ["Steps", "steps_of", "stuck"]
-
 # Longer warm-ups are not played through.
 _PLAYED = 3000
 

@@ -42,10 +42,9 @@ from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply
 from fedclip.privacy.accounting import Accountant, epsilon
 from fedclip.privacy.auditing import Guesses, guessed
-from fedclip.tools.quickrun import Experiment, QuickrunError
+from fedclip.tools.output import ToolError
+from fedclip.tools.quickrun import Experiment
 from fedclip.tools.simulate import Simulation
-
-__all__ = ["Audit", "Membership", "audit"]
 
 CANARIES = 1000
 """About as many in all: clients in several runs, or records in one."""
@@ -121,7 +120,7 @@ def audit(file: Path, seed: int | None = None) -> Audit:
 
     Raises
     ------
-    QuickrunError
+    ToolError
         If it claims no privacy, or data or model are not where it says.
     """
     optim = FLOptimConfig.from_toml(str(file), False, "optim")
@@ -133,7 +132,7 @@ def audit(file: Path, seed: int | None = None) -> Audit:
             return _of_records(file, optim, rng)
         simulation = Simulation(file, seed)
         if simulation.bound is None or simulation.bound.budget is None:
-            raise QuickrunError(
+            raise ToolError(
                 "nothing here claims privacy: neither update-clip-server with noise_multiplier, "
                 "nor sample-clip with [run.privacy]"
             )
@@ -257,7 +256,7 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
     experiment = Experiment(file)
     config = FLRunConfig.from_toml(str(file), False, "run")
     if config.privacy is None:
-        raise QuickrunError("sample-clip needs [run.privacy], and nothing claims privacy without")
+        raise ToolError("sample-clip needs [run.privacy], and nothing claims privacy without")
     site = next(iter(experiment.files))
     data, persons = experiment.data(site), experiment.persons(site)
     there, scores, losses = list[bool](), list[float](), list[list[Host]]()

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from fedclip.parameters import Config
     from fedclip.privacy.maps import Plugin
 
-__all__ = [
-    *("FILE", "NEEDS_DECLEARN", "build", "catalogue", "documentation", "fits", "is_ours"),
-    *("registries", "version", "versions"),
-]
 
 FILE = Path(__file__).with_name("catalogue.json")
 """What each plug-in is, in a line; written by ``python docs/clippers.py``."""

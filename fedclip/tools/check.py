@@ -48,7 +48,6 @@ from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
 from fedclip.tools.findings import (
     Check,
-    Finding,
     Section,
     Setting,
     brief,
@@ -56,12 +55,11 @@ from fedclip.tools.findings import (
     read_toml,
     text_of,
 )
+from fedclip.tools.output import ToolError
 from fedclip.tools.persons import asked_for, units, unnamed
 from fedclip.tools.plugins import check_aggregator, check_counterparts, check_optimizer
 from fedclip.tools.settings import SECTIONS, elsewhere, fits, section_faults
 from fedclip.tools.trained import trained
-
-__all__ = ["Check", "Finding", "check_config", "find_config"]
 
 APP = "pyproject.toml"
 """The file with the settings of an app of Flower."""
@@ -78,7 +76,7 @@ def find_config(path: str | Path) -> Path:
         file = path / APP
     if not os.path.isfile(file):
         where = f"{path} holds no config.toml" if folder else f"{path} does not exist"
-        raise FileNotFoundError(f"{where}; give a declearn configuration file, or its folder")
+        raise ToolError(f"{where}; give a declearn configuration file, or its folder", code=2)
     return file
 
 
@@ -87,15 +85,17 @@ def _is_app(file: Path) -> bool:
     return os.path.isfile(file) and "[tool.flwr." in file.read_text("utf-8", errors="replace")
 
 
-def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = False) -> Check:
+def check_config(
+    path: str | Path, *, quickrun: bool = False, simulate: bool = False, text: str | None = None
+) -> Check:
     """Check a declearn configuration: a quickrun file, or one for `FLOptimConfig`; or Flower's.
 
     `path` is as for `find_config`. With `quickrun` it must be a quickrun file; otherwise its
     sections decide. With `simulate` it is one that is to run in one process. If there is no such
-    file, raise `FileNotFoundError`; all else is a finding.
+    file, raise a `ToolError`; all else is a finding. A `text` is checked in place of the file's.
     """
     check = Check(find_config(path))
-    config = read_toml(check, check.path, "the file")
+    config = read_toml(check, check.path, "the file", text)
     if config is None:
         return check
     if check.path.name == APP and not (quickrun or simulate):
@@ -109,12 +109,12 @@ def check_config(path: str | Path, *, quickrun: bool = False, simulate: bool = F
     if quickrun or simulate or "optim" in config or whole or alone:
         _check_quickrun(check, config)
     elif "client_opt" in config:
-        run = _section(config, "run")
+        run, check.quickrun = _section(config, "run"), False
         # A section of this name may be anything else.
-        _check_optim(check, config, {} if any(section_faults("run", run)) else run, prefix="")
+        _check_optim(check, config, {} if any(section_faults("run", run)) else run)
     else:
-        text = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
-        check.problem("the file", f"{text} FLOptimConfig does{nearest('client_opt', config)}")
+        what = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
+        check.problem("the file", f"{what} FLOptimConfig does{nearest('client_opt', config)}")
     return check
 
 
@@ -160,7 +160,7 @@ def _check_quickrun(check: Check, config: Config) -> None:
         check.problem("[secagg]", text)
     if isinstance(config.get("optim"), dict):
         wrong = any(finding.where.startswith("[run") for finding in check.problems)
-        _check_optim(check, config["optim"], {} if wrong else run, prefix="optim.")
+        _check_optim(check, config["optim"], {} if wrong else run)
     if isinstance(config.get("run"), dict) and "register" not in run:
         text = "this section is missing: write in min_clients how many clients to wait for"
         check.problem("[run.register]", text)
@@ -244,7 +244,7 @@ def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
     text = f"declearn ignores {f'[{key}]' if where == 'the file' else 'this section'}"
     if slip:
         check.problem(where, f"{text}; did you mean {slip[0]!r}?")
-    else:
+    elif check.quickrun:  # a file for FLOptimConfig may have other sections
         check.note(where, text)
 
 
@@ -315,22 +315,22 @@ def _protected(check: Check) -> tuple[int, str] | None:
         return None
 
 
-def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix: str) -> None:
+def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
     plugins: dict[str, list[Plugin]] = {}
     for key in known[:2]:
-        where = f"[{prefix}{key}]"
+        where = f"[optim.{key}]"
         if key in optim:
             plugins[key] = check_optimizer(check, optim[key], key, where)
         elif key == "client_opt" and key not in check.config:
             check.problem(where, f"the clients' optimizer is missing{nearest(key, optim)}")
     whole = len(check.problems) == before
-    if prefix and any(
+    if check.quickrun and any(
         p.name == "sample-clip" and p.evaluation_share for p in plugins.get("client_opt", ())
     ):
         check.problem("[data]", *unnamed(_known_files(check)))
-    aggregator = check_aggregator(check, optim.get("aggregator"), f"[{prefix}aggregator]")
+    aggregator = check_aggregator(check, optim.get("aggregator"), "[optim.aggregator]")
     setting = Setting(
         plugins,
         aggregator,
@@ -339,45 +339,43 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section, prefix
         _secagg(check),
         "fairness" in optim,
         _clients(check.config),
-        _protected(check) if prefix else None,
+        _protected(check) if check.quickrun else None,
         _section(check.config, "experiment").get("metrics") or (),
         _section(check.config, "network").get("protocol")
-        in ("fedclip-websockets", *["websockets"] * bool(prefix)),
+        in ("fedclip-websockets", *["websockets"] * check.quickrun),
     )
     # If a plug-in could not be built, its counterpart can not be checked.
     if whole:
-        check_counterparts(check, plugins, prefix)
+        check_counterparts(check, plugins)
         if "aggregator" not in optim or aggregator is not None:
-            _check_updates(check, optim, setting, prefix)
+            _check_updates(check, optim, setting)
     least = _count(_section(_section(check.config, "network"), "kwargs").get("min_replies"))
     if least is not None:
-        if not prefix and _section(check.config, "network").get("protocol") == "websockets":
+        if not check.quickrun and _section(check.config, "network").get("protocol") == "websockets":
             # In a quickrun file, fedclip's own protocol takes its place.
             text = "declearn's own websockets takes no min_replies: write 'fedclip-websockets'"
             check.problem("[network]", f"protocol: {text}")
         _check_quorum(check, setting, least)
-    for key in optim:
-        # A file for FLOptimConfig may have other sections; a name that is nearly right is a typo.
-        if key not in known and (prefix or difflib.get_close_matches(key, known, cutoff=0.8)):
-            home = elsewhere(key, prefix.rstrip("."))
-            if prefix and key in parameters.signature_of(Optimizer):
-                home = "optim.client_opt] or [optim.server_opt"
-            if prefix and home:
-                check.problem(f"[{prefix}{key}]", f"write it in [{home}]")
-            else:
-                _ignored(check, f"[{prefix}{key}]", key, known)
+    for key in (key for key in optim if key not in known):
+        home = elsewhere(key, "optim") if check.quickrun else None
+        if check.quickrun and key in parameters.signature_of(Optimizer):
+            home = "optim.client_opt] or [optim.server_opt"
+        if home:
+            check.problem(f"[optim.{key}]", f"write it in [{home}]")
+        else:
+            _ignored(check, f"[optim.{key}]", key, known)
     # Report declearn's own errors only if no problem found above explains them.
     if len(check.problems) == before:
-        where = f"[{prefix.rstrip('.')}]" if prefix else "the file"
+        where = "[optim]" if check.quickrun else "the file"
         _declearn(check, where, FLOptimConfig, {k: v for k, v in optim.items() if k in known})
     # The guarantee of a pipeline is only known if all its parts could be built.
     if len(check.problems) == before:
-        _check_bounds(check, _section(optim, "client_opt"), setting, prefix)
+        _check_bounds(check, _section(optim, "client_opt"), setting)
     chosen = [*plugins.get("client_opt", []), aggregator]
     names = dict.fromkeys(plugin.name for plugin in chosen if is_ours(type(plugin)))
     if names:
         check.note(
-            f"[{prefix}client_opt]",
+            "[optim.client_opt]",
             f"clients need fedclip>={fedclip.__version__} for {', '.join(names)} "
             "(`make build` writes the wheel to hand to them), and `import fedclip` in the client's "
             "script, or `fedclip run` to start it",
@@ -412,11 +410,11 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
         )
 
 
-def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) -> None:
+def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
     """Find mistakes that break the bound of the round update."""
     ours = is_ours(type(setting.aggregator))
     # `fedclip quickrun` and the demo take both by themselves.
-    vetted = bool(prefix) or setting.sampler.get("strategy") == NamedClients.strategy
+    vetted = check.quickrun or setting.sampler.get("strategy") == NamedClients.strategy
     found = update_problems(
         setting.plugins,
         setting.aggregator if ours else getattr(setting.aggregator, "name", None),
@@ -425,11 +423,11 @@ def _check_updates(check: Check, optim: Section, setting: Setting, prefix: str) 
             _count(_section(check.config, "run").get("rounds")),
             setting.clients,
             setting.secagg,
-            named=bool(prefix) or setting.watched or (vetted and setting.secagg is None),
+            named=check.quickrun or setting.watched or (vetted and setting.secagg is None),
         ),
     )
     for level, section, message in found:
-        check.add("note" if level == "note" else "problem", f"[{prefix}{section}]", message)
+        check.add("note" if level == "note" else "problem", f"[optim.{section}]", message)
     shared = any(is_shared(p) for chosen in setting.plugins.values() for p in chosen)
     if (ours or shared) and not vetted:
         check.note(
@@ -460,16 +458,16 @@ def _secagg(check: Check) -> Section | None:
     return section if isinstance(section, dict) and fits(clipval, float) and clipval > 0 else None
 
 
-def _check_bounds(check: Check, client: Section, setting: Setting, prefix: str) -> None:
+def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
     """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
     plugins, run = setting.plugins, setting.run
     for key, chosen in plugins.items():
         steps = steps_of(key, run, setting.clients)
         for warning in (*places.warnings(chosen), *stuck(chosen, steps)):
-            check.note(f"[{prefix}{key}]", warning)
+            check.note(f"[optim.{key}]", warning)
     for level, section, message in exposures(setting):
         own = section.partition(".")[0] in ("run", "secagg", "client_sampler", "experiment")
-        check.add(level, f"[{section}]" if own else f"[{prefix}{section}]", message)
+        check.add(level, f"[{section}]" if own else f"[optim.{section}]", message)
         if (level, section) != ("note", "run.privacy"):
             check.exposed.append(message)
     check.places = places.in_words(

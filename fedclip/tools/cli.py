@@ -12,19 +12,19 @@ import io
 import json
 import os
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 import fedclip
 from fedclip.tools import privacy, site, studies
 from fedclip.tools.output import (
+    Commands,
+    ConfigPath,
     HtmlFile,
     JsonFlag,
     Results,
-    checked,
     fail,
     results,
     runnable,
@@ -33,24 +33,18 @@ from fedclip.tools.output import (
 )
 
 if TYPE_CHECKING:
-    from fedclip.tools.check import Check
+    from fedclip.tools.findings import Check
 
-__all__ = ["app", "main"]
 
 app = typer.Typer(
     name="fedclip",
-    help="Gradient and update clipping for federated learning with declearn.",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.add_typer(privacy.app, name="privacy")
 app.add_typer(site.app, name="site")
-
-ConfigPath = Annotated[
-    Path,
-    typer.Argument(metavar="CONFIG", help="A declearn TOML file, or a folder with config.toml."),
-]
 
 
 def main() -> None:
@@ -59,15 +53,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Do not fail on a character that the terminal can not show.
             stream.reconfigure(errors="backslashreplace")
-    try:
-        app(prog_name="fedclip")
-    except ImportError as exc:
-        if exc.name not in ("declearn", "pandas"):  # the one brings the other
-            raise
-        from fedclip.tools.catalogue import NEEDS_DECLEARN
-
-        say(f"fedclip: {NEEDS_DECLEARN}", err=True)
-        sys.exit(1)
+    app(prog_name="fedclip")
 
 
 @app.callback(invoke_without_command=True)
@@ -110,13 +96,6 @@ def list_(
     typer.echo("What one does, and its parameters: fedclip list NAME")
 
 
-class Kind(Enum):
-    """What makes the model."""
-
-    sklearn = "sklearn"
-    torch = "torch"
-
-
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; new or empty.")],
@@ -133,20 +112,22 @@ def init(
     drop: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="Leave it out; may be repeated.")
     ] = None,
-    model: Annotated[Kind, typer.Option(help="A linear model, or a small network.")] = Kind.sklearn,
+    model: Annotated[
+        Literal["sklearn", "torch"], typer.Option(help="A linear model, or a small network.")
+    ] = "sklearn",
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn at random.")] = 0,
 ) -> None:
-    """Make a folder that runs from CSV files: data by site, a model, a configuration."""
-    from fedclip.tools.init import InitError, Plan, prepare
+    """Make a folder that runs from CSV files.
+
+    It has the data by site, a model and a configuration.
+    """
+    from fedclip.tools.init import Plan, prepare
 
     if (len(files) > 1) + (site is not None) + (sites is not None) > 1:
         fail("several files, --site or --sites: only one of them can say the sites", code=2)
-    try:
-        plan = Plan(target, site, sites or 3, drop or (), model.value, seed)
-        for line in prepare(folder, files, plan):
-            say(line)
-    except InitError as exc:
-        fail(str(exc))
+    plan = Plan(target, site, sites or 3, drop or (), model, seed)
+    for line in prepare(folder, files, plan):
+        say(line)
     for line in (
         "Ready to run:",
         f"  cd {typed(folder)}",
@@ -163,7 +144,9 @@ def check(
     strict: Annotated[bool, typer.Option("--strict", help="Fail for notes, too.")] = False,
 ) -> None:
     """Check a federation's configuration before it runs."""
-    result = checked(config)
+    from fedclip.tools.check import check_config
+
+    result = check_config(config)
     if as_json:
         facts = {"file": str(result.path), "ok": result.ok, "places": result.places}
         print(json.dumps({**facts, "findings": [vars(finding) for finding in result.findings]}))
@@ -203,25 +186,15 @@ def quickrun(
     result = runnable(config, quickrun=True)
 
     from fedclip.tools.card import keep
-    from fedclip.tools.quickrun import QuickrunError, run
+    from fedclip.tools.quickrun import run
 
-    try:
-        clients, results, finished = run(result.path, verbose=verbose, seed=seed)
-    except QuickrunError as exc:
-        fail(str(exc))
+    clients, results, finished = run(result.path, verbose=verbose, seed=seed)
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
     keep(result, results, "quickrun", seed)
     spent = any(Path(results).rglob("privacy_spent.json"))
     also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
-
-
-class Engine(Enum):
-    """Where simulated clients train."""
-
-    process = "process"
-    flower = "flower"
 
 
 @app.command()
@@ -231,20 +204,20 @@ def simulate(
         int | None, typer.Option(min=0, help="Draw all from this seed, not from [simulate]'s.")
     ] = None,
     engine: Annotated[
-        Engine, typer.Option(help="Train in this process, or in those of Flower's simulation.")
-    ] = Engine.process,
+        Literal["process", "flower"],
+        typer.Option(help="Train in this process, or in those of Flower's simulation."),
+    ] = "process",
 ) -> None:
-    """Check a configuration, then run it in one process, with as many clients as you say."""
+    """Check a configuration, then run it in one process.
+
+    It has as many clients as the section [simulate] says.
+    """
     result = runnable(config, simulate=True)
 
     from fedclip.tools.card import keep
-    from fedclip.tools.quickrun import QuickrunError
     from fedclip.tools.simulate import EARLY, run
 
-    try:
-        done = run(result.path, seed, engine=engine.value)
-    except QuickrunError as exc:
-        fail(str(exc))
+    done = run(result.path, seed, engine=engine)
     keep(result, done.results, "simulate", seed)
     see = f"fedclip report {typed(done.results)}"
     if done.ended:
@@ -399,11 +372,6 @@ def demo(
 
     It prints a table and writes a picture.
     """
-    from fedclip.tools.demo import DemoError, run_demo
+    from fedclip.tools.demo import run_demo
 
-    try:
-        run_demo(folder, rounds, seeds, bound)
-    except DemoError as exc:
-        fail(str(exc))
-    except KeyboardInterrupt:
-        fail("interrupted", code=130)
+    run_demo(folder, rounds, seeds, bound)

@@ -10,31 +10,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
 from fedclip.report import Report, number, pooled, printable
-from fedclip.report.rows import grouped
+from fedclip.report.rows import grouped, site_of
 from fedclip.report.table import plain_table
 
-__all__ = [
-    *(
-        "Outcome",
-        "by_site",
-        "compared",
-        "drawn",
-        "heads",
-        "interval",
-        "judged_by",
-        "shown",
-        "table_of",
-    ),
-    "table_rows",
-]
-
 _ENDS = ("rounds", "clipped", "largest norm", "worst site")
+_CAPTION = "The last round of each run; mean ± 95 % interval (Student's) where there are several."
 _HIGHER = ("accuracy", "roc_auc", "f-score", "r2")
 
 
@@ -102,8 +88,7 @@ def by_site(report: Report, experiment: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for curve in report.curves:
         if curve.experiment == experiment and curve.node not in report.servers:
-            site = curve.node.rpartition("/")[2]
-            found.setdefault(site, {})[curve.metric] = curve.last[1]
+            found.setdefault(site_of(curve.node), {})[curve.metric] = curve.last[1]
     return found
 
 
@@ -124,7 +109,7 @@ def _worst(report: Report) -> str:
     curves = [curve for curve in report.curves if curve.node not in report.servers]
     metric, higher = judged_by({curve.metric for curve in curves})
     chosen = (curve for curve in curves if curve.metric == metric)
-    sites = grouped(chosen, lambda curve: curve.node.rpartition("/")[2])
+    sites = grouped(chosen, lambda curve: site_of(curve.node))
     means = {site: interval([curve.last[1] for curve in own]) for site, own in sites.items()}
     # Nothing is worse than what is no number.
     ranked = sorted(means, key=lambda s: (not math.isnan(m := means[s][0]), m if higher else -m))
@@ -166,34 +151,22 @@ def _run(report: Report, experiment: str) -> dict[str, float]:
     return {**dict(loss_first), **ends}
 
 
-def heads(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the measures of all settings, the loss first."""
+def table_of(outcomes: Sequence[Outcome], name: str = "Comparison") -> dict[str, Any]:
+    """Return the table of these settings as text: its name, caption, heads and rows."""
     keys = [key for outcome in outcomes for key in (*outcome.nonfinite, *outcome.values)]
     keys += ["worst site"] * any(outcome.worst for outcome in outcomes)
-    return sorted(dict.fromkeys(keys), key=lambda key: (key in _ENDS, key != "loss"))
+    keys = sorted(dict.fromkeys(keys), key=lambda key: (key in _ENDS, key != "loss"))
+    rows = [[o.name, str(o.runs), *(_cell(o, key) for key in keys)] for o in outcomes]
+    return {"name": name, "caption": _CAPTION, "heads": ["Setting", "Runs", *keys], "rows": rows}
 
 
-def table_of(title: str, outcomes: Sequence[Outcome]) -> Table:
-    """Return a table of these settings for a terminal."""
-    return drawn(title, ["setting", "runs", *heads(outcomes)], table_rows(outcomes))
-
-
-def drawn(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def drawn(table: Mapping[str, Any]) -> Table:
     """Return a table for a terminal; the first column has names, and the last may have."""
-    table = plain_table(title, names[:1], names[1:])
-    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
-    for row in rows:
-        table.add_row(*map(Text, map(printable, row)))
-    return table
-
-
-def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Return the rows of a table: name, number of runs, and each measure."""
-    keys = heads(outcomes)
-    return [
-        [outcome.name, str(outcome.runs), *(_cell(outcome, key) for key in keys)]
-        for outcome in outcomes
-    ]
+    found = plain_table(table["name"], table["heads"][:1], table["heads"][1:])
+    found.columns[-1].no_wrap, found.columns[-1].overflow = False, "fold"
+    for row in table["rows"]:
+        found.add_row(*map(Text, map(printable, row)))
+    return found
 
 
 def _cell(outcome: Outcome, key: str) -> str:

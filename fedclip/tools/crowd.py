@@ -26,8 +26,6 @@ from fedclip.parameters import Config
 from fedclip.tools.linear import quicken
 from fedclip.tools.quickrun import Experiment
 
-__all__ = ["Crowd", "SimulateConfig", "Trained"]
-
 
 @dataclasses.dataclass
 class SimulateConfig(TomlConfig):

@@ -6,25 +6,12 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fedclip.parameters import Config
 from fedclip.privacy.maps import Plugin
-
-__all__ = [
-    "Check",
-    "Finding",
-    "Level",
-    "Plugins",
-    "Section",
-    "Setting",
-    "brief",
-    "innermost",
-    "read_toml",
-    "text_of",
-]
 
 Section: TypeAlias = Mapping[str, Any]
 Plugins: TypeAlias = Mapping[str, Sequence[Plugin]]
@@ -81,6 +68,8 @@ class Check:
         What is clipped where, and what that guarantees: a line for each place.
     exposed
         What voids a privacy guarantee, or is not covered by it.
+    quickrun
+        Whether the optimizers are in [optim], as in a quickrun file; else they are alone in it.
     """
 
     path: Path
@@ -88,6 +77,7 @@ class Check:
     findings: list[Finding] = dataclasses.field(default_factory=list)
     places: list[str] = dataclasses.field(default_factory=list)
     exposed: list[str] = dataclasses.field(default_factory=list)
+    quickrun: bool = True
 
     @property
     def ok(self) -> bool:
@@ -106,6 +96,7 @@ class Check:
 
     def add(self, level: Level, where: str, message: str) -> None:
         """Add a finding, its message on one line."""
+        where = where if self.quickrun else where.replace("[optim.", "[")
         self.findings.append(Finding(level, where, " ".join(message.split())))
 
     def problem(self, where: str, *messages: str) -> bool:
@@ -126,8 +117,8 @@ def innermost(sampler: Section) -> Section:
     return sampler
 
 
-def brief(value: object) -> str:
-    """Return a value as it is written, cut off if it is long.
+def brief(value: object, written: Callable[[object], str] = repr) -> str:
+    """Return a value as it is written in Python, or elsewhere, cut off if it is long.
 
     Examples
     --------
@@ -135,7 +126,7 @@ def brief(value: object) -> str:
     ("[1, 'a']", 120)
     """
     try:
-        text = repr(value)
+        text = written(value)
     except (RecursionError, ValueError):  # nested too deeply, or an int of thousands of digits
         text = f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
@@ -147,11 +138,14 @@ def text_of(exc: BaseException) -> str:
     return text if len(text) <= 400 else text[:399] + "…"
 
 
-def read_toml(check: Check, path: Path, where: str) -> Config | None:
-    """Parse a TOML file as declearn does, where nan means None; report what is wrong with it."""
+def read_toml(check: Check, path: Path, where: str, text: str | None = None) -> Config | None:
+    """Parse a TOML file as declearn does, where nan means None; report what is wrong with it.
+
+    With a `text`, that is what the file is taken to hold.
+    """
     data = b""
     try:
-        data = path.read_bytes()
+        data = path.read_bytes() if text is None else text.encode()
         return tomllib.loads(data.decode(), parse_float=lambda s: None if s == "nan" else float(s))
     except RecursionError:
         check.problem(where, f"{path.name} nests its values too deeply")

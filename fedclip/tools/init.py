@@ -20,9 +20,8 @@ import numpy as np
 import pandas as pd
 
 from fedclip.errors import nearest
-from fedclip.tools.init_tables import InitError, as_numbers, joined, learnt, read_table, units
-
-__all__ = ["InitError", "Plan", "prepare"]
+from fedclip.tools.init_tables import as_numbers, joined, learnt, read_table, units
+from fedclip.tools.output import ToolError
 
 FEWEST = 10
 """Records with a target that each site needs."""
@@ -71,14 +70,14 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
 
     Raises
     ------
-    InitError
+    ToolError
         If the folder is not empty, the files can not be used, or torch is missing. Nothing is
         written then.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InitError(f"{folder} is there already: give a new or empty folder")
+        raise ToolError(f"{folder} is there already: give a new or empty folder")
     if plan.model == "torch" and find_spec("torch") is None:
-        raise InitError("--model torch needs torch: pip install torch")
+        raise ToolError("--model torch needs torch: pip install torch")
     said: list[str] = []
     rng = np.random.default_rng(plan.seed)
     tables = [read_table(file) for file in files]
@@ -87,13 +86,13 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
     for name in taken:
         if name not in table:
             there = nearest(name, table) or f" (there are: {', '.join(list(table)[:20])})"
-            raise InitError(f"there is no column {name!r}{there}")
+            raise ToolError(f"there is no column {name!r}{there}")
     others = table.columns.drop(taken)
     if len(files) > 1:
         stems = [file.stem for file in files]
         alike = [str(file) for file in files if stems.count(file.stem) > 1]
         if alike:
-            raise InitError(f"{', '.join(alike)}: each site needs one file, with a name of its own")
+            raise ToolError(f"{', '.join(alike)}: each site needs one file, with a name of its own")
         names = np.repeat(stems, list(map(len, tables)))
     elif plan.column:
         names = table[plan.column].to_numpy()
@@ -109,7 +108,7 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
     few = table[plan.target].groupby(site).count()
     if few.min() < FEWEST:
         where = f"{few.idxmin()} has {few.min()}"
-        raise InitError(f"each site needs {FEWEST} records with {plan.target!r}, and {where}")
+        raise ToolError(f"each site needs {FEWEST} records with {plan.target!r}, and {where}")
     site, table = site[~missing], table[~missing]
     target = _target(table[plan.target], site, said)
     features = as_numbers(table[others], site, said)
@@ -126,24 +125,24 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
     try:
         _write(folder, texts, columns, _arrays(features, target, site, valid, plan.model))
     except OSError as exc:
-        raise InitError(f"can not write to {folder}: {exc.strerror}") from None
+        raise ToolError(f"can not write to {folder}: {exc.strerror}") from None
     return said
 
 
 def _sites(names: pd.Series, said: list[str]) -> pd.Series:
     """Return the names of sites, fit to be those of folders."""
     if names.isna().any():
-        raise InitError(f"{names.isna().idxmax()} names no site: fill the cell in")
+        raise ToolError(f"{names.isna().idxmax()} names no site: fill the cell in")
     known = {}
     for name in names.unique():
         plain = re.sub(r"[^\w.-]+", "-", name).strip("-.")
         known[name] = f"site-{plain}" if plain.isdigit() else plain
         if plain.lower() in ("", "server", "clients"):
-            raise InitError(f"a site can not have the name {name!r}: give it another")
+            raise ToolError(f"a site can not have the name {name!r}: give it another")
     if len(known) < 2:
-        raise InitError(f"a federation needs two sites at least, and this is one: {names.iloc[0]}")
+        raise ToolError(f"a federation needs two sites at least, and this is one: {names.iloc[0]}")
     if len({name.lower() for name in known.values()}) < len(known):
-        raise InitError(f"as folders, names of sites would be the same: {', '.join(known)}")
+        raise ToolError(f"as folders, names of sites would be the same: {', '.join(known)}")
     changed = [f"{name!r} is {plain}" for name, plain in known.items() if name != plain]
     if changed:
         said.append(f"names of sites, fit for folders: {', '.join(changed)}")
@@ -154,13 +153,13 @@ def _target(column: pd.Series, site: pd.Series, said: list[str]) -> _Target:
     """Decide what is to be learnt: classes, or a number."""
     name, known = column.name, sorted(column.unique())
     if len(known) < 2:
-        raise InitError(f"{name!r} is {known[0]!r} in all records: there is nothing to learn")
+        raise ToolError(f"{name!r} is {known[0]!r} in all records: there is nothing to learn")
     numbers = pd.to_numeric(column, errors="coerce")
     whole = not numbers.isna().any() and not (numbers % 1).any()
     if len(known) > MOST_CLASSES or not (whole or numbers.isna().any()):
         found = as_numbers(column.to_frame(), site, said)
         if name not in found:
-            raise InitError(f"{name!r} holds {len(known)} different texts, too many for classes")
+            raise ToolError(f"{name!r} holds {len(known)} different texts, too many for classes")
         said.append(f"{name!r} is a number, and so this is a regression")
         return _Target(found[name], [])
     known = sorted(known, key=float) if whole else known
@@ -196,7 +195,7 @@ def _scaled(
     constant = [name for name in table if np.isnan(found.scale[name])]
     said.extend(f"{name!r} has one value at each site: left out" for name in constant)
     if len(constant) == table.shape[1]:
-        raise InitError("no column is left to learn from")
+        raise ToolError("no column is left to learn from")
     measured = [name for name in table if name not in constant]
     said.extend(units(train[measured], site[~valid]))
     filled = table.fillna(found.fill.loc[site].set_index(table.index))[measured]

@@ -17,8 +17,7 @@ import numpy as np
 import pandas as pd
 
 from fedclip.errors import nearest, shown
-
-__all__ = ["InitError", "as_numbers", "joined", "learnt", "read_table", "units"]
+from fedclip.tools.output import ToolError
 
 MOST_TEXTS = 20
 """Different texts that a column may hold; more are names, dates or remarks."""
@@ -35,10 +34,6 @@ NAMED = re.compile(
 """Names of columns that may say whose a record is."""
 
 
-class InitError(ValueError):
-    """The files can not be used; the message says why, and what to do."""
-
-
 def read_table(file: Path) -> pd.DataFrame:
     """Return a CSV file as texts; each record is named by its place.
 
@@ -48,13 +43,13 @@ def read_table(file: Path) -> pd.DataFrame:
     try:
         text = file.read_text(encoding="utf-8-sig").lstrip("\n")
     except UnicodeDecodeError as exc:
-        raise InitError(f"{file} is not UTF-8 (see byte {exc.start}): save it as UTF-8") from None
+        raise ToolError(f"{file} is not UTF-8 (see byte {exc.start}): save it as UTF-8") from None
     except OSError as exc:
-        raise InitError(f"{file} can not be read: {exc.strerror}") from None
+        raise ToolError(f"{file} can not be read: {exc.strerror}") from None
     if not text.strip():
-        raise InitError(f"{file} is empty")
+        raise ToolError(f"{file} is empty")
     if "\0" in text:
-        raise InitError(f"{file} is no text; save it as CSV")
+        raise ToolError(f"{file} is no text; save it as CSV")
     mark = max(",;\t|", key=lambda m: len(next(csv.reader(io.StringIO(text), delimiter=m))))
     lines = csv.reader(io.StringIO(text), delimiter=mark, skipinitialspace=True)
     try:
@@ -62,7 +57,7 @@ def read_table(file: Path) -> pd.DataFrame:
         _check_header(file, names)
         for line in lines:  # pandas fills up what is too short, and drops what is beyond
             if line not in ([], [""]) and len(line) != len(names):
-                raise InitError(
+                raise ToolError(
                     f"{file} is no table: cells in line {lines.line_num}: {len(line)}, "
                     f"names in the first: {len(names)}"
                 )
@@ -72,9 +67,9 @@ def read_table(file: Path) -> pd.DataFrame:
         table.columns = pd.Index(names)
     except (csv.Error, pd.errors.ParserError) as exc:
         why = str(exc).strip().rpartition("error: ")[2]
-        raise InitError(f"{file} is no table: {why}") from None
+        raise ToolError(f"{file} is no table: {why}") from None
     if not len(table):
-        raise InitError(f"{file} holds no record, only names of columns")
+        raise ToolError(f"{file} holds no record, only names of columns")
     table = table.apply(lambda column: column.str.strip())
     if mark != ",":
         table = table.replace(_COMMA, r"\1.\2", regex=True)
@@ -84,10 +79,10 @@ def read_table(file: Path) -> pd.DataFrame:
 
 def _check_header(file: Path, names: Sequence[str]) -> None:
     if pd.to_numeric(pd.Series(names), errors="coerce").notna().all():
-        raise InitError(f"the first line of {file} holds numbers: write the columns' names there")
+        raise ToolError(f"the first line of {file} holds numbers: write the columns' names there")
     for place, name in enumerate(names, start=1):
         if not name or name in names[: place - 1]:
-            raise InitError(
+            raise ToolError(
                 f"column {place} of {file}, {name!r}, needs a name of its own, or is to be left "
                 "out (the numbers of pandas' rows: to_csv(..., index=False))"
             )
@@ -106,7 +101,7 @@ def joined(tables: Sequence[pd.DataFrame], files: Sequence[Path]) -> pd.DataFram
         most = 2 * sum(have) >= len(have)
         at = have.index(not most)
         hint = nearest(odd[0], [name for name in odd if (name in tables[at]) == most])
-        raise InitError(
+        raise ToolError(
             f"{files[at]} {'lacks' if most else 'has'} the column {odd[0]!r}{hint}; it is in "
             f"{sum(have)} of {len(have)} files, and all need the same"
         )
@@ -130,7 +125,7 @@ def as_numbers(table: pd.DataFrame, site: pd.Series, said: list[str]) -> pd.Data
             )
         if np.isinf(numbers).any() or 0 < len(texts) < count / 2:
             odd = texts if len(texts) else column[np.isinf(numbers)]
-            raise InitError(
+            raise ToolError(
                 f"{name!r} is {shown(odd.iloc[0])} in {odd.index[0]}, where most are numbers: "
                 f"correct it, empty the cell if it is missing, or leave the column out (--drop)"
             )
@@ -184,7 +179,7 @@ def learnt(train: pd.DataFrame, site: pd.Series) -> Learnt:
     fill = train.groupby(site).median()
     for name, where in fill.isna().items():
         if where.any():
-            raise InitError(
+            raise ToolError(
                 f"{where.idxmax()} has no value of {name!r} to train on: give it some, or leave "
                 f"the column out (--drop {name})"
             )

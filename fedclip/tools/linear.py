@@ -16,8 +16,6 @@ from declearn.typing import Batch
 from fedclip.dpsgd.persample import clipped_sum, vector
 from fedclip.federation.generics import AnyModel, AnyVector
 
-__all__ = ["quicken"]
-
 
 def quicken(model: AnyModel) -> None:
     """Let a model take the gradients of batches at once, if it is one of scikit-learn's.

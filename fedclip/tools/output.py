@@ -9,24 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from fedclip.tools.findings import Check
 
-__all__ = [
-    "HtmlFile",
-    "JsonFlag",
-    "Results",
-    "checked",
-    "fail",
-    "results",
-    "runnable",
-    "say",
-    "typed",
+
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG", help="A declearn TOML file, or a folder with config.toml."),
 ]
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-
 
 HtmlFile = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser as well.")
@@ -40,6 +34,36 @@ Results = Annotated[
 ]
 
 
+class ToolError(RuntimeError):
+    """What was asked for can not be done; the message says why, in a sentence.
+
+    Whatever raises it ends the command with this sentence, and with its exit code.
+    """
+
+    def __init__(self, message: object, code: int = 1) -> None:
+        super().__init__(str(message))
+        self.code = code
+
+
+class Commands(TyperGroup):
+    """A group of commands, each of which ends in a sentence if it can not do its work."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except ToolError as exc:
+            say(f"fedclip: {exc}", err=True)
+            raise typer.Exit(exc.code) from None
+        except ImportError as exc:
+            if exc.name not in ("declearn", "pandas"):  # the one brings the other
+                raise
+            from fedclip.tools.catalogue import NEEDS_DECLEARN
+
+            say(f"fedclip: {NEEDS_DECLEARN}", err=True)
+            raise typer.Exit(1) from None
+
+
 def say(text: str, **style: Any) -> None:
     """Print a line as it is, without markup, because names in it are other people's text."""
     from fedclip.report import printable
@@ -49,8 +73,7 @@ def say(text: str, **style: Any) -> None:
 
 def fail(message: object, code: int = 1) -> NoReturn:
     """End the command with one sentence on standard error."""
-    say(f"fedclip: {message}", err=True)
-    raise typer.Exit(code)
+    raise ToolError(message, code) from None
 
 
 def typed(path: str | Path) -> str:
@@ -71,19 +94,11 @@ def results(folder: Path | None) -> Path:
     return found if found.is_dir() else Path()
 
 
-def checked(config: Path, **options: bool) -> Check:
-    """Return the findings for a configuration; end the command if there is no such file."""
+def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) -> Check:
+    """Return the findings for a configuration; end the command if it would not run."""
     from fedclip.tools.check import check_config
 
-    try:
-        return check_config(config, **options)
-    except FileNotFoundError as exc:
-        fail(str(exc), code=2)
-
-
-def runnable(config: Path, **options: bool) -> Check:
-    """Return the findings for a configuration; end the command if it would not run."""
-    result = checked(config, **options)
+    result = check_config(config, quickrun=quickrun, simulate=simulate)
     if not result.ok:
         for finding in result.problems:
             say(f"fedclip: {finding.where} {finding.message}", err=True)

@@ -20,13 +20,12 @@ from fedclip.errors import nearest
 from fedclip.federation.statistics.check import is_shared, shared_problems
 from fedclip.parameters import Config
 from fedclip.privacy.maps import Plugin
+from fedclip.toml import toml_value
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.findings import Check, Plugins, Section, brief, read_toml, text_of
 from fedclip.tools.settings import argument_faults, fits
 
 Registries: TypeAlias = Mapping[str, Mapping[str, type[Plugin]]]
-
-__all__ = ["check_aggregator", "check_counterparts", "check_optimizer"]
 
 
 def check_optimizer(check: Check, value: object, key: str, where: str) -> list[Plugin]:
@@ -148,7 +147,7 @@ def _check_plugin(
             check.problem(where, f"{brief(spec)} in {field} {form}")
             return None
     if name in registries[field]:
-        shown = ", ".join(f"{key} = {brief(value)}" for key, value in config.items())
+        shown = ", ".join(f"{key} = {brief(value, toml_value)}" for key, value in config.items())
         ok = f"{name} {{{shown}}}" if shown else name
         return _build(check, where, name, registries[field][name], config, ok)
     right = next((other for other, registry in registries.items() if name in registry), None)
@@ -174,13 +173,13 @@ def check_aggregator(check: Check, value: object, where: str) -> Plugin:
     return None
 
 
-def check_counterparts(check: Check, plugins: Plugins, prefix: str) -> None:
+def check_counterparts(check: Check, plugins: Plugins) -> None:
     """Find modules that exchange variables with a module that the other side lacks.
 
     declearn's server hangs on a variable without a receiver.
     """
     for side, problem in shared_problems(plugins):
-        check.problem(f"[{prefix}{side}]", problem)
+        check.problem(f"[optim.{side}]", problem)
     for side, other in (("client_opt", "server_opt"), ("server_opt", "client_opt")):
         sent = {plugin.aux_name for plugin in plugins.get(side, ()) if _sends(plugin)}
         received = {getattr(plugin, "aux_name", None) for plugin in plugins.get(other, ())}
@@ -193,7 +192,7 @@ def check_counterparts(check: Check, plugins: Plugins, prefix: str) -> None:
             ]
             what = f" ({', '.join(map(repr, candidates))})" if candidates else ""
             text = f"{mine.name} exchanges {aux!r} with a counterpart{what}, and {other} has none"
-            check.problem(f"[{prefix}{side}]", f"{text}: the run would hang")
+            check.problem(f"[optim.{side}]", f"{text}: the run would hang")
 
 
 def _sends(plugin: Plugin) -> bool:

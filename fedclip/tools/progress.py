@@ -14,8 +14,6 @@ from typing import TypeAlias
 from fedclip.report import number, printable
 from fedclip.report.curves import read_curves
 
-__all__ = ["Tell", "latest", "progress"]
-
 Tell: TypeAlias = Callable[[str, int, str], None]
 """Takes the name of a task, how many rounds of it are done, and what to say of it."""
 

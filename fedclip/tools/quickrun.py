@@ -39,19 +39,14 @@ from fedclip.federation.generics import AnyModel
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
 from fedclip.tools.linear import quicken
+from fedclip.tools.output import ToolError
 from fedclip.tools.progress import latest, progress
 from fedclip.tools.trained import label
-
-__all__ = ["PERSONS", "Experiment", "Federation", "QuickrunError", "draw_from", "run"]
 
 PERSONS = "train_persons.csv"
 """In a client's folder of data: a line for each training record, which says whose it is."""
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
-
-
-class QuickrunError(RuntimeError):
-    """A run can not start; the message says why."""
 
 
 class Experiment:
@@ -70,7 +65,7 @@ class Experiment:
 
     Raises
     ------
-    QuickrunError
+    ToolError
         If data or model are not where the file says.
     """
 
@@ -89,13 +84,13 @@ class Experiment:
             found: dict[str, dict[str, str]] = parse_data_folder(data, str(self.folder))
             self.files = dict(sorted(found.items()))
         except (OSError, ValueError) as exc:
-            raise QuickrunError(f"[data] {exc}") from None
+            raise ToolError(f"[data] {exc}") from None
         if not self.files:
-            raise QuickrunError("[data] the data folder holds no client's folder")
+            raise ToolError("[data] the data folder holds no client's folder")
         if not str(self._file).endswith(".py"):
-            raise QuickrunError(f"[model] {str(self._file)!r} must be a Python file, model.py")
+            raise ToolError(f"[model] {str(self._file)!r} must be a Python file, model.py")
         if not os.path.isfile(self._file):
-            raise QuickrunError(f"[model] there is no model file {str(self._file)!r}")
+            raise ToolError(f"[model] there is no model file {str(self._file)!r}")
 
     def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
         """Return what a client trains on, in batches that a seed decides, and evaluates on."""
@@ -178,7 +173,7 @@ class Federation:
 
     Raises
     ------
-    QuickrunError
+    ToolError
         If the port is in use, or data or model are not where the file says.
     """
 
@@ -190,7 +185,7 @@ class Federation:
         self.network = watchful(NetworkServerConfig.from_toml(self.toml, False, "network"))
         host, port = self.network.host, self.network.port
         if not _is_free(host, port):
-            raise QuickrunError(f"port {port} on {host} is in use; set another port in [network]")
+            raise ToolError(f"port {port} on {host} is in use; set another port in [network]")
         self.experiment = Experiment(file)
         self.results, self.clients = self.experiment.results, list(self.experiment.files)
 
@@ -299,7 +294,7 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
     except KeyboardInterrupt:
         finished = False
     except ModuleNotFoundError as exc:
-        raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
+        raise ToolError(f"a package that this run needs is missing: {exc}") from None
     return len(federation.clients), federation.results, finished
 
 

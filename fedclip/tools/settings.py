@@ -25,8 +25,6 @@ from fedclip.errors import Unchecked, nearest
 from fedclip.tools.crowd import SimulateConfig
 from fedclip.tools.findings import Section, brief
 
-__all__ = ["SECTIONS", "argument_faults", "elsewhere", "fits", "section_faults"]
-
 SECTIONS: dict[str, Any] = {
     "network": NetworkServerConfig,
     "data": DataSourceConfig,

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,14 +24,14 @@ from fedclip.report import (
     printable,
     read_report,
 )
-from fedclip.report.rows import Key
+from fedclip.report.advice import Advice
+from fedclip.report.rows import Key, experiment_of
 from fedclip.tools.output import fail, say
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.table import Table
 
-__all__ = ["can_write", "console", "read", "save_page", "save_plot", "show", "write"]
 
 # Above this number of rounds, all nodes together, one line for each node is shown.
 _LONG = 200
@@ -49,13 +49,16 @@ def console() -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
 
 
-def read(folder: Path, follow: bool = False, html: Path | None = None) -> Report:
+def read(
+    folder: Path, follow: bool = False, html: Path | None = None, apart: Collection[Path] = ()
+) -> Report:
     """Read a report, of a run to its end if it is to be followed; else end with a sentence.
 
-    The page of a run that is followed is written anew whenever there is something new.
+    The page of a run that is followed is written anew whenever there is something new. Runs in
+    folders that are read `apart` are left out.
     """
     try:
-        result = _followed(folder, html) if follow else _newest(read_report(folder))
+        result = _followed(folder, html) if follow else _newest(_without(apart, folder))
     except ReportError as exc:
         if os.path.exists(folder):
             fail(str(exc), code=1 if os.path.isdir(folder) else 2)
@@ -65,6 +68,14 @@ def read(folder: Path, follow: bool = False, html: Path | None = None) -> Report
     for path in result.skipped:
         say(f"fedclip: skipped {path}, which can not be read (yet)", err=True)
     return result
+
+
+def _without(apart: Collection[Path], folder: Path) -> Report:
+    report = read_report(folder)
+    kept = [
+        name for name in report.experiments if not name or (folder / name).resolve() not in apart
+    ]
+    return report.only(kept or report.experiments)
 
 
 def _newest(report: Report, quiet: bool = False) -> Report:
@@ -78,7 +89,7 @@ def _newest(report: Report, quiet: bool = False) -> Report:
         path = report.folder / node
         return (path if path.is_dir() else report.folder).stat().st_mtime
 
-    newest = max((*report.nodes, *report.private), key=written).rpartition("/")[0]
+    newest = experiment_of(max((*report.nodes, *report.private), key=written))
     if not quiet:
         said = f"this is the newest of {len(found)} runs, in {report.folder / newest}"
         say(f"fedclip: {said}; the others are left out", err=True)
@@ -120,7 +131,7 @@ def _budget(spendings: Sequence[Spending], short: bool) -> Table:
     table = plain_table("Privacy budget, after each round it took part in", ["client"], heads)
     for spending in spendings:
         for turn in spending.turns[-1:] if short else spending.turns:
-            where = spending.where.rpartition("/")[0] or spending.where
+            where = experiment_of(spending.where) or spending.where
             table.add_row(printable(where), *map(number, turn))
     return table
 
@@ -208,8 +219,13 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
     if file == "-":
         sys.stdout.write(text)
         return
+    file = Path(file)
+    # Whoever reads the file while it is written anew gets all of one.
+    part = file.with_name(f".{file.name}.part") if os.path.isfile(file) else file
     try:
-        Path(file).write_bytes(text.encode(errors="backslashreplace"))
+        part.write_bytes(text.encode(errors="backslashreplace"))
+        if part != file:
+            part.replace(file)
     except (OSError, ValueError) as exc:
         fail(f"can not write {file}: {exc}")
     if not quiet:
@@ -259,39 +275,25 @@ def save_page(
     """
     runs: list[Run] = []
     for name, folder, report in reports:
-        run = Run(name, report, _spent(folder, words=not live), bool(name))
-        runs.append(run if name or live else _with_advice(run))
+        advice = None if name or live else _advice(report)
+        runs.append(Run(name, report, _spent(folder, words=not live), bool(name), advice))
     title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
     text = page_of(runs, title, tables, _REFRESH * live)
-    # A browser that reads the file while it is written anew gets all of one page.
-    part = file.with_name(f".{file.name}.part") if os.path.isfile(file) else file
-    write(part, text, quiet=True)
-    part.replace(file)
-    if not live:
-        say(f"wrote {file}")
+    write(file, text, quiet=live)
 
 
-def _with_advice(run: Run) -> Run:
-    """Add what is advised after the run of one federation."""
-    if len(run.report.experiments) > 1 or not run.report.rows:
-        return run
+def _advice(report: Report) -> Advice | None:
+    """Return what is advised after the run of one federation."""
+    if len(report.experiments) > 1 or not report.rows:
+        return None
     try:
-        from fedclip.tools.suggest import advised, lines_of
-        from fedclip.tools.suggest.showing import shares_of
+        from fedclip.tools.suggest import advised
 
-        (experiment,) = run.report.experiments
-        advice = advised(run.report, experiment)
+        return advised(report, *report.experiments)
     except (ModuleNotFoundError, TypeError, ValueError) as exc:
         # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
         say(f"fedclip: nothing is advised on the page: {exc}", err=True)
-        return run
-    said = {p.name: ([*lines_of(p)], shares_of(p.shares)) for p in advice.proposals}
-    limits = [
-        (p.module, p.name, p.limit, p.name == advice.start)
-        for p in advice.proposals
-        if p.limit is not None
-    ]
-    return run._replace(advice=advice, said=said, limits=limits)
+        return None
 
 
 def _spent(folder: Path, words: bool) -> list[Spending]:

@@ -40,11 +40,10 @@ from fedclip.federation.update.limits import norms_of
 from fedclip.federation.update.turns import Schedule
 from fedclip.scopes import resolve
 from fedclip.tools.crowd import Ask, Crowd, Kept, SimulateConfig, Task, Trained
+from fedclip.tools.output import ToolError
 from fedclip.tools.progress import latest, progress
-from fedclip.tools.quickrun import Experiment, QuickrunError, draw_from
+from fedclip.tools.quickrun import Experiment, draw_from
 from fedclip.tools.trained import label
-
-__all__ = ["EARLY", "Simulated", "Simulation", "run"]
 
 EARLY = "the loss has stopped to improve, as early_stop says"
 _NODES = ("server", "clients")
@@ -78,7 +77,7 @@ class Simulation:
 
     Raises
     ------
-    QuickrunError
+    ToolError
         If data or model are not where the file says, or if it can not be simulated.
     """
 
@@ -127,10 +126,10 @@ class Simulation:
                 combining=of.combining,
             )
         except ValueError as exc:
-            raise QuickrunError(f"[optim.aggregator] {exc}") from None
+            raise ToolError(f"[optim.aggregator] {exc}") from None
         few = of.combining.too_few(self.settings.sampled or len(clients))
         if why := of.shares.strangers(clients) or few:
-            raise QuickrunError(f"[optim.aggregator] {why}")
+            raise ToolError(f"[optim.aggregator] {why}")
         return server
 
     def step(self) -> str:
@@ -249,7 +248,7 @@ def run(
 
     Raises
     ------
-    QuickrunError
+    ToolError
         If the simulation can not start.
     """
     if seed is None:
@@ -259,7 +258,7 @@ def run(
         simulation = _seeded(file, seed)
         spread = _spread() if engine == "flower" else None
     except ModuleNotFoundError as exc:
-        raise QuickrunError(f"a package that this run needs is missing: {exc}") from None
+        raise ToolError(f"a package that this run needs is missing: {exc}") from None
     if spread is None:
         return _run(simulation, quiet)
     done: list[Simulated] = []
@@ -333,13 +332,13 @@ def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:
     if aggregator.max_norm is not None:
         most = aggregator.max_norm
         if aggregator.scope != "global":
-            raise QuickrunError(
+            raise ToolError(
                 "[optim.aggregator] max_norm is simulated with scope = 'global' only: write "
                 "update-clip-server with start_norm and learning_rate = 0 in its place"
             )
         return AdaptiveBound(most, learning_rate=0.0, min_norm=most, max_norm=most)
     if len(bounds) != 1 or modules[0] is not bounds[0]:
-        raise QuickrunError(
+        raise ToolError(
             "[optim.server_opt] update-clip-server must be there once, as the first of the modules"
         )
     return bounds[0]
@@ -352,14 +351,14 @@ def _schedule(
     if bound is None or bound.separation == 1:
         return None
     if settings.sampled is not None:
-        raise QuickrunError(
+        raise ToolError(
             "[simulate] sampled draws clients, and separation = "
             f"{bound.separation} of update-clip-server has them take turns: leave one out"
         )
     most = bound.expected_clients or 1
     found = Schedule(names, most)
     if why := found.turns.refusal(bound.separation, most):
-        raise QuickrunError(f"[optim.server_opt] {why}")
+        raise ToolError(f"[optim.server_opt] {why}")
     return found
 
 
@@ -369,20 +368,20 @@ def _refuse(
     """Refuse what is not simulated."""
     private = any(isinstance(module, SampleClip) for module in optim.client_opt.modules)
     if private or config.privacy is not None:
-        raise QuickrunError("DP-SGD is not simulated: use fedclip quickrun")
+        raise ToolError("DP-SGD is not simulated: use fedclip quickrun")
     if optim.fairness is not None:
-        raise QuickrunError("[optim] fairness is not simulated: use fedclip quickrun")
+        raise ToolError("[optim] fairness is not simulated: use fedclip quickrun")
     if taken := set(names) & set(_NODES):
-        raise QuickrunError(f"[data] no folder may be named {min(taken)!r}: records go there")
+        raise ToolError(f"[data] no folder may be named {min(taken)!r}: records go there")
     sites = len(names)
     clients = crowd.clients or sites
     if clients < sites:
-        raise QuickrunError(
+        raise ToolError(
             f"[simulate] clients = {clients}, and the data folder holds {sites}: each needs one"
         )
     for name in ("sampled", "attackers"):
         if (getattr(crowd, name) or 0) > clients:
-            raise QuickrunError(
+            raise ToolError(
                 f"[simulate] {name} = {getattr(crowd, name)}, and there are {clients} clients"
             )
 

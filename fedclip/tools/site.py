@@ -15,10 +15,9 @@ from fedclip.tools.output import fail, say
 if TYPE_CHECKING:
     from fedclip.federation.site.policy import Policy
 
-__all__ = ["ENGINES", "app"]
 
 app = typer.Typer(
-    help="A site's own limit on what leaves it, whatever a server or a job asks for.",
+    help="Limit what leaves a site, whatever a server asks for.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -49,11 +48,6 @@ ENGINES = {
 _MOST = 1_000_000
 
 
-@app.callback()
-def root() -> None:
-    """Limit what leaves a site, whatever a server or a job asks for."""
-
-
 @app.command()
 def check(file: PolicyPath) -> None:
     """Explain a policy: what leaves, what it can not force, and what is left of its budget."""
@@ -63,7 +57,9 @@ def check(file: PolicyPath) -> None:
     try:
         policy = Policy.read(file)
         lines, problems = [*_explained(policy)], [*_problems(policy)]
-    except (OSError, ValueError) as exc:
+    except OSError as exc:
+        fail(f"{exc.filename or file} can not be read: {exc.strerror}")
+    except ValueError as exc:
         fail(exc)
     say(f"{file} lets out, in all jobs and on all engines together:")
     for line in lines:

@@ -16,8 +16,6 @@ from typing import Any
 from fedclip.report import number
 from fedclip.tools.compare import interval, shown
 
-__all__ = ["AS_IS", "NONE", "Standings"]
-
 NONE = "no clipping"
 """The setting that all others are compared with."""
 AS_IS = "as configured"

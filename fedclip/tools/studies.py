@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from fedclip.report import Report
     from fedclip.report.advice import Proposal
     from fedclip.tools.progress import Tell
-    from fedclip.tools.sweep import Planned
     from fedclip.tools.tune import Tuning
-
-__all__ = ["add_to"]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -68,45 +65,41 @@ def suggest(
     if use is not None and use not in proposals:
         known = ", ".join(proposals) or "none"
         fail(f"there is no proposal {use!r}{nearest(use, proposals)} (there are: {known})")
+    chosen = use or advice.start
     if as_json:
         facts = {"schema": "fedclip-suggest/2", "folder": str(folder), **dataclasses.asdict(advice)}
         print(json.dumps(facts))
-    elif write is None:
+    if write is not None:
+        if not chosen:
+            fail(f"{advice.answer} To write one all the same, name it: --use NAME")
+        save(write, proposals[chosen])
+    elif not as_json:
         for line in in_words(advice, use or ""):
             say(line)
-    if write is not None:
-        if not (use or advice.start):
-            fail(f"{advice.answer} To write one all the same, name it: --use NAME")
-        save(write, proposals[use or advice.start])
-    elif (use or advice.start) and not as_json:
-        named = f" --use {use}" if use else ""
-        typer.echo()
-        say(f"To write it:  fedclip suggest {typed(folder)}{named} --write config.toml")
+        if chosen:
+            named = f" --use {use}" if use else ""
+            say("")
+            say(f"To write it:  fedclip suggest {typed(folder)}{named} --write config.toml")
 
 
 def save(file: Path, proposal: Proposal) -> None:
     """Write a proposal into a configuration, unless that would then not run."""
     from fedclip.tools.check import check_config, find_config
-    from fedclip.tools.suggest import rewritten
+    from fedclip.tools.editing import rewritten
+    from fedclip.tools.showing import write
 
+    file = find_config(file)
     try:
-        file = find_config(file)
         text = rewritten(file.read_bytes().decode(), proposal)
-        known = check_config(file).problems
-        # Next to it, so that paths in it lead to the same files.
-        trial = file.with_name(f".{file.name}.fedclip")
-        trial.write_bytes(text.encode())
-        try:
-            for fresh in (f for f in check_config(trial).problems if f not in known):
-                fail(
-                    f"{file} was left as it is: with {proposal.name} it would not run "
-                    f"({fresh.where} {fresh.message})"
-                )
-            trial.replace(file)
-        finally:
-            trial.unlink(missing_ok=True)
     except (OSError, ValueError, TypeError) as exc:
         fail(f"{file} can not be changed: {exc}")
+    known = check_config(file).problems
+    for fresh in (f for f in check_config(file, text=text).problems if f not in known):
+        fail(
+            f"{file} was left as it is: with {proposal.name} it would not run "
+            f"({fresh.where} {fresh.message})"
+        )
+    write(file, text, quiet=True)
     say(f"wrote {proposal.name} into {file}; check it with  fedclip check {typed(file)}")
 
 
@@ -130,8 +123,9 @@ def compare(
         for path in inner or [folder]:
             name = path.resolve().name
             named[str(path) if name in named else name] = path
-    reports = [(name, path, showing.read(path)) for name, path in named.items()]
-    show_compared(reports, html, as_json)
+    found = {path.resolve() for path in named.values()}
+    read = [(name, path, showing.read(path, apart=found)) for name, path in named.items()]
+    show_compared(read, html, as_json)
 
 
 def show_compared(
@@ -139,21 +133,18 @@ def show_compared(
 ) -> None:
     """Print the table of several settings, and write the page of all."""
     from fedclip.tools import showing
-    from fedclip.tools.compare import compared, heads, table_of, table_rows
+    from fedclip.tools.compare import compared, drawn, table_of
 
     outcomes = compared([(name, report) for name, _, report in read_])
-    note = "The last round of each run; mean ± 95 % interval (Student's) where there are several."
+    table = table_of(outcomes)
     if as_json:
         facts = [outcome.as_dict() for outcome in outcomes]
         print(json.dumps({"schema": "fedclip-compare/1", "settings": facts}))
     else:
-        showing.console().print(table_of("Comparison", outcomes))
-        say(note)
+        showing.console().print(drawn(table))
+        say(table["caption"])
     if html is not None:
-        columns = ["Setting", "Runs", *heads(outcomes)]
-        table = {"name": "Comparison", "caption": note, "heads": columns}
-        tables = [{**table, "rows": table_rows(outcomes)}]
-        showing.save_page(read_, html, tables, "Comparison of runs")
+        showing.save_page(read_, html, [table], "Comparison of runs")
 
 
 def sweep(
@@ -182,7 +173,7 @@ def sweep(
     from fedclip.tools import showing
     from fedclip.tools.check import find_config
     from fedclip.tools.progress import progress
-    from fedclip.tools.sweep import SweepError, plan, refuse, run_all
+    from fedclip.tools.sweep import plan, refuse, reports, run_all
 
     showing.can_write(html=html)
     try:
@@ -190,38 +181,18 @@ def sweep(
         out = out or file.with_name(f"{file.stem}-sweep")
         runs = plan(file, settings or [], seeds, out, rounds)
         todo = [planned for planned in runs if not planned.done]
-        refuse(todo)
-    except SweepError as exc:
-        fail(str(exc))
-    except FileNotFoundError as exc:
-        fail(str(exc), code=2)
+        refuse(file, todo)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         fail(f"the sweep of {config} can not be planned: {exc}")
     if len(todo) < len(runs):
         say(f"{len(runs) - len(todo)} of {len(runs)} runs are done already", err=True)
     tell = progress({"sweep": sum(planned.rounds for planned in todo)})
-    try:
-        failed = run_all(todo, "quickrun", 1, partial(tell, "sweep"))
-    except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from here", code=130)
+    failed = run_all(todo, "quickrun", 1, partial(tell, "sweep"))
     for planned, why in failed.items():
         fail(f"{why} (output: {planned.folder / 'output.txt'})")
-    show_compared(_reports(runs), html)
+    show_compared(reports(runs), html)
     if html is None:
         say(f"As a page:  fedclip compare {typed(out)} --html compare.html")
-
-
-def _reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
-    """Return name, folder and report of each setting, without seeds of other plans."""
-    from fedclip.tools.showing import read
-
-    found = []
-    for folder in dict.fromkeys(planned.folder.parent for planned in runs if planned.done):
-        report = read(folder)
-        seeds = {planned.folder.name for planned in runs}
-        kept = [run for run in report.experiments if run.partition("/")[0] in seeds]
-        found.append((folder.name, folder, report.only(kept)))
-    return found
 
 
 def tune(
@@ -245,15 +216,15 @@ def tune(
     html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Try what `suggest` proposes, and no clipping, over seeds; rank by the metric of each site.
+    """Try over seeds what `suggest` proposes, and rank it.
 
-    Runs go on side by side, and what is hopeless is given up. After an interruption the same
-    command goes on where it stopped.
+    It is ranked beside no clipping, by the metric of each site. Runs go on side by side, and what
+    is hopeless is given up. After an interruption the same command goes on where it stopped.
     """
     from fedclip.tools import showing
     from fedclip.tools.check import find_config
     from fedclip.tools.compare import drawn
-    from fedclip.tools.sweep import SweepError
+    from fedclip.tools.sweep import reports
     from fedclip.tools.tune import Tuning
 
     showing.can_write(html=html)
@@ -266,11 +237,7 @@ def tune(
         out = file.with_name(f"{file.stem}-tune{'-nodes' * nodes}")
         tuning = Tuning(file, out, seeds, rounds, "quickrun" if nodes else "simulate", jobs)
         _tuned(tuning, [name.strip() for name in sites.split(",") if name.strip()])
-    except FileNotFoundError as exc:
-        fail(str(exc), code=2)
-    except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from here", code=130)
-    except (SweepError, OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         fail(f"{config} can not be tuned: {exc}")
     standings = tuning.standings
     if as_json:
@@ -278,7 +245,7 @@ def tune(
     else:
         # The last one grows with settings and sites: a page and --json have it.
         for table in standings.tables()[:2]:
-            showing.console().print(drawn(table["name"], table["heads"], table["rows"]))
+            showing.console().print(drawn(table))
             say(table["caption"])
             typer.echo()
         say(standings.answer())
@@ -288,7 +255,7 @@ def tune(
         runs = [run for name in standings.ranking() for run in tuning.runs[name]]
         tables = standings.tables()
         tables[0]["caption"] = f"{standings.answer()} {tables[0]['caption']}"
-        showing.save_page(_reports(runs), html, tables, f"Tuning of {file.name}")
+        showing.save_page(reports(runs), html, tables, f"Tuning of {file.name}")
     winner = standings.winner
     if write and winner in tuning.proposals:
         save(file, tuning.proposals[winner])
@@ -304,12 +271,12 @@ def _tuned(tuning: Tuning, chosen: list[str]) -> None:
     """Run all that is to be tried, and say how far it is."""
     from fedclip.tools.progress import progress
     from fedclip.tools.standings import NONE
-    from fedclip.tools.sweep import SweepError, run_all
+    from fedclip.tools.sweep import run_all
 
     begin = [run for run in tuning.runs[NONE][: tuning.jobs] if not run.done]
     tell = progress({"first runs": sum(run.rounds for run in begin)})
     for why in run_all(begin, tuning.command, tuning.jobs, partial(tell, "first runs")).values():
-        raise SweepError(why)
+        fail(why)
     advice = tuning.advised(chosen)
     for line in (*advice.findings, advice.answer):
         say(line, err=True)

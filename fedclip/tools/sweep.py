@@ -20,7 +20,7 @@ import shutil
 import socket
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -29,26 +29,20 @@ from typing import Any, NamedTuple
 import tomlkit
 from declearn.optimizer import list_optim_modules
 
-from fedclip.errors import nearest
 from fedclip.parameters import Config
+from fedclip.report import Report
 from fedclip.toml import value_of
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.check import check_config
+from fedclip.tools.editing import modules_of, relocate, set_value
+from fedclip.tools.output import ToolError
 from fedclip.tools.progress import latest
-
-__all__ = [
-    *("MARK", "Planned", "SweepError", "free_port", "modules_of", "parse", "placed", "plan"),
-    *("refuse", "run", "run_all"),
-]
+from fedclip.tools.showing import read
 
 MARK = "sweep-done.toml"
 _CONFIG, _OUTPUT = "config.toml", "output.txt"
 _COPIED = "forkserver" in multiprocessing.get_all_start_methods()
 _PROCESSES: Any = multiprocessing.get_context("forkserver" if _COPIED else "spawn")
-
-
-class SweepError(ValueError):
-    """A sweep can not be planned, or a run of it failed; the message says why."""
 
 
 class Planned(NamedTuple):
@@ -89,7 +83,7 @@ def parse(setting: str) -> tuple[str, list[object]]:
     """
     key, equals, values = setting.partition("=")
     if not equals or not key.strip() or not values.strip():
-        raise SweepError(f"{setting!r} must be KEY=VALUE,VALUE")
+        raise ToolError(f"{setting!r} must be KEY=VALUE,VALUE")
     try:
         found = tomllib.loads(f"x = [{values}]")["x"]
     except (ValueError, RecursionError):
@@ -104,7 +98,7 @@ def plan(
 
     Raises
     ------
-    SweepError
+    ToolError
         If a key is not in the configuration, or can not be told from others.
     """
     text = file.read_text(encoding="utf-8")
@@ -115,16 +109,16 @@ def plan(
         for values in itertools.product(*(found for _, found in parsed)):
             document: Config = tomlkit.parse(text)
             for (key, _), value in zip(parsed, values, strict=True):
-                _set(document, key, value)
+                set_value(document, key, value)
             if not any(is_ours(known.get(name, object)) for name, _, _ in modules_of(document)):
-                raise SweepError(
+                raise ToolError(
                     'no module of fedclip would measure anything: add "no-op" to the modules of '
                     "client_opt"
                 )
             folder = out / _label(parsed, values) / f"seed-{seed}"
             runs.append(placed(document, file, folder, rounds))
     if len({run.folder for run in runs}) < len(runs):
-        raise SweepError("two values of a setting are the same")
+        raise ToolError("two values of a setting are the same")
     return runs
 
 
@@ -133,20 +127,17 @@ def placed(document: Config, file: Path, folder: Path, rounds: int | None) -> Pl
     if rounds is not None:
         document["run"]["rounds"] = rounds
     folder = folder.absolute()
-    _place(document, file, folder)
+    relocate(document, file, folder)
     count, seed = document["run"].get("rounds", 0), int(folder.name.rpartition("-")[2])
     return Planned(folder.parent.name, seed, folder, tomlkit.dumps(document), int(count))
 
 
-def refuse(runs: Sequence[Planned], command: str = "quickrun") -> None:
-    """Raise a `SweepError` if one of these settings that are not done would not run."""
+def refuse(file: Path, runs: Sequence[Planned], command: str = "quickrun") -> None:
+    """Raise a `ToolError` if one of these settings of a file that are not done would not run."""
     for planned in {planned.label: planned for planned in runs if not planned.done}.values():
-        planned.folder.mkdir(parents=True, exist_ok=True)
-        trial = planned.folder / _CONFIG
-        trial.write_text(planned.text, encoding="utf-8")
-        if problems := check_config(trial, **{command: True}).problems:
+        if problems := check_config(file, text=planned.text, **{command: True}).problems:
             where, message = problems[0].where, problems[0].message
-            raise SweepError(f"{planned.label} would not run: {where} {message}")
+            raise ToolError(f"{planned.label} would not run: {where} {message}")
 
 
 def _label(parsed: Sequence[tuple[str, object]], values: Sequence[object]) -> str:
@@ -159,54 +150,6 @@ def _label(parsed: Sequence[tuple[str, object]], values: Sequence[object]) -> st
     return re.sub(r"[^\w.=,+-]+", "_", plain).strip("_.")[:120] or "as-it-is"
 
 
-def _set(document: Config, key: str, value: object) -> None:
-    """Set a value by the way through the sections, or by the name of a module and a parameter."""
-    *way, last = key.split(".")
-    table: object = document
-    for name in way:
-        table = table.get(name) if isinstance(table, Mapping) else None
-    if isinstance(table, MutableMapping) and way:
-        table[last] = value
-        return
-    found = [*modules_of(document)]
-    places = [(modules, i) for name, modules, i in found if [name] == way]
-    if not places:
-        known = [*document, *(name for name, _, _ in found)]
-        hint = nearest(way[0], known) if way else ""
-        if way and way[0] in document.get("optim", {}):
-            hint = f"; write optim.{key}"
-        raise SweepError(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
-    # A clipper and its counterpart must agree, and so both get the value.
-    for modules, i in places:
-        old = modules[i]
-        modules[i] = [way[0], {**({} if isinstance(old, str) else old[1]), last: value}]
-
-
-def modules_of(document: Config) -> Iterator[tuple[str, Any, int]]:
-    """Yield the name of each module of the optimizers, and where it stands: in a list, and at."""
-    optim = document.get("optim", {})
-    for side in ("client_opt", "server_opt"):
-        section = optim.get(side)
-        modules = section.get("modules", []) if isinstance(section, Mapping) else []
-        for place, module in enumerate(modules):
-            name = module if isinstance(module, str) else module[0] if module else ""
-            yield str(name), modules, place
-
-
-def _place(document: Config, file: Path, folder: Path) -> None:
-    """Let a configuration that lies in another folder find the same files, and write there."""
-    for section in ("data", "model", "experiment"):
-        document.setdefault(section, tomlkit.table())
-    home = file.resolve().parent
-    if not document["data"].get("data_folder"):
-        found = [path for path in home.glob("data*") if path.is_dir()]
-        if len(found) == 1:
-            document["data"]["data_folder"] = str(found[0])
-    if not document["model"].get("model_file"):
-        document["model"]["model_file"] = str(home / "model.py")
-    document["experiment"]["checkpoint"] = str(folder)
-
-
 def run(planned: Planned, told: Callable[[int, str], None], command: str = "quickrun") -> None:
     """Run one run as a process, from nothing; tell its round, and its last loss and metrics.
 
@@ -214,7 +157,7 @@ def run(planned: Planned, told: Callable[[int, str], None], command: str = "quic
 
     Raises
     ------
-    SweepError
+    ToolError
         If the process fails; the message has the last line of what it said.
     """
     folder = planned.folder
@@ -239,7 +182,7 @@ def run(planned: Planned, told: Callable[[int, str], None], command: str = "quic
         process.join()
     if process.exitcode:
         said = (folder / _OUTPUT).read_text(errors="replace").strip().rpartition("\n")[2]
-        raise SweepError(
+        raise ToolError(
             f"{planned.label}, seed {planned.seed}, failed: {said or 'it said nothing'}"
         )
     told(planned.rounds, latest(metrics))
@@ -262,13 +205,13 @@ def run_all(
     def one(planned: Planned) -> str:
         def told(rounds: int, text: str) -> None:
             if stop.is_set():
-                raise SweepError("interrupted")
+                raise ToolError("interrupted")
             done[planned] = rounds
             tell(sum(done.values()), f"{planned.label}, seed {planned.seed}: {text or 'starts'}")
 
         try:
             run(planned, told, command)
-        except SweepError as exc:
+        except ToolError as exc:
             return str(exc)
         return ""
 
@@ -278,8 +221,20 @@ def run_all(
         except KeyboardInterrupt:
             stop.set()
             pool.shutdown(cancel_futures=True)
-            raise
+            text = "interrupted; the same command goes on from here"
+            raise ToolError(text, code=130) from None
     return {planned: text for planned, text in zip(todo, said, strict=True) if text}
+
+
+def reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
+    """Return name, folder and report of each setting, without seeds of other plans."""
+    found = []
+    for folder in dict.fromkeys(planned.folder.parent for planned in runs if planned.done):
+        report = read(folder)
+        seeds = {planned.folder.name for planned in runs}
+        kept = [run for run in report.experiments if run.partition("/")[0] in seeds]
+        found.append((folder.name, folder, report.only(kept)))
+    return found
 
 
 def _run(words: list[str], output: Path) -> None:
@@ -302,7 +257,7 @@ def free_port() -> int:
     for port in random.SystemRandom().sample(range(16_384, 32_768), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise SweepError("no port is free between 16384 and 32767")
+    raise ToolError("no port is free between 16384 and 32767")
 
 
 def _rounds(metrics: Path) -> int:

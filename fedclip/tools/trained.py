@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import runpy
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,6 @@ from declearn.utils import make_importable
 
 from fedclip.federation.generics import AnyModel
 from fedclip.federation.personal import PersonalModel, astray, listed, unsent
-
-__all__ = ["LABEL", "Trained", "label", "trained"]
 
 LABEL = "about_these_models.txt"
 """The file beside a server's checkpoints that says what of them is no client's."""
@@ -57,7 +56,8 @@ def trained(file: Path, name: str = "model") -> Trained:
     Exception
         Whatever the file raises.
     """
-    with make_importable(str(file.resolve().parent)):
+    with make_importable(str(file.resolve().parent)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whether there is a GPU here is of no interest
         model: object = runpy.run_path(str(file)).get(name)
     if not isinstance(model, Model) or model.required_data_info:
         why = "or one that takes its shapes from the clients' data"

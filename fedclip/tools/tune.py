@@ -17,56 +17,13 @@ from pathlib import Path
 import tomlkit
 
 from fedclip.errors import nearest
-from fedclip.parameters import Config
 from fedclip.report import Report, read_report
-from fedclip.report.advice import Advice, Lines, Proposal
-from fedclip.report.place import BY_NORM, UPDATES
-from fedclip.tools import suggest
+from fedclip.report.advice import Advice, Proposal
 from fedclip.tools.compare import by_site, judged_by
+from fedclip.tools.editing import rewritten, unclipped
 from fedclip.tools.standings import AS_IS, NONE, Standings
-from fedclip.tools.sweep import Planned, modules_of, placed, refuse
-
-__all__ = ["Tuning", "unclipped"]
-
-_DECLEARNS = {"l2-clipping", "l2-global-clipping"}
-_MEASURES: Lines = {side: ("no-op", {}) for side in ("client_opt", "server_opt")}
-
-
-def unclipped(text: str) -> tuple[str, bool]:
-    """Return a configuration whose clippers by norm only measure, and whether it had any.
-
-    Raises
-    ------
-    ValueError
-        If it can not be changed, or trains by DP-SGD.
-    """
-    before: Config = tomlkit.parse(text)
-    modules = [name for name, _, _ in modules_of(before)]
-    if "sample-clip" in modules or "privacy" in before.get("run", {}):
-        raise ValueError(
-            "DP-SGD keeps no norms to choose a limit by, and each run would spend budget; its "
-            "limit is planned with `fedclip privacy calibrate`"
-        )
-    document: Config = tomlkit.parse(suggest.rewritten(text, Proposal("step.none", _MEASURES)))
-    clipped = any(_clips(name) for name in modules)
-    for name, found, place in list(modules_of(document))[::-1]:
-        if _clips(name):
-            del found[place]
-    optim = document["optim"]
-    aggregator = optim.get("aggregator", "averaging")
-    config = {"name": aggregator} if isinstance(aggregator, str) else aggregator
-    if config.get("name") == "clipped-averaging":
-        steps = config.get("weights") == "steps"
-        optim["aggregator"] = {"name": "averaging", "steps_weighted": steps}
-        clipped = True
-    return str(tomlkit.dumps(document)), clipped
-
-
-def _clips(name: str) -> bool:
-    """Whether a module clips by norm, or is the counterpart of one that does."""
-    base = name.removesuffix("-server")
-    ours = BY_NORM | {"update-clip", *UPDATES}
-    return name in _DECLEARNS or (base in ours and name != "no-op")
+from fedclip.tools.suggest import advised
+from fedclip.tools.sweep import Planned, placed, refuse
 
 
 @dataclass
@@ -100,12 +57,14 @@ class Tuning:
         self._add(NONE, bare)
         if clipped:
             self._add(AS_IS, self.text)
-        refuse([run for runs in self.runs.values() for run in runs[:1]], self.command)
+        refuse(self.file, [run for runs in self.runs.values() for run in runs[:1]], self.command)
 
     def _add(self, name: str, text: str) -> None:
         folder = self.out / name.replace(" ", "-")
         self.runs[name] = [
-            placed(tomlkit.parse(text), self.file, folder / f"seed-{seed}", self.rounds)
+            placed(tomlkit.parse(text), self.file, folder / f"seed-{seed}", self.rounds)._replace(
+                label=name
+            )
             for seed in range(1, self.seeds + 1)
         ]
 
@@ -123,7 +82,7 @@ class Tuning:
         for site in chosen:
             if site not in sites:
                 raise ValueError(f"there is no site {site!r}{nearest(site, sites)}")
-        advice: Advice = suggest.advised(report, experiment)
+        advice = advised(report, experiment)
         # Of two, either may be the odd one.
         odd = advice.odd if len(sites) > 2 else ()
         counted = [site for site in sites if site in chosen or (not chosen and site not in odd)]
@@ -132,12 +91,12 @@ class Tuning:
         )
         self.standings.left_out = "" if chosen else ", with norms unlike those of the others"
         for proposal in advice.proposals:
-            text = suggest.rewritten(self.text, proposal)
+            text = rewritten(self.text, proposal)
             # It may have been taken up before.
             if tomllib.loads(text) != tomllib.loads(self.text):
                 self._add(proposal.name, text)
                 self.proposals[proposal.name] = proposal
-        refuse([self.runs[name][0] for name in self.proposals], self.command)
+        refuse(self.file, [self.runs[name][0] for name in self.proposals], self.command)
         return advice
 
     def waves(self) -> Iterator[list[Planned]]:
@@ -159,17 +118,15 @@ class Tuning:
 
     def judge(self, runs: Sequence[Planned], failures: Mapping[Planned, str]) -> dict[str, str]:
         """Take up what came out; return which settings are given up, and why."""
-        names = {run.folder.parent: name for name, all_ in self.runs.items() for run in all_}
         standings, found = self.standings, {}
         for run in runs:
-            name = names[run.folder.parent]
-            values = standings.values.setdefault(name, {})
+            values = standings.values.setdefault(run.label, {})
             if run in failures:
                 values[run.seed] = {}
-                found[name] = failures[run]
+                found[run.label] = failures[run]
                 continue
             _, _, sites = _read(run)
-            if name == NONE:
+            if run.label == NONE:
                 standings.losses.append({site: own.get("loss", 0.0) for site, own in sites.items()})
             values[run.seed] = {
                 # A model that has diverged may still have an accuracy: it says the same of all.

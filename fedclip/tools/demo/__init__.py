@@ -5,6 +5,6 @@
 the numbers is prepared: they are those of the run.
 """
 
-from fedclip.tools.demo.run import DemoError, run_demo
+from fedclip.tools.demo.run import run_demo
 
-__all__ = ["DemoError", "run_demo"]
+__all__ = ["run_demo"]

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["FACTOR", "SITES", "write_data"]
-
 SITES = ("site-a", "site-b", "site-c")
 
 FACTOR = 10.0

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.report import Report
+from fedclip.report.rows import grouped, site_of
 from fedclip.tools.compare import Outcome, compared, interval
 from fedclip.tools.demo.data import SITES
 from fedclip.tools.output import typed
-
-__all__ = ["outcomes", "plot", "pulls", "sentences"]
 
 GAIN = "gain over fixed-bound"
 
@@ -35,11 +34,11 @@ def outcomes(reports: Mapping[str, Report]) -> list[Outcome]:
 
 def _accuracies(report: Report) -> dict[str, list[float]]:
     """Return the last accuracy of the server, and of each site on its own records, by split."""
-    found: dict[str, list[float]] = {}
-    for curve in sorted(report.curves):
-        if curve.metric == "accuracy":
-            found.setdefault(curve.node.rpartition("/")[2], []).append(curve.last[1])
-    return found
+    curves = (curve for curve in sorted(report.curves) if curve.metric == "accuracy")
+    return {
+        site: [curve.last[1] for curve in own]
+        for site, own in grouped(curves, lambda curve: site_of(curve.node)).items()
+    }
 
 
 def pulls(report: Report) -> NDArray[np.float64]:

@@ -3,6 +3,5 @@
 
 from fedclip.tools.suggest.ranking import advised
 from fedclip.tools.suggest.showing import in_words
-from fedclip.tools.suggest.writing import lines_of, rewritten
 
-__all__ = ["advised", "in_words", "lines_of", "rewritten"]
+__all__ = ["advised", "in_words"]

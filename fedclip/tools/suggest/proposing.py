@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from fedclip import MadClip, ZScoreClip
 from fedclip.report.advice import Lines, Proposal
 from fedclip.report.place import Norms, rounded
-
-__all__ = ["proposals"]
+from fedclip.toml import toml_line
 
 # Clients whose numbers of steps in a round differ by less than this factor have the same weight.
 _ALIKE = 1.2
+# Up to so many clients are named; of more, the extremes and the one in the middle.
+_NAMED = 8
 _CHOSEN = (
     "The number comes from the norms of this run, and tells something about them; no privacy "
     "budget covers that. From then on it is fixed, and bounds a sensitivity."
@@ -90,5 +91,33 @@ def _proposal(
     shares: Mapping[str, float] | None = None,
     limit: float | None = None,
 ) -> Proposal:
-    name = f"{norms.place}.{kind}"
-    return Proposal(name, lines, shares or {}, limit, norms.rows[0].module, *_TEXTS[name])
+    name, shares, module = f"{norms.place}.{kind}", shares or {}, norms.rows[0].module
+    toml, clipped = [*_toml(lines)], _in_words(shares)
+    return Proposal(name, lines, shares, limit, module, *_TEXTS[name], toml, clipped)
+
+
+def _toml(plugins: Lines) -> Iterator[str]:
+    """Yield the lines of TOML of some plug-ins, section by section."""
+    for section, (name, config) in plugins.items():
+        if section == "aggregator":
+            yield "[optim]"
+            yield toml_line("aggregator", name, config)
+        else:
+            yield f"[optim.{section}]"
+            yield toml_line("module", name, config)
+
+
+def _in_words(shares: Mapping[str, float]) -> str:
+    """Return the share of each client, or those of the lowest, the middle and the highest.
+
+    Examples
+    --------
+    >>> _in_words({"a": 0.051, "b": 1.0})
+    '5.1 % of a, 100 % of b'
+    """
+    shown = [*shares.items()]
+    if len(shown) > _NAMED:
+        order = sorted(shown, key=lambda item: item[1])
+        shown = [order[0], order[len(order) // 2], order[-1]]
+    said = ", ".join(f"{100 * share:.3g} % of {name}" for name, share in shown)
+    return said if len(shares) <= _NAMED else f"{said} (least, middle and most of {len(shares)})"

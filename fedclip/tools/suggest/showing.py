@@ -4,15 +4,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from fedclip.report.advice import Advice, Proposal
-from fedclip.tools.suggest.writing import lines_of
 
-__all__ = ["in_words"]
-
-# Up to so many clients are named; of more, the extremes and the one in the middle.
-_NAMED = 8
 # So many proposals are shown in full.
 _FULL = 3
 
@@ -40,27 +35,11 @@ def in_words(advice: Advice, use: str = "") -> Iterator[str]:
 
 
 def _rest(proposal: Proposal) -> Iterator[str]:
-    if proposal.shares:
-        yield from _wrapped(f"It would have clipped {shares_of(proposal.shares)}.", 2)
+    if proposal.clipped:
+        yield from _wrapped(f"It would have clipped {proposal.clipped}.", 2)
     yield from _wrapped(f"What it reveals: {proposal.reveals}", 2)
-    for line in lines_of(proposal):
+    for line in proposal.toml:
         yield f"    {line}"
-
-
-def shares_of(shares: Mapping[str, float]) -> str:
-    """Return the share of each client, or those of the lowest, the middle and the highest.
-
-    Examples
-    --------
-    >>> shares_of({"a": 0.051, "b": 1.0})
-    '5.1 % of a, 100 % of b'
-    """
-    shown = [*shares.items()]
-    if len(shown) > _NAMED:
-        order = sorted(shown, key=lambda item: item[1])
-        shown = [order[0], order[len(order) // 2], order[-1]]
-    said = ", ".join(f"{100 * share:.3g} % of {name}" for name, share in shown)
-    return said if len(shares) <= _NAMED else f"{said} (least, middle and most of {len(shares)})"
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
