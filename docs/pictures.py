@@ -33,7 +33,7 @@ IMAGES = Path(__file__).parent / "images" / "clippers"
 STEPS, SPIKE, RISE, BAD, SIZE = 160, 50, 90, 130, 20
 BEFORE, AFTER, LIMIT = "0.6", "C0", "C1"
 SETTINGS: dict[str, dict[str, Any]] = {
-    "agc": {"ratio": 0.1, "axis": 0},
+    "agc": {"ratio": 0.1, "axis": 0, "min_norm": 0.001},
     "clipped-averaging": {"max_norm": 1.0},
     "norm-clip": {"max_norm": 2.0},
 }

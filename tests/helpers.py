@@ -169,7 +169,7 @@ SPECIMENS = [
     Specimen(
         "growth-clip", {"mul": 1.2, "add": 0.05, "scope": "tensor"}, stateful=True, label="tensor"
     ),
-    Specimen("ema-norm-clip", {"decay": 0.8}, moves=True, stateful=True),
+    Specimen("ema-norm-clip", {"decay": 0.8, "init": 0.0}, moves=True, stateful=True),
     Specimen(
         "ema-norm-clip",
         {"decay": 0.8, "init": "first", "scope": "tensor", "min_norm": 1e-12},
@@ -177,7 +177,9 @@ SPECIMENS = [
         stateful=True,
         label="tensor",
     ),
-    Specimen("ema-normalize", {"decay": 0.8, "debias": True}, moves=True, stateful=True),
+    Specimen(
+        "ema-normalize", {"decay": 0.8, "init": 0.0, "debias": True}, moves=True, stateful=True
+    ),
     Specimen("ema-value-clip", {"decay": 0.8}, moves=True, stateful=True),
     Specimen("growth-value-clip", moves=True, stateful=True),
     Specimen("agc", {"ratio": 0.1}, kind="regularizer"),

@@ -15,9 +15,10 @@ import pytest
 from helpers import ended, free_port
 from markdown_it import MarkdownIt
 from quickruns import SITES, write_config, write_sites
-from report_runs import call, large_run
+from report_runs import Node, call, large_run
 from test_served import NOISE, rounds
 
+from fedclip import NormClip, UpdateClipServer
 from fedclip.federation.update.served import Served
 from fedclip.report import number
 from fedclip.tools.card import ABOUT
@@ -153,6 +154,18 @@ def test_a_server_on_another_engine_has_a_card(tmp_path: Path) -> None:
     rows = [*csv.DictReader(io.StringIO(exported))]
     assert [float(row["bound"]) for row in rows] == [r["bound"] for r in served.rounds]
     assert [float(row["epsilon"]) for row in rows] == [r["epsilon"] for r in served.rounds]
+
+
+def test_noise_of_clients_protects_against_the_server_in_secure_sums(tmp_path: Path) -> None:
+    noise = {"noise_multiplier": 3.0, "expected_clients": 3, "honest": 1.0, "max_norm": 1.0}
+    server = Node(tmp_path / "server", [UpdateClipServer(0.5, noise_at="clients", **noise)])
+    server.optimizer.modules[0].open()
+    server.optimizer.modules[0].count(0, 0, 3)
+    server.checkpointer.save_optimizer(server.optimizer, timestamp="01")
+    Node(tmp_path / "a", [NormClip()]).round([1.0])
+    said = card_of(tmp_path)
+    assert "without secure aggregation, it has seen each update with the noise of one" in said
+    assert "The server is trusted" not in said
 
 
 def test_names_do_nothing_to_the_card(tmp_path: Path) -> None:

@@ -132,9 +132,9 @@ def dispatched(call: Callable[[], Any]) -> int:
         (PercentileNormClip, 83, 0),
         (AutoClip, 99, 0),
         (MadClip, 119, 0),
-        (EmaNormClip, 65, 0),
+        (EmaNormClip, 70, 0),
         (Normalize, 34, 0),
-        (EmaNormalize, 75, 0),
+        (EmaNormalize, 77, 0),
         # The extremes of each tensor.
         (partial(ValueClip, 1.0), 29, 0),
         (Standardize, 73, 0),

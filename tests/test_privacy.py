@@ -66,7 +66,7 @@ def test_what_can_not_be_analysed(arguments: Any, error: type, message: str) -> 
         (("value-clip", {"max_value": 0.1}), None, "0.1·√d for d elements"),
         (("normalize", {"norm": 0.2, "scope": "tensor"}), None, "0.2·√k for k tensors"),
         ("standardize", None, "√(d - k) for d elements in k tensors"),
-        ("agc", None, "0.01·√(Σ max(|W|, 0.001)²)"),
+        ("agc", None, "1·√(Σ max(|W|, 1)²)"),
         (["norm-clip", "momentum"], 10.0, "10 times 1"),
         ([("value-clip", {}), ("norm-clip", {"scope": "tensor"})], None, "the lesser of"),
         ([("norm-clip", {"scope": "tensor"}), "norm-clip"], 1.0, "the lesser of"),

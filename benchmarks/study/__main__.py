@@ -22,7 +22,12 @@ SLOW = ("digits", "noise epsilon 8", "mnist")
 def fields(quick: bool, words: Sequence[str]) -> list[cells.Field]:
     """Return what is compared, with one of these words in the name of its trouble."""
     found = []
-    for field in (mechanisms.FIELD, noised.FIELD, *orderings.FIELDS):
+    for field in (
+        mechanisms.FIELD,
+        *mechanisms.ALTERNATIVES,
+        noised.FIELD,
+        *orderings.FIELDS,
+    ):
         places = [
             (trouble, data)
             for trouble, data in field.places

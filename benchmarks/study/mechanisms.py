@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.cells import Field, Job, Mechanism
-from benchmarks.study.scenes import SOURCES, TROUBLES, Scene
+from benchmarks.study.scenes import CLAIMS, SOURCES, TROUBLES, Scene
 from fedclip import PercentileNormClip, ZScoreClip
 
 Sections = dict[str, Any]
 Made = Callable[[Scene, float], Sections]
+Parameters = Callable[[Scene], Mapping[str, Any]]
 
 
 def odds(share: float, factor: float) -> float:
@@ -59,6 +60,10 @@ def _as_it_is(name: str) -> Made:
     return lambda _scene, _factor: {"client_opt": {"modules": [name]}}
 
 
+def _none(_: Scene) -> Mapping[str, Any]:
+    return {}
+
+
 def _agc(_scene: Scene, _factor: float) -> Sections:
     return {"client_opt": {"regularizers": ["agc"]}}
 
@@ -94,11 +99,12 @@ def _unbounded(**more: Any) -> Made:
     return lambda _scene, _factor: {"aggregator": whole}
 
 
-def _default_update(_: Scene, factor: float) -> Sections:
-    return {
-        "aggregator": {"name": "clipped-averaging"},
+def _as_it_comes(aggregator: Parameters = _none, bound: Parameters = _none) -> Made:
+    """Return clipped averaging by its defaults, but for these parameters."""
+    return lambda scene, _factor: {
+        "aggregator": {"name": "clipped-averaging", **aggregator(scene)},
         "client_opt": {"modules": ["update-clip-client"]},
-        "server_opt": ["update-clip-server"],
+        "server_opt": [["update-clip-server", bound(scene)]],
     }
 
 
@@ -145,7 +151,23 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "adaptive-clip": Mechanism(_as_it_is("adaptive-clip"), tuned=False, default=True),
     "growth-clip": Mechanism(_as_it_is("growth-clip"), tuned=False, default=True),
     "ema-norm-clip": Mechanism(_as_it_is("ema-norm-clip"), tuned=False, default=True),
-    "update-clip-server": Mechanism(_default_update, tuned=False, default=True),
+    "update-clip-server": Mechanism(_as_it_comes(), tuned=False, default=True),
+}
+
+# What the last of them could have been instead.
+INSTEAD: Mapping[str, Mechanism] = {
+    "weights by steps": Mechanism(_as_it_comes(lambda _: {"weights": "steps"}), tuned=False),
+    "... at most a half": Mechanism(
+        _as_it_comes(lambda _: {"weights": "steps", "max_share": 0.5}), tuned=False
+    ),
+    "... at most 2 / n": Mechanism(
+        _as_it_comes(lambda scene: {"weights": "steps", "max_share": 2 / len(scene.counts)}),
+        tuned=False,
+    ),
+    "quantile 0.8": Mechanism(_as_it_comes(bound=lambda _: {"quantile": 0.8}), tuned=False),
+    "first bound known": Mechanism(
+        _as_it_comes(bound=lambda scene: {"start_norm": scene.source.update_norm}), tuned=False
+    ),
 }
 
 
@@ -153,7 +175,17 @@ def run(job: Job) -> list[float]:
     """Return the accuracy of each mechanism of a job."""
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene(Path(folder), job.data, job.trouble, job.seed)
-        return [scene.score(MECHANISMS[name].made(scene, factor)) for name, factor in job.wanted]
+        known = {**MECHANISMS, **INSTEAD}
+        return [scene.score(known[name].made(scene, factor)) for name, factor in job.wanted]
 
 
-FIELD = Field(tuple((t, data) for t in TROUBLES for data in SOURCES), MECHANISMS, run)
+def _places(*troubles: str) -> tuple[tuple[str, str], ...]:
+    return tuple((trouble, data) for trouble in troubles for data in SOURCES)
+
+
+_COMPARED = {name: MECHANISMS[name] for name in ("none", "update-clip-server")}
+ALTERNATIVES = (
+    Field(_places("sizes", "sizes and labels", "hostile"), INSTEAD, run),
+    Field(_places(CLAIMS), {**_COMPARED, **INSTEAD}, run),
+)
+FIELD = Field(_places(*TROUBLES), MECHANISMS, run)

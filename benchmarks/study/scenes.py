@@ -22,6 +22,7 @@ from sklearn import datasets
 from sklearn.linear_model import SGDClassifier
 
 from fedclip.toml import toml_value
+from fedclip.tools.crowd import Crowd, Trained
 from fedclip.tools.quickrun import draw_from
 from fedclip.tools.simulate import Simulation
 
@@ -67,6 +68,8 @@ TROUBLES: Mapping[str, str] = {
     "records": "one record in fifty is × 1000, at every site",
     "hostile": "a site sends its update × -10, which it then clips as the others do",
 }
+CLAIMS, CLAIMED = "claims", 10**6
+"""Beside these troubles: the hostile site says besides that it took so many steps."""
 BURSTS, BURST, ODD, WRONG, CORRUPT = 0.01, 1000.0, 100.0, 0.02, 1000.0
 
 
@@ -168,7 +171,9 @@ class Scene:
                 "training": {"batch_size": self.source.batch, "n_epoch": 1},
             },
             "experiment": {"checkpoint": str(self.folder / "results")},
-            "simulate": {"attackers": 1, "factor": -10.0} if self.trouble == "hostile" else {},
+            "simulate": {"attackers": 1, "factor": -10.0}
+            if self.trouble in ("hostile", CLAIMS)
+            else {},
         }
         whole["run"]["training"]["drop_remainder"] = False
         return "".join(
@@ -186,6 +191,8 @@ class Scene:
         """Yield loss and accuracy on the test records after each round; NaN once it is lost."""
         draw_from(self.seed)
         simulation = Simulation(self.write(optim), self.seed)
+        if self.trouble == CLAIMS:
+            _claim(simulation.crowd)
         for _ in range(ROUNDS):
             if why := simulation.step():
                 raise RuntimeError(why)
@@ -205,6 +212,17 @@ class Scene:
         found = scores.argmax(axis=1) if scores.shape[1] > 1 else scores[:, 0] > 0
         loss = np.logaddexp(0.0, np.where(right, -scores, scores)).mean()
         return float(loss), float((found == labels).mean())
+
+
+def _claim(crowd: Crowd) -> None:
+    """Have the hostile sites of a crowd claim steps."""
+    train = crowd.train
+
+    def claiming(client: int, *given: Any) -> Trained:
+        found = train(client, *given)
+        return found._replace(steps=CLAIMED) if client in crowd.hostile else found
+
+    crowd.train = claiming  # type: ignore[method-assign]
 
 
 def norms(data: str) -> tuple[float, float]:

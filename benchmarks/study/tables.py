@@ -20,7 +20,7 @@ from scipy import stats
 
 from benchmarks.study import mechanisms, noised, orderings
 from benchmarks.study.cells import Cell, Field, Scores, chosen, worst
-from benchmarks.study.scenes import SOURCES, TROUBLES
+from benchmarks.study.scenes import CLAIMS, SOURCES, TROUBLES
 from fedclip.privacy.banded import coefficients, error
 from fedclip.tools.compare import interval
 
@@ -38,15 +38,18 @@ BRANCHES: Mapping[tuple[str, str], Sequence[tuple[str, ...]]] = {
     ("one site has other units", "units"): (
         ("`norm-clip`", "norm-clip"),
         ("a bound on updates", "update, adaptive"),
+        ("`agc`, as it comes", "agc!"),
         ("not a limit that the site learns itself", "zscore-clip!"),
         ("nor one that all share, which is late", "mad-clip, shared!"),
     ),
     ("gradients explode now and then", "bursts"): (
         ("`zscore-clip`, as it comes", "zscore-clip!"),
         ("`norm-clip`, if you know the scale", "norm-clip"),
+        ("`agc`, as it comes", "agc!"),
     ),
     ("some records are broken, everywhere", "records"): (
         ("`norm-clip`: a fixed limit on steps", "norm-clip"),
+        ("`agc`, as it comes", "agc!"),
         ("`zscore-clip`, as it comes", "zscore-clip!"),
         ("a bound on updates", "update, adaptive"),
     ),
@@ -281,6 +284,15 @@ def _branches(study: Study) -> Iterator[Sequence[str]]:
             yield what, use, _percent(ones), other, _shown(one, one.p)
 
 
+def _instead(study: Study) -> Iterator[Sequence[str]]:
+    troubles = (*("sizes", "sizes and labels", "hostile"), CLAIMS)
+    bare = {trouble: study.means(trouble, "none", tuned=False) for trouble in troubles}
+    yield "none: accuracy, %", *map(_percent, bare.values())
+    for name in ("update-clip-server", *mechanisms.INSTEAD):
+        ones = {trouble: study.means(trouble, name, tuned=False) for trouble in troubles}
+        yield name, *(_shown(difference(ones[trouble], bare[trouble])) for trouble in troubles)
+
+
 def _left(study: Study) -> Iterator[Sequence[str]]:
     for trouble, b in orderings.SEPARATIONS.items():
         bare, banded = (study.of(trouble, "zeros", name) for name in ("independent", "banded"))
@@ -308,6 +320,9 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
     ),
     "tuned": lambda study: _table(["", *TROUBLES], _tuned(study)),
     "defaults": lambda study: _table(["", *TROUBLES], _defaults(study)),
+    "instead": lambda study: _table(
+        ["", "sizes", "sizes and labels", "hostile", "hostile, and claims"], _instead(study)
+    ),
     "noise": lambda study: _table(
         [
             "",

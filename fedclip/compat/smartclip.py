@@ -103,7 +103,7 @@ def _smart_tf_agc(c: Given) -> Translation:
 def _agc(c: Given, unit: str, skip: bool, *notes: str | None) -> Translation:
     _checked(c)
     zero = None if unit == "global" or c["exclude_bias_bn"] else _ZERO_WEIGHTS
-    own = renamed(c, "ratio=clipping, eps=eps")
+    own = {**renamed(c, "ratio=clipping, eps=eps"), "min_norm": 1e-3}
     return to("agc", *notes, _ungated(c), zero, **own, unit=unit, skip_vectors=skip)
 
 

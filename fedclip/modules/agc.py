@@ -100,9 +100,10 @@ class AGC(Core, Regularizer):
     name = "agc"
     guarantee = kinds.weight_limit
 
-    ratio: float = parameter(positive, default=0.01, kw_only=False)
-    """Largest norm of a gradient relative to that of its weights, > 0. The paper uses 0.01 for
-    batches of 4096, and larger values for smaller batches."""
+    ratio: float = parameter(positive, default=1.0, kw_only=False)
+    """Largest norm of a gradient relative to that of its weights, > 0. With 1, a step of plain
+    gradient descent changes a unit by at most the learning rate times its norm. The paper uses
+    0.01 for batches of 4096, larger values for smaller ones, and `min_norm` 0.001."""
     unit: str = parameter(choice, ("output", "tensor", "global"), default="output")
     """A unit has its own norm: all weights that lead to one output of a layer; one tensor; or
     all tensors together."""
@@ -116,8 +117,9 @@ class AGC(Core, Regularizer):
     )
     """With "output": sum over these dimensions, for layouts that `axis` can not describe. A 0-d
     tensor counts as one of shape (1,); tensors without these dimensions are left alone."""
-    min_norm: float = parameter(positive, default=0.001)
-    """Smaller norms of weights count as this, > 0, so that weights that start at zero can move."""
+    min_norm: float = parameter(positive, default=1.0)
+    """Smaller norms of weights count as this, > 0, so that weights that start at zero can move. 1
+    is about what usual initialisations give a unit."""
     eps: float = parameter(non_negative, default=0.0)
     """Added to both norms, >= 0; 1e-8 gives the results of smartclip, 0 is exact."""
     skip_vectors: bool = parameter(boolean, default=False)

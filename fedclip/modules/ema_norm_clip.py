@@ -31,7 +31,7 @@ class EmaNormClip(MeasuredClipper):
     ::
 
         Init(decay, max_growth, init, min_norm):
-            e = init, for every element
+            e = the first group; or init, for every element
         Step(grads):
             for each group of tensors:
                 e = decay * e + (1 - decay) * group
@@ -59,7 +59,7 @@ class EmaNormClip(MeasuredClipper):
 
     Examples
     --------
-    >>> clip = EmaNormClip(decay=0.5, init="first")
+    >>> clip = EmaNormClip(decay=0.5)
     >>> for value in (1.0, 1.0, 2.0):
     ...     out = clip.run(NumpyVector({"w": np.array([value])}))
     >>> out.coefs["w"].round(6)
@@ -75,16 +75,16 @@ class EmaNormClip(MeasuredClipper):
     max_growth: float | None = parameter(at_least_one, default=1.5)
     """Largest factor by which the norm of the average may grow in a step, >= 1; None for no
     such limit."""
-    init: float | str = parameter(_check_init, default=0.0, kind='float or "first"')
-    """Where the average starts: with every element at this value, or at the first gradient.
-    With 0.0 the first output is ``1 - decay`` times the gradient, and outputs grow from there;
-    with "first" the first gradient passes."""
+    init: float | str = parameter(_check_init, default="first", kind='float or "first"')
+    """Where the average starts: at the first gradient, which passes; or with every element at this
+    value. With 0.0 the first output is ``1 - decay`` times the gradient, and outputs grow from
+    there."""
     min_norm: float | None = parameter(positive, default=None)
     """The average may always grow to this norm, > 0; None for no such floor. From 0 it may grow
     to any norm."""
     debias: bool = parameter(boolean, default=False)
     """Divide the average by ``1 - decay^t``, so that it is not too short for having started at
-    0; the first gradient then passes. Needs ``init=0.0``."""
+    0: at first it is a plain mean. Needs ``init=0.0``."""
     scope = parameter()
     """Which tensors share a norm: all of them, each by itself, those of a layer, or those whose
     names match a pattern."""
@@ -92,7 +92,9 @@ class EmaNormClip(MeasuredClipper):
 
     def build(self) -> Transform:
         if self.debias and self.init != 0:
-            raise ValueError(f"debias=True is for averages that start at 0; got init={self.init!r}")
+            raise ValueError(
+                f"debias=True is for averages that start at 0: give init=0.0, got {self.init!r}"
+            )
         start = None if isinstance(self.init, str) else self.init
         names = ("decay", "ord", "max_growth", "min_norm", "debias")
         own = {name: getattr(self, name) for name in names}

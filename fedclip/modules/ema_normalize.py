@@ -13,7 +13,7 @@ class EmaNormalize(EmaNormClip):
     ::
 
         Init(decay, max_growth, init, min_norm):
-            e = init, for every element
+            e = the first group; or init, for every element
         Step(grads):
             for each group of tensors:
                 e = decay * e + (1 - decay) * group
@@ -40,7 +40,7 @@ class EmaNormalize(EmaNormClip):
 
     Examples
     --------
-    >>> normalize = EmaNormalize(decay=0.5, init="first")
+    >>> normalize = EmaNormalize(decay=0.5)
     >>> for value in (1.0, 1.0, 0.2):
     ...     out = normalize.run(NumpyVector({"w": np.array([value])}))
     >>> out.coefs["w"].round(6)
