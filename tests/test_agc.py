@@ -127,7 +127,7 @@ def test_acts_on_the_gradients_of_a_model() -> None:
     names = [name for name, _ in model.get_weights().coefs.items()]
     shapes = {name: model.get_weights().coefs[name].shape for name in names}
     grads = TorchVector({name: 100 * torch.ones(shapes[name]) for name in names})
-    optimizer = Optimizer(1.0, regularizers=[("agc", {"ratio": 0.01, "axis": 0})])
+    optimizer = Optimizer(1.0, regularizers=[("agc", {"ratio": 0.01, "axis": 0, "min_norm": 1e-3})])
     updates = optimizer.compute_updates_from_gradients(model, grads)
     for name in names:
         limit = 0.01 * unit_norms(model.get_weights().coefs[name].numpy(), 0)

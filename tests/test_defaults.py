@@ -169,7 +169,7 @@ WITH_PRESETS = [(clipper, name) for clipper, known in PRESETS.items() for name i
 def test_a_preset_is_what_translate_prints(clipper: str, name: str) -> None:
     kind, registered, config = compat.translate(*PRESETS[clipper][name])
     cls: Any = by_name()[clipper]
-    assert (kind, registered) == ("module", clipper)
+    assert (kind, registered) == ("regularizer" if clipper == "agc" else "module", clipper)
     assert cls.preset(name).get_config() == cls(**config).get_config()
     assert cls.preset(name, on_nonfinite="raise").on_nonfinite == "raise"
 
@@ -182,6 +182,8 @@ def test_presets_have_the_published_numbers() -> None:
     assert (
         adagc.items() >= {"ratio": 1.04, "decay": 0.99, "warmup": 100, "warmup_norm": 1.0}.items()
     )
+    nfnets = fedclip.AGC.preset("nfnets").get_config()
+    assert nfnets.items() >= {"ratio": 0.01, "min_norm": 0.001, "unit": "output"}.items()
     with pytest.raises(ValueError, match="preset must be one of 'zclip', 'drytorch', 'smartclip'"):
         fedclip.ZScoreClip.preset("zclp")
 

@@ -27,6 +27,10 @@ _OPACUS = {
 
 PRESETS: Mapping[str, Mapping[str, Preset]] = {
     "adaptive-clip": {"opacus": Preset("opacus", "AdaClipDPOptimizer", _OPACUS)},
+    "agc": {
+        "nfnets": Preset("optax", "adaptive_grad_clip", {"clipping": 0.01}),
+        "smartclip": Preset("smartclip", "AGC"),
+    },
     "auto-clip": {"smartclip": Preset("smartclip", "AutoClip")},
     "ema-clip": {
         "adagc": Preset("adagc", "AdaGC"),

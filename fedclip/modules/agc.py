@@ -103,7 +103,8 @@ class AGC(Core, Regularizer):
     ratio: float = parameter(positive, default=1.0, kw_only=False)
     """Largest norm of a gradient relative to that of its weights, > 0. With 1, a step of plain
     gradient descent changes a unit by at most the learning rate times its norm. The paper uses
-    0.01 for batches of 4096, larger values for smaller ones, and `min_norm` 0.001."""
+    0.01 for batches of 4096, larger values for smaller ones, and `min_norm` 0.001:
+    ``AGC.preset("nfnets")``."""
     unit: str = parameter(choice, ("output", "tensor", "global"), default="output")
     """A unit has its own norm: all weights that lead to one output of a layer; one tensor; or
     all tensors together."""

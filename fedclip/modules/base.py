@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from fedclip.arrays import NUMPY, Array, Backend
 from fedclip.errors import StateError, nearest, shown
 from fedclip.measures import MEANS
 from fedclip.modules.core import Core
-from fedclip.parameters import boolean, choice, parameter
+from fedclip.parameters import boolean, parameter
 from fedclip.privacy import kinds
 from fedclip.records import ALL, RoundRecord, StepRecord, read_rounds
 from fedclip.registration import OptiModule
@@ -70,26 +70,6 @@ class Clipper(Core, OptiModule, register=False):
 
             by_name()
         super().__init_subclass__(register=register, **kwargs)
-
-    @classmethod
-    def preset(cls, name: str, **config: object) -> Self:
-        """Return the clipper with the published defaults of a paper or package.
-
-        ``fedclip translate`` prints the same as a line of TOML.
-
-        Parameters
-        ----------
-        name : str
-            One of those in `fedclip.compat.presets`.
-        **config
-            Parameters that replace the published ones.
-        """
-        # Imported here: hardly any program needs other packages' defaults.
-        from fedclip.compat import translate
-        from fedclip.compat.presets import PRESETS
-
-        known = PRESETS.get(cls.name, {})
-        return cls(**{**translate(*known[choice(tuple(known), preset=name)])[2], **config})
 
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:

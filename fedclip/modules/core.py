@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from fedclip import states
 from fedclip.arrays import Array, Backend, Memory
@@ -83,6 +83,26 @@ class Core(Documented):
     def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
         vars(self).update({"on_record": None, **state}, lock=threading.RLock())
+
+    @classmethod
+    def preset(cls, name: str, **config: object) -> Self:
+        """Return the clipper with the published defaults of a paper or package.
+
+        ``fedclip translate`` prints the same as a line of TOML.
+
+        Parameters
+        ----------
+        name : str
+            One of those in `fedclip.compat.presets`.
+        **config
+            Parameters that replace the published ones.
+        """
+        # Imported here: hardly any program needs other packages' defaults.
+        from fedclip.compat import translate
+        from fedclip.compat.presets import PRESETS
+
+        known = PRESETS.get(cls.name, {})
+        return cls(**{**translate(*known[choice(tuple(known), preset=name)])[2], **config})
 
     def build(self) -> Transform:
         """Return the transform of the clipper, whose parameters are all set."""
