@@ -185,7 +185,8 @@ def test_check_says_how_many_rounds(tmp_path: Any, clients: int, start: str, fou
 
 def test_how_many_rounds_it_takes_with_more_noise() -> None:
     rounds = [RULE.rounds_to_find(noise) for noise in (0.0, 0.1, 0.5)]
-    assert all(r is not None for r in rounds)
+    # From 100 times too low, or too high: 1/25, 4/25, 16/25, 64/25, and 32/25 after the fifth.
+    assert rounds[0] == 5
     assert rounds == sorted(rounds)
     assert rounds[1] <= 10
     assert rounds[-1] > 10

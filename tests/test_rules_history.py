@@ -73,6 +73,7 @@ def test_a_burst_of_spikes(cls: Any) -> None:
     assert max(feed(cls(), norms + [20.0] * 6)[-6:]) < 2.5 * max(norms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("history", ["window", "stream", "p2"])
 def test_a_percentile_follows_norms_that_have_grown_for_good(history: str) -> None:
     config = {"window": 100} if history == "window" else {}
