@@ -92,18 +92,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes long; of other frameworks than NumPy, a quick run tries a sample."""
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    """Begin with what takes long; of the table of clippers, a quick run tries a sample."""
+    items.sort(key=lambda i: (i.path.stem not in LONG, i.get_closest_marker("slow") is None))
     if "not slow" in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if not sampled(item)])
         items[:] = filter(sampled, items)
 
 
 def sampled(item: pytest.Item) -> bool:
-    """Whether a test is of NumPy, or of a row of the table of clippers that is in the sample."""
+    """Whether a test is of no row of the table of clippers, or of one that is in the sample."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    numpy = params.get("framework", "numpy") == "numpy"
-    return numpy or getattr(params.get("specimen"), "sampled", True)
+    return getattr(params.get("specimen"), "sampled", True)
 
 
 def pytest_collection_finish() -> None:

@@ -84,7 +84,7 @@ class Specimen:
 
     @property
     def sampled(self) -> bool:
-        """Whether a quick run tries this row on other frameworks than NumPy, too.
+        """Whether a quick run tries this row.
 
         It tries one row of each clipper, and all of `norm-clip`, which differ by transform.
         """

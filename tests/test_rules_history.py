@@ -53,6 +53,7 @@ def test_p2_as_in_its_paper() -> None:
     assert medians[-1] == pytest.approx(4.44, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.5, 0.9])
 def test_stream_falls_and_rises(p: float) -> None:
     first, second = lognormal(2000), lognormal(3000, 1)
@@ -155,6 +156,7 @@ def test_percentile_of_past_norms_only() -> None:
     assert limits(clipper, [100.0])[0] == pytest.approx(np.percentile(norms[-20:], 90))
 
 
+@pytest.mark.slow
 def test_fraction_of_unclipped_norms_is_the_quantile() -> None:
     clipper = AdaptiveClip(0.8, rate=0.05)
     norms = lognormal(1500)

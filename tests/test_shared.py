@@ -200,6 +200,7 @@ def test_moving_averages_are_moved_by_each_norm_once(estimator: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config", "secagg"),
     [
