@@ -149,6 +149,7 @@ def test_every_public_name_of_a_seed_is_known(history: str, module: str) -> None
 TYPES: list[Any] = [None, True, 3, 0.5, -1, "x", "1", [1], {}, math.nan, b"x", 1j, object()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("peer", "cls"), EVERY)
 def test_no_value_of_a_wrong_type_is_taken_in_silence(peer: str, cls: str) -> None:
     parameters = compat.PEERS[peer][cls].parameters
