@@ -23,7 +23,7 @@ demo: $(VENV)/.demo  ## train over three hospitals, with and without clipping; w
 # Modules are compiled once, not in each of the many processes that tests start.
 quick test soak: export PYTHONDONTWRITEBYTECODE =
 
-quick: $(VENV)/.dev  ## run what takes a minute: all behaviours on NumPy, a sample on torch
+quick: $(VENV)/.dev  ## run what takes less than a minute: all behaviours, with a sample of clippers, on NumPy and torch
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" --backends numpy,torch
 
 test: $(VENV)/.dev  ## run the whole test suite

@@ -14,6 +14,8 @@ import pytest
 
 # TensorFlow and XLA write to stderr at import; must be set before anything imports them.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Threads of torch that wait leave the processor to other tests; must be set before it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ALL = "numpy,torch,tensorflow,jax"
 # Files whose tests take up to minutes: first, so that no process is left with one at the end.
@@ -51,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("--backends").split(",")
     # Read by `helpers`, which is not imported here, as it takes seconds.
     os.environ["FEDCLIP_BACKENDS"] = ",".join(chosen)
+    config.pluginmanager.register(Documented(config))
     # Doctests import the files that they are in.
     folder = config.rootpath / "fedclip" / "*"
     left_out = [name for name in ALL.split(",") if name not in chosen]
@@ -67,8 +70,20 @@ def pytest_configure(config: pytest.Config) -> None:
     ]
 
 
+class Documented:
+    """Looks for doctests in the files of fedclip that have some: for them, no other is imported."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.option, self.package = config.option, config.rootpath / "fedclip"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_file(self, file_path: Path) -> None:
+        documented = self.package in file_path.parents and file_path.suffix == ".py"
+        self.option.doctestmodules = documented and ">>>" in file_path.read_text(encoding="utf-8")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import for doctests what tests start, nor what is slow if slow tests are left out."""
+    """Leave out what tests start, and what is slow if slow tests are left out."""
     if collection_path.suffix != ".py" or Path(__file__).parent not in collection_path.parents:
         return None
     helps = not collection_path.name.startswith("test_")
@@ -77,18 +92,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes long; of other frameworks than NumPy, a quick run tries a sample."""
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    """Begin with what takes long; of the table of clippers, a quick run tries a sample."""
+    items.sort(key=lambda i: (i.path.stem not in LONG, i.get_closest_marker("slow") is None))
     if "not slow" in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if not sampled(item)])
         items[:] = filter(sampled, items)
 
 
 def sampled(item: pytest.Item) -> bool:
-    """Whether a test is of NumPy, or of a row of the table of clippers that is in the sample."""
+    """Whether a test is of no row of the table of clippers, or of one that is in the sample."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    numpy = params.get("framework", "numpy") == "numpy"
-    return numpy or getattr(params.get("specimen"), "sampled", True)
+    return getattr(params.get("specimen"), "sampled", True)
 
 
 def pytest_collection_finish() -> None:

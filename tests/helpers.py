@@ -37,6 +37,8 @@ BACKENDS = [name for name in os.environ["FEDCLIP_BACKENDS"].split(",") if name]
 if unknown := set(BACKENDS) - set(FRAMEWORKS):
     raise pytest.UsageError(f"--backends knows {', '.join(FRAMEWORKS)}; got {', '.join(unknown)}")
 
+INSTALLED = installed()
+
 FRAMEWORK_MODULES = ("torch", "tensorflow", "jax", "jaxlib", "haiku", "keras")
 
 # What else stands for a framework.
@@ -82,7 +84,7 @@ class Specimen:
 
     @property
     def sampled(self) -> bool:
-        """Whether a quick run tries this row on other frameworks than NumPy, too.
+        """Whether a quick run tries this row.
 
         It tries one row of each clipper, and all of `norm-clip`, which differ by transform.
         """
@@ -244,7 +246,7 @@ def needs(framework: str) -> None:
     """Skip the test, or the whole file, if the framework is not there or not to be tested with."""
     if framework not in BACKENDS:
         pytest.skip(f"{framework} is not among --backends", allow_module_level=True)
-    if framework not in installed():
+    if framework not in INSTALLED:
         pytest.skip(f"{framework} is not installed", allow_module_level=True)
 
 

@@ -174,7 +174,7 @@ def on_meta(count):
     return parameters
 
 
-@pytest.mark.parametrize("count", [20, 1000])
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_more_operations_on_a_device_than_torch_and_no_synchronisation(count):
     parameters, clipper = on_meta(count), NormClip(1.0)
     clip_(parameters, clipper)

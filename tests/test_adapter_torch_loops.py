@@ -149,6 +149,7 @@ def test_a_copy_of_the_optimizer_and_its_handles_clips_too(how):
         how(second)
 
 
+@pytest.mark.slow
 def test_wrapped_and_compiled_models_have_the_same_names():
     model, _ = build()
     loss_of(model).backward()

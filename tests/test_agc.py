@@ -37,6 +37,7 @@ def unit_norms(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 # -- what the docstring promises --------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

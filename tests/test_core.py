@@ -122,6 +122,7 @@ def test_every_file_of_the_core_is_imported_without_declearn() -> None:
     alone(code)
 
 
+@pytest.mark.slow
 def test_what_is_named_as_a_shell_is_one() -> None:
     """So that the list gets shorter when a file no longer needs declearn."""
     code = (

@@ -236,6 +236,7 @@ def test_each_client_judges_by_its_own_norms_until_the_first_merge(name: str, sc
     assert scale < third[0] < 8.0 * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_NORMS)
 def test_one_norm_a_round_is_learnt_as_soon_as_there_is_one_to_compare_it_with(name: str) -> None:
     server, clippers = shared(name)

@@ -70,6 +70,7 @@ def test_sampler_refuses(records: object, expected: object) -> None:
 
 
 # -- calibration and ledger --------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_calibrated_run_costs_its_budget_and_no_more() -> None:
     found = calibrate(3.0, 1e-5, 400, 64, 60)
     cost = epsilon([Release(found.noise_multiplier, found.steps, found.rate)], 1e-5)
@@ -95,6 +96,7 @@ def test_steps_of_a_round(epochs: int | None, steps: int | None, kept: bool, exp
     assert steps_of_a_round(100, {"batch_size": 30}, 1) == 3
 
 
+@pytest.mark.slow
 def test_the_ledger_stops_before_the_budget_would_be_passed() -> None:
     ledger = Ledger(1.0, 1e-5)
     taken = ledger.reserve(2.0, 0.1, 10_000)
@@ -179,6 +181,7 @@ def test_what_becomes_of_the_file_takes_nothing_from_this_process(
     )
 
 
+@pytest.mark.slow
 def test_each_line_that_is_cut_off_is_told_from_damage(
     tmp_path: Path, restart: Callable[[], None]
 ) -> None:
@@ -404,6 +407,7 @@ def test_factors_and_scales_by_hand() -> None:
 
 
 # -- plans that may follow from what was released -----------------------------------------------
+@pytest.mark.slow
 def test_several_plans_are_counted_at_the_order_of_the_first(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting")
     path = tmp_path / "privacy_spent.json"

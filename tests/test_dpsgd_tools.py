@@ -103,6 +103,7 @@ def exported(*arguments: object) -> list[dict[str, str]]:
     return [*csv.DictReader(io.StringIO(call("spent", *arguments, "--csv", "-").stdout))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [(), ("--delta", 1e-3), ("--relation", "replace-one")], ids=lambda c: "".join(c[:1])
 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import each_framework, needs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedclip import AdaptiveClip, Normalize, NormClip
@@ -117,7 +117,6 @@ def test_several_dtypes_in_a_group_are_clipped_on_a_device_as_on_the_host(framew
         np.testing.assert_allclose(output[name], wanted[name], rtol=digits, atol=2e-7)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=30),
     st.floats(1e-8, 1e3),

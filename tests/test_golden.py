@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ INDEX: list[dict[str, Any]] = json.loads((FOLDER / "index.json").read_text())["f
 # The one without gradients holds counts and bounds: see test_adaptive_bound.
 GRADIENTS = [r for r in INDEX if r["kinds"]]
 BOUNDS = [r for r in INDEX if not r["kinds"]]
-MATCH = [r for r in GRADIENTS if r["match"]]
-DEFECTS = [r for r in GRADIENTS if not r["match"]]
 STEPS = 40
 
 with np.load(FOLDER / "inputs.npz") as _inputs:
@@ -31,8 +28,16 @@ with np.load(FOLDER / "inputs.npz") as _inputs:
     WEIGHTS = {key[2:]: _inputs[key] for key in _inputs if key.startswith("w/")}
 
 
-def name_of(record: dict[str, Any]) -> str:
-    return str(record["file"]).removesuffix(".npz")
+def each(*, match: bool) -> Any:
+    """Return the decorator that runs a test for each record; quickly, for one of a peer's class."""
+    seen, rows = set(), []
+    for record in GRADIENTS:
+        if record["match"] == match:
+            kind = (record["peer"], record["cls"])
+            marks = [pytest.mark.slow] if kind in seen else []
+            rows.append(pytest.param(record, id=record["file"].removesuffix(".npz"), marks=marks))
+            seen.add(kind)
+    return pytest.mark.parametrize("record", rows)
 
 
 def build(record: dict[str, Any]) -> OptiModule | Regularizer:
@@ -70,12 +75,6 @@ def run(record: dict[str, Any], framework: str = "numpy") -> dict[str, np.ndarra
     return {name: np.array(values) for name, values in outputs.items()}
 
 
-@cache
-def recorded_and_ours(file: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    record = next(r for r in INDEX if r["file"] == file)
-    return expected(record), run(record)
-
-
 def assert_close(
     got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], rtol: float, atol: float = 1e-15
 ) -> None:
@@ -87,13 +86,12 @@ def assert_close(
         np.testing.assert_allclose(got[name], values, rtol=rtol, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("record", MATCH, ids=name_of)
+@each(match=True)
 def test_reproduced(record: dict[str, Any]) -> None:
-    wanted, got = recorded_and_ours(record["file"])
-    assert_close(got, wanted, record["rtol"])
+    assert_close(run(record), expected(record), record["rtol"])
 
 
-@pytest.mark.parametrize("record", BOUNDS, ids=name_of)
+@pytest.mark.parametrize("record", BOUNDS, ids=lambda record: record["file"])
 def test_adaptive_bound(record: dict[str, Any]) -> None:
     clipper: Any = build(record)
     size = record["config"]["sample_size"]
@@ -120,10 +118,10 @@ def test_gamma_of_adagc(scope: str) -> None:
         np.testing.assert_allclose(means, gamma[t], rtol=1e-12)
 
 
-@pytest.mark.parametrize("record", DEFECTS, ids=name_of)
+@each(match=False)
 def test_defect_not_shared(record: dict[str, Any]) -> None:
     assert compat.notes(record["peer"], record["cls"], record["config"]), "no note says so"
-    wanted, got = recorded_and_ours(record["file"])
+    wanted, got = expected(record), run(record)
     assert all(np.isfinite(values).all() for values in got.values())
     # Not the recorded numbers, by far more than any tolerance (where those clip at all) ...
     apart = max(

@@ -173,6 +173,7 @@ def test_split_costs_what_the_accountant_is_told() -> None:
         assert both.get_epsilon(delta=1e-5) == pytest.approx(one.get_epsilon(delta=1e-5), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
     assert epsilon([Release(1.0)], 1e-5) == pytest.approx(4.377, abs=5e-4)
     # Eight units of budget at z = 5: 69 rounds, where Rényi's accountant sees 61.
@@ -351,6 +352,7 @@ def test_rounding_in_many_steps_makes_no_epsilon_too_low(accountant: str) -> Non
         assert replaced > found[0]
 
 
+@pytest.mark.slow
 def test_hardly_any_noise_and_tiny_budgets_are_accounted_all_the_same() -> None:
     for accountant in ("pld", "prv", "rdp", "closed form"):
         sampling = 1.0 if accountant == "closed form" else 0.1

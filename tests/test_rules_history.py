@@ -53,6 +53,7 @@ def test_p2_as_in_its_paper() -> None:
     assert medians[-1] == pytest.approx(4.44, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.5, 0.9])
 def test_stream_falls_and_rises(p: float) -> None:
     first, second = lognormal(2000), lognormal(3000, 1)
@@ -73,6 +74,7 @@ def test_a_burst_of_spikes(cls: Any) -> None:
     assert max(feed(cls(), norms + [20.0] * 6)[-6:]) < 2.5 * max(norms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("history", ["window", "stream", "p2"])
 def test_a_percentile_follows_norms_that_have_grown_for_good(history: str) -> None:
     config = {"window": 100} if history == "window" else {}
@@ -154,6 +156,7 @@ def test_percentile_of_past_norms_only() -> None:
     assert limits(clipper, [100.0])[0] == pytest.approx(np.percentile(norms[-20:], 90))
 
 
+@pytest.mark.slow
 def test_fraction_of_unclipped_norms_is_the_quantile() -> None:
     clipper = AdaptiveClip(0.8, rate=0.05)
     norms = lognormal(1500)

@@ -225,6 +225,7 @@ def test_a_tensor_called_all_is_not_the_whole_gradient() -> None:
     assert clip.run(to_vector({"all": np.array([3.0])})).coefs["all"] == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_statistics_of_names_that_never_come_back_are_dropped() -> None:
     clip = OptiModule.from_specs("zscore-clip", {"scope": "tensor"})
     for step in range(1001):

@@ -200,6 +200,7 @@ def test_moving_averages_are_moved_by_each_norm_once(estimator: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config", "secagg"),
     [
@@ -244,6 +245,7 @@ LOCAL: list[tuple[str, dict[str, Any], float]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "config", "error"), LOCAL)
 def test_one_client_with_one_step_a_round_equals_local(
     name: str, config: dict[str, Any], error: float
@@ -893,6 +895,7 @@ def test_the_server_clips_its_own_steps_by_their_own_statistics(
     assert sum(r.steps for r in own.rounds if r.group == "all") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto-clip", "zscore-clip"])
 def test_traffic_is_below_a_hundredth_of_the_update(name: str) -> None:
     """Bytes on the wire, against a model of 100,000 float32, each way."""

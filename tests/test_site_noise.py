@@ -198,7 +198,9 @@ def test_the_noise_in_every_framework(framework: str) -> None:
 # -- rounds -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["masking", "joye-libert", None])
+@pytest.mark.parametrize(
+    "kind", ["masking", pytest.param("joye-libert", marks=pytest.mark.slow), None]
+)
 @pytest.mark.parametrize("silent", [0, 1, 3])
 def test_the_sum_has_the_noise_that_is_charged(kind: str | None, silent: int) -> None:
     """Of m clients, m - c are counted on; each other that sends none takes its share away."""
@@ -220,6 +222,7 @@ def test_the_sum_has_the_noise_that_is_charged(kind: str | None, silent: int) ->
     assert server.module.stop == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secret", [False, True])
 def test_votes_move_the_bound_and_have_noise_of_their_own(secret: bool) -> None:
     """A thousand rounds of votes: their mean is the share, and their spread the noise."""

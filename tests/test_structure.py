@@ -45,11 +45,13 @@ def drawn() -> Any:
     return parts.arrows()
 
 
+@pytest.mark.slow
 def test_few_rooms_and_few_arrows(drawn: Any) -> None:
     assert len(parts.rooms()) <= 22
     assert len(drawn) <= 85
 
 
+@pytest.mark.slow
 def test_few_floors_and_no_circle(drawn: Any) -> None:
     levels, circling = parts.floors(parts.rooms(), drawn)
     upward = {arrow: places for arrow, places in drawn.items() if set(arrow) <= circling}
@@ -57,6 +59,7 @@ def test_few_floors_and_no_circle(drawn: Any) -> None:
     assert max(levels.values()) <= 10
 
 
+@pytest.mark.slow
 def test_frameworks_are_imported_in_their_rooms_only() -> None:
     found = [
         f"{name}:{line} imports {target}"
@@ -68,6 +71,7 @@ def test_frameworks_are_imported_in_their_rooms_only() -> None:
     assert not found
 
 
+@pytest.mark.slow
 def test_the_table_of_parts_is_the_tree(drawn: Any) -> None:
     levels, circling = parts.floors(parts.rooms(), drawn)
     assert not circling
@@ -75,6 +79,7 @@ def test_the_table_of_parts_is_the_tree(drawn: Any) -> None:
     assert page == parts.updated(page, parts.table(levels)), "run: python docs/parts.py"
 
 
+@pytest.mark.slow
 def test_each_file_says_what_it_is_for_in_its_first_line() -> None:
     for file in sorted(parts.PACKAGE.rglob("*.py")):
         line = parts.summary(file)

@@ -21,6 +21,7 @@ from fedclip import AGC, NormClip, ZScoreClip
 from fedclip.testing import gradient_stream
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [NormClip, ZScoreClip])
 def test_steps_of_all_threads_are_counted_once(cls: type) -> None:
     clip = cls()
@@ -103,6 +104,7 @@ def test_a_copy_goes_on_by_itself(specimen: Specimen) -> None:
         assert other.get_config() == clipper.get_config()
 
 
+@pytest.mark.slow
 def test_a_copy_waits_for_the_step() -> None:
     clip = ZScoreClip(scope="tensor")
     with watched(lambda: (copy.deepcopy(clip), pickle.loads(pickle.dumps(clip)))):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -134,23 +135,25 @@ class BoundRule:
         left = None if over else Search(step, direction, turned)
         return Moved(moved, left, too_high=pull == 1.0)
 
-    def rounds_to_find(self, noise: float, times: float = 100.0) -> int | None:
-        """Return the number of rounds after which 95 % of searches are within a factor of 2.
 
-        None if 200 rounds are not enough. The share has noise of this standard deviation. The first
-        bound is too high or too low by a factor of `times`, and all updates are alike.
-        """
-        rng, target = np.random.default_rng(0), math.sqrt(self.lowest * self.highest)
-        late = []
-        for first in (target / times, target * times):
-            ended = np.zeros(_PLAYED, dtype=int)
-            for play in range(_PLAYED):
-                bound: float = first
-                search: Search | None = Search()
-                for round_ in range(1, _LONGEST + 1):
-                    share = min(max(float(bound >= target) + noise * rng.normal(), 0.0), 1.0)
-                    bound, search, *_ = self.after(bound, share, search)
-                    if not target / 2 <= bound <= target * 2:
-                        ended[play] = round_
-            late.append(int(np.quantile(ended, 0.95, method="higher")) + 1)
-        return max(late) if max(late) <= _LONGEST else None
+@cache
+def rounds_to_find(rule: BoundRule, noise: float) -> int | None:
+    """Return the number of rounds after which 95 % of searches are within a factor of 2.
+
+    None if 200 rounds are not enough. The share has noise of this standard deviation. The first
+    bound is 100 times too high or too low, and all updates are alike.
+    """
+    rng, target = np.random.default_rng(0), math.sqrt(rule.lowest * rule.highest)
+    late = []
+    for first in (target / 100.0, target * 100.0):
+        ended = np.zeros(_PLAYED, dtype=int)
+        for play in range(_PLAYED):
+            bound: float = first
+            search: Search | None = Search()
+            for round_ in range(1, _LONGEST + 1):
+                share = min(max(float(bound >= target) + noise * rng.normal(), 0.0), 1.0)
+                bound, search, *_ = rule.after(bound, share, search)
+                if not target / 2 <= bound <= target * 2:
+                    ended[play] = round_
+        late.append(int(np.quantile(ended, 0.95, method="higher")) + 1)
+    return max(late) if max(late) <= _LONGEST else None

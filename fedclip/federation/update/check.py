@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fedclip.federation.update.aggregator import RAISES, ClippedAveraging
 from fedclip.federation.update.arc import brought
+from fedclip.federation.update.bound import rounds_to_find
 from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.messages import DECLEARN_RANGE
@@ -339,7 +340,7 @@ def _search(module: UpdateClipServer) -> list[Problem]:
     noise = module.budget.bits_noise / module.budget.clients
     if noise <= _EASY:
         return []
-    rounds = module.rule.rounds_to_find(noise)
+    rounds = rounds_to_find(module.rule, noise)
     text = (
         f"noise of {noise:.2g} of the clients on the votes is too much for a quick search: 95 % of "
         "searches from 100 times too low or too high are within a factor of 2 after "
