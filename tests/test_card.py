@@ -125,6 +125,24 @@ def test_what_is_not_known_is_not_guessed(spoil: str, noisy: Path, tmp_path: Pat
     assert f"- {RELEASED[0]}" in said
 
 
+def test_what_evaluations_with_central_noise_cover_is_not_shown_site_by_site(
+    noisy: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(noisy, tmp_path / "out")
+    (out / ABOUT).unlink()
+    file = out / "server" / "optimizer_config.json"
+    kept = json.loads(file.read_text())
+    kept["modules"][0][1] |= {"evaluation_share": 0.2, "loss_bound": 3.0}
+    file.write_text(json.dumps(kept))
+    said = card_of(out)
+    assert "are covered for each client" in said
+    assert "and their metrics" not in said
+    metrics = said.partition("## Metrics by site")[2]
+    assert "| server |" in metrics
+    assert not [site for site in SITES if f"| {site} |" in metrics]
+    assert "noise covers their mean alone" in metrics
+
+
 @pytest.mark.slow
 def test_a_card_of_dp_sgd_tells_nothing_of_records(tmp_path: Path) -> None:
     write_sites(tmp_path)

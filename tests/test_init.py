@@ -196,6 +196,7 @@ def test_what_is_looked_at_is_said(make: Callable[..., tuple[str, Path]]) -> Non
         "note": [f"note {i}" for i in range(ROWS)],
         "patient": range(ROWS),
         "pid": [i // 2 for i in range(ROWS)],
+        "Patient-Nr.": [i // 2 for i in range(ROWS)],
         "crp": some(0.5, -999),
         "magnesium": some(70, -99),
         "cost": [500, 999, 2000] * 20,
@@ -216,6 +217,7 @@ def test_what_is_looked_at_is_said(make: Callable[..., tuple[str, Path]]) -> Non
         "'smoker' is one of 2 texts",
         "'note' holds 60 different texts: left out",
         "'pid' comes back in 90 records of a site: if it says whose they are",
+        "'Patient-Nr.' comes back in 90 records of a site",
         "'patient' differs in each record",
         "'crp' is -999 in 18 of 180 records",
         "'magnesium' is -99 in 18 of 180 records",
@@ -229,7 +231,7 @@ def test_what_is_looked_at_is_said(make: Callable[..., tuple[str, Path]]) -> Non
     assert "'cost'" not in said
     columns = csv.DictReader((folder / "columns.csv").read_text().splitlines())
     names = [row["column"] for row in columns]
-    others = ["smoker=yes", "patient", "pid", "crp", "magnesium", "cost", "gap"]
+    others = ["smoker=yes", "patient", "pid", "Patient-Nr.", "crp", "magnesium", "cost", "gap"]
     assert names == ["size", "age", *others]
 
 

@@ -274,9 +274,10 @@ def sites(tmp_path: Path) -> dict[str, dict[str, str]]:
 
 
 def test_a_column_of_identifiers_that_come_back_is_asked_for(sites: Any) -> None:
-    (ok, text), (level, asked) = asked_for(sites)
+    (ok, text), alone, (level, asked) = asked_for(sites)
     assert (ok, text) == ("ok", "north: 4 persons are protected, each with all records")
     assert level == "note"
+    assert alone[1].startswith("south: there is no train_persons.csv, and each record is")
     assert asked.startswith("column 'patient_id' (south) is named like an identifier")
     assert [units(sites[name]) for name in ("north", "south")] == [(4, "person"), (12, "record")]
     Path(sites["north"]["train_data"]).with_name("train_persons.csv").write_text("person\np1\n")

@@ -389,7 +389,12 @@ def test_a_client_without_the_table_is_told_what_to_write() -> None:
 @pytest.mark.parametrize(
     ("secagg", "peers", "dtype", "text"),
     [
-        ({}, 3, "float64", "3 clients are in the secure sum, not 4"),
+        (
+            {},
+            3,
+            "float64",
+            "3 clients are in the secure sum, and noise is for expected_clients = 4",
+        ),
         ({"bitsize": 64}, M, "float64", "are not summed exactly"),
         ({"bitsize": 27}, M, "float32", "are not summed exactly"),
         ({"bitsize": 14}, M, "float64", "votes with their noise do not fit"),

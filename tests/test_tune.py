@@ -22,7 +22,7 @@ from fedclip.report.advice import Advice, Proposal
 from fedclip.tools import sweep
 from fedclip.tools.check import check_config
 from fedclip.tools.compare import by_site, drawn, interval, judged_by
-from fedclip.tools.editing import unclipped
+from fedclip.tools.editing import rewritten, unclipped
 from fedclip.tools.quickrun import draw_from
 from fedclip.tools.standings import AS_IS, NONE, Standings
 
@@ -229,6 +229,38 @@ def test_dp_sgd_is_refused() -> None:
     text = "[optim.client_opt]\nlrate = 0.1\nmodules = [%s]\n"
     with pytest.raises(ValueError, match="privacy calibrate"):
         unclipped(text % '["sample-clip", {max_norm = 1.0}]')
+
+
+def test_a_bound_without_noise_takes_no_noise_out() -> None:
+    server = '["update-clip-server", {noise_multiplier = 2.0, expected_clients = 3}]'
+    text = f"""[optim]
+aggregator = "clipped-averaging"
+client_opt = {{lrate = 0.1, modules = ["update-clip-client"]}}
+server_opt = {{lrate = 1.0, modules = [{server}]}}
+"""
+    adaptive = {"aggregator": ("clipped-averaging", {}), "server_opt": ("update-clip-server", {})}
+    with pytest.raises(ValueError, match=r"it has noise, and update\.adaptive has none"):
+        rewritten(text, Proposal("update.adaptive", adaptive))
+    kept = rewritten(text, Proposal("step.fixed", {"client_opt": ("norm-clip", {"max_norm": 1.0})}))
+    assert server in kept
+    assert "noise" not in rewritten(
+        text.replace(server, '"update-clip-server"'), Proposal("update.adaptive", adaptive)
+    )
+
+
+@pytest.mark.slow
+def test_beside_noise_what_would_not_run_is_left_out(odd: Path) -> None:
+    noisy = '[["update-clip-server", {noise_multiplier = 4.0, expected_clients = 3, delta = 1e-3}]]'
+    text = odd.read_text().replace('"averaging"', '"clipped-averaging"')
+    text = re.sub(r"(client_opt\]\n(?:.*\n)*?modules = )\[\]", r'\1["update-clip-client"]', text)
+    odd.write_text(re.sub(r"(server_opt\]\n(?:.*\n)*?modules = )\[\]", rf"\1{noisy}", text))
+    done = call("tune", odd, "--seeds", 2, "--rounds", 3, "--jobs", 2)
+    assert done.exit_code == 0, done.stderr
+    assert "step.shared is not tried: step.shared would not run: [optim.server_opt]" in done.stderr
+    assert "update.adaptive is not tried: it has noise, and" in done.stderr
+    assert "as configured" in done.stdout
+    wrong = call("tune", odd, "--seeds", 2, "--rounds", 3, "--jobs", 2, "--sites", "north")
+    assert "there is no site 'north' (there are: a, b, c)" in wrong.stderr
 
 
 @pytest.fixture

@@ -90,6 +90,10 @@ def card(report: Report) -> str:
     found = exposures(Setting(plugins, None, run, {}, None, False, None, None))
     exposed = about.get("exposed", [text for _, at, text in found if at != "run.privacy"])
     noised = bool(spent or report.private or RELEASED[0] in exposed)
+    # What the server noises lies in the clients' folders as it was.
+    own = any(getattr(p, "evaluation_share", 0.0) for p in plugins.get("client_opt", ()))
+    plain = own or not noised or RELEASED[0] in exposed
+    curves = [c for c in report.curves if plain or c.node in report.servers]
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     # A name that the template does not know is false, too.
     environment.finalize = lambda x: md(x) if x or x == 0 else "not known"
@@ -98,7 +102,7 @@ def card(report: Report) -> str:
     environment.globals |= {"about": about, "base": base, "exposed": exposed, "plugins": plugins}
     environment.globals |= {"limits": [*_limits(report, noised)], "model": _model(base)}
     environment.globals |= {"nodes": nodes, "noised": noised, "report": report, "spent": spent}
-    environment.globals["released"] = RELEASED[0]
+    environment.globals |= {"curves": curves, "released": RELEASED[0]}
     text = (files("fedclip.tools") / "card.md").read_text(encoding="utf-8")
     return environment.from_string(text).render(version=fedclip.__version__)
 

@@ -79,12 +79,19 @@ def rewritten(text: str, proposal: Proposal) -> str:
     Raises
     ------
     ValueError
-        If the text is no configuration, or a section has a form that can not be edited.
+        If the text is no configuration, a section has a form that can not be edited, or noise
+        would go with the bound that it is for.
     """
     document: Config = tomlkit.parse(text)
     optim = document.get("optim", document)
     if not hasattr(optim, "keys") or "client_opt" not in optim:
         raise ValueError("there is no client_opt in it to add a clipper to")
+    noised = (str(found[i]) for _, found, i in modules_of(document, ["server_opt"]))
+    if "aggregator" in proposal.plugins and any("noise_multiplier" in text for text in noised):
+        raise ValueError(
+            f"it has noise, and {proposal.name} has none: if its bound may tell of the data, write "
+            "it into update-clip-server yourself, as start_norm"
+        )
     for section, (name, config) in proposal.plugins.items():
         if section == "aggregator":
             optim["aggregator"] = toml_item({"name": name, **config} if config else name)

@@ -54,7 +54,7 @@ _OF_RECORDS = {
     "whole": "epsilon",
     "unit": "validation record (or person)",
     "data": "validation data",
-    "numbers": "the number of training records",
+    "numbers": "the number of training records (or persons)",
 }
 _OF_CLIENTS = {
     "whole": "mu (the root of the sum of noise_multiplier⁻² over all rounds)",

@@ -27,8 +27,8 @@ _ODD = (-9, -99, -999, -9999, 999, 9999)  # what is often written where a number
 _COMMA = r"^([-+]?\d*),(\d+)$"
 
 NAMED = re.compile(
-    r"(^|_)(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"
-    r"s?(_?(id|no|nr|num|number|code|key|name))?$",
+    r"(^|[\W_])(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"
+    r"s?([\W_]*(id|no|nr|num|number|code|key|name))?\W*$",
     re.IGNORECASE,
 )
 """Names of columns that may say whose a record is."""

@@ -69,6 +69,13 @@ def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, s
         elif data.suffix == ".csv":
             for column in _identifiers(data):
                 found.setdefault(column, []).append(site)
+    known = {site for site, files in sites.items() if _named(files).exists()}
+    if known and (alone := [site for site in sites if site not in known]):
+        yield (
+            "note",
+            f"{', '.join(alone)}: there is no {PERSONS}, and each record is protected alone, where "
+            "at other sites persons are: write one there, unless each record is another person's",
+        )
     for column, where in found.items():
         yield (
             "note",

@@ -278,7 +278,8 @@ def _tuned(tuning: Tuning, chosen: list[str]) -> None:
     for why in run_all(begin, tuning.command, tuning.jobs, partial(tell, "first runs")).values():
         fail(why)
     advice = tuning.advised(chosen)
-    for line in (*advice.findings, advice.answer):
+    left_out = (f"{name} is not tried: {why}" for name, why in tuning.left_out.items())
+    for line in (*advice.findings, advice.answer, *left_out):
         say(line, err=True)
     settings = ", ".join(tuning.runs)
     text = f"{len(tuning.runs)} settings ({settings}) with {tuning.seeds} seeds each"

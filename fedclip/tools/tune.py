@@ -21,6 +21,7 @@ from fedclip.report import Report, read_report
 from fedclip.report.advice import Advice, Proposal
 from fedclip.tools.compare import by_site, judged_by
 from fedclip.tools.editing import rewritten, unclipped
+from fedclip.tools.output import ToolError
 from fedclip.tools.standings import AS_IS, NONE, Standings
 from fedclip.tools.suggest import advised
 from fedclip.tools.sweep import Planned, placed, refuse
@@ -50,6 +51,7 @@ class Tuning:
     jobs: int
     runs: dict[str, list[Planned]] = field(default_factory=dict)
     proposals: dict[str, Proposal] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.text = self.file.read_text(encoding="utf-8")
@@ -81,7 +83,8 @@ class Tuning:
             raise ValueError("no site has evaluated the model: there is nothing to rank by")
         for site in chosen:
             if site not in sites:
-                raise ValueError(f"there is no site {site!r}{nearest(site, sites)}")
+                there = nearest(site, sites) or f" (there are: {', '.join(sorted(sites))})"
+                raise ValueError(f"there is no site {site!r}{there}")
         advice = advised(report, experiment)
         # Of two, either may be the odd one.
         odd = advice.odd if len(sites) > 2 else ()
@@ -91,12 +94,16 @@ class Tuning:
         )
         self.standings.left_out = "" if chosen else ", with norms unlike those of the others"
         for proposal in advice.proposals:
-            text = rewritten(self.text, proposal)
-            # It may have been taken up before.
-            if tomllib.loads(text) != tomllib.loads(self.text):
-                self._add(proposal.name, text)
-                self.proposals[proposal.name] = proposal
-        refuse(self.file, [self.runs[name][0] for name in self.proposals], self.command)
+            try:
+                text = rewritten(self.text, proposal)
+                # It may have been taken up before.
+                if tomllib.loads(text) != tomllib.loads(self.text):
+                    self._add(proposal.name, text)
+                    refuse(self.file, self.runs[proposal.name][:1], self.command)
+                    self.proposals[proposal.name] = proposal
+            except (ToolError, ValueError) as exc:
+                self.runs.pop(proposal.name, None)
+                self.left_out[proposal.name] = str(exc)
         return advice
 
     def waves(self) -> Iterator[list[Planned]]:

@@ -87,7 +87,8 @@ class UpdateServer:
             why = SITES_ELSEWHERE
         if bound.evaluation_share:
             why = (
-                "evaluation_share is for runs over declearn's fedclip-websockets: leave it out here"
+                "evaluation_share is for runs over declearn's fedclip-websockets, which `fedclip "
+                "quickrun` has: leave it out here"
             )
         if why:
             raise ValueError(why)

@@ -316,7 +316,10 @@ class SiteNoise(Configured):
         if not hasattr(encrypter, "biprime"):
             peers = len(encrypter._pos_rng) + len(encrypter._neg_rng) + 1
         if peers < self.expected_clients:
-            return f"{peers} clients are in the secure sum, not {self.expected_clients}"
+            return (
+                f"{peers} clients are in the secure sum, and noise is for expected_clients = "
+                f"{self.expected_clients}: let as many take part, or plan the noise for fewer"
+            )
         if 2 * self._offset * peers >= getattr(encrypter, "max_int", math.inf):
             return "votes with their noise do not fit into integers of this bitsize: raise it"
         return ""
