@@ -235,6 +235,53 @@ def test_what_is_looked_at_is_said(make: Callable[..., tuple[str, Path]]) -> Non
     assert names == ["size", "age", *others]
 
 
+PERSONS = ["ann ", "Bob", "7", "ann", *(f"p{i // 3}" for i in range(ROWS - 4))]
+
+
+@pytest.mark.parametrize("words", [(), ("--sites", "2")], ids=["a file for each", "spread"])
+def test_a_person_is_at_one_site_and_in_one_part_with_all_records(
+    make: Callable[..., tuple[str, Path]], words: tuple[str, ...]
+) -> None:
+    text = table(who=PERSONS, size_again=range(ROWS))
+    files = {"a.csv": text} if words else {"a.csv": text, "b.csv": text}
+    said, folder = make(files, *words, "--persons", "who")
+    assert "no 'who' is in both; DP-SGD protects each, with all records" in said
+    wholes = []
+    for site in (folder / "data").iterdir():
+        parts = []
+        for part in ("train", "valid"):
+            head, *ids = (site / f"{part}_persons.csv").read_text().split()
+            assert head == "person"
+            assert len(ids) == len(np.load(site / f"{part}_data.npy"))
+            parts.append({*ids})
+        assert all(parts)
+        assert not parts[0] & parts[1]
+        wholes.append(parts[0] | parts[1])
+    many = len({one.strip() for one in PERSONS})
+    assert [len(one) for one in wholes] == ([(many + 1) // 2, many // 2] if words else [many] * 2)
+    assert words == () or not wholes[0] & wholes[1]
+    assert "who" not in (folder / "columns.csv").read_text()
+    result = check_config(folder)
+    assert not result.problems
+
+
+@pytest.mark.parametrize(
+    ("who", "words"),
+    [
+        (some("ann", ""), "'who': of 12 of 120 records it is not said whose they are"),
+        (some("ann", "bob"), "each site needs 10 persons with 'ill', and a has 2"),
+    ],
+    ids=["nobody's", "few"],
+)
+def test_persons_that_can_not_be_protected_are_refused(
+    make: Callable[..., tuple[str, Path]], who: Sequence[object], words: str
+) -> None:
+    text = table(who=who)
+    said, folder = make({"a.csv": text, "b.csv": text}, "--persons", "who", code=1)
+    assert words in said
+    assert not folder.exists()
+
+
 def test_no_site_decides_the_scale_and_no_record_of_the_validation(
     make: Callable[..., tuple[str, Path]], tmp_path: Path
 ) -> None:

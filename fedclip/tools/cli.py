@@ -109,6 +109,9 @@ def init(
     sites: Annotated[
         int | None, typer.Option(min=2, show_default="3", help="Sites to spread one file over.")
     ] = None,
+    persons: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Says whose a record is, for DP-SGD.")
+    ] = None,
     drop: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="Leave it out; may be repeated.")
     ] = None,
@@ -125,7 +128,7 @@ def init(
 
     if (len(files) > 1) + (site is not None) + (sites is not None) > 1:
         fail("several files, --site or --sites: only one of them can say the sites", code=2)
-    plan = Plan(target, site, sites or 3, drop or (), model, seed)
+    plan = Plan(target, site, sites or 3, persons, drop or (), model, seed)
     for line in prepare(folder, files, plan):
         say(line)
     for line in (

@@ -24,9 +24,9 @@ from fedclip.tools.init_tables import as_numbers, joined, learnt, read_table, un
 from fedclip.tools.output import ToolError
 
 FEWEST = 10
-"""Records with a target that each site needs."""
+"""Records with a target, or persons with some, that each site needs."""
 HELD_OUT = 5
-"""One of so many records is kept to validate with."""
+"""One of so many records, or persons, is kept to validate with."""
 MOST_CLASSES = 10
 """Different texts or whole numbers in a target that are taken for classes."""
 _SITE = r"(?i)(?<![a-z])(site|hospital|clinic|cent(er|re)|client)(?![a-z])"
@@ -43,6 +43,8 @@ class Plan(NamedTuple):
         The column that says the site of each record of a single file.
     sites
         Number of sites over which else the records of a single file are spread at random.
+    persons
+        The column that says whose a record is; None if each is another person's.
     drop
         Columns to leave out.
     model
@@ -54,6 +56,7 @@ class Plan(NamedTuple):
     target: str
     column: str | None
     sites: int
+    persons: str | None
     drop: Sequence[str]
     model: str
     seed: int
@@ -82,12 +85,14 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
     rng = np.random.default_rng(plan.seed)
     tables = [read_table(file) for file in files]
     table = joined(tables, files)
-    taken = [name for name in (plan.target, plan.column, *plan.drop) if name is not None]
+    named = (plan.target, plan.column, plan.persons, *plan.drop)
+    taken = [name for name in named if name is not None]
     for name in taken:
         if name not in table:
             there = nearest(name, table) or f" (there are: {', '.join(list(table)[:20])})"
             raise ToolError(f"there is no column {name!r}{there}")
     others = table.columns.drop(taken)
+    person = _persons(table, plan.persons)
     if len(files) > 1:
         stems = [file.stem for file in files]
         alike = [str(file) for file in files if stems.count(file.stem) > 1]
@@ -97,22 +102,25 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
     elif plan.column:
         names = table[plan.column].to_numpy()
     else:
-        spread = rng.permutation(len(table)) % plan.sites + 1
+        owners, whose = np.unique(person, return_inverse=True)
+        spread = rng.permutation(len(owners))[whose] % plan.sites + 1
         names = np.array([f"site-{i:0{len(str(plan.sites))}}" for i in spread])
         known = [f"; by {n!r}: --site {shlex.quote(n)}" for n in others if re.search(_SITE, n)]
-        said.append(f"records are spread at random over {plan.sites} sites{''.join(known[:1])}")
+        what = "persons" if plan.persons else "records"
+        said.append(f"{what} are spread at random over {plan.sites} sites{''.join(known[:1])}")
     site = _sites(pd.Series(names, table.index), said)
+    sites = site.unique()
     missing = table[plan.target].isna()
     if missing.any():
         said.append(f"records without {plan.target!r} are left out: {missing.sum()}")
-    few = table[plan.target].groupby(site).count()
+    site, table, person = site[~missing], table[~missing], person[~missing]
+    few = person.groupby(site).nunique().reindex(sites, fill_value=0)
     if few.min() < FEWEST:
-        where = f"{few.idxmin()} has {few.min()}"
-        raise ToolError(f"each site needs {FEWEST} records with {plan.target!r}, and {where}")
-    site, table = site[~missing], table[~missing]
+        what, where = "persons" if plan.persons else "records", f"{few.idxmin()} has {few.min()}"
+        raise ToolError(f"each site needs {FEWEST} {what} with {plan.target!r}, and {where}")
     target = _target(table[plan.target], site, said)
     features = as_numbers(table[others], site, said)
-    valid = _held_out(target.values, site, rng)
+    valid = _held_out(target.values, site, person, rng)
     features, columns = _scaled(features, site, valid, said)
     if not target.classes:
         measured, about = _scaled(target.values.to_frame(), site, valid, said)
@@ -121,12 +129,40 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
     train = site[~valid].value_counts()
     counts = ", ".join(f"{n} {train[n]} + {of.sum()}" for n, of in valid.groupby(site))
     said.append(f"records to train on + to validate with: {counts}")
+    if plan.persons:
+        said.append(f"no {plan.persons!r} is in both; DP-SGD protects each, with all records")
     texts = _texts(plan, target, features.shape[1], int(train.median()), len(train))
     try:
-        _write(folder, texts, columns, _arrays(features, target, site, valid, plan.model))
+        arrays = _arrays(features, target, site, valid, plan.model)
+        _write(folder, texts, columns, arrays, _owners(person, site, valid) if plan.persons else {})
     except OSError as exc:
         raise ToolError(f"can not write to {folder}: {exc.strerror}") from None
     return said
+
+
+def _persons(table: pd.DataFrame, column: str | None) -> pd.Series:
+    """Return the number of whose each record is; without a column each is of its own."""
+    if column is None:
+        return pd.Series(range(len(table)), table.index)
+    # Imported here: it brings declearn, which takes seconds.
+    from fedclip.dpsgd.persons import numbered
+
+    try:
+        return pd.Series(numbered(table[column].tolist(), len(table)), table.index)
+    except ValueError as exc:
+        raise ToolError(f"{column!r}: {exc}") from None
+
+
+def _owners(person: pd.Series, site: pd.Series, valid: pd.Series) -> dict[str, pd.Series]:
+    """Return the files that say whose the records of each site are."""
+    from fedclip.tools.quickrun import PERSONS
+
+    parts = (("train", ~valid), ("valid", valid))
+    return {
+        f"{name}/{PERSONS.replace('train', part)}": person[(site == name) & chosen].rename("person")
+        for name in sorted(site.unique())
+        for part, chosen in parts
+    }
 
 
 def _sites(names: pd.Series, said: list[str]) -> pd.Series:
@@ -169,14 +205,21 @@ def _target(column: pd.Series, site: pd.Series, said: list[str]) -> _Target:
     return _Target(column.map({text: i for i, text in enumerate(known)}), known)
 
 
-def _held_out(target: pd.Series, site: pd.Series, rng: np.random.Generator) -> pd.Series:
-    """Choose the records to validate with: of each site, every fifth in the order of the target."""
-    valid = np.zeros(len(target), bool)
+def _held_out(
+    target: pd.Series, site: pd.Series, person: pd.Series, rng: np.random.Generator
+) -> pd.Series:
+    """Choose the records to validate with: of each site, those of every fifth person.
+
+    The order is that of the target of each person's first record.
+    """
+    valid = pd.Series(False, target.index)
     for name in sorted(site.unique()):
-        rows = np.flatnonzero(site == name)
-        rows = rows[np.lexsort((rng.random(len(rows)), target.iloc[rows]))]
-        valid[rows[rng.integers(HELD_OUT) :: HELD_OUT]] = True
-    return pd.Series(valid, target.index)
+        here = site == name
+        first = target[here & ~person[here].duplicated()]
+        first = first.iloc[np.lexsort((rng.random(len(first)), first))]
+        kept = person[first.index[rng.integers(HELD_OUT) :: HELD_OUT]]
+        valid |= here & person.isin(kept)
+    return valid
 
 
 def _scaled(
@@ -259,7 +302,11 @@ def _arrays(
 
 
 def _write(
-    folder: Path, texts: dict[str, str], columns: pd.DataFrame, arrays: dict[str, np.ndarray]
+    folder: Path,
+    texts: dict[str, str],
+    columns: pd.DataFrame,
+    arrays: dict[str, np.ndarray],
+    owners: dict[str, pd.Series],
 ) -> None:
     """Write all files, or none."""
     made = not folder.exists()
@@ -271,6 +318,8 @@ def _write(
                 file = whole / "data" / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 np.save(file, array)
+            for name, persons in owners.items():
+                persons.to_csv(whole / "data" / name, index=False)
             columns.to_csv(whole / "columns.csv", index_label="column")
             for name, text in texts.items():
                 (whole / name).write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -121,7 +122,7 @@ def as_numbers(table: pd.DataFrame, site: pd.Series, said: list[str]) -> pd.Data
         if again and NAMED.search(str(name)):
             said.append(
                 f"{name!r} comes back in {again} records of a site: if it says whose they are, "
-                "leave it out (--drop); DP-SGD protects persons by train_persons.csv alone"
+                f"give it by --persons {shlex.quote(str(name))}"
             )
         if np.isinf(numbers).any() or 0 < len(texts) < count / 2:
             odd = texts if len(texts) else column[np.isinf(numbers)]
