@@ -259,6 +259,10 @@ def test_evaluations_before_any_training_begin_the_plan(tmp_path: Path) -> None:
         ({"loss_bound": 2.0}, "go together"),
         ({"evaluation_share": 1.0, "loss_bound": 2.0}, r"must be a number in \[0, 1\)"),
         ({"evaluation_share": 0.1, "loss_bound": 0.0}, "loss_bound must be"),
+        # Beyond what a server takes for a loss.
+        ({"evaluation_share": 0.1, "loss_bound": 1e101}, "loss_bound must be"),
+        # A client took minutes to find its noise.
+        ({"evaluation_share": 1e-4, "loss_bound": 2.0}, "must be 0, or 0.001 and more"),
     ],
 )
 def test_bad_settings_are_refused(settings: Any, said: str) -> None:
