@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -46,21 +44,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, else nothing."""
     match = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
-
-
-@contextmanager
-def untold(logger: logging.Logger, what: str, *plain: type[Exception]) -> Iterator[None]:
-    """Log what is raised, and raise a text that says nothing of it: the server gets texts.
-
-    Errors that are `plain` say nothing of records, and pass.
-    """
-    try:
-        yield
-    except plain:
-        raise
-    except Exception as exc:
-        logger.error("%s failed: %r.", what, exc, exc_info=exc)
-        raise RuntimeError(f"{what} failed on this client; its log says why") from None
 
 
 def shown(value: object) -> str:

@@ -39,7 +39,7 @@ from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.place import place_of
 from fedclip.dpsgd.records import Records, first_records
 from fedclip.dpsgd.sampling import PoissonSampler
-from fedclip.errors import untold
+from fedclip.federation.quorum import untold
 from fedclip.parameters import Config
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.ledger import Ledger, fingerprint

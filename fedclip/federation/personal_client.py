@@ -39,7 +39,7 @@ from declearn.training import TrainingManager
 from declearn.utils.serialize import msgpack_dump, msgpack_load
 
 from fedclip.arrays.frozen import unused
-from fedclip.errors import StateError, untold
+from fedclip.errors import StateError
 from fedclip.federation.evaluation import clipped
 from fedclip.federation.generics import AnyModel, AnyVector
 from fedclip.federation.personal import (
@@ -51,6 +51,7 @@ from fedclip.federation.personal import (
     part,
     unsent,
 )
+from fedclip.federation.quorum import untold
 from fedclip.federation.site.gate import Gate
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.site.sending import GatedNetwork
