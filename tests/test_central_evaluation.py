@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.communication import NetworkServerConfig
+from declearn.communication.websockets import WebsocketsServer
 from declearn.messaging import Error, EvaluationReply, Message
 from declearn.metrics import MetricSet
 from declearn.metrics._mean import MeanState
@@ -222,6 +224,28 @@ def test_what_can_have_no_noise_ends_the_run_at_its_first_round() -> None:
         _, sent = listening(module(), clients, secure)
         assert said in sent.stop
     assert listening(module())[1].stop == ""
+
+
+def test_a_run_after_one_that_failed_begins_without_its_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both in one task, as in a notebook that awaits `async_run` and still holds the first."""
+
+    async def registered(self: WebsocketsServer) -> None:
+        pass
+
+    monkeypatch.setattr(WebsocketsServer, "wait_for_clients", registered)
+    first, second = module(), module()
+    listening(first)
+    network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
+    assert SERVER.get() is not None
+
+    async def begin() -> str:
+        await network.wait_for_clients()
+        EVALUATIONS.set(Evaluations(MetricSet([]), CLIENTS, False))
+        return second.collect_aux_var().stop
+
+    assert asyncio.run(begin()) == ""
 
 
 def test_other_engines_refuse_it() -> None:

@@ -98,6 +98,12 @@ def test_what_a_model_warns_of_is_not_shown(
         ('"result"', '"' + "r" * 5_000 + '"', "checkpoint: can not write to the folder"),
         ('"result"', r'"a\u0000b"', "checkpoint: can not write to the folder"),
         ('"result"', '"/dev/null/result"', "checkpoint: can not write to the folder"),
+        # A mean of losses that there is none of yet.
+        (
+            "batch_size = 32",
+            "batch_size = 32\nfrequency = 2\n[run.early_stop]\ntolerance = 0.1\npatience = 2",
+            "[run.early_stop] declearn looks for a loss after each round, and with frequency = 2",
+        ),
         # Impossible values.
         ("rounds = 2", "rounds = 0", "rounds must be at least 1, got 0"),
         ("max_clients = 3", "max_clients = 1", "max_clients = 1 is below min_clients = 2"),

@@ -259,6 +259,10 @@ def test_evaluations_before_any_training_begin_the_plan(tmp_path: Path) -> None:
         ({"loss_bound": 2.0}, "go together"),
         ({"evaluation_share": 1.0, "loss_bound": 2.0}, r"must be a number in \[0, 1\)"),
         ({"evaluation_share": 0.1, "loss_bound": 0.0}, "loss_bound must be"),
+        # Beyond what a server takes for a loss.
+        ({"evaluation_share": 0.1, "loss_bound": 1e101}, "loss_bound must be"),
+        # A client took minutes to find its noise.
+        ({"evaluation_share": 1e-4, "loss_bound": 2.0}, "must be 0, or 0.001 and more"),
     ],
 )
 def test_bad_settings_are_refused(settings: Any, said: str) -> None:
@@ -317,7 +321,7 @@ rounds = 4
 register = 2
 training = {{ batch_size = 15 }}
 evaluate = {{ batch_size = 30, frequency = {every} }}
-early_stop = {{ tolerance = 0.1, patience = 3 }}
+{early}
 privacy = {{ budget = [3.0, 1e-5], sclip_norm = 0.5 }}
 """
 SHARE = "{evaluation_share = 0.2, loss_bound = 3.0}"
@@ -337,7 +341,8 @@ def test_what_is_released_besides_is_what_has_no_noise(
     clip: str, metrics: str, every: int, said: str, unsaid: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "config.toml"
-    file.write_text(CONFIG.format(clip=clip, metrics=metrics, every=every))
+    early = "early_stop = { tolerance = 0.1, patience = 3 }" if every == 1 else ""
+    file.write_text(CONFIG.format(clip=clip, metrics=metrics, every=every, early=early))
     found = check_config(file)
     told = " ".join(finding.message for finding in found.findings)
     assert said in told

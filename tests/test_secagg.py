@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from declearn.aggregator import Aggregator
-from declearn.messaging import TrainReply
+from declearn.messaging import EvaluationReply, TrainReply
+from declearn.metrics import BinaryRocAUC
+from declearn.metrics._mean import MeanState
 from declearn.model.sklearn import NumpyVector
 from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
 from federation_helpers import Clients, Server, joye_libert, masked, norm
+from federation_runs import running
 from helpers import each_framework, to_numpy, to_vector
 
+from fedclip.federation.evaluation import clipped
 from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.federation.update.secagg import inside, plan
 
@@ -186,3 +191,51 @@ def test_the_edge_in_every_framework(framework: str) -> None:
     assert found["w"].tolist() == [1 - 2.0**-24, -1 + 2.0**-24, 0.5]
     assert moved["b"] is update.coefs["b"]
     assert inside(update.coefs, 2.0) is update.coefs
+
+
+# -- evaluations ----------------------------------------------------------------------------------
+def evaluation(loss: float, total: float, records: float) -> EvaluationReply:
+    return EvaluationReply(loss, 1, 0.0, {"loss": MeanState(total, records)})
+
+
+@pytest.mark.parametrize(
+    ("reply", "beyond", "said"),
+    [
+        (evaluation(0.7, 42.0, 60.0), [], ""),
+        (evaluation(0.7, 300.0, 60.0), ["loss"], ""),
+        (evaluation(math.inf, math.inf, 60.0), ["loss"], ""),
+        (evaluation(math.nan, 42.0, 60.0), [], "NaN"),
+        (evaluation(0.7, math.nan, 60.0), [], "NaN"),
+        (evaluation(0.1, 30.0, 300.0), [], "more records than the range ±256 of secure"),
+        (
+            EvaluationReply(0.7, 1, 0.0, {"roc": BinaryRocAUC(bound=None).build_initial_states()}),
+            [],
+            "does not support Secure Aggregation",
+        ),
+    ],
+)
+def test_what_of_an_evaluation_a_secure_sum_does_not_hold(
+    reply: EvaluationReply, beyond: list[str], said: str
+) -> None:
+    found, why = clipped(reply, 256.0)
+    assert found == beyond
+    assert said in why
+    assert bool(said) == bool(why)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clipval", [32.0, 256.0])
+def test_no_mean_of_an_evaluation_is_of_clipped_counts(tmp_path: Path, clipval: float) -> None:
+    """Sixty records count as 32 in a sum of that range: the mean was a wrong one."""
+    settings: dict[str, Any] = {
+        "protocol": "fedclip-websockets",
+        "secagg": "masking",
+        "secagg_settings": {"bitsize": 32, "clipval": clipval},
+        "wanted": None,
+        "run": {"rounds": 1, "evaluate": {"batch_size": 60}},
+    }
+    with running(tmp_path, **settings) as run:
+        codes = run.wait()
+    assert (0 in codes.values()) == (clipval == 256.0)
+    said = "refused by fedclip: an evaluation is on more records than the range ±32 of secure"
+    assert (said in run.said("server")) == (clipval == 32.0)

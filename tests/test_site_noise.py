@@ -751,6 +751,17 @@ def test_a_client_that_leaves_ends_the_run_which_names_it(tmp_path: Path) -> Non
     assert len(run.state()["spent"]) == 1
 
 
+@pytest.mark.slow
+def test_what_training_raises_stays_on_the_client(tmp_path: Path) -> None:
+    settings = run_with(protocol="fedclip-websockets", scale=[1.0, 1e200, 1.0])
+    with running(tmp_path, **settings) as run:
+        run.wait()
+    assert "the training failed on this client; its log says why" in run.said("server")
+    assert "overflow occurred" in run.said("client_1")
+    for name in ("server", "client_0", "client_2"):
+        assert "overflow occurred" not in run.said(name)
+
+
 # -- an audit -----------------------------------------------------------------------------------
 
 

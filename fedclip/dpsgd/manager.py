@@ -21,8 +21,7 @@ text that might tell of records stays in the client's log, and no step is paid b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.place import place_of
 from fedclip.dpsgd.records import Records, first_records
 from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.federation.quorum import untold
 from fedclip.parameters import Config
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.ledger import Ledger, fingerprint
@@ -138,7 +138,7 @@ class PrivateTrainingManager(DPTrainingManager):
         share = marker.evaluation_share
         self.calibration = self.calibration.evaluating(share, message.rounds)
         # What fails for all records fails now, before anything is paid.
-        with self._untold("the trial of the model"):
+        with untold(self.logger, "the trial of the model", persample.Unfit):
             persample.try_out(self.model, tried, **self._settings(self.calibration.expected))
             if self._evaluation is not None:
                 for record in tried:
@@ -222,7 +222,7 @@ class PrivateTrainingManager(DPTrainingManager):
         left = self.calibration.steps - self._charged
         allowed = self.ledger.reserve(z, rate, steps, left)
         self._charged += allowed
-        with self._untold("a private step"):
+        with untold(self.logger, "a private step", persample.Unfit):
             for _ in range(allowed):
                 self.run_train_step(self.records.take(self._sampler.draw(), self._fail))
         planned = self.calibration.steps
@@ -306,24 +306,13 @@ class PrivateTrainingManager(DPTrainingManager):
             )
             self._failed = []
 
-    @contextmanager
-    def _untold(self, what: str) -> Iterator[None]:
-        """Log what is raised, and raise a text that says nothing of it: the server gets texts."""
-        try:
-            yield
-        except persample.Unfit:
-            raise
-        except Exception as exc:
-            self.logger.error("%s failed: %r.", what, exc, exc_info=exc)
-            raise RuntimeError(f"{what} failed on this client; its log says why") from None
-
     def _evaluation_round(self, message: EvaluationRequest) -> EvaluationReply:
         if self.valid_data is None:
             raise ValueError(
                 "without valid_data an evaluation would publish losses of the training records, "
                 "without noise"
             )
-        with self._untold("the evaluation"):
+        with untold(self.logger, "the evaluation", persample.Unfit):
             if self._evaluation is not None:
                 return self._noised(self._evaluation, message)
             reply = super()._evaluation_round(message)

@@ -10,13 +10,25 @@ from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.federation.generics import AnyModule, AnyVector
-from fedclip.parameters import choice, integer, optional, parameter, positive, share, unit_interval
+from fedclip.parameters import (
+    choice,
+    integer,
+    limit,
+    optional,
+    parameter,
+    positive,
+    share,
+    unit_interval,
+)
 from fedclip.parameters.docstring import Documented
 from fedclip.privacy import Context, Map, analyse
 from fedclip.privacy.maps import Shapes
 from fedclip.scopes import check_scope
 
 __all__ = ["SampleClip", "unfit"]
+
+# Below, the accountants of samples take minutes beside noise so large.
+_LEAST_SHARE = 1e-3
 
 
 def unfit(before: Sequence[AnyModule], shapes: Shapes | None = None) -> str:
@@ -103,9 +115,9 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     """Size of the adaptive bound's steps, in logarithms, > 0."""
 
     evaluation_share: float = parameter(share, default=0.0)
-    """Share of the budget's epsilon for noise on evaluations, one in each round, in [0, 1). 0: what
-    evaluations tell of the validation records has no noise."""
-    loss_bound: float | None = parameter(positive, default=None)
+    """Share of the budget's epsilon for noise on evaluations, one in each round, in [0.001, 1).
+    0: what evaluations tell of the validation records has no noise."""
+    loss_bound: float | None = parameter(limit, default=None)
     """So much of a record's loss counts at most in an evaluation with noise, > 0; required with
     ``evaluation_share``, as is the other way round."""
 
@@ -118,6 +130,11 @@ class SampleClip(Documented, OptiModule[AuxVar]):
             raise ValueError(
                 "evaluation_share and loss_bound go together: noise on evaluations is for a bound "
                 f"on the loss of a record; got {self.evaluation_share!r} and {self.loss_bound!r}"
+            )
+        if 0.0 < self.evaluation_share < _LEAST_SHARE:
+            raise ValueError(
+                f"evaluation_share must be 0, or {_LEAST_SHARE:g} and more, got "
+                f"{self.evaluation_share!r}: of less, nothing could be read"
             )
 
     @property

@@ -25,7 +25,7 @@ from fedclip.errors import Unchecked
 from fedclip.federation.quorum import plain
 from fedclip.measures import Float64
 
-__all__ = ["EVALUATIONS", "Evaluations", "counted", "nothing", "unfit"]
+__all__ = ["EVALUATIONS", "Evaluations", "clipped", "counted", "nothing", "unfit"]
 
 # Sums, and squares of sums, of values beyond this would overflow.
 _LARGEST = 1e100
@@ -128,6 +128,31 @@ def unfit(metrics: Iterable[str], secure: bool = False, clients: int = 0, expect
             f"= {expected}: raise it, or leave evaluation_share out"
         )
     return ""
+
+
+def clipped(reply: EvaluationReply, clipval: float) -> tuple[list[str], str]:
+    """Return what of an evaluation a secure sum would clip, and why it must not be sent.
+
+    declearn clips each number to ± `clipval` in silence, and ends at NaN. Losses that are clipped
+    are still the worst ones; counts that are, of records, would make any mean a wrong one. What is
+    said tells nothing of the numbers.
+    """
+    numbers: list[tuple[str, Unchecked]] = [("loss", reply.loss)]
+    for name, state in reply.metrics.items():
+        try:
+            fields = state.prepare_for_secagg()[0]
+        except NotImplementedError as exc:
+            return [], str(exc)
+        numbers += [(field if field in _COUNTS else name, x) for field, x in fields.items()]
+    if any(np.isnan(number).any() for _, number in numbers):
+        return [], "an evaluation gives NaN, of which there is no secure sum"
+    beyond = list(dict.fromkeys(name for name, x in numbers if np.any(np.abs(x) > clipval)))
+    if not _COUNTS.intersection(beyond):
+        return beyond, ""
+    return [], (
+        f"an evaluation is on more records than the range ±{clipval:g} of secure aggregation "
+        "holds: raise clipval, or evaluate on fewer, with n_steps in [run.evaluate]"
+    )
 
 
 def _mean(state: MetricState | None) -> float:

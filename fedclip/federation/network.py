@@ -60,6 +60,7 @@ from fedclip.federation.quorum import MEMBERS, WHO, Members, plain, told, unfit
 from fedclip.federation.senders import note_senders
 from fedclip.federation.update.aggregator import ClippedAveraging
 from fedclip.federation.update.client import UpdateClipClient
+from fedclip.federation.update.coupling import SERVER
 
 if TYPE_CHECKING:
     from websockets.server import WebSocketServerProtocol
@@ -280,6 +281,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._expelled.clear()
         self.members = Members(self.handler.client_names, self.min_replies)
         MEMBERS.set(self.members)
+        # A run that has failed, in this task, has left its round open.
+        SERVER.set(None)
         if (self.min_replies or 0) > len(self.members.names):
             raise RuntimeError(
                 f"min_replies = {self.min_replies}, and {len(self.members.names)} clients have "

@@ -27,6 +27,7 @@ from declearn.aggregator import Aggregator, ModelUpdates
 from declearn.main import FederatedClient
 from declearn.messaging import (
     Error,
+    EvaluationReply,
     EvaluationRequest,
     Message,
     StopTraining,
@@ -39,6 +40,7 @@ from declearn.utils.serialize import msgpack_dump, msgpack_load
 
 from fedclip.arrays.frozen import unused
 from fedclip.errors import StateError
+from fedclip.federation.evaluation import clipped
 from fedclip.federation.generics import AnyModel, AnyVector
 from fedclip.federation.personal import (
     PersonalModel,
@@ -49,6 +51,7 @@ from fedclip.federation.personal import (
     part,
     unsent,
 )
+from fedclip.federation.quorum import untold
 from fedclip.federation.site.gate import Gate
 from fedclip.federation.site.policy import Policy
 from fedclip.federation.site.sending import GatedNetwork
@@ -165,6 +168,12 @@ class PersonalFederatedClient(FederatedClient):
                 self._restore(self._kept)
                 sharing: Any = _Sharing(manager.aggrg, self._kept, self._store)
                 manager.model, manager.aggrg = self._kept.model, sharing
+        # Of its own errors, DP-SGD keeps back what may tell of records.
+        if _adds_noise(manager.optim.modules) and not hasattr(manager, "make_private"):
+            work: Any = manager
+            train, evaluate = work.train_under_constraints, work.evaluate_under_constraints
+            work.train_under_constraints = untold(self.logger, "the training")(train)
+            work.evaluate_under_constraints = untold(self.logger, "the evaluation")(evaluate)
         for name in ("training_round", "evaluation_round"):
             setattr(manager, name, partial(self._round, manager.model, getattr(manager, name)))
 
@@ -189,7 +198,7 @@ class PersonalFederatedClient(FederatedClient):
         assert self._manager is not None
         within, modules = self._manager.aggrg, self._manager.optim.modules
         aggregator = within.aggregator if isinstance(within, _Sharing) else within
-        if not any(isinstance(module, UpdateClipClient) and module.site for module in modules):
+        if not _adds_noise(modules):
             return ""
         if not isinstance(aggregator, ClippedAveraging):
             return "noise from the clients goes with the aggregator 'clipped-averaging'"
@@ -306,6 +315,15 @@ class PersonalFederatedClient(FederatedClient):
             reply = run(message)
         finally:
             SHARED.reset(token)
+        if isinstance(reply, EvaluationReply) and self._encrypter is not None:
+            shown = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
+            beyond, why = clipped(shown, limit := self._encrypter.quantizer.val_range)
+            if why:
+                self.logger.error("Refused: %s.", why)
+                return Error(f"refused by fedclip: {why}")
+            if beyond:
+                text = "Sums over records of %s are clipped to the range ±%g of secure aggregation."
+                self.logger.warning(text, listed(beyond), limit)
         if isinstance(reply, Error) and (idle := unused(model.get_wrapped_model())):
             reply = Error(
                 f"{listed(idle)} of the model are trained, and not used by it: freeze them, "
@@ -355,6 +373,10 @@ class _Sharing(NamedTuple):
         self.store(self.kept)
         shared = self.kept.shared(updates)
         return self.aggregator.prepare_for_sharing(updates=shared, n_steps=n_steps)
+
+
+def _adds_noise(modules: Sequence[Plugin]) -> bool:
+    return any(isinstance(module, UpdateClipClient) and module.site for module in modules)
 
 
 def _own(kept: PersonalModel) -> AnyVector:

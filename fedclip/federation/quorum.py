@@ -12,13 +12,30 @@ that came, noise and its cost are those of the clients that were to reply.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["MEMBERS", "WHO", "Members", "plain", "told", "unfit"]
+__all__ = ["MEMBERS", "WHO", "Members", "plain", "told", "unfit", "untold"]
 
 WHO = "{client}"
 """Where the names go in a sentence about clients."""
+
+
+@contextmanager
+def untold(logger: logging.Logger, what: str, *harmless: type[Exception]) -> Iterator[None]:
+    """Log what is raised, and raise a text that says nothing of it: the server gets texts.
+
+    Errors that are `harmless` say nothing of records, and pass.
+    """
+    try:
+        yield
+    except harmless:
+        raise
+    except Exception as exc:
+        logger.error("%s failed: %r.", what, exc, exc_info=exc)
+        raise RuntimeError(f"{what} failed on this client; its log says why") from None
 
 
 def plain(text: object, most: int) -> str:

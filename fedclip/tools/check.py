@@ -108,6 +108,14 @@ def check_config(
     alone = "run" in config and "client_opt" not in config
     if quickrun or simulate or "optim" in config or whole or alone:
         _check_quickrun(check, config)
+        run = _section(config, "run")
+        every = _section(run, "evaluate").get("frequency", 1)
+        if run.get("early_stop") is not None and every != 1 and not simulate:
+            text = (
+                f"declearn looks for a loss after each round, and with frequency = {brief(every)} "
+                "it fails at the first that has none: evaluate each round, or leave early_stop out"
+            )
+            check.problem("[run.early_stop]", text)
     elif "client_opt" in config:
         run, check.quickrun = _section(config, "run"), False
         # A section of this name may be anything else.

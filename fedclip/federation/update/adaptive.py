@@ -129,7 +129,7 @@ class AdaptiveBound(Documented):
     """Share of a round's noise budget for an evaluation after it, in [0, 1): its noise multiplier
     is ``noise_multiplier / evaluation_share``, and the round costs what it costs without. 0:
     evaluations have no noise. It takes the server's protocol ``fedclip-websockets``."""
-    loss_bound: float | None = parameter(positive, default=None)
+    loss_bound: float | None = parameter(limit, default=None)
     """So much of a client's loss counts at most in an evaluation with noise, > 0; required with
     `evaluation_share`, as is the other way round."""
     generator: str = parameter(choice, ("secure", "insecure"), default="secure")
