@@ -326,7 +326,7 @@ def test_nodes_are_run_over_websockets_and_their_own_metrics_are_read(
 ) -> None:
     lines = {"client_opt": ("norm-clip", {"max_norm": 1.0})}
     one = Advice("x", proposals=[Proposal("step.fixed", lines)])
-    monkeypatch.setattr("fedclip.tools.suggest.advised", lambda report, experiment: one)
+    monkeypatch.setattr("fedclip.tools.tune.advised", lambda report, experiment: one)
     done = call("tune", odd, "--seeds", 2, "--rounds", 2, "--jobs", 2, "--nodes", "--json")
     assert done.exit_code == 0, done.stderr
     facts = json.loads(done.stdout)
