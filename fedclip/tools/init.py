@@ -11,7 +11,7 @@ import re
 import shlex
 import string
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -102,8 +102,7 @@ def prepare(folder: Path, files: Sequence[Path], plan: Plan) -> list[str]:
     elif plan.column:
         names = table[plan.column].to_numpy()
     else:
-        owners, whose = np.unique(person, return_inverse=True)
-        spread = rng.permutation(len(owners))[whose] % plan.sites + 1
+        spread = rng.permutation(person.max() + 1)[person] % plan.sites + 1
         names = np.array([f"site-{i:0{len(str(plan.sites))}}" for i in spread])
         known = [f"; by {n!r}: --site {shlex.quote(n)}" for n in others if re.search(_SITE, n)]
         what = "persons" if plan.persons else "records"
@@ -157,12 +156,17 @@ def _owners(person: pd.Series, site: pd.Series, valid: pd.Series) -> dict[str, p
     """Return the files that say whose the records of each site are."""
     from fedclip.tools.quickrun import PERSONS
 
-    parts = (("train", ~valid), ("valid", valid))
     return {
-        f"{name}/{PERSONS.replace('train', part)}": person[(site == name) & chosen].rename("person")
-        for name in sorted(site.unique())
-        for part, chosen in parts
+        f"{name}/{PERSONS.replace('train', part)}": person[rows].rename("person")
+        for name, part, rows in _parts(site, valid)
     }
+
+
+def _parts(site: pd.Series, valid: pd.Series) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yield site, "train" or "valid", and which records are there."""
+    for name in sorted(site.unique()):
+        for part, chosen in (("train", ~valid), ("valid", valid)):
+            yield name, part, ((site == name) & chosen).to_numpy()
 
 
 def _sites(names: pd.Series, said: list[str]) -> pd.Series:
@@ -293,11 +297,9 @@ def _arrays(
     kind = np.float32 if model == "torch" else np.float64
     wanted = target.values.to_numpy(np.int64 if target.classes else kind)
     found = {}
-    for name in sorted(site.unique()):
-        for part, chosen in (("train", ~valid), ("valid", valid)):
-            rows = ((site == name) & chosen).to_numpy()
-            found[f"{name}/{part}_data.npy"] = features.to_numpy(kind)[rows]
-            found[f"{name}/{part}_target.npy"] = wanted[rows]
+    for name, part, rows in _parts(site, valid):
+        found[f"{name}/{part}_data.npy"] = features.to_numpy(kind)[rows]
+        found[f"{name}/{part}_target.npy"] = wanted[rows]
     return found
 
 
