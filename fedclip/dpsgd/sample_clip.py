@@ -22,6 +22,7 @@ from fedclip.parameters import (
 )
 from fedclip.parameters.docstring import Documented
 from fedclip.privacy import Context, Map, analyse
+from fedclip.privacy.accounting import check_evaluation
 from fedclip.privacy.maps import Shapes
 from fedclip.scopes import check_scope
 
@@ -126,11 +127,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
     def __post_init__(self) -> None:
         """Check what goes together."""
-        if bool(self.evaluation_share) != (self.loss_bound is not None):
-            raise ValueError(
-                "evaluation_share and loss_bound go together: noise on evaluations is for a bound "
-                f"on the loss of a record; got {self.evaluation_share!r} and {self.loss_bound!r}"
-            )
+        check_evaluation(self.evaluation_share, self.loss_bound, "record")
         if 0.0 < self.evaluation_share < _LEAST_SHARE:
             raise ValueError(
                 f"evaluation_share must be 0, or {_LEAST_SHARE:g} and more, got "

@@ -193,6 +193,11 @@ class PersonalFederatedClient(FederatedClient):
                     "statistics without: leave it out of client_opt"
                 )
 
+    def _refused(self, why: str) -> Error:
+        """Log why a round is refused, and return what the server is told."""
+        self.logger.error("Refused: %s.", why)
+        return Error(f"refused by fedclip: {why}")
+
     def _uncovered(self) -> str:
         """Return why this client's own noise does not cover what it would share; "" if it does."""
         assert self._manager is not None
@@ -307,8 +312,7 @@ class PersonalFederatedClient(FederatedClient):
             except (TypeError, ValueError) as exc:
                 why = str(exc)
         if why:
-            self.logger.error("Refused: %s.", why)
-            return Error(f"refused by fedclip: {why}")
+            return self._refused(why)
         self._before = None if self._kept is None else _own(self._kept)
         token = SHARED.set((model if self._kept is None else self._kept, self._encrypter))
         try:
@@ -319,8 +323,7 @@ class PersonalFederatedClient(FederatedClient):
             shown = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
             beyond, why = clipped(shown, limit := self._encrypter.quantizer.val_range)
             if why:
-                self.logger.error("Refused: %s.", why)
-                return Error(f"refused by fedclip: {why}")
+                return self._refused(why)
             if beyond:
                 text = "Sums over records of %s are clipped to the range ±%g of secure aggregation."
                 self.logger.warning(text, listed(beyond), limit)
@@ -355,8 +358,7 @@ class PersonalFederatedClient(FederatedClient):
             why = (
                 "fairness rounds replace what keeps personal layers back: leave [run.fairness] out"
             )
-            self.logger.error("Refused: %s.", why)
-            await self.netwk.send_message(Error(f"refused by fedclip: {why}"))
+            await self.netwk.send_message(self._refused(why))
             raise RuntimeError(why)
         await super()._initialize_fairness()
 

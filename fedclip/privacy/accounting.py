@@ -473,6 +473,15 @@ def split_noise(noise_multiplier: float, bits_noise: float) -> float:
     return z / math.sqrt((1 - z / (2 * sigma)) * (1 + z / (2 * sigma)))
 
 
+def check_evaluation(share: float, loss_bound: float | None, unit: str) -> None:
+    """Refuse a share for evaluations without a bound on the loss of a unit, or the other way."""
+    if bool(share) != (loss_bound is not None):
+        raise ValueError(
+            "evaluation_share and loss_bound go together: noise on evaluations is for a bound "
+            f"on the loss of a {unit}; got {share!r} and {loss_bound!r}"
+        )
+
+
 def split_evaluation(noise_multiplier: float, share: float) -> tuple[float, float]:
     """Return the noise multipliers of a round without its evaluation, and of the evaluation.
 

@@ -38,7 +38,12 @@ from fedclip.parameters import (
     unit_interval,
 )
 from fedclip.parameters.docstring import Documented
-from fedclip.privacy.accounting import Accountant, default_bits_noise, split_evaluation
+from fedclip.privacy.accounting import (
+    Accountant,
+    check_evaluation,
+    default_bits_noise,
+    split_evaluation,
+)
 from fedclip.privacy.banded import coefficients
 
 
@@ -194,11 +199,7 @@ class AdaptiveBound(Documented):
         return coefficients(self.rounds, self.separation, self.momentum)
 
     def _budget(self) -> Budget | None:
-        if bool(self.evaluation_share) != (self.loss_bound is not None):
-            raise ValueError(
-                "evaluation_share and loss_bound go together: noise on evaluations is for a bound "
-                f"on the loss of a client; got {self.evaluation_share!r} and {self.loss_bound!r}"
-            )
+        check_evaluation(self.evaluation_share, self.loss_bound, "client")
         if self.evaluation_share and self.separation > 1:
             raise ValueError(
                 "evaluations ask all clients, and separation > 1 charges each for its own turns: "
