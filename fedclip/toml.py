@@ -48,13 +48,15 @@ def toml_item(value: object) -> Item:
 
 
 def toml_line(kind: str, name: str, config: Mapping[str, object]) -> str:
-    """Return the line that adds a plug-in to an optimizer's section, or an aggregator.
+    """Return the line that adds a plug-in to an optimizer's section; or lines of a site's policy.
 
     Examples
     --------
     >>> toml_line("module", "norm-clip", {"max_norm": 0.5})
     'modules = [["norm-clip", {max_norm = 0.5}]]'
     """
+    if kind == "policy":
+        return "\n".join(["[update]", *(f"{k} = {toml_value(v)}" for k, v in config.items())])
     if kind == "aggregator":
         return f"aggregator = {toml_value({'name': name, **config} if config else name)}"
     field = {"module": "modules", "regularizer": "regularizers"}[kind]

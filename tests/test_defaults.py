@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import fedclip
 from fedclip import compat
 from fedclip.arrays import backend_named
-from fedclip.compat.presets import PRESETS
+from fedclip.compat import PRESETS
 from fedclip.modules import by_name
 from fedclip.rules import state_of, updated
 from fedclip.rules.protection import Protection

@@ -93,13 +93,12 @@ class Core(Documented):
         Parameters
         ----------
         name : str
-            One of those in `fedclip.compat.presets`.
+            One of those in `fedclip.compat.PRESETS`.
         **config
             Parameters that replace the published ones.
         """
         # Imported here: hardly any program needs other packages' defaults.
-        from fedclip.compat import translate
-        from fedclip.compat.presets import PRESETS
+        from fedclip.compat import PRESETS, translate
 
         known = PRESETS.get(cls.name, {})
         return cls(**{**translate(*known[choice(tuple(known), preset=name)])[2], **config})
