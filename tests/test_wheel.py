@@ -120,7 +120,7 @@ def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess
         ("optax", LOOP.format("jax"), [], "jax optax"),
         ("opacus", CLIENT, [], "opacus dp-accounting"),
         ("declearn", COMMAND, ["check"], "'declearn>=2.9.1,<3'"),
-        ("dp_accounting,opacus", COMMAND, CALIBRATE, "dp-accounting"),
+        ("dp_accounting", COMMAND, CALIBRATE, "dp-accounting"),
         ("matplotlib", COMMAND, ["report", "run", "--plot", "p.png"], "matplotlib"),
         ("jinja2", COMMAND, ["report", "run", "--html", "p.html"], "jinja2 vl-convert-python"),
         # Before it runs anything: the file is not there, and it does not come to that.

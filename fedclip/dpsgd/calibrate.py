@@ -66,7 +66,7 @@ class Calibration:
 
     @property
     def accountant(self) -> str:
-        """Name of the accountant that has counted, one of `accounting.ACCOUNTANTS`."""
+        """Name of the accountant that has counted, as in `accounting.Cost`."""
         return self._cost.accountant
 
     @property
@@ -208,7 +208,7 @@ def calibrate(
     TypeError, ValueError
         If a parameter is not as above.
     ModuleNotFoundError
-        If no accountant for samples is installed.
+        If records are sampled, and dp-accounting is not installed.
 
     Examples
     --------

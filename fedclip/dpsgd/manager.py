@@ -100,8 +100,8 @@ class PrivateTrainingManager(DPTrainingManager):
         """
         if message.accountant == "gdp":
             raise ValueError(
-                'accountant = "gdp" is no upper bound on epsilon: take "rdp" or "prv" in '
-                "[run.privacy] (what is used here is the tightest bound that is installed)"
+                'accountant = "gdp" is no upper bound on epsilon: write "rdp" or "prv" in '
+                "[run.privacy]; fedclip counts by dp-accounting's PLD in either case"
             )
         persample.check(self.model)
         asked = parameters.positive(sclip_norm=message.sclip_norm)

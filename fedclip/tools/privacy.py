@@ -253,7 +253,7 @@ def spent(
         typer.Option(metavar="FILE", help="Write CSV, a line for each round; - for stdout."),
     ] = None,
 ) -> None:
-    """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
+    """Show the epsilon that was spent, or that a plan would cost."""
     from fedclip.report import printable
     from fedclip.report.rows import write_csv
     from fedclip.tools.showing import write

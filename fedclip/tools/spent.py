@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was spent of a privacy budget, read from ledgers and checkpoints, by each accountant."""
+"""What was spent of a privacy budget, read from ledgers and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
 from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.parameters import Config
-from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, Release, account, merged
+from fedclip.privacy.accounting import Accountant, Release, account, merged
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.privacy.prices import by_silent
 from fedclip.privacy.prices import in_words as told
@@ -36,7 +36,7 @@ __all__ = [
     "turns_of",
 ]
 
-_COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
+_COUNTED_BY = ("fedclip", "dp-accounting")
 
 
 class NothingSpent(ValueError):
@@ -67,41 +67,23 @@ class Spent(NamedTuple):
         return [*dict.fromkeys(found)]
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
-        """Return what it costs by each accountant, or why one can not say.
+        """Return what it costs, and by which accountant; or why it cannot be counted.
 
         Delta and relation are those of the file, unless others are given.
         """
         spent = self.accountant.spent
         delta = self.accountant.delta if delta is None else delta
         relation = self.accountant.relation if relation is None else relation
-        sampled = {release.sampling != 1 for release in spent}
-        # There is no closed form with samples, and no other bound of Opacus' PRV without.
-        useless = ["closed form"] * (True in sampled) + ["prv"] * (False in sampled)
-        found: dict[str, float | str] = {}
         order = self.accountant.order_of(spent)
-        if order is not None:
-            # The others are right for what was planned before the first release.
-            useless = list(ACCOUNTANTS)
-            found[f"rdp at order {order:.4g}"] = account(
-                spent, delta, relation, order=order
-            ).epsilon
-        for name in ACCOUNTANTS if spent else ():
-            if name in useless:
-                continue
-            try:
-                cost = account(spent, delta, relation, name)
-                if cost.accountant != name:
-                    found[name] = f"can not count these releases; {cost.accountant} does"
-                # JSON has no infinity.
-                finite = math.isfinite(cost.epsilon)
-                found[cost.accountant] = cost.epsilon if finite else "no finite epsilon"
-            except ModuleNotFoundError:
-                package = "opacus" if name in ("prv", "rdp") else "dp-accounting"
-                found[name] = f"not installed: pip install {package}"
-            except ValueError as exc:
-                if name not in ("prv", "rdp") or relation == "add-remove":
-                    raise
-                found[name] = str(exc)
+        try:
+            cost = account(spent, delta, relation, order)
+            ordered = order is not None and cost.accountant == "rdp"
+            name = f"rdp at order {order:.4g}" if ordered else cost.accountant
+            # JSON has no infinity.
+            finite = math.isfinite(cost.epsilon)
+            found: dict[str, float | str] = {name: cost.epsilon if finite else "no finite epsilon"}
+        except ModuleNotFoundError as exc:
+            found = {"epsilon": str(exc)}
         return {
             "evaluated": self.evaluated,
             "where": self.where,
@@ -117,7 +99,7 @@ class Spent(NamedTuple):
                 for e in self.entries
                 for r in e.spent
             ],
-            "epsilons": found,
+            "epsilons": found if spent else {},
             "versions": {name: version(name) for name in _COUNTED_BY},
         }
 
@@ -153,10 +135,6 @@ def in_words(cost: Config) -> Iterator[str]:
         yield f"  {name:12} " + (
             f"epsilon {value:.4g} at delta {cost['delta']:g}" if sure else value
         )
-    known = {n: value for n, value in cost["epsilons"].items() if not isinstance(value, str)}
-    if len(known) > 1:
-        least = min(known, key=lambda n: known[n])
-        yield f"  each of them is an upper bound; quote the smallest, {known[least]:.4g} ({least})"
     if cost["silent"]:
         yield "  the clients have added the noise:"
         yield from told(cost["silent"]).split("\n")
