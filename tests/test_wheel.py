@@ -238,7 +238,7 @@ def test_without_declearn(built: Path, tmp_path: Path) -> None:
         PIP_CONSTRAINT=str(ROOT / "constraints.txt"),
         PYTHONPATH="",
     )
-    assert "pld          epsilon" in shown
+    assert "closed form  epsilon" in shown
     assert "fedclip: this needs declearn" in shown
 
 
