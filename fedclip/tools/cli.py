@@ -150,16 +150,17 @@ def check(
     from fedclip.tools.check import check_config
 
     result = check_config(config)
+    fine = result.ok and not result.leaks
     if as_json:
-        facts = {"file": str(result.path), "ok": result.ok, "places": result.places}
+        facts = {"file": str(result.path), "ok": fine, "places": result.places}
         print(json.dumps({**facts, "findings": [vars(finding) for finding in result.findings]}))
     else:
         _print_check(result)
-    raise typer.Exit(0 if result.ok and not (strict and result.notes) else 1)
+    raise typer.Exit(0 if fine and not (strict and result.notes) else 1)
 
 
 def _print_check(result: Check) -> None:
-    colours = {"ok": "green", "note": "yellow", "problem": "red"}
+    colours = {"ok": "green", "note": "yellow", "leak": "magenta", "problem": "red"}
     say(str(result.path))
     for finding in result.findings:
         typer.secho(f"  {finding.level:7}", fg=colours[finding.level], nl=False)
@@ -168,11 +169,16 @@ def _print_check(result: Check) -> None:
         typer.echo("What is clipped where:")
     for place in result.places:
         say(f"  {place}")
-    problems, notes = (
+    counts = [
         f"{len(found) or 'No'} {kind}{'s' * (len(found) > 1)}"
-        for kind, found in (("problem", result.problems), ("note", result.notes))
-    )
-    typer.echo(f"{problems}, {notes}." if result.notes else f"{problems}.")
+        for kind, found in (
+            ("problem", result.problems),
+            ("leak", result.leaks),
+            ("note", result.notes),
+        )
+        if found or kind == "problem"
+    ]
+    typer.echo(f"{', '.join(counts)}.")
 
 
 @app.command()

@@ -124,6 +124,13 @@ class UpdateClipClient(Versioned, UpdateNorms):
                 "tell; nothing is shared"
             )
         model, encrypter = known
+        if encrypter is None:
+            raise ValueError(
+                "update-clip-client: noise is for a secure sum, and this federation has no secure "
+                "aggregation: the server would see this update with this client's share of the "
+                "noise alone. Set up secure aggregation, or leave the noise to the server; "
+                "nothing is shared"
+            )
         weights = model.get_weights(trainable=True).coefs
         return ClientRound(sent, site, encrypter, site.step(weights, sent.bound, encrypter))
 
