@@ -536,13 +536,13 @@ def test_a_run_is_accounted_once(
 ) -> None:
     made = manager(private=request(budget=(2.9, 1e-5)))
     calls: list[Any] = []
-    pld = accounting._BY_NAME["pld"]
+    pld = accounting._pld
 
     def note(*arguments: Any) -> float:
         calls.append(arguments)
         return pld(*arguments)
 
-    monkeypatch.setitem(accounting._BY_NAME, "pld", note)
+    monkeypatch.setattr(accounting, "_pld", note)
     accounting._epsilon.cache_clear()
     with caplog.at_level(logging.INFO):
         for i in range(4):

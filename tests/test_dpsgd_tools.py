@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,8 @@ COMMANDS = [
     "spent --noise-multiplier {} --steps 9223372036854775807 --rate 0.16",
     "spent --noise-multiplier 2 --steps 60 --rate {}",
     "spent --noise-multiplier 2 --rate 0.999999999999 --steps 60 --delta {}",
+    "spent --noise-multiplier 9 --rate 0.2 --delta {}",
+    "spent --noise-multiplier {} --rate 0.2 --delta 0.1",
     "plan --epsilon {} --rounds 10 --clients 10 --values 100",
     "plan --epsilon {} --rounds 9223372036854775807 --clients 10 --relation replace-one",
     "plan --epsilon 1 --rounds 10 --clients 10 --delta {}",
@@ -57,7 +60,7 @@ def test_a_calibration_is_what_the_client_works_out() -> None:
     assert facts["drift"] == pytest.approx(found.noise * math.sqrt(650 / 60))
     assert 2.99 < facts["spent"] <= 3.0
     named = (facts["accountant"], facts["relation"], facts["sampling"])
-    assert named == ("pld", "add-remove", "Poisson")
+    assert named == ("pld", "zero-out", "Poisson")
     every = json.loads(call(*BUDGET, "--json", "--steps", 2, "--epochs", 3).stdout)
     assert every["steps"] == 20
     assert json.loads(call(*BUDGET[:-1], 500, "--json").stdout)["accountant"] == "closed form"
@@ -136,7 +139,9 @@ def test_a_ledger_is_read_and_its_accountant_named(tmp_path: Path) -> None:
         assert found["releases"] == [{"noise_multiplier": 2.0, "steps": 30, "sampling": 0.16}]
         assert found["epsilons"] == {"pld": ledger.spent}
     text = call("spent", path).stdout
-    assert "adding or removing one record" in text
+    assert "zeroing out one record" in text
+    assert "the number of records is public, as rate and steps follow from it" in text
+    assert found["relation"] == "zero-out"
     assert "30 steps at noise multiplier 2, Poisson samples at rate 0.16" in text
     assert f"pld          epsilon {ledger.spent:.4g} at delta 1e-05" in text
     other = json.loads(call("spent", path, "--delta", 1e-3, "--json").stdout)[0]
@@ -198,7 +203,7 @@ def test_the_accountant_that_counts_is_named() -> None:
     # Delta is less than what rounding may come to.
     made = calibrate(3.0, 1e-13, records=100, batch_size=1, steps=10**3)
     assert made.accountant == "rdp"
-    assert "by rdp, for adding or removing" in made.in_words()
+    assert "by rdp, for zeroing out one record (their number is public)" in made.in_words()
 
 
 def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
@@ -256,4 +261,6 @@ def test_the_ends_of_numbers_are_a_number_or_a_sentence(command: str, value: str
         assert done.stderr.count("\n") == 1
     else:
         assert "nan" not in done.stdout
+        # Nothing that is printed is below 0.
+        assert not re.search(r"(?<!\w)-\d", done.stdout)
         assert "inf" not in done.stdout.replace("infinite", "")

@@ -316,7 +316,9 @@ def test_delta_is_compared_with_the_records_that_are_there(check: Any, tmp_path:
     assert "not below 1 / 100 records of the smallest client" in said(found, "problem")
     (tmp_path / "data" / "a" / "train_persons.csv").write_text("person\n" + "1\n2\n3\n" * 100)
     found = check(run=private.replace("0.01", "0.5"))
-    assert "1 / 3 persons of the smallest client: to publish one person" in said(found, "problem")
+    assert "1 / 3 persons of the smallest client: a mechanism that publishes one person" in said(
+        found, "problem"
+    )
     (tmp_path / "data" / "a" / "train_persons.csv").unlink()
     np.savetxt(tmp_path / "data" / "b" / "train_target.csv", np.zeros(99), header="y")
     (tmp_path / "data" / "b" / "train_target.npy").unlink()

@@ -372,7 +372,7 @@ def test_commands_know_the_share(tmp_path: Path) -> None:
     words = "\n".join(in_words(spent.cost()))
     assert "  8 steps at noise multiplier 1.798, Poisson samples" in words
     assert "  2 evaluations at noise multiplier 11.9, without sampling" in words
-    assert " (pld)" in words
+    assert "  pld          epsilon" in words
     assert [turn[:2] for turn in turns_of(spent, 10)] == [(1, 4), (2, 4)]
 
 

@@ -155,7 +155,7 @@ class PrivateTrainingManager(DPTrainingManager):
         self.sclip_norm, self._dp_budget = asked, (epsilon, delta)
         self.logger.info(
             "DP-SGD: %d %ss, Poisson samples at rate %.4g, %d steps, noise multiplier %.4g, "
-            "budget epsilon %.4g at delta %.3g for adding or removing one %s, of which %.4g "
+            "budget epsilon %.4g at delta %.3g for zeroing out one %s, of which %.4g "
             "was spent before.",
             many,
             unit,

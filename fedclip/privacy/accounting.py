@@ -52,6 +52,25 @@ if TYPE_CHECKING:
 RELATIONS = ("add-remove", "replace-one")
 """Which data sets are neighbours: one has a record more; or one record differs."""
 
+ZERO_OUT = "zero-out"
+"""The relation of DP-SGD: one record is replaced by one whose gradient is zero.
+
+The number of records is public, because sampling rate and number of steps follow from it; adding
+or removing a record would change it. Epsilon is that of "add-remove": with and without the
+record's gradient, the sums have the same two distributions (dp-accounting calls it
+``REPLACE_SPECIAL``)."""
+
+
+def relation_of(relation: str, protects: str) -> str:
+    """Return the name of the relation under which a record, a person or a client is protected.
+
+    >>> relation_of("add-remove", "record"), relation_of("add-remove", "client")
+    ('zero-out', 'add-remove')
+    """
+    of_records = relation == "add-remove" and protects in ("record", "person")
+    return ZERO_OUT if of_records else relation
+
+
 # The orders of dp-accounting leave gaps where budgets are small.
 _ORDERS = (
     [1.01, 1.03]

@@ -17,7 +17,14 @@ from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.served import read
 from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.parameters import Config
-from fedclip.privacy.accounting import Accountant, Release, account, merged
+from fedclip.privacy.accounting import (
+    ZERO_OUT,
+    Accountant,
+    Release,
+    account,
+    merged,
+    relation_of,
+)
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.privacy.prices import by_silent
 from fedclip.privacy.prices import in_words as told
@@ -89,7 +96,7 @@ class Spent(NamedTuple):
             "where": self.where,
             "protects": self.protects,
             "delta": delta,
-            "relation": relation,
+            "relation": relation_of(relation, self.protects),
             "separation": self.separation,
             "planned": self.planned,
             "silent": self.site and self._by_silent(self.site, spent, delta, relation),
@@ -117,8 +124,11 @@ class Spent(NamedTuple):
 
 def in_words(cost: Config) -> Iterator[str]:
     """Yield what `Spent.cost` has found, line by line."""
-    verb = {"add-remove": "adding or removing", "replace-one": "replacing"}[cost["relation"]]
-    yield f"{cost['where']}: what {verb} one {cost['protects']} may change"
+    relation, unit = cost["relation"], cost["protects"]
+    verb = {"add-remove": "adding or removing", "replace-one": "replacing", ZERO_OUT: "zeroing out"}
+    yield f"{cost['where']}: what {verb[relation]} one {unit} may change"
+    if relation == ZERO_OUT:
+        yield f"  zero-out: the number of {unit}s is public, as rate and steps follow from it"
     for z, steps, rate in (release.values() for release in cost["releases"]):
         how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
         what = "evaluations" if z in cost["evaluated"] else "steps"
@@ -180,7 +190,8 @@ def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
     The last epsilon is what `Spent.cost` says by the same accountant.
     """
     own = one.accountant
-    so_far = Accountant(cost["delta"], cost["relation"], own.order)
+    relation = "add-remove" if cost["relation"] == ZERO_OUT else cost["relation"]
+    so_far = Accountant(cost["delta"], relation, own.order)
     so_far.plan = own.plan
     each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
     rounds = not cost["entries"] and one.separation == 1
