@@ -331,10 +331,10 @@ SHARE = "{evaluation_share = 0.2, loss_bound = 3.0}"
     ("clip", "metrics", "every", "said", "unsaid"),
     [
         (SHARE, "'accuracy'", 1, "for 0.2 of epsilon and losses of at most 3", "without noise"),
-        (SHARE, "", 1, "evaluations have noise", "lowest loss"),
+        (SHARE, "", 1, "evaluations have noise", "chosen by losses"),
         (SHARE, "'accuracy', 'mse'", 1, "asks for mse too: leave that out", "without noise"),
         (SHARE, "", 2, "frequency = 2, and the noise is for", "without noise"),
-        ("{}", "'mse'", 2, "those of the lowest loss", "have noise"),
+        ("{}", "'mse'", 2, "chosen by losses or metrics without noise", "have noise"),
     ],
 )
 def test_what_is_released_besides_is_what_has_no_noise(
