@@ -52,11 +52,8 @@ def test_an_exported_job_is_judged_before_it_runs(tmp_path: Path) -> None:
         add_update_clipping(job, noise_multiplier=2.0, expected_clients=3, delta=0.4)
         job.export(str(tmp_path / metric))
         found = check_config(tmp_path / metric / "job")
-        assert [f.level for f in found.findings] == [
-            "problem",
-            *["leak"] * 2 * bool(metric),
-            "note",
-        ]
+        levels = ["problem", *["leak"] * 2 * bool(metric), "note"]
+        assert [finding.level for finding in found.findings] == levels
         assert "delta = 0.4 is not below 1 / 3 clients" in found.problems[0].message
 
 
