@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedclip.compat import values
-from fedclip.compat.values import checked, parsed, signature, unknown
+from fedclip.compat.values import Config, checked, parsed, signature, unknown
 from fedclip.errors import Unchecked, shown
-from fedclip.parameters import Config
 
 __all__ = ["PRESETS", "known", "notes", "translate"]
 
@@ -178,7 +177,7 @@ def _translation(
         name, _, arguments = call.partition("(")
         result = _KINDS.get(name, "module"), name, eval(f"dict({arguments}", names)
         return result, [text.format_map(names) for text in _chosen(row.notes, names)]
-    except (TypeError, OverflowError) as exc:
+    except (TypeError, ArithmeticError) as exc:
         raise ValueError(f"{cls} of {package} takes no such value: {exc}") from exc
 
 

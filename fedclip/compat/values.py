@@ -6,10 +6,12 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping
-from typing import TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 from fedclip.errors import Unchecked, nearest, shown
-from fedclip.parameters import Config
+
+Config: TypeAlias = dict[str, Any]
+"""Parameters by name."""
 
 REQUIRED: object = object()
 """The default of a parameter that the other package requires."""
@@ -262,15 +264,11 @@ def local_dp(clipping_norm: float, sensitivity: float, budget: float, delta: flo
 
     Its standard deviation is ``sensitivity * sqrt(2 log(1.25 / delta)) / epsilon``.
     """
-    from fedclip import parameters
     from fedclip.privacy.accounting import RELATIONS, Release, epsilon, noise_multiplier
 
-    budget = parameters.positive(epsilon=budget)
-    delta = parameters.unit_interval(delta=delta)
-    parameters.positive(clipping_norm=clipping_norm)
-    deviation = sensitivity * math.sqrt(2.0 * math.log(1.25 / delta)) / budget
-    multiplier = parameters.positive(sensitivity=deviation / clipping_norm)
-    costs = {r.replace("-", "_"): epsilon([Release(multiplier)], delta, r) for r in RELATIONS}
     # Four digits of it are shown: those may be rounded down.
     needed = noise_multiplier(budget, delta, 1, relation="replace-one") * (1.0 + 5e-4)
+    deviation = sensitivity * math.sqrt(2.0 * math.log(1.25 / delta)) / budget
+    multiplier = deviation / clipping_norm
+    costs = {r.replace("-", "_"): epsilon([Release(multiplier)], delta, r) for r in RELATIONS}
     return {"multiplier": multiplier, "needed": needed, **costs}
