@@ -326,6 +326,11 @@ def test_a_time_limit_is_refused() -> None:
     assert made.ledger.accountant.rounds == 0
 
 
+def test_declearns_names_of_accountants_change_nothing() -> None:
+    found = [manager(private=request(accountant=name)).calibration for name in ("rdp", "prv")]
+    assert found[0] == found[1]
+
+
 # -- refusals ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("modules", "changes", "words"),

@@ -268,6 +268,9 @@ def test_what_declearn_itself_releases_is_named(check: Any) -> None:
     assert "the weights that are kept in the end are chosen by losses or metrics without" in found
     assert "[run.early_stop] losses without noise decide when training stops" in found
     assert "early_stop" not in said(central(check), "leak")
+    every = "[run.evaluate]\nbatch_size = 8\nfrequency = 11\n"
+    # A quickrun keeps checkpoints, and evaluates the last one.
+    assert "evaluation loss and metrics" in said(central(check, run=every), "leak")
     assert not check().leaks
 
 

@@ -374,8 +374,7 @@ def _composed(accountant: PrivacyAccountant, spent: tuple[Release, ...], delta: 
         noise = GaussianDpEvent(z)
         event = noise if sampling == 1.0 else PoissonSampledDpEvent(sampling, noise)
         accountant.compose(event, steps)
-    # On its grid, a loss may be below zero, which no epsilon is.
-    return max(0.0, float(accountant.get_epsilon(delta)))
+    return float(accountant.get_epsilon(delta))
 
 
 def _of_note(record: logging.LogRecord) -> bool:

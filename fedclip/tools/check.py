@@ -408,6 +408,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         _protected(check) if check.quickrun else None,
         _section(check.config, "experiment").get("metrics") or (),
         _population(check),
+        check.quickrun,
         _section(check.config, "network").get("protocol")
         in ("fedclip-websockets", *["websockets"] * check.quickrun),
     )

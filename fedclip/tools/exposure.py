@@ -111,12 +111,14 @@ def exposures(setting: Setting) -> Iterator[Found]:
         # Noise for records is none for clients.
         noised = markers[0] if per_record and central is None and markers else central
         covered = noised is not None and bool(noised.evaluation_share)
+        every, rounds = _part(run, "evaluate").get("frequency", 1), _whole(run.get("rounds"))
+        rare = rounds is not None and type(every) is int and every > rounds
         claim = Claim(
             "declearn",
             central,
-            rounds=_whole(run.get("rounds")),
+            rounds=rounds,
             population=setting.population,
-            evaluates=not covered,
+            evaluates=not covered and (setting.checkpoints or not rare),
             stops_early=run.get("early_stop") is not None,
             chooses_clients=_chooses(setting.sampler),
             by_turns=innermost(setting.sampler).get("strategy", "round-robin") == "round-robin",

@@ -37,6 +37,8 @@ class Setting(NamedTuple):
     """What is measured besides the loss."""
     population: int | None = None
     """The number of all clients, as far as it is known."""
+    checkpoints: bool = True
+    """Whether the server keeps checkpoints, and so evaluates after the last round."""
     watched: bool = True
     """Whether the server has the protocol ``fedclip-websockets``, or `quickrun` gives it that."""
 

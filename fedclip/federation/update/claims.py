@@ -170,7 +170,8 @@ def _no_turns(claim: Claim) -> str:
 # -- what leaves without noise ----------------------------------------------------------------
 _EVALUATED = {
     "declearn": "declearn sends each client's evaluation loss and metrics, its number of steps and "
-    "of samples, without noise: epsilon does not cover them; set evaluation_share and loss_bound",
+    "of samples, without noise: epsilon does not cover them; set evaluation_share and loss_bound, "
+    "or without checkpoints a frequency above the number of rounds",
     "flower": "Flower sends each client's evaluation loss and metrics without noise: epsilon does "
     "not cover them; write fraction-evaluate = 0.0 here, and give the strategy this number",
     "nvflare": "NVFlare sends each client's metrics without noise: epsilon does not cover them; "
