@@ -198,4 +198,4 @@ VOIDS: Sequence[Void] = (
     Void("leak", "evaluate", lambda c: _BEST if c.evaluates and c.keeps_best else ""),
     Void("leak", "early_stop", lambda c: _STOPPED if c.evaluates and c.stops_early else ""),
 )
-"""All that voids a guarantee of noise on averages; an entry more is a line here."""
+"""All that voids a guarantee, in the order in which it is reported. Add an entry for more."""

@@ -56,8 +56,8 @@ class UpdateClipClient(Versioned, UpdateNorms):
     The records of the rounds (norm before, bound, clipped or not) stay on the client.
 
     With `noise`, update and vote leave as integers with discrete Gaussian noise
-    (`fedclip.federation.update.site_noise`). It takes a `PersonalFederatedClient`. For a secure
-    sum with fewer clients than expected nothing is sent; Joye-Libert's protocol does not tell a
+    (`fedclip.federation.update.site_noise`). It takes a `PersonalFederatedClient` and secure
+    aggregation: without it, or with fewer clients in the sum than expected, nothing is sent; Joye-Libert's protocol does not tell a
     client how many there are.
 
     References
