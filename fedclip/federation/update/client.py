@@ -57,8 +57,8 @@ class UpdateClipClient(Versioned, UpdateNorms):
 
     With `noise`, update and vote leave as integers with discrete Gaussian noise
     (`fedclip.federation.update.site_noise`). It takes a `PersonalFederatedClient` and secure
-    aggregation: without it, or with fewer clients in the sum than expected, nothing is sent; Joye-Libert's protocol does not tell a
-    client how many there are.
+    aggregation: without it, or with fewer clients in the sum than expected, nothing is sent.
+    Joye-Libert's protocol does not tell a client how many there are.
 
     References
     ----------
