@@ -305,7 +305,7 @@ def test_a_check_knows_what_is_covered(
     assert said in " ".join(finding.message for finding in found.findings)
     assert any(said in finding.message for finding in found.problems) == refused
     covered = "server" not in changed
-    assert any("evaluation loss and metrics" in text for text in found.exposed) != covered
+    assert any("evaluation loss and metrics" in f.message for f in found.findings) != covered
 
 
 def test_a_plan_prices_it() -> None:

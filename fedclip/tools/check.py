@@ -476,8 +476,6 @@ def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
     for level, section, message in exposures(setting):
         own = section.partition(".")[0] in ("run", "secagg", "client_sampler", "experiment")
         check.add(level, f"[{section}]" if own else f"[optim.{section}]", message)
-        if (level, section) != ("note", "run.privacy"):
-            check.exposed.append(message)
     check.places = places.in_words(
         plugins.get("client_opt", []),
         plugins.get("server_opt", []),

@@ -24,7 +24,7 @@ from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context, Plugin
 from fedclip.tools.findings import Plugins, Section, Setting, innermost
 
-__all__ = ["RELEASED", "exposures"]
+__all__ = ["exposures"]
 
 CLIENT, SERVER = "client_opt", "server_opt"
 

@@ -66,8 +66,6 @@ class Check:
         In the order of the file.
     places
         What is clipped where, and what that guarantees: a line for each place.
-    exposed
-        What voids a privacy guarantee, or is not covered by it.
     quickrun
         Whether the optimizers are in [optim], as in a quickrun file; else they are alone in it.
     """
@@ -76,7 +74,6 @@ class Check:
     config: Config = dataclasses.field(default_factory=dict)
     findings: list[Finding] = dataclasses.field(default_factory=list)
     places: list[str] = dataclasses.field(default_factory=list)
-    exposed: list[str] = dataclasses.field(default_factory=list)
     quickrun: bool = True
 
     @property
