@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import ended
+from report_runs import call
 
 from fedclip.errors import StateError
 from fedclip.federation.update.exchange import Reply, SentBound
@@ -188,3 +189,12 @@ def test_reports_and_accounts_read_the_file(settings: dict[str, Any], tmp_path: 
         assert [record.clipped for record in shown] == [0, 0, 0]
         with pytest.raises(ValueError, match="nothing in"):
             [*read_spent(tmp_path)]
+
+
+@pytest.mark.slow
+def test_the_page_of_another_engine_has_its_budget(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    rounds(Served(NOISE, tmp_path / "server"), 1)
+    page = tmp_path / "page.html"
+    assert call("report", tmp_path, "--html", page).exit_code == 0
+    assert "what adding or removing one client may change" in page.read_text(encoding="utf-8")

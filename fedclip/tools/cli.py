@@ -194,13 +194,11 @@ def quickrun(
     """Check a configuration, then run all of it on this machine."""
     result = runnable(config, quickrun=True)
 
-    from fedclip.tools.card import keep
     from fedclip.tools.quickrun import run
 
     clients, results, finished = run(result.path, verbose=verbose, seed=seed)
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
-    keep(result, results, "quickrun", seed)
     spent = any(Path(results).rglob("privacy_spent.json"))
     also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
@@ -223,11 +221,9 @@ def simulate(
     """
     result = runnable(config, simulate=True)
 
-    from fedclip.tools.card import keep
     from fedclip.tools.simulate import EARLY, run
 
     done = run(result.path, seed, engine=engine)
-    keep(result, done.results, "simulate", seed)
     see = f"fedclip report {typed(done.results)}"
     if done.ended:
         after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
@@ -282,9 +278,6 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="Write a plot as well (.png, .svg, .pdf).")
     ] = None,
     html: HtmlFile = None,
-    card: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a model card instead; - for stdout.")
-    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until the run ends, or until Ctrl-C.")
     ] = False,
@@ -292,9 +285,9 @@ def report(
     """Show what the clippers did in a run, by node and round."""
     from fedclip.tools import showing
 
-    if follow + as_json + (csv is not None) + (card is not None) > 1:
-        fail("give one of --follow, --json, --csv and --card", code=2)
-    showing.can_write(plot=plot, html=html, card=card)
+    if follow + as_json + (csv is not None) > 1:
+        fail("give one of --follow, --json and --csv", code=2)
+    showing.can_write(plot=plot, html=html)
     folder = results(folder)
     result = showing.read(folder, follow, html)
     if as_json:
@@ -303,11 +296,6 @@ def report(
         text = io.StringIO()
         result.write_csv(text)
         showing.write(csv, text.getvalue())
-    elif card is not None:
-        from fedclip.tools import card as cards
-
-        with privacy.in_one_sentence(1):
-            showing.write(str(card), cards.card(result))
     elif not follow:
         showing.show(result, groups, rounds)
     if plot is not None:

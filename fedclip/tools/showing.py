@@ -232,14 +232,11 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
         say(f"wrote {file}")
 
 
-def can_write(
-    *, plot: Path | None = None, html: Path | None = None, card: Path | None = None
-) -> None:
+def can_write(*, plot: Path | None = None, html: Path | None = None) -> None:
     """End with a sentence if a picture or a page could not be written, before what takes long."""
     for option, file, name, packages, installed in (
         ("--plot", plot, "report.png", ("matplotlib",), "matplotlib"),
         ("--html", html, "report.html", ("jinja2", "vl_convert"), "jinja2 vl-convert-python"),
-        ("--card", card, "card.md", ("jinja2",), "jinja2"),
     ):
         if file is None:
             continue
