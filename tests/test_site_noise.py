@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from declearn.aggregator import Aggregator
 from declearn.dataset import InMemoryDataset
 from declearn.main.utils import Checkpointer
@@ -21,7 +22,7 @@ from declearn.messaging import Error
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
-from declearn.secagg.utils import Quantizer
+from declearn.secagg.utils import IdentityKeys, Quantizer
 from federation_helpers import Clients, Server, joye_libert, masked, sent
 from federation_runs import N, complete, running
 from helpers import each_framework, to_numpy, to_vector
@@ -459,7 +460,7 @@ def test_no_noise_no_message_where_it_is_not_known_what_encrypts() -> None:
 
 def test_noise_without_encryption_is_refused_before_the_first_step() -> None:
     """The server would see an update with this client's share of the noise alone."""
-    with pytest.raises(ValueError, match="noise is for a secure sum, and this federation has no"):
+    with pytest.raises(ValueError, match="noise is for a secure sum, and this client has no"):
         clients_with().round(0, server_with().start(), np.zeros(D))
 
 
@@ -486,7 +487,11 @@ def test_a_round_with_too_few_that_add_noise_is_not_released() -> None:
 def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, text: str) -> None:
     data = InMemoryDataset(np.zeros((2, 1)), target=np.zeros(2))
     netwk = {"protocol": "websockets", "server_uri": "ws://127.0.0.1:1", "name": "a"}
-    site = fedclip.PersonalFederatedClient(netwk, data, noise=NOISE)
+    with pytest.raises(ValueError, match="noise is for a secure sum, and this client has no"):
+        fedclip.PersonalFederatedClient(netwk, data, noise=NOISE)
+    key = Ed25519PrivateKey.generate()
+    keys = {"secagg_type": "masking", "id_keys": IdentityKeys(key, [key.public_key()])}
+    site = fedclip.PersonalFederatedClient(netwk, data, noise=NOISE, secagg=keys)
     manager: Any = SimpleNamespace(
         aggrg=Aggregator.from_config({"name": aggregator}), optim=Optimizer(0.1, modules=modules)
     )

@@ -11,7 +11,7 @@ from fedclip.federation.update.coupling import CLIENT, SHARED, ClientRound
 from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.measuring import UpdateNorms
 from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
-from fedclip.federation.update.site_noise import SiteNoise
+from fedclip.federation.update.site_noise import UNENCRYPTED, SiteNoise
 from fedclip.federation.version import VERSION, Versioned
 from fedclip.parameters import Config
 
@@ -125,12 +125,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
             )
         model, encrypter = known
         if encrypter is None:
-            raise ValueError(
-                "update-clip-client: noise is for a secure sum, and this federation has no secure "
-                "aggregation: the server would see this update with this client's share of the "
-                "noise alone. Set up secure aggregation, or leave the noise to the server; "
-                "nothing is shared"
-            )
+            raise ValueError(f"update-clip-client: {UNENCRYPTED}; nothing is shared")
         weights = model.get_weights(trainable=True).coefs
         return ClientRound(sent, site, encrypter, site.step(weights, sent.bound, encrypter))
 

@@ -56,6 +56,14 @@ SITES_ELSEWHERE = (
 """Why another engine does not take noise from the clients."""
 
 
+UNENCRYPTED = (
+    "noise is for a secure sum, and this client has no secure aggregation: the server would see "
+    "its update with this client's share of the noise alone. Set up secure aggregation, or leave "
+    "the noise to the server"
+)
+"""Why a client without secure aggregation adds no noise."""
+
+
 UNSURE_MASKS = (
     "declearn's masks are drawn by NumPy's PCG64, which is no cryptographic generator: against a "
     "server that predicts it, only the noise of each client alone is left"
