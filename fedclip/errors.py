@@ -119,6 +119,11 @@ def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str]
     return look_up
 
 
+def public_names(module: str) -> Callable[[], list[str]]:
+    """Return the `__dir__` of a module: it shows the names in its `__all__`."""
+    return lambda: sorted(sys.modules[module].__all__)
+
+
 def part_of(package: str, name: str, known: Sequence[str] = ()) -> ModuleType:
     """Return a module of a package, or say where what it has not can be found."""
     if not name.startswith("_"):

@@ -96,10 +96,5 @@ def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:
     from declearn.optimizer.regularizers import Regularizer
 
     kind = "regularizer" if isinstance(clipper, Regularizer) else "module"
-    signature = parameters.signature_of(type(clipper))
-    config = {
-        key: value
-        for key, value in clipper.get_config().items()
-        if key not in signature or value != signature[key].default
-    }
+    config = parameters.changed_from_default(type(clipper), clipper.get_config())
     return toml_line(kind, clipper.name, config)

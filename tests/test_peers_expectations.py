@@ -55,7 +55,7 @@ def test_drytorch_warm_up_by_any_operation(warmup: str) -> None:
             clipped = ours.clip(step)
         else:
             measure.clip(step)
-            ours.update(measure.last.norm)
+            ours.observe(measure.last.norm)
             clipped = other.clip(step)
         for parameter, value in zip(found, clipped.values(), strict=True):
             np.testing.assert_allclose(value, parameter.grad.numpy(), rtol=1e-9)
@@ -81,7 +81,7 @@ GATES = {"warmup_steps": 0, "min_history": 0}
 
 def fed(clip: Any, *norms: float, group: str | None = None) -> Any:
     for norm in norms:
-        clip.update(norm if group is None else {group: norm})
+        clip.observe(norm if group is None else {group: norm})
     return clip
 
 
@@ -100,7 +100,7 @@ def test_smartclip_keys_gates_and_state() -> None:
     assert (again.statistics("a.w"), again.statistics("b.w")) == (a, b)
     gated = translated("smartclip", "ZScoreClip", warmup_steps=2, min_history=2)
     with pytest.warns(FedclipWarning):
-        gated.update(math.nan)
+        gated.observe(math.nan)
     assert gated.statistics()["count"] == 0
     assert [fed(gated, 1.0).statistics()["ready"] for _ in range(2)] == [False, True]
 

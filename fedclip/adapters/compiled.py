@@ -21,8 +21,8 @@ from fedclip.transforms import Carried, Outcome, SliceClipping, State, Transform
 class ClipState(NamedTuple):
     """State of a clipper in compiled code: small arrays, each with a buffer of its own.
 
-    `stats` gives them as plain numbers; ``optax.tree.get(state, "norm")`` finds a field inside the
-    state of a chain.
+    `metrics` gives them as plain numbers; ``optax.tree.get(state, "norm")`` finds a field inside
+    the state of a chain.
 
     Attributes
     ----------
@@ -190,7 +190,7 @@ def load(clipper: Clipper | AGC, statistics: object, labels: Sequence[str]) -> N
 
 
 def of_state(state: ClipState, labels: tuple[str, ...], prefix: str) -> dict[str, float]:
-    """Return the plain numbers of `stats` from a state of compiled code."""
+    """Return the plain numbers of `metrics` from a state of compiled code."""
     last = StepRecord(labels, state.norm, state.limit, state.over)
     every = counted((state.steps, state.clipped, state.nonfinite), f"{prefix}round/")
     return (last.as_dict(prefix) if int(state.steps) else {}) | every

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import re
 
+from fedclip.errors import public_names
 from fedclip.records import RoundRecord, StepRecord
 
 __all__ = ["log"]
+
+__dir__ = public_names(__name__)
 
 
 def log(

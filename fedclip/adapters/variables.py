@@ -10,7 +10,6 @@ import numpy as np
 
 from fedclip import states
 from fedclip.adapters import compiled
-from fedclip.adapters.clippers import reset
 from fedclip.arrays import NUMPY, Array, Backend, HostView
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
@@ -50,17 +49,17 @@ class Told:
         """What the last step did; None before the first."""
         return self.held.last
 
-    def stats(self, prefix: str = "") -> dict[str, float]:
+    def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
-        return self.held.stats(prefix)
+        return self.held.metrics(prefix)
 
-    def state(self) -> Fields:
+    def get_state(self) -> Fields:
         """Return the clipper's state, for its ``set_state``, also in a federation."""
-        return self.held.state()
+        return self.held.get_state()
 
-    def load_state(self, state: Fields) -> None:
+    def set_state(self, state: Fields) -> None:
         """Take over a state of such a clipper."""
-        self.held.load_state(state)
+        self.held.set_state(state)
 
     def reset(self) -> None:
         """Forget all steps of the clipper."""
@@ -170,12 +169,12 @@ class HeldClipper:
         norms, limits, clipped = self._numbers()[1]
         return StepRecord(self.labels, norms, limits, clipped > 0)
 
-    def stats(self, prefix: str = "") -> dict[str, float]:
+    def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
         found = {} if self.last is None else self.last.as_dict(prefix)
         return found | compiled.counted(self._counts(), f"{prefix}round/")
 
-    def state(self) -> Fields:
+    def get_state(self) -> Fields:
         """Return what the clipper's own ``get_state`` would return; nothing for `agc`."""
         if isinstance(self.clipper, AGC):
             return {}
@@ -186,8 +185,8 @@ class HeldClipper:
             state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in self._kept.items()})
         return state
 
-    def load_state(self, state: Fields) -> None:
-        """Take over a state that `state`, or ``get_state`` of such a clipper, returned.
+    def set_state(self, state: Fields) -> None:
+        """Take over a state that ``get_state`` of this, or of such a clipper, returned.
 
         Raises
         ------
@@ -206,7 +205,7 @@ class HeldClipper:
             self._restart(compiled.first_numbers(self.clipper, self._groups, fresh=True), {})
         else:
             # Before the first step, a state that was loaded is the clipper's own.
-            reset(self.clipper)
+            self.clipper.reset()
 
     def _restart(self, state: State, arrays: states.Statistics) -> None:
         for (name, field), variable in self._kept.items():

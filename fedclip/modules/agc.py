@@ -223,10 +223,10 @@ class AGC(Core, Regularizer):
             return self._slices(())
         return self._slices(self._limits(self._slices(()).measure(arrays, xp), xp))
 
-    def limit(self, weight_norm: float) -> float:
+    def get_limit(self, weight_norm: float) -> float:
         """Return the limit of a unit whose weights have this norm.
 
-        >>> AGC(0.1).limit(2.0)
+        >>> AGC(0.1).get_limit(2.0)
         0.2
         """
         return float(self._limits(np.array([weight_norm]), NUMPY)[0])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class Clipper(Core, OptiModule, register=False):
     round: at most one gradient's size, and only what nobody holds any more.
     """
 
-    common_order: ClassVar[Sequence[str]] = (
+    _common_order: ClassVar[Sequence[str]] = (
         *("dims", "inverse_dims", "min_size"),
         *("include_current", "warmup", "warmup_norm", "warmup_factor", "max_norm", "on_spike"),
         *("scope", "ord", "eps", "exclude", "on_nonfinite", "keep_memory", "shared", "shared_name"),
@@ -154,12 +155,16 @@ class Clipper(Core, OptiModule, register=False):
         """
         return self._clip(arrays, backend)
 
-    # -- numbers in the place of tensors --------------------------------------------------------
-    def update(self, norms: float | Mapping[str, float]) -> StepRecord:
+    # -- numbers instead of tensors -----------------------------------------------------------
+    def observe(self, norms: float | Mapping[str, float]) -> StepRecord:
         """Learn norms that are given as numbers, as a step would, and return its record.
 
-        A number is the norm of the whole gradient; a dict holds the norms of tensors by name,
-        which the scope puts together. NaN and infinity are treated as `on_nonfinite` says.
+        Parameters
+        ----------
+        norms
+            A number >= 0 is the norm of the whole gradient; a dict holds the norms of tensors by
+            name, which the scope puts together. NaN and infinity are treated as `on_nonfinite`
+            says.
 
         Raises
         ------
@@ -181,16 +186,43 @@ class Clipper(Core, OptiModule, register=False):
             record = self.last
         return StepRecord(()) if record is None else record
 
-    def peek(self, norms: float | Mapping[str, float]) -> StepRecord:
-        """Return what `update` would return, and learn nothing."""
+    def _expect(self, norms: float | Mapping[str, float]) -> StepRecord:
+        """Return what `observe` would return, and learn nothing."""
         with self.lock:
             other = copy.deepcopy(self, {id(self._memory): self._memory})
         other.on_record = None
-        return other.update(norms)
+        return other.observe(norms)
 
     def should_clip(self, norms: float | Mapping[str, float]) -> bool:
-        """Whether a step with these norms would be clipped."""
-        return any(self.peek(norms).clipped)
+        """Return whether a step with these norms would be clipped; see `observe`."""
+        return any(self._expect(norms).clipped)
+
+    @overload
+    def get_limit(self, norms: float) -> float: ...
+    @overload
+    def get_limit(self, norms: Mapping[str, float]) -> dict[str, float]: ...
+    def get_limit(self, norms: float | Mapping[str, float]) -> float | dict[str, float]:
+        """Return the limit that a step with these norms would have, and learn nothing.
+
+        Parameters
+        ----------
+        norms
+            As for `observe`.
+
+        Returns
+        -------
+        float or dict
+            For a number the limit, > 0, infinity for none; for a dict the limits by group.
+
+        Examples
+        --------
+        >>> from fedclip import NormClip
+        >>> NormClip(2.0).get_limit(5.0)
+        2.0
+        """
+        record = self._expect(norms)
+        limits = dict(zip(record.groups, record.limit or repeat(math.nan), strict=False))
+        return limits if isinstance(norms, Mapping) else limits[ALL]
 
     def statistics(self, group: str = ALL) -> dict[str, Any]:
         """Return what is known about the norms of a group: mean, count, ...; {} before the first.
@@ -237,11 +269,6 @@ class Clipper(Core, OptiModule, register=False):
         """The rule that keeps the statistics, if there is one."""
         rule = getattr(self._transform, "rule", None)
         return getattr(rule, "past", None) or rule
-
-    def reset(self) -> None:
-        """Forget all statistics and records."""
-        nothing = {"groups": {}, "arrays": {}, "round": 0, "rounds": []}
-        self.set_state({"clipper": self.name, **nothing})
 
     def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
         """Return which tensors of these names and shapes share a norm."""

@@ -59,7 +59,7 @@ class EmaClip(HistoryClipper):
 
     name = "ema-clip"
     guarantee = kinds.learnt_limit
-    apart = ("action", "warmup_scope")
+    _client_settings = ("action", "warmup_scope")
 
     ratio: float = parameter(positive, default=2.0, kw_only=False)
     """A norm above this multiple of the mean is a spike, > 0; less than 1 needs
