@@ -70,7 +70,7 @@ def test_equal_clippers_and_handles_are_not_confused():
     (left,) = handles(one)
     assert left is outer
     attach(other, twin, second)
-    with pytest.raises(ValueError, match="attached to .* already"):
+    with pytest.raises(ValueError, match=r"attached to .* already"):
         attach(other, clipper, second)
 
 
