@@ -25,6 +25,7 @@ from fedclip import (
     ZScoreClip,
     to_toml,
 )
+from fedclip.adapters.loggers import log
 
 NORMS = [1.0, 1.2, 0.8, 1.1, 0.9, 1.0, 30.0, 1.0, 0.5, 40.0]
 
@@ -94,6 +95,28 @@ def test_what_is_no_norm_is_refused() -> None:
     with pytest.warns(FedclipWarning):
         record = ZScoreClip().observe(math.nan)
     assert record.as_dict() == {"clipped": 0, "nonfinite": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda: NormClip().run({"w": np.ones(2)}), "got dict: give a dict of arrays to clip"),
+        (lambda: AGC().run(np.ones(2), np.ones(2)), "got ndarray: give a dict of arrays to clip"),
+        (lambda: ValueClip().clip(np.ones(2)), r"got ndarray: write clip\({\"w\": array}\)"),
+        (lambda: AGC().clip({"w": np.ones(2)}, [np.ones(2)]), "got list: write clip"),
+        (lambda: NormClip().clip({"w": [1.0]}), "got builtins.list: convert it"),
+        (lambda: log(NormClip(), None, 1), "got NormClip: give it clipper.last"),
+        (lambda: to_toml("zscore-clip"), "got 'zscore-clip': make one first"),
+        (lambda: to_toml(ZScoreClip), "make one first, as in to_toml"),
+        (lambda: ZScoreClip(scope="head*"), r"a pattern goes in a list, scope = \['head\*'\]"),
+        (lambda: NormClip(scope="per_layer"), "did you mean 'layer'"),
+        (lambda: NormClip(math.inf), r"got inf: for no limit, give None .*; take NoOp"),
+        (lambda: NormClip(np.float32(math.inf)), "for no limit, give None"),
+    ],
+)
+def test_what_is_given_in_the_wrong_form_gets_a_hint(call: Any, hint: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=hint):
+        call()
 
 
 def test_the_only_group_needs_no_name() -> None:

@@ -34,7 +34,8 @@ def log(
     Raises
     ------
     TypeError
-        If `to` has none of the methods ``add_scalar``, ``log_metrics`` and ``log``.
+        If `record` is no record, or `to` has none of the methods ``add_scalar``,
+        ``log_metrics`` and ``log``.
 
     Examples
     --------
@@ -50,6 +51,11 @@ def log(
     """
     if record is None:
         return
+    if not isinstance(record, StepRecord | RoundRecord):
+        raise TypeError(
+            f"log takes the record of a step or a round, got {type(record).__name__}: give it "
+            "clipper.last, handle.last, or one of clipper.rounds"
+        )
     numbers = record.as_dict(prefix)
     if hasattr(to, "add_scalar"):
         for name, number in numbers.items():

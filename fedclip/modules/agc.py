@@ -144,8 +144,8 @@ class AGC(Core, Regularizer):
 
     def run(self, gradients: Vector[Any], weights: Vector[Any]) -> Vector[Any]:
         """Return the clipped gradients; the very same object if nothing is clipped."""
-        coefs = gradients.coefs
-        outputs = self.clip(coefs, weights.coefs)
+        coefs = self._coefs(gradients)
+        outputs = self.clip(coefs, self._coefs(weights))
         return gradients if outputs is coefs else type(gradients)(dict(outputs))
 
     def clip(
@@ -156,7 +156,7 @@ class AGC(Core, Regularizer):
         backend: Backend | None = None,
     ) -> Mapping[str, Array]:
         """Return the clipped arrays, by name; see `fedclip.Clipper.clip`."""
-        for name, array in arrays.items():
+        for name, array in self._checked(arrays).items():
             shape = getattr(weights.get(name), "shape", array.shape)
             if shape != array.shape:
                 raise ValueError(
@@ -164,7 +164,7 @@ class AGC(Core, Regularizer):
                     f"{tuple(shape)}"
                 )
         with self.lock:
-            self._weights = weights
+            self._weights = self._checked(weights)
             try:
                 return self._clip(arrays, backend)
             finally:

@@ -75,7 +75,7 @@ class Clipper(Core, OptiModule, register=False):
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
         """Return the clipped gradients; the very same object if nothing is clipped."""
-        coefs = gradients.coefs
+        coefs = self._coefs(gradients)
         outputs = self.clip(coefs)
         return gradients if outputs is coefs else type(gradients)(dict(outputs))
 

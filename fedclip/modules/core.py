@@ -167,6 +167,26 @@ class Core(Documented):
             self._memory.release()
             self._recorder.start_round()
 
+    def _coefs(self, vector: object) -> dict[str, Array]:
+        """Return the arrays of a Vector of declearn."""
+        coefs = getattr(vector, "coefs", None)
+        if not isinstance(coefs, dict):
+            raise TypeError(
+                f"run takes a declearn Vector, got {type(vector).__name__}: give a dict of arrays "
+                "to clip, or make a Vector by Vector.build(arrays)"
+            )
+        return coefs
+
+    def _checked(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return a dict of arrays; raise a TypeError for anything else."""
+        # To ask for a Mapping takes longer, at each step.
+        if type(arrays) is not dict and not isinstance(arrays, Mapping):
+            raise TypeError(
+                f"clip takes a dict of arrays by name, got {type(arrays).__name__}: write "
+                'clip({"w": array}), and run(vector) for a declearn Vector'
+            )
+        return arrays
+
     def _grouped(self, arrays: Mapping[str, Array]) -> Groups:
         """Return which of some arrays share a norm."""
         return resolve(self.scope, self.exclude, tuple(arrays))
@@ -177,7 +197,7 @@ class Core(Documented):
 
     def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
         with self.lock:
-            groups = self._resolve(arrays)
+            groups = self._resolve(self._checked(arrays))
             if not arrays:
                 self._last = (groups.labels,)
                 return arrays

@@ -93,9 +93,14 @@ def limit(**values: Unchecked) -> float:
 
     Beyond, products of gradients and limits would leave the numbers of float32.
     """
+    name, value = _one(values)
+    if isinstance(value, numbers.Real) and value == math.inf:
+        raise ValueError(
+            f"{name} must be a finite number > 0, got inf: for no limit, give None to a clipper "
+            "that learns its limit; take NoOp (no-op) if you want the norms alone"
+        )
     result = positive(**values)
     if not LEAST <= result <= MOST:
-        name, value = _one(values)
         raise ValueError(
             f"{name} must be a number from {LEAST:g} to {MOST:g}, got {shown(value)}: "
             "beyond that, products leave the numbers of float32"
