@@ -281,7 +281,7 @@ def test_run_gives_a_script_its_arguments_its_folder_and_the_clippers(tmp_path: 
         "--help",
     )
     assert done.returncode == 7
-    assert "['--port', '80', '--help'] 42 [<fedclip" in done.stdout
+    assert "['--port', '80', '--help'] 42 [ZScoreClip()]" in done.stdout
 
 
 # ---------------------------------------------------------------------------------- report

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import MODULES, Specimen, require
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedclip import (
     AGC,
@@ -130,7 +132,8 @@ def test_the_only_group_needs_no_name() -> None:
 
 def test_statistics_are_values_that_can_be_read_and_set() -> None:
     clip = ZScoreClip(z_max=2.0, warmup=3, warmup_factor=None, min_std=0.0)
-    assert clip.statistics() == {}
+    nothing = {"mean": 0.0, "variance": 0.0, "count": 0, "threshold": math.inf, "ready": False}
+    assert clip.statistics() == nothing
     clip.set_statistics(mean=2.0, variance=0.25)
     found = clip.statistics()
     assert found == {"mean": 2.0, "variance": 0.25, "count": 3, "threshold": 3.0, "ready": True}
@@ -148,6 +151,38 @@ def test_statistics_are_values_that_can_be_read_and_set() -> None:
     by_tensor.set_statistics("w", mean=1.0)
     assert not by_tensor.statistics("b")
     assert by_tensor.observe({"w": 5.0}).limit == (2.0,)
+
+
+@pytest.mark.parametrize("warmup_factor", [2.25, None])
+@pytest.mark.parametrize(
+    "specimen", [s for s in MODULES if "warmup" in s.make().parameters], ids=str
+)
+@given(warmup=st.integers(0, 30), feedback=st.sampled_from(["clipped", "raw"]))
+@settings(max_examples=10, deadline=None)
+def test_a_warm_up_of_n_norms_is_over_after_n(
+    specimen: Specimen, warmup_factor: float | None, warmup: int, feedback: str
+) -> None:
+    """There is no threshold before, and the next norm is judged by one."""
+    config = {"warmup": warmup, "warmup_factor": warmup_factor, "max_norm": None}
+    if "feedback" in specimen.make().parameters and not specimen.config.get("include_current"):
+        config["feedback"] = feedback
+    clip: Any = specimen.make(scope="global", **config)
+    wanted = max(warmup, clip._transform.rule.least)
+    for count in range(wanted + 3):
+        found = clip.statistics()
+        assert (found["ready"], found["threshold"] < math.inf) == (count >= wanted,) * 2
+        clip.observe(1.0 + 0.01 * (count % 3))
+    assert sum(record.learnt for record in clip.rounds) >= 3
+
+
+def test_all_clippers_by_norms_have_a_threshold() -> None:
+    """It is infinite until there is one: to scale by it changes nothing."""
+    for specimen in MODULES:
+        clip = by_norms(specimen)
+        found = {} if clip is None else clip.statistics()
+        if clip is not None and not isinstance(specimen.config.get("scope"), dict):
+            assert found["threshold"] > 0
+            assert found["ready"] or found["threshold"] == math.inf
 
 
 def test_reset_forgets_everything() -> None:

@@ -86,16 +86,18 @@ def fed(clip: Any, *norms: float, group: str | None = None) -> Any:
 
 
 def test_smartclip_keys_gates_and_state() -> None:
-    clip = translated("smartclip", "ZScoreClip", ema_decay=0.8, scope="per_param")
+    clip = translated("smartclip", "ZScoreClip", ema_decay=0.8, scope="per_param", **GATES)
     fed(clip, *[1.0] * 5, group="a.w")
     fed(clip, 0.0, 2.0, 0.0, 2.0, group="b.w")
     a, b = clip.statistics("a.w"), clip.statistics("b.w")
     assert a["threshold"] != b["threshold"]
     # Where there are several keys, no threshold stands for all: smartclip answers eps.
     assert clip.statistics() == {}
-    only = fed(translated("smartclip", "ZScoreClip", scope="per_param"), 1.0, group="a.w")
+    only = translated("smartclip", "ZScoreClip", scope="per_param", **GATES)
+    assert only.statistics()["threshold"] == math.inf
+    fed(only, 1.0, 1.0, group="a.w")
     assert only.statistics()["threshold"] == only.statistics("a.w")["threshold"] == 1.0
-    again = translated("smartclip", "ZScoreClip", ema_decay=0.8, scope="per_param")
+    again = translated("smartclip", "ZScoreClip", ema_decay=0.8, scope="per_param", **GATES)
     again.set_state(clip.get_state())
     assert (again.statistics("a.w"), again.statistics("b.w")) == (a, b)
     gated = translated("smartclip", "ZScoreClip", warmup_steps=2, min_history=2)

@@ -156,6 +156,7 @@ class AGC(Core, Regularizer):
         backend: Backend | None = None,
     ) -> Mapping[str, Array]:
         """Return the clipped arrays, by name; see `fedclip.Clipper.clip`."""
+        self._checked(weights)
         for name, array in self._checked(arrays).items():
             shape = getattr(weights.get(name), "shape", array.shape)
             if shape != array.shape:
@@ -164,7 +165,7 @@ class AGC(Core, Regularizer):
                     f"{tuple(shape)}"
                 )
         with self.lock:
-            self._weights = self._checked(weights)
+            self._weights = weights
             try:
                 return self._clip(arrays, backend)
             finally:

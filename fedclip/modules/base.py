@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 import numpy as np
 
 from fedclip import privacy, states
-from fedclip.arrays import NUMPY, Array, Backend
+from fedclip.arrays import NUMPY, Array, Backend, on_host
 from fedclip.errors import StateError, nearest, shown
 from fedclip.measures import MEANS
 from fedclip.modules.core import Core
@@ -23,8 +23,7 @@ from fedclip.parameters import boolean, parameter
 from fedclip.privacy import kinds
 from fedclip.records import ALL, RoundRecord, StepRecord, read_rounds
 from fedclip.registration import OptiModule
-from fedclip.rules import Rule
-from fedclip.rules.history import History
+from fedclip.rules import Rule, known
 from fedclip.scopes import Groups, Scope, check_scope, resolve
 from fedclip.states import Statistics
 from fedclip.transforms import NormClipping, Transform
@@ -225,25 +224,33 @@ class Clipper(Core, OptiModule, register=False):
         return limits if isinstance(norms, Mapping) else limits[ALL]
 
     def statistics(self, group: str = ALL) -> dict[str, Any]:
-        """Return what is known about the norms of a group: mean, count, ...; {} before the first.
+        """Return what is known about the norms of a group: mean, count, and so on.
 
-        Without a name, of the whole gradient, or of the only group that there is. Rules on past
-        norms add ``threshold``, the norm above which a norm is a spike, and ``ready``, whether they
-        judge by it yet.
+        Parameters
+        ----------
+        group
+            Label of a group. Without one, the whole gradient, or the only group that there is.
+
+        Returns
+        -------
+        dict
+            The statistics by name. Each clipper that goes by norms adds two: ``threshold``, the
+            norm above which a norm is clipped or a spike, infinity until there is one, and
+            ``ready``, whether it judges by it yet. Empty if other groups are known, and this one
+            is not.
         """
         with self.lock:
-            known = self._statistics()
-        if group == ALL and len(known) == 1:
-            (group,) = known
-        found = dict(known.get(group, {}))
-        rule = self._learning
-        if found and isinstance(rule, History):
-            one = self._transform.init(Groups((group,), (group,), ((0,),)))
-            state = states.load(one, {group: found}, (group,))
-            threshold = rule.threshold(state, NUMPY)
-            ready = rule.ready(state, threshold)
-            found |= {"threshold": float(threshold[0]), "ready": bool(ready[0])}
-        return found
+            learnt = self._statistics()
+        if group == ALL and len(learnt) == 1:
+            (group,) = learnt
+        if learnt and group not in learnt:
+            return {}
+        one = Groups((group,), (group,), ((0,),))
+        transform = self.transform(one)
+        state = states.load(transform.init(one), learnt, (group,))
+        columns = known(_rule_of(transform), state, NUMPY)
+        found = {field: on_host(column)[..., 0].tolist() for field, column in columns.items()}
+        return found | ({"count": int(found["count"])} if "count" in found else {})
 
     def set_statistics(self, group: str = ALL, **statistics: float) -> None:
         """Set statistics of a group, such as its mean; the others stay as they are.
@@ -258,17 +265,11 @@ class Clipper(Core, OptiModule, register=False):
                 if name not in known:
                     raise TypeError(f"{self.name} has no statistic {name!r}{nearest(name, known)}")
             if "count" in known:
-                rule = self._learning
+                rule = _rule_of(self._transform)
                 least = max(getattr(rule, "warmup", 0), getattr(rule, "least", 1))
                 known["count"] = max(known["count"], least)
             groups = {**held, group: {**known, **statistics}}
             self.set_state({**self.get_state(), "groups": groups})
-
-    @property
-    def _learning(self) -> Rule | None:
-        """The rule that keeps the statistics, if there is one."""
-        rule = getattr(self._transform, "rule", None)
-        return getattr(rule, "past", None) or rule
 
     def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
         """Return which tensors of these names and shapes share a norm."""
@@ -301,6 +302,12 @@ class Clipper(Core, OptiModule, register=False):
         groups = states.check_groups(state["groups"], one)
         arrays = states.check_arrays(state["arrays"], transform.array_fields)
         return groups, arrays, round_, read_rounds(state)
+
+
+def _rule_of(transform: Transform) -> Rule | None:
+    """Return the rule that keeps the statistics of a transform, if there is one."""
+    rule = getattr(transform, "rule", None)
+    return getattr(rule, "past", None) or getattr(rule, "rule", rule)
 
 
 def _norm(name: str, norm: Any) -> float:

@@ -118,15 +118,16 @@ class HistoryClipper(SharedClipper, register=False):
     """Let the statistics learn a norm before they judge it, not after; needs
     ``feedback="raw"``."""
     warmup: int = parameter(integer, 0, default=20)
-    """Number of norms, >= 0, that only fill the statistics, before these set the limit. The first
-    norm always does."""
+    """Number of norms, >= 0, after which the statistics set the limit; the first norm never
+    meets a limit of theirs. In a federation, the norms of all clients count, but the first of
+    each."""
     warmup_norm: float | None = parameter(parameters.limit, default=None)
     """Fixed limit during the warm-up, in the units of the gradient; None for none."""
     warmup_factor: float | None = parameter(parameters.at_least_one, default=2.25)
     """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. A norm
-    above it is a spike: the statistics learn it as 1.1 medians, and they do not learn the first
-    five norms (see `fedclip.rules.protection`). None for no limit: they learn all norms as
-    they are."""
+    above it is a spike, which the statistics learn as 1.1 medians. The first norms, up to five,
+    fill the median alone (see `fedclip.rules.protection`). None for no limit: the statistics learn
+    all norms as they are."""
 
     def __post_init__(self) -> None:
         """Check that a norm is learnt as it was seen."""
