@@ -54,7 +54,7 @@ class EmaClip(HistoryClipper):
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
     >>> round(float(out.coefs["w"][0]), 3)
-    2.0
+    2.002
     """
 
     name = "ema-clip"
