@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from fedclip import (  # noqa: E402
     ValueClip,
     ZScoreClip,
 )
-from fedclip.adapters.jax import ClipState, as_optax, metrics, set_state  # noqa: E402
+from fedclip.adapters.jax import ClipState, as_optax, metrics, on_round_start, set_state  # noqa: E402
 from fedclip.testing import SHAPES  # noqa: E402
 
 RNG = np.random.default_rng(0)
@@ -296,6 +297,16 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
             with pytest.raises(ValueError, match="give those that init got"):
                 verb(clipper, wrong, params)
     assert not clipper.get_state()["groups"]
+    chained = optax.chain(optax.masked(transform, True), optax.sgd(0.1), transform)
+    _, state = chained.update(GRADS[0], chained.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="it holds 2: give the one of this clipper") as caught:
+        metrics(clipper, state, PARAMS)
+    for part in re.findall(r"state\S+", str(caught.value).partition("clipper, ")[2]):
+        assert metrics(clipper, eval(part), PARAMS)["round/steps"] == 1
+    begun = on_round_start(state)
+    assert metrics(clipper, begun[2], PARAMS)["round/steps"] == 0
+    assert begun[2].statistics is state[2].statistics
+    assert "limit" not in metrics(clipper, chained.init(PARAMS)[2], PARAMS)
     with pytest.raises(TypeError, match="needs the ClipState that init returned"):
         transform.update(GRADS[0], optax.EmptyState(), PARAMS)
     for other in (NormClip(1.0, scope="tensor"), EmaNormClip(scope="tensor")):

@@ -235,7 +235,8 @@ def test_norm_and_limit_are_in_the_history_and_in_the_variables():
     net = model(optimizers.LossScaleOptimizer(norm_clipped()))
     history = fit(net, 2, callbacks=[ClipHistory()])
     assert history["clip/limit"] == pytest.approx([0.1, 0.1])
-    assert history["clip/round/steps"] == [4, 8]
+    assert history["clip/round/steps"] == [4, 4]
+    assert history["clip/round/round"] == [1, 2]
     assert len(history["clip/norm"]) == 2
     (held,) = [v for v in net.optimizer.variables if v.name == "norm_clip_norm_limit_clipped"]
     assert held.numpy()[0, 0] == pytest.approx(history["clip/norm"][-1])

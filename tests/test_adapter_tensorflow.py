@@ -170,6 +170,21 @@ def test_the_verbs():
     assert compiled_clipper.get_state()["groups"] == state["groups"]
 
 
+def test_a_variable_without_a_gradient_has_no_norm_and_no_limit_in_the_step():
+    held = [tf.Variable(tf.zeros(2)), tf.Variable(tf.zeros(3))]
+    compiled_clipper = CompiledClipper(NormClip(1.0, scope="tensor"))
+    compiled_clipper([(tf.fill([2], 3.0), held[0]), (tf.fill([3], 4.0), held[1])])
+    for step in (lambda g: compiled_clipper(g), tf.function(lambda g: compiled_clipper(g))):
+        step([(tf.constant([0.3, 0.4]), held[0]), (None, held[1])])
+        found = compiled_clipper.metrics()
+        assert (found["norm"], found["limit"], found["clipped"]) == (pytest.approx(0.5), 1.0, 0)
+    compiled_clipper.on_round_start()
+    assert compiled_clipper.metrics()["limit"] == 1.0
+    assert compiled_clipper.metrics()["round/steps"] == 0
+    compiled_clipper.reset()
+    assert "limit" not in compiled_clipper.metrics()
+
+
 def test_a_state_that_was_loaded_is_forgotten_before_the_first_step_too() -> None:
     variable, known = tf.Variable([0.0, 0.0]), ZScoreClip()
     for size in (1.0, 2.0, 3.0):

@@ -40,6 +40,7 @@ __all__ = [
     "ClipTransformation",
     "as_optax",
     "metrics",
+    "on_round_start",
     "private_gradients",
     "set_state",
 ]
@@ -139,7 +140,7 @@ def as_optax(
             first = Carried(first, one_leaf)
         # Two fields of one buffer could not be donated.
         copied = functools.partial(jnp.array, copy=True)
-        norm, limit = (copied(np.zeros(len(groups)), float) for _ in range(2))
+        norm, limit = (copied(np.full(len(groups), x), float) for x in (0.0, np.inf))
         steps, clipped, nonfinite = (copied(0, jnp.int32) for _ in range(3))
         over = copied(np.zeros(len(groups), bool))
         return ClipState(jax.tree.map(copied, first), norm, limit, over, steps, clipped, nonfinite)
@@ -252,7 +253,8 @@ def metrics(
     Raises
     ------
     ValueError
-        If there is not exactly one `ClipState` in the state, or it is of other parameters.
+        If there is not exactly one `ClipState` in the state, or it is of other parameters. Of
+        several clippers, the message names the part of the state of each, to be given alone.
 
     Examples
     --------
@@ -265,6 +267,24 @@ def metrics(
     5.0
     """
     return compiled.of_state(*_labelled(clipper, state, params), prefix)
+
+
+def on_round_start(state: T) -> T:
+    """Return a state at the start of a round, such as an epoch.
+
+    The counts of each clipper in it are 0, their statistics stay.
+
+    Parameters
+    ----------
+    state
+        A transformation's state, or one that holds any number of them, such as that of a chain.
+    """
+    begun: T = jax.tree.map(
+        lambda node: compiled.on_round_start(node) if isinstance(node, ClipState) else node,
+        state,
+        is_leaf=lambda node: isinstance(node, ClipState),
+    )
+    return begun
 
 
 def set_state(clipper: Clipper | AGC, state: object, params: Tree) -> None:
@@ -286,11 +306,14 @@ def _labelled(
     clipper: Clipper | AGC, state: object, params: Tree
 ) -> tuple[ClipState, tuple[str, ...]]:
     """Return the one `ClipState` in a state, and the labels of its groups."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ClipState))
-    found = [leaf for leaf in leaves if isinstance(leaf, ClipState)]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: isinstance(node, ClipState)
+    )
+    found = {f"state{jax.tree_util.keystr(p)}": s for p, s in leaves if isinstance(s, ClipState)}
     if len(found) != 1:
-        raise ValueError(f"the state must hold one ClipState, and it holds {len(found)}")
-    one = jax.tree.map(jnp.asarray, found[0], is_leaf=_is_variable)
+        hint = f": give the one of this clipper, {' or '.join(found)}" if found else ""
+        raise ValueError(f"the state must hold one ClipState, and it holds {len(found)}{hint}")
+    one = jax.tree.map(jnp.asarray, *found.values(), is_leaf=_is_variable)
     labels = groups_of(clipper, _parameters(clipper, params)).labels
     if one.norm.shape != (len(labels),):
         raise ValueError(

@@ -95,6 +95,10 @@ class ClipHandle:
         """What the last step did."""
         return self.clipper.last
 
+    def on_round_start(self) -> None:
+        """Begin a round of the records, such as an epoch; the statistics stay."""
+        self.clipper.on_round_start()
+
     def get_state(self) -> Fields:
         """Return the clipper's statistics; see `fedclip.adapters.torch.get_state`."""
         return get_state(self.clipper)

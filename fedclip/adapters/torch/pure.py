@@ -51,7 +51,7 @@ class PureClipping:
         groups, _ = self._looked_up(gradients)
         first = compiled.first_state(self.clipper, groups, gradients, _PLAIN)
         like = next(iter(gradients.values()), None)
-        norm, limit = (_PLAIN.asarray(np.zeros(len(groups)), like=like) for _ in range(2))
+        norm, limit = (_PLAIN.asarray(np.full(len(groups), x), like=like) for x in (0.0, np.inf))
         steps, clipped, nonfinite = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
         return ClipState(first, norm, limit, norm > 0, steps, clipped, nonfinite)
 
@@ -88,6 +88,10 @@ class PureClipping:
         Of the gradients, only the names count, and for `AGC` the shapes.
         """
         return compiled.of_state(state, self._groups(gradients).labels, prefix)
+
+    def on_round_start(self, state: ClipState) -> ClipState:
+        """Return the state at the start of a round: its counts are 0, its statistics stay."""
+        return compiled.on_round_start(state)
 
     def set_state(self, state: ClipState, gradients: Mapping[str, torch.Tensor]) -> None:
         """Put the statistics of a state into the clipper, from which `init` then starts."""
