@@ -102,7 +102,7 @@ class History(Learning):
     def _left_to_protection(self) -> int:
         if self.warmup_factor is None or self.feedback == "raw":
             return 0
-        return min(5, max(self.warmup - self.least, 0)) if self.alone else 1
+        return min(5, max(self.warmup - self.least, 0)) if self.alone else 5
 
     @property
     def basis(self) -> Basis:
