@@ -22,7 +22,7 @@ def log(
     ----------
     record
         ``clipper.last``, what ``clip_`` returns, or one of ``clipper.rounds``. Nothing is sent
-        for None, which stands for a step without a gradient.
+        for None, which is ``last`` before the first step.
     to
         A ``SummaryWriter`` of TensorBoard; a run of W&B, or the module `wandb` itself; the module
         `mlflow`; or any logger of Lightning's.
