@@ -35,7 +35,7 @@ ON_NORMS = [
 ON_THE_PAST = ["growth-clip", "growth-value-clip", "ema-norm-clip", "ema-normalize"]
 SCALED = [*ON_NORMS, *ON_THE_PAST, "ema-value-clip", "percentile-clip", "centralize", "no-op"]
 STREAMS = 100
-START = 25
+START = 20
 """Number of steps within which the laws expect spikes."""
 
 

@@ -25,7 +25,7 @@ from fedclip.privacy.accounting import (
     noise_multiplier,
     split_noise,
 )
-from fedclip.privacy.gaussian import delta_of, epsilon_of, mu_of
+from fedclip.privacy.gaussian import epsilon_of, mu_of
 from fedclip.privacy.noise import add_noise, noised, secure_normals
 
 LARGEST = {"float16": 65504.0, "float32": 3.4028234e38, "bfloat16": 3.3895e38}
@@ -189,8 +189,6 @@ def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
 
                 assert truth(found) <= delta
                 assert found == 0 or truth(found * (1 - 1e-7)) > delta
-                assert found == 0 or delta_of(found, mu) >= truth(found)
-                assert mu > 100 or found == 0 or delta_of(found, mu) <= delta * (1 + 1e-7)
                 if 1e-3 < found < 1e6:
                     assert mu * (1 - 1e-6) <= mu_of(found, delta) <= mu * (1 + 1e-9)
 
