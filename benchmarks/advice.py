@@ -24,8 +24,8 @@ from sklearn import datasets
 
 from fedclip.report import read_report
 from fedclip.report.advice import Advice
-from fedclip.tools.compare import by_site, interval
 from fedclip.tools.editing import rewritten
+from fedclip.tools.ranking import interval, result_of
 from fedclip.tools.simulate import run
 from fedclip.tools.suggest import advised
 
@@ -219,7 +219,7 @@ def trained(config: Path, odd: list[str], seed: int) -> tuple[float, Advice]:
     done = run(config, seed, quiet=True)
     report = read_report(Path(done.results))
     experiment = min(report.experiments)
-    sites = by_site(report, experiment)
+    sites = result_of(report, experiment).sites
     right = [found["accuracy"] for name, found in sites.items() if name not in odd]
     return float(np.mean(right)), advised(report, experiment)
 

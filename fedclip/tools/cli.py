@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 import fedclip
-from fedclip.tools import privacy, site, studies
+from fedclip.tools import choosing, privacy, site
 from fedclip.tools.output import (
     Commands,
     ConfigPath,
@@ -299,7 +299,7 @@ def report(
 
 
 # Commands are listed in the order in which they are added.
-studies.add_to(app)
+choosing.add_to(app)
 
 
 @app.command()
