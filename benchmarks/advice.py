@@ -24,8 +24,9 @@ from sklearn import datasets
 
 from fedclip.report import read_report
 from fedclip.report.advice import Advice
+from fedclip.report.results import result_of
 from fedclip.tools.editing import rewritten
-from fedclip.tools.ranking import interval, result_of
+from fedclip.tools.ranking import interval
 from fedclip.tools.simulate import run
 from fedclip.tools.suggest import advised
 
@@ -59,6 +60,10 @@ class Federation:
         Share of wrong labels everywhere; features have heavy tails then, too.
     burst
         What gradients of a single site in a single round are multiplied by.
+    swapped
+        Whether the odd sites have other labels: each class is called by the name of the next.
+    single
+        So many of the last sites have records of one class only.
     """
 
     data: str = "cancer"
@@ -73,6 +78,8 @@ class Federation:
     skew: float = 0.0
     noise: float = 0.0
     burst: float = 1.0
+    swapped: bool = False
+    single: int = 0
 
 
 FEDERATIONS: Mapping[str, Federation] = {
@@ -90,6 +97,19 @@ FEDERATIONS: Mapping[str, Federation] = {
     "a spike in one round, × 1000": Federation("digits", burst=1000.0),
     "one record in thirty × 1000, at one site": Federation(odd=1, factor=1000.0, corrupt=1 / 30),
     "all noisy": Federation("wine", noise=0.3),
+    "one of three, saturated, × 10,000": Federation(odd=1, factor=10_000.0),
+    "two of five, saturated, × 25": Federation("wine", 5, odd=2, factor=25.0),
+    "one column of one of three × 1000": Federation(odd=1, factor=1000.0, columns=1 / 30),
+    "one of two, × 100": Federation(sites=2, odd=1, factor=100.0),
+    "labels of one of four swapped": Federation("wine", 4, odd=1, swapped=True),
+    "labels of one of three swapped": Federation(odd=1, swapped=True),
+    "one class at one site": Federation("digits", 5, single=1),
+    "one class at one of three": Federation(single=1),
+    "one class at each site": Federation("digits", 10, single=10),
+    "a spike, labels unlike": Federation("digits", 5, burst=3000.0, skew=0.3),
+    "tiny sites": Federation("wine", 8),
+    "tiny sites, one × 50": Federation("wine", 8, odd=1, factor=50.0),
+    "five small columns × 5": Federation("wine", 3, odd=1, factor=5.0, columns=0.4),
 }
 
 _MODEL = """\
@@ -160,9 +180,16 @@ def split(of: Federation, seed: int) -> tuple[dict[str, list[np.ndarray]], list[
             rows = train[target[train] == label]
             pieces = np.split(rows, (mix * len(rows)).astype(int))
             parts = [np.concatenate(pair) for pair in zip(parts, pieces, strict=True)]
+    for i in range(of.single):
+        own = parts[of.sites - 1 - i]
+        parts[of.sites - 1 - i] = train[target[train] == i % (target.max() + 1)][: len(own)]
     columns = rng.permutation(data.shape[1])[: max(1, round(of.columns * data.shape[1]))]
     found = {}
-    for name, *rows in zip(names, parts, np.array_split(valid, of.sites), strict=True):
+    # A site of one class validates with that one, too.
+    held_out = np.array_split(valid, of.sites)
+    for i in range(of.single):
+        held_out[of.sites - 1 - i] = valid[target[valid] == i % (target.max() + 1)][:30]
+    for name, *rows in zip(names, parts, held_out, strict=True):
         arrays = []
         for part, chosen in zip(("train", "valid"), rows, strict=True):
             own, labels = data[chosen].copy(), target[chosen].copy()
@@ -170,6 +197,8 @@ def split(of: Federation, seed: int) -> tuple[dict[str, list[np.ndarray]], list[
                 wrong = np.flatnonzero(rng.random(len(own)) < of.corrupt)
                 own[np.ix_(wrong, columns)] *= of.factor
             own = (own - center) / scale * (-1 if of.flipped and name in odd else 1)
+            if of.swapped and name in odd:
+                labels = (labels + 1) % (target.max() + 1)
             if of.noise and part == "train":
                 own *= np.abs(rng.standard_t(1.5, (len(own), 1)))
                 wrong = rng.random(len(own)) < of.noise

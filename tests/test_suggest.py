@@ -236,7 +236,7 @@ def test_a_client_with_many_steps_is_not_odd_and_keeps_its_weight(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "name", "words"),
     [
-        ("x = [", "step.fixed", "can not be changed"),
+        ("x = [", "step.fixed", "cannot be changed"),
         ('client_opt = "other.toml"\n', "step.fixed", "in another file"),
         ("client_opt = 0.1\n", "step.fixd", "'step.fixd'; did you mean 'step.fixed'?"),
         ('client_opt = {lrate = 0.1, modules = "no-op"}\n', "step.fixed", "must be a list"),

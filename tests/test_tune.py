@@ -20,21 +20,13 @@ from test_simulate import write  # noqa: F401
 
 from fedclip.report import read_report
 from fedclip.report.advice import Advice, Proposal
+from fedclip.report.results import Result, judged_by, result_of
 from fedclip.tools import runner
 from fedclip.tools.check import check_config
 from fedclip.tools.editing import rewritten, unclipped
 from fedclip.tools.output import ToolError
 from fedclip.tools.quickrun import draw_from
-from fedclip.tools.ranking import (
-    AS_IS,
-    NONE,
-    Ranking,
-    Result,
-    drawn,
-    interval,
-    judged_by,
-    result_of,
-)
+from fedclip.tools.ranking import AS_IS, NONE, Ranking, drawn, interval
 from fedclip.tools.runner import MARK, Planned
 from fedclip.tools.tune import Tuning
 

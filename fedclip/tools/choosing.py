@@ -114,8 +114,9 @@ def compare(
     Each folder is a setting; the runs below it are its seeds. The folder that `tune` writes stands
     for all its settings.
     """
+    from fedclip.report.results import result_of
     from fedclip.tools import showing
-    from fedclip.tools.ranking import Ranking, result_of
+    from fedclip.tools.ranking import Ranking
     from fedclip.tools.runner import MARK
 
     showing.can_write(html=html)
@@ -216,6 +217,8 @@ def tune(
     ranking = tuning.ranking
     runs = [run for name in ranking.order() for run in tuning.runs[name]]
     show_ranking(ranking, reports(runs) if html else [], "fedclip-tune/2", html, as_json)
+    if not tuning.settings and not as_json:
+        say(tuning.agreement())
     if "noise_multiplier" in tuning.text and not as_json:
         say("This choice is made from the data: the epsilon of a run does not cover it.")
     winner = ranking.winner

@@ -225,9 +225,12 @@ def simulate(
             say(f"fedclip: {after}")
             return
         fail(after, code=130 if done.ended == "interrupted" else 1)
+    say(f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s")
     say(
-        f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s; see  {see}"
+        f"Best weights (round {done.best}, lowest mean loss of the healthy sites): "
+        f"{typed(Path(done.results, 'server', 'model_state_best.mpk'))}"
     )
+    say(f"See  {see}")
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -266,7 +269,7 @@ def report(
     ] = False,
     rounds: Annotated[
         bool | None,
-        typer.Option("--rounds/--summary", help="A line for each round, or only for each node."),
+        typer.Option("--rounds/--summary", help="A line for each round, or for each node."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a plot as well (.png, .svg, .pdf).")

@@ -10,51 +10,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from fedclip.report import Report, number, pooled, printable
-from fedclip.report.place import places_of
-from fedclip.report.rows import site_of
-from fedclip.report.seeing import seen
+from fedclip.report import number, printable
+from fedclip.report.results import Result, judged_by
 from fedclip.report.table import plain_table
 
 NONE = "no clipping"
 AS_IS = "as configured"
+_CLASSES = ("majority_share", "balanced_accuracy")
 _CLIPPING = ("rounds", "clipped", "largest")
-_HIGHER = ("accuracy", "roc_auc", "f-score", "r2")
-
-
-class Result(NamedTuple):
-    """The end of one run; without sites for a run that failed."""
-
-    sites: Mapping[str, Mapping[str, float]] = {}
-    """The last loss and metrics of each site, on its own validation data."""
-    outliers: Sequence[str] = ()
-    clipped: float = math.nan
-    """Share of the clients' steps or updates that were clipped."""
-
-
-def result_of(report: Report, experiment: str) -> Result:
-    """Return the end of one run of a report; without sites' metrics, those of the server."""
-    sites: dict[str, dict[str, float]] = {}
-    for curve in (c for c in report.curves if c.experiment == experiment):
-        sites.setdefault(site_of(curve.node), {})[curve.metric] = curve.last[1]
-    servers = {site_of(node) for node in report.servers}
-    own = {site: found for site, found in sites.items() if site not in servers}
-    rows = [row for row in report.whole if row.experiment == experiment]
-    rows = [row for row in rows if row.node not in report.servers]
-    odd = {name for one in seen(places_of(rows)).values() for name in one.odd}
-    # What measures updates clips none of them.
-    whole = pooled(row.record for row in rows if row.name != "update-norms")
-    # Of two, either may be the outlier.
-    outliers = [site for site in own if site in odd] if len(own) > 2 else []
-    share = whole.clipped_share if whole.steps else math.nan
-    return Result(own or sites or {"server": {}}, outliers, share)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -77,18 +47,6 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     from scipy.stats import sem, t
 
     return mean, float(t.ppf(0.975, len(values) - 1) * sem(values))
-
-
-def judged_by(metrics: Collection[str]) -> tuple[str, bool]:
-    """Return the metric that sites are judged by, and whether higher is better.
-
-    Examples
-    --------
-    >>> judged_by(["loss", "precision", "accuracy"]), judged_by(["loss", "mse"])
-    (('accuracy', True), ('loss', False))
-    """
-    names = [name for name in _HIGHER if name in metrics]
-    return (names[0], True) if names else ("loss", False)
 
 
 def shown(mean: float, half: float | None) -> str:
@@ -223,10 +181,11 @@ class Ranking:
         runs = f"{seeds} seeds" if seeds > 1 else "one seed"
         of = f"(mean {self.metric} of {_listed(self.counted)}, over {runs})"
         if self.alike:
-            return (
-                "All seeds came to the same, so that nothing can be said of chance: let batches "
-                "be drawn (shuffle = true in [run.training])."
-            )
+            ahead = [n for n in others if self._sign * self.gain(n, over)[0] > 0][:1]
+            text = f"No winner: the first seeds of {over} came to the same, so nothing is drawn, "
+            text += "and one run of each has no interval. "
+            text += "".join(f"{n} is ahead by {self.against(n)} {of}. " for n in ahead)
+            return text + "Let batches be drawn: shuffle = true in [run.training]."
         if first and self.lost(over):
             value = shown(*self.mean(first))
             return (
@@ -274,11 +233,23 @@ class Ranking:
     def _clipped(self, name: str) -> float:
         return statistics.fmean(run.clipped for run in self.results[name].values())
 
+    def classes(self, name: str) -> tuple[float, float] | None:
+        """Return majority share and balanced accuracy of a setting over seeds, if known."""
+        found = [run.classes(self.counted) for run in self.results[name].values()]
+        known = [pair for pair in found if pair]
+        shares, recalls = zip(*known, strict=True) if known else ((), ())
+        full = known and len(known) == len(found)
+        return (statistics.fmean(shares), statistics.fmean(recalls)) if full else None
+
     def tables(self) -> list[dict[str, Any]]:
         """Return the ranking, and the sites with the best of the others, as text."""
         note = f"Mean {self.metric} over seeds on the validation data of {_listed(self.counted)} "
         note += f"± 95 % interval (Student's); differences to {self.reference}, paired by seed."
         note += f" Not counted, as outliers: {_listed(self.outliers)}." * bool(self.outliers)
+        known = {name: self.classes(name) for name in self.order()}
+        if self.metric == "accuracy" and (both := known[self.reference]):
+            note += f" The majority class alone gives {number(both[0])}; balanced accuracy: "
+            note += ", ".join(f"{n} {number(pair[1])}" for n, pair in known.items() if pair) + "."
         best = [n for n in (self.winner, *self.order()) if n not in ("", self.reference)][:1]
         pair = [self.reference, *best]
         sites = [
@@ -305,6 +276,7 @@ class Ranking:
         settings = [
             {"name": name, "seeds": [*self.results[name]], "given_up": self.ended.get(name, "")}
             | {"diverged": self.lost(name), "clipped": _finite(self._clipped(name)), **plain(name)}
+            | dict(zip(_CLASSES, self.classes(name) or (None, None), strict=True))
             | {"sites": {site: plain(name, site) for site in self.sites}}
             for name in self.order()
         ]

@@ -21,10 +21,11 @@ from fedclip.errors import nearest
 from fedclip.parameters import Config
 from fedclip.report import read_report
 from fedclip.report.advice import Advice
+from fedclip.report.results import Result, result_of
 from fedclip.toml import value_of
 from fedclip.tools.editing import rewritten, set_value, unclipped
 from fedclip.tools.output import ToolError
-from fedclip.tools.ranking import AS_IS, NONE, Ranking, Result, result_of
+from fedclip.tools.ranking import AS_IS, NONE, Ranking
 from fedclip.tools.runner import Planned, planned_run, refuse
 from fedclip.tools.suggest import advised
 
@@ -130,6 +131,7 @@ class Tuning:
         """Take up what is advised by the first run; return the advice, and what cannot be tried."""
         report, left_out = read_report(self.runs[NONE][0].folder), dict[str, str]()
         advice = advised(report, min(report.experiments))
+        self.start = advice.start
         for proposal in advice.proposals:
             try:
                 text = rewritten(self.text, proposal)
@@ -139,6 +141,19 @@ class Tuning:
             except (ToolError, ValueError) as exc:
                 left_out[proposal.name] = str(exc)
         return advice, left_out
+
+    def agreement(self) -> str:
+        """Return whether `suggest` starts with the winner as well, and if not, why it lost."""
+        first, winner, ranking = self.start, self.ranking.winner, self.ranking
+        if first == winner:
+            return "`fedclip suggest` names the same." * bool(first)
+        if first not in ranking.results:
+            text = (
+                f"would start with {first}, which is not tried" if first else "has no first choice"
+            )
+            return f"`fedclip suggest` {text}; these runs decide."
+        why = ranking.ended.get(first) or f"here it comes to {ranking.against(first)}"
+        return f"`fedclip suggest` would start with {first}, by the norms of one run; {why}."
 
     def waves(self) -> Iterator[list[Planned]]:
         """Yield runs to be made and judged: those without clipping first, then seed by seed.

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.report import Report
+from fedclip.report.results import result_of
 from fedclip.tools.demo.data import SITES
 from fedclip.tools.output import typed
-from fedclip.tools.ranking import Ranking, result_of
+from fedclip.tools.ranking import Ranking
 
 
 def ranked(reports: Mapping[str, Report]) -> Ranking:
