@@ -24,9 +24,9 @@ from sklearn import datasets
 
 from fedclip.report import read_report
 from fedclip.report.advice import Advice
-from fedclip.report.results import result_of
+from fedclip.report.results import Result, result_of
 from fedclip.tools.editing import rewritten
-from fedclip.tools.ranking import interval
+from fedclip.tools.ranking import NONE, Ranking
 from fedclip.tools.simulate import run
 from fedclip.tools.suggest import advised
 
@@ -151,6 +151,7 @@ rounds = {rounds}
 
 [run.training]
 batch_size = {batch}
+shuffle = true
 n_epoch = 1
 drop_remainder = false
 
@@ -243,37 +244,31 @@ def write(folder: Path, of: Federation, seed: int) -> tuple[Path, list[str]]:
     return folder / "config.toml", odd
 
 
-def trained(config: Path, odd: list[str], seed: int) -> tuple[float, Advice]:
-    """Run a federation; return the mean accuracy of the sites that are right, and the advice."""
+def trained(config: Path, seed: int) -> tuple[Result, Advice]:
+    """Run a federation; return what came of it, and the advice."""
     done = run(config, seed, quiet=True)
     report = read_report(Path(done.results))
     experiment = min(report.experiments)
-    sites = result_of(report, experiment).sites
-    right = [found["accuracy"] for name, found in sites.items() if name not in odd]
-    return float(np.mean(right)), advised(report, experiment)
+    return result_of(report, experiment), advised(report, experiment)
 
 
-def tried(of: Federation, splits: int, every: bool) -> tuple[Advice, list[str], list[list[float]]]:
-    """Return the advice on the first split, the odd sites, and accuracies by proposal and split.
-
-    The first ones are those without clipping.
-    """
+def tried(of: Federation, splits: int, every: bool) -> tuple[Advice, list[str], Ranking]:
+    """Return the advice on the first split, the odd sites, and a ranking over the splits."""
+    found: dict[str, dict[str, Result]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(splits):
             config, odd = write(Path(folder, str(seed)), of, seed)
-            bare, text = trained(config, odd, seed), config.read_text(encoding="utf-8")
+            bare, own = trained(config, seed)
+            text = config.read_text(encoding="utf-8")
             if not seed:
-                advice = bare[1]
+                advice = own
                 chosen = [p for p in advice.proposals if every or p.name == advice.start]
-                found = [[] for _ in range(1 + len(chosen))]
-            found[0].append(bare[0])
-            if not chosen:
-                break
-            for proposal, values in zip(chosen, found[1:], strict=True):
+            found.setdefault(NONE, {})[str(seed)] = bare
+            for proposal in chosen:
                 shutil.rmtree(config.parent / "result")
                 config.write_text(rewritten(text, proposal), encoding="utf-8")
-                values.append(trained(config, odd, seed)[0])
-        return Advice(advice.answer, advice.findings, chosen, advice.start), odd, found
+                found.setdefault(proposal.name, {})[str(seed)] = trained(config, seed)[0]
+    return advice, odd, Ranking(found, NONE)
 
 
 def verdict(difference: float, half: float) -> str:
@@ -288,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only federations with such a word in their name")
     parser.add_argument("--splits", type=int, default=5)
-    parser.add_argument("--all", action="store_true", help="try every proposal")
+    parser.add_argument("--all", action="store_true", help="try every proposal, as tune does")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "PyTorch JSON")
     chosen = {
@@ -296,25 +291,24 @@ def main() -> None:
         for name, of in FEDERATIONS.items()
         if not given.words or any(word in name for word in given.words)
     }
-    print("| federation | named | starts with | no clipping | points | so |")
-    print("|---|---|---|---|---|---|")
+    print("| federation | outliers named | `suggest` | no clipping | points | so | `tune` |")
+    print("|---|---|---|---|---|---|---|")
     for name, of in track(chosen.items(), console=Console(stderr=True), description="advice"):
-        advice, odd, found = tried(of, given.splits, given.all)
-        told = [site for site in names_of(of) if any(site in t for t in advice.findings)]
-        named = "all of them" if told == odd and odd else ", ".join(told) or "none"
-        bare = f"{100 * np.mean(found[0]):.1f}"
-        if not advice.start:
-            print(f"| {name} | {named} | (will not help) | {bare} | | |", flush=True)
-        for proposal, values in zip(advice.proposals, found[1:], strict=True):
-            mean, half = interval([100 * (a - b) for a, b in zip(values, found[0], strict=True)])
-            first = " *" * (proposal.name == advice.start and given.all)
-            points = f"{mean:+.1f} ± {half or 0.0:.1f} | {verdict(mean, half or 0.0)}"
-            print(f"| {name} | {named} | {proposal.name}{first} | {bare} | {points} |", flush=True)
-
-
-def names_of(of: Federation) -> list[str]:
-    """Return the names of all sites."""
-    return [f"site-{i:02}" for i in range(1, of.sites + 1)]
+        advice, odd, ranking = tried(of, given.splits, given.all)
+        named = "all of them" if sorted(advice.odd) == odd else ", ".join(advice.odd) or "none"
+        named = named if odd or advice.odd else "none"
+        right = [site for site in ranking.sites if site not in odd]
+        bare = f"{100 * ranking.mean(NONE, *right)[0]:.1f}"
+        first = advice.start or ("(only tune)" if "can tell" in advice.answer else "(no help)")
+        points = "|"
+        if advice.start:
+            mean, half = (100 * (x or 0.0) for x in ranking.gain(advice.start, NONE, *right))
+            points = f"{mean:+.1f} ± {half:.1f} | {verdict(mean, half)}"
+        winner = (ranking.winner or "none") if given.all else ""
+        if given.all and ranking.winner:
+            mean, half = (100 * (x or 0.0) for x in ranking.gain(winner, NONE, *right))
+            winner += f", {mean:+.1f} ± {half:.1f}"
+        print(f"| {name} | {named} | {first} | {bare} | {points} | {winner} |", flush=True)
 
 
 if __name__ == "__main__":

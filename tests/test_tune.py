@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import free_port
+from hypothesis import given
+from hypothesis import strategies as st
 from report_runs import Node, call, large_run
 from rich.console import Console
 from scipy import stats
@@ -183,6 +185,43 @@ def test_what_is_hopeless_is_given_up_and_why() -> None:
 )
 def test_what_sites_are_judged_by(metrics: dict[str, float], wanted: Any) -> None:
     assert judged_by(metrics) == wanted
+
+
+def test_the_majority_share_and_balanced_accuracy_stand_next_to_accuracy() -> None:
+    rare = [[98.0, 0.0], [2.0, 0.0]]
+    run = Result({s: {"accuracy": 0.98} for s in "ab"}, confusions={"a": rare, "b": rare})
+    assert run.classes() == (pytest.approx(0.98), 0.5)
+    assert "accuracy 0.98 (majority class 0.98, balanced 0.5)" in run.in_words()
+    found = Ranking({NONE: {"1": run}, "x": {"1": run}}, NONE)
+    assert (
+        "The majority class alone gives 0.98; balanced accuracy: no clipping 0.5, x 0.5."
+        in (found.tables()[0]["caption"])
+    )
+    settings: Any = found.as_dict()["settings"]
+    assert settings[0]["balanced_accuracy"] == 0.5
+    # Of a site without a matrix, or with no records, neither is known.
+    assert run._replace(confusions={"a": rare}).classes() is None
+    assert run._replace(confusions={"a": rare, "b": [[0.0, 0.0]] * 2}).classes() is None
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcd"),
+        st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=3, max_size=3),
+        min_size=1,
+    )
+)
+def test_a_constant_prediction_has_the_accuracy_of_the_majority(
+    matrices: dict[str, list[list[int]]],
+) -> None:
+    counts = {site: np.sum(matrix, axis=1) for site, matrix in matrices.items()}
+    run = Result({site: {"accuracy": 0.5} for site in matrices}, confusions=matrices)
+    both = run.classes()
+    assert (both is None) == any(not count.sum() for count in counts.values())
+    if both:
+        constant = [np.mean([n[c] / n.sum() for n in counts.values()]) for c in range(3)]
+        assert both[0] == pytest.approx(max(constant))
+        assert 0.0 <= both[1] <= 1.0
 
 
 # -- compare ------------------------------------------------------------------------------------
@@ -407,9 +446,20 @@ def test_named_values_are_ranked_and_go_on_where_they_stopped(
     assert result.exit_code == 0, result.stderr
     assert started == [("max_norm=3.0", 1), ("max_norm=1.5", 2), ("max_norm=3.0", 2)]
     assert "was left unchanged" in result.stderr
+    # Seeds that come to the same are no seeds: then there is one run of each.
+    (config.with_name("config-tune") / "no-clipping").rename(config.with_name("other"))
+    monkeypatch.setattr(runner, "run", lambda plan, *more: played(plan._replace(seed=1), *more))
+    started.clear()
+    alike = call(*words[:3], "--seeds", 4, "--jobs", 1, "--rounds", 6)
+    assert alike.exit_code == 0, alike.stderr
+    assert [label for label, _ in started] == [NONE, NONE, "max_norm=1.5", "max_norm=3.0"]
+    assert "No winner: the first seeds of no clipping came to the same" in alike.stdout
+    monkeypatch.setattr(runner, "run", played)
+    started.clear()
+    assert call(*words).exit_code == 0
     # Another configuration is another run, and other seeds are not mixed in.
     call(*words, "--rounds", 7)
-    assert len(started) == 9
+    assert len(started) == 10
     out = config.with_name("config-tune")
     assert call("compare", out).stdout.count("max_norm=") >= 2
     # A winner is written as it was named.
@@ -466,6 +516,7 @@ def test_tune_ranks_writes_and_goes_on_where_it_stopped(
     done = call(*words, "--html", odd.with_name("page.html"))
     assert done.exit_code == 0, done.stderr
     assert "Not counted, as outliers: c." in done.stdout
+    assert re.search(r"`fedclip suggest` (names the same|would start with)", done.stdout)
     assert re.search(r"\d settings with 2 seeds each: no clipping, ", done.stderr)
     assert " seeds). " in odd.with_name("page.html").read_text("utf-8")
     # Nothing is run a second time, and nothing but what is shown decides.

@@ -81,11 +81,18 @@ def _seen(norms: Norms, beside: bool) -> Seen:
     result.two = len(ratios) == 2
     if 2 * len(odd) < len(ratios) or result.two:
         result.odd = dict(sorted(odd.items(), key=lambda item: -item[1]))
+    others = {
+        round_: statistics.median_low(record.norm_max or 0.0 for record in records.values())
+        for round_, records in norms.by_round().items()
+    }
     for name, records in norms.by_client().items():
         largest = [record.norm_max or 0.0 for record in records]
         for place, record in enumerate(records):
             near = statistics.median(largest[max(0, place - _NEAR) : place + _NEAR + 1])
             usual = max(near, statistics.median(largest))
+            # Norms after a spike are no measure if it has spoilt the model.
+            before = max(others.get(record.round, 0.0), statistics.median(largest[:place] or [0.0]))
+            usual = min(usual, before) if place > 1 and len(ratios) > 2 and before else usual
             if usual and largest[place] >= _SPIKE * usual:
                 result.spikes.setdefault(name, []).append(record.round)
     if norms.place == "step" and not result.two:

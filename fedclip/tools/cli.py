@@ -193,6 +193,8 @@ def quickrun(
     clients, results, finished = run(result.path, verbose=verbose, seed=seed)
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
+    weights = Path(results, "server", "model_state_best.mpk")
+    say(f"Best weights (lowest mean loss of the healthy sites): {typed(weights)}")
     spent = any(Path(results).rglob("privacy_spent.json"))
     also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")

@@ -195,6 +195,7 @@ class Ranking:
             text = f"{first} is better than {over} by more than its interval: "
             text += f"{self.against(first)} {of}. The {self._worse} site with it is "
             text += f"{self._worst(first)}; with {over} {self._worst(over)}."
+            text += "".join(f" Outlier {s}: {self.against(first, s)}." for s in self.outliers[:5])
             hurt = [s for s in self.counted if self.clearly(over, first, s, alike=True)]
             return text + f" But {_listed(hurt)} does worse by more than the interval." * bool(hurt)
         even = [n for n in others if self.clearly(n, over, alike=True) and n not in self.ended]

@@ -90,7 +90,8 @@ def run(planned: Planned, tell: Callable[[int], None], command: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     document: Config = tomlkit.parse(planned.text)
-    document["network"]["port"] = free_port()
+    if "network" in document:
+        document["network"]["port"] = free_port()
     config = folder / _CONFIG
     config.write_text(tomlkit.dumps(document), encoding="utf-8")
     words = [command, str(config), "--seed", str(planned.seed)]
