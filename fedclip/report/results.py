@@ -106,9 +106,9 @@ class Result(NamedTuple):
         known = self.classes() if metric == "accuracy" else None
         if known:
             text += f" (majority class {number(known[0])}, balanced {number(known[1])})"
-        if self.outliers:
+        if len(self.healthy) < len(self.sites):
             text += f", mean of {listed(self.healthy)}"
-        for site in self.outliers:
+        for site in (site for site in self.outliers if site in self.sites):
             own = ", ".join(f"{name} {number(self.sites[site][name])}" for name in names)
             text += f"; outlier {site}: {own}"
         return text
@@ -129,7 +129,7 @@ def result_of(report: Report, experiment: str) -> Result:
     nodes = {site_of(n): m for n, m in report.confusions.items() if _in(n, experiment)}
     return Result(
         shown,
-        [site for site in outliers_of(seen(places_of(rows))) if site in own],
+        outliers_of(seen(places_of(rows))),
         whole.clipped_share if whole.steps else math.nan,
         {site: matrix for site, matrix in nodes.items() if site in shown},
     )
