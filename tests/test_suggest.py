@@ -257,6 +257,16 @@ def test_too_little_is_said(tmp_path: Path, module: str, norms: list[float], wor
     assert words in " ".join(result.stdout.split())
 
 
+def test_with_noise_nobody_is_asked_to_measure(tmp_path: Path) -> None:
+    Node(tmp_path / "a", [["value-clip", {"max_value": 1.0}]]).round([1.0] * 40)
+    noise = {"noise_multiplier": 2.0, "expected_clients": 3, "delta": 1e-3}
+    server = Node(tmp_path / "server", [["update-clip-server", noise]])
+    server.checkpointer.save_optimizer(server.optimizer, timestamp="01")
+    shown = call("suggest", tmp_path).stdout
+    assert "plan the limit with" in " ".join(shown.split())
+    assert "no-op" not in shown
+
+
 @pytest.mark.parametrize(("use", "shown"), [("", 3), ("step.learnt", 1)])
 def test_every_printed_block_is_toml(looked: Path, use: str, shown: int) -> None:
     result = call("suggest", looked, *(["--use", use] if use else []))

@@ -145,7 +145,7 @@ def test_ten_sites_and_seven_settings_fit_a_narrow_terminal() -> None:
         }
         for i, name in enumerate(names)
     }
-    found = Ranking(values, NONE, ended={names[-1]: "it diverged"})
+    found = Ranking(values, NONE)
     file = io.StringIO()
     console = Console(file=file, width=80)
     ranking, by_site = found.tables()
@@ -153,25 +153,19 @@ def test_ten_sites_and_seven_settings_fit_a_narrow_terminal() -> None:
         console.print(drawn(table))
     text = file.getvalue()
     assert "…" not in text
-    for word in (*names, "given up", "+0.029 ± 0.083", "50%", f"{sites[0]} (not"):
+    for word in (*names, "+0.029 ± 0.083", "50%", f"{sites[0]} (not"):
         assert word in text
     assert [len(table["rows"]) for table in (ranking, by_site)] == [7, 10]
     only = Ranking({NONE: values[NONE]}, NONE).tables()[1]
     assert (only["heads"], only["rows"][0][1:]) == (["Site", NONE, "Difference"], ["0.8", "-"])
 
 
-def test_what_is_hopeless_is_given_up_and_why() -> None:
+def test_what_diverged_or_failed_comes_last() -> None:
     low = [[a - 0.3, b - 0.3 - a / 100, 1.0] for a, b, _ in BARE]
-    same = [[a - 0.3, b - 0.3, 1.0] for a, b, _ in BARE]
-    one = [[a - 0.3, b + 0.1, 1.0] for a, b, _ in BARE]
-    lost = [[NAN, 0.5, 0.5]] * 2
-    found = standings(no_clipping=low, x=RAISED, low=low, one=one, same=same, lost=lost)
-    why = found.give_up()
-    assert set(why) == {"low", "lost"}
-    assert "it diverged with seed 1, 2" in why["lost"]
-    assert "x is better at each site" in why["low"]
-    assert found.order() == ["x", "one", "same", NONE, "low", "lost"]
-    assert found.give_up() == {}
+    found = standings(no_clipping=low, x=RAISED, one=BARE, lost=[[NAN, 0.5, 0.5]] * 2)
+    found.results["failed"] = {"1": Result()}
+    assert found.order() == ["x", "one", NONE, "lost", "failed"]
+    assert (found.lost("lost"), found.lost("failed")) == (["1", "2"], ["1"])
 
 
 @pytest.mark.parametrize(

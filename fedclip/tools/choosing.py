@@ -191,8 +191,8 @@ def tune(
 ) -> None:
     """Rank values, or what `suggest` proposes, over several seeds.
 
-    The ranking goes by the metric of each site, against no clipping. Several runs go on at a time,
-    and what is hopeless is given up. After an interruption the same command continues.
+    The ranking goes by the metric of each site, against no clipping. Several runs go on at a time.
+    After an interruption the same command continues.
     """
     from fedclip.tools import showing
     from fedclip.tools.check import find_config
@@ -248,8 +248,9 @@ def _tuned(tuning: Tuning, jobs: int) -> None:
         before += sum(run.rounds for run in todo)
         if failed and not number:
             fail(next(iter(failed.values())))
-        for name, why in tuning.judge(wave, failed).items():
-            say(f"{name} is given up: {why}", err=True)
+        tuning.judge(wave, failed)
+        for why in failed.values():
+            say(why, err=True)
         if not number and not tuning.settings:
             advice, left_out = tuning.advised()
             for line in (*advice.findings, advice.answer):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -78,14 +78,11 @@ class Ranking:
     counted
         The sites that the ranking counts; by default all but those that are outliers in at least
         half of the runs.
-    ended
-        Why a setting was given up before it had all seeds.
     """
 
     results: dict[str, dict[str, Result]]
     reference: str
     counted: Sequence[str] = ()
-    ended: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         runs = [run for seeds in self.results.values() for run in seeds.values() if run.sites]
@@ -138,27 +135,16 @@ class Ranking:
         return min(means, key=lambda site: (not math.isnan(means[site]), self._sign * means[site]))
 
     def order(self) -> list[str]:
-        """Return the settings, best first; those that diverged or were given up come last."""
+        """Return the settings, best first; those that failed or diverged come last."""
 
-        def place(name: str) -> tuple[bool, bool, float]:
-            return bool(self.lost(name)), name in self.ended, -self._sign * self.mean(name)[0]
+        def place(name: str) -> tuple[bool, float]:
+            return bool(self.lost(name)), -self._sign * self.mean(name)[0]
 
         return sorted(self.results, key=place)
 
     @property
     def _sign(self) -> int:
         return 1 if self.higher else -1
-
-    def give_up(self) -> dict[str, str]:
-        """Give up what is hopeless; return it, and why. The reference stays."""
-        best, found = self.order()[0], {}
-        for name in (n for n in self.results if n not in (self.reference, *self.ended)):
-            if lost := self.lost(name):
-                found[name] = f"it diverged with seed {', '.join(lost)}"
-            elif all(self.clearly(best, name, site) for site in self.counted):
-                found[name] = f"{best} is better at each site that counts, beyond the interval"
-        self.ended |= found
-        return found
 
     @property
     def alike(self) -> bool:
@@ -170,7 +156,7 @@ class Ranking:
     def winner(self) -> str:
         """The best of those that beat the reference by more than the interval; or ""."""
         over, diverged = self.reference, bool(self.lost(self.reference))
-        fit = [n for n in self.order() if n not in (over, *self.ended) and not self.lost(n)]
+        fit = [name for name in self.order() if name != over and not self.lost(name)]
         won = [name for name in fit if diverged or self.clearly(name, over)]
         return won[0] if won and not self.alike else ""
 
@@ -198,7 +184,7 @@ class Ranking:
             text += "".join(f" Outlier {s}: {self.against(first, s)}." for s in self.outliers[:5])
             hurt = [s for s in self.counted if self.clearly(over, first, s, alike=True)]
             return text + f" But {_listed(hurt)} does worse by more than the interval." * bool(hurt)
-        even = [n for n in others if self.clearly(n, over, alike=True) and n not in self.ended]
+        even = [n for n in others if self.clearly(n, over, alike=True)]
         if even:
             return (
                 f"No winner: {even[0]} differs from {over} by the same with all seeds, "
@@ -228,8 +214,7 @@ class Ranking:
         lost, clipped = len(self.lost(name)), self._clipped(name)
         mean = f"NaN in {lost}" if lost and self.results[name] else shown(*self.mean(name))
         share = "-" if math.isnan(clipped) else f"{clipped:.0%}"
-        title = name + ", given up" * (name in self.ended)
-        return [title, mean, self.against(name), share, self._worst(name)]
+        return [name, mean, self.against(name), share, self._worst(name)]
 
     def _clipped(self, name: str) -> float:
         return statistics.fmean(run.clipped for run in self.results[name].values())
@@ -275,7 +260,7 @@ class Ranking:
             return {key: _finite(x) for key, x in zip(names, found, strict=True)}
 
         settings = [
-            {"name": name, "seeds": [*self.results[name]], "given_up": self.ended.get(name, "")}
+            {"name": name, "seeds": [*self.results[name]]}
             | {"diverged": self.lost(name), "clipped": _finite(self._clipped(name)), **plain(name)}
             | dict(zip(_CLASSES, self.classes(name) or (None, None), strict=True))
             | {"sites": {site: plain(name, site) for site in self.sites}}

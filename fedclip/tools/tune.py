@@ -2,7 +2,7 @@
 """Tries settings over seeds, several runs at a time, against a configuration without clipping.
 
 The settings are named, or those that `suggest` proposes by the norms of the first runs, which are
-those without clipping. From the second seed on, what is hopeless is given up.
+those without clipping. What failed or diverged gets no more seeds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,7 +106,6 @@ class Tuning:
     texts: dict[str, str] = field(default_factory=dict)
     """The configuration of each setting."""
     results: dict[str, dict[str, Result]] = field(default_factory=dict)
-    ended: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.text = self.file.read_text(encoding="utf-8")
@@ -152,29 +151,34 @@ class Tuning:
                 f"would start with {first}, which is not tried" if first else "has no first choice"
             )
             return f"`fedclip suggest` {text}; these runs decide."
-        why = ranking.ended.get(first) or f"here it comes to {ranking.against(first)}"
+        why = "it diverges" if ranking.lost(first) else f"here: {ranking.against(first)}"
         return f"`fedclip suggest` would start with {first}, by the norms of one run; {why}."
 
     def waves(self) -> Iterator[list[Planned]]:
         """Yield runs to be made and judged: those without clipping first, then seed by seed.
 
-        Where their seeds do not differ, the other settings are run once.
+        Where their seeds do not differ, the other settings are run once. What has diverged, or
+        failed, gets no more seeds.
         """
         yield self.runs[NONE][:2]
         seeds = 1 if self.ranking.alike else self.seeds
         first = [name for name in self.runs if name != NONE]
         yield [self.runs[name][seed] for seed in range(min(2, seeds)) for name in first]
         for seed in range(2, seeds):
-            yield [self.runs[name][seed] for name in self.runs if name not in self.ended]
+            yield [self.runs[name][seed] for name in self._going]
 
     @property
     def left(self) -> int:
         """How many rounds are still to be run, at most."""
-        going = [runs for name, runs in self.runs.items() if name not in self.ended]
-        return sum(run.rounds for runs in going for run in runs if not run.done)
+        return sum(run.rounds for name in self._going for run in self.runs[name] if not run.done)
 
-    def judge(self, runs: Sequence[Planned], failures: Mapping[Planned, str]) -> dict[str, str]:
-        """Rank the results so far; return which settings are given up, and why.
+    @property
+    def _going(self) -> list[str]:
+        tried = [name for name in self.results if name != NONE]
+        return [n for n in self.runs if n not in tried or not self.ranking.lost(n)]
+
+    def judge(self, runs: Sequence[Planned], failures: Collection[Planned]) -> None:
+        """Rank the results so far.
 
         Raises
         ------
@@ -192,7 +196,4 @@ class Tuning:
             if site not in known:
                 hint = nearest(site, known) or f" (there are: {', '.join(sorted(known))})"
                 raise ValueError(f"there is no site {site!r}{hint}")
-        failed = {run.label: text for run, text in failures.items()}
-        self.ended |= failed
-        self.ranking = Ranking(self.results, NONE, self.sites, self.ended)
-        return failed | self.ranking.give_up()
+        self.ranking = Ranking(self.results, NONE, self.sites)
