@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
+from quickruns import write_config, write_sites
 
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.claims import Claim, voids_of
@@ -429,3 +430,24 @@ def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, t
     found = problems(text)
     assert found
     assert all(len(line) < 2_000 for line in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch_size": 30, "training": "n_epoch = 1"}, "[run.training] b has 24 records in train"),
+        ({"training": "n_epoch = 1\ndrop_remainder = false", "batch_size": 30}, ""),
+        (
+            {"more": "[run.evaluate]\nbatch_size = 99\ndrop_remainder = true"},
+            "[run.evaluate] a has",
+        ),
+        ({"more": "[optim.fairness]\nalgorithm = 'fairgrad'"}, "[optim.fairness] declearn's"),
+    ],
+)
+def test_what_ends_in_a_traceback_of_declearn_is_found_before(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    write_sites(tmp_path)
+    found = check_config(write_config(tmp_path / "config.toml", **changes)).problems
+    texts = [f"{problem.where} {problem.message}" for problem in found]
+    assert any(text.startswith(said) for text in texts) if said else not texts, texts

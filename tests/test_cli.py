@@ -374,8 +374,8 @@ def test_report_follows_a_run_until_it_ends(
     assert [line.partition(":")[0] for line in lines[:3]] == [
         f"c0, norm-clip, round {n}" for n in (1, 2, 3)
     ]
-    assert lines[3] == "50.0% of 6 steps were clipped."
-    assert lines[4].startswith("server: loss 0.25 after round")
+    assert lines[3] == "After round 3: loss 0.25."
+    assert lines[4] == "50.0% of 6 steps were clipped."
     assert "waiting for the first round" in result.stderr
     assert "run does not exist" in result.stderr
     assert call("report", folder, "--follow", "--json").exit_code == 2

@@ -124,7 +124,7 @@ def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess
         ("matplotlib", COMMAND, ["report", "run", "--plot", "p.png"], "matplotlib"),
         ("jinja2", COMMAND, ["report", "run", "--html", "p.html"], "jinja2 vl-convert-python"),
         # Before it runs anything: the file is not there, and it does not come to that.
-        ("jinja2", COMMAND, ["sweep", "x.toml", "--html", "p.html"], "jinja2 vl-convert-python"),
+        ("jinja2", COMMAND, ["tune", "x.toml", "--html", "p.html"], "jinja2 vl-convert-python"),
     ],
 )
 def test_what_is_missing_is_named_in_one_sentence(

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from declearn.dataset.utils import load_data_array
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.optimizer import Optimizer
 from declearn.quickrun import DataSourceConfig, parse_data_folder
@@ -221,6 +222,12 @@ def _check_quickrun(check: Check, config: Config) -> None:
     if isinstance(config.get("optim"), dict):
         wrong = any(finding.where.startswith("[run") for finding in check.problems)
         _check_optim(check, config["optim"], {} if wrong else run)
+    if "fairness" in _section(config, "optim"):
+        check.problem(
+            "[optim.fairness]",
+            "declearn's fairness needs a FairnessDataset, which names sensitive attributes, and "
+            "[data] gives arrays: run it by a script of your own, or remove this section",
+        )
     if isinstance(config.get("run"), dict) and "register" not in run:
         text = "this section is missing: write in min_clients how many clients to wait for"
         check.problem("[run.register]", text)
@@ -344,6 +351,7 @@ def _check_data(check: Check, data: Section, run: Section) -> None:
     if "privacy" in run:
         for level, text in asked_for(files):
             check.add(level, "[data]", text)
+    _check_batches(check, files, run)
     count = len(files)
     register = run.get("register")
     low = high = register
@@ -353,6 +361,29 @@ def _check_data(check: Check, data: Section, run: Section) -> None:
         check.problem("[data]", f"{low} clients are waited for, and the data folder holds {count}")
     elif isinstance(high, int) and count > high:
         check.problem("[data]", f"{high} clients are admitted, and the data folder holds {count}")
+
+
+def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Section) -> None:
+    """Find sites that get no batch, as they have fewer records than one has."""
+    # DP-SGD draws batches by itself.
+    parts = () if "privacy" in run else (("training", "train", True), ("evaluate", "valid", False))
+    for section, of, default in parts:
+        effort = _section(run, section)
+        size = effort.get("batch_size", 128)
+        if not effort.get("drop_remainder", default) or not isinstance(size, int):
+            continue
+        for site, own in files.items():
+            try:
+                count = len(load_data_array(own[f"{of}_target"]))
+            except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
+                continue
+            if count < size:
+                check.problem(
+                    f"[run.{section}]",
+                    f"{site} has {count} records in {of}_target, and batch_size = {size} drops the "
+                    f"remainder, so it gets no batch: write drop_remainder = false, or a "
+                    f"batch_size of at most {count}",
+                )
 
 
 def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 import fedclip
-from fedclip.tools import privacy, site, studies
+from fedclip.tools import choosing, privacy, site
 from fedclip.tools.output import (
     Commands,
     ConfigPath,
@@ -199,6 +199,8 @@ def quickrun(
     clients, results, finished = run(result.path, verbose=verbose, seed=seed)
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
+    weights = Path(results, "server", "model_state_best.mpk")
+    say(f"Best weights (lowest mean loss of the healthy sites): {typed(weights)}")
     spent = any(Path(results).rglob("privacy_spent.json"))
     also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
@@ -231,9 +233,12 @@ def simulate(
             say(f"fedclip: {after}")
             return
         fail(after, code=130 if done.ended == "interrupted" else 1)
+    say(f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s")
     say(
-        f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s; see  {see}"
+        f"Best weights (round {done.best}, lowest mean loss of the healthy sites): "
+        f"{typed(Path(done.results, 'server', 'model_state_best.mpk'))}"
     )
+    say(f"See  {see}")
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -272,7 +277,7 @@ def report(
     ] = False,
     rounds: Annotated[
         bool | None,
-        typer.Option("--rounds/--summary", help="A line for each round, or only for each node."),
+        typer.Option("--rounds/--summary", help="A line for each round, or for each node."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a plot as well (.png, .svg, .pdf).")
@@ -305,7 +310,7 @@ def report(
 
 
 # Commands are listed in the order in which they are added.
-studies.add_to(app)
+choosing.add_to(app)
 
 
 @app.command()
