@@ -1,6 +1,6 @@
 """Predict the class of new records: python predict.py new.csv [--run FOLDER] [--best].
 
-The file has the columns of columns.toml; the target may be missing. FOLDER is a node's results:
+The file has the columns of columns.toml; the target may be left out. FOLDER is a node's results:
 results/server, results/NAME of a client, or results/simulated/server after a simulation.
 """
 
@@ -23,12 +23,14 @@ def main() -> None:
         "--best", action="store_true", help="the best round's weights, not the last"
     )
     parser.add_argument("--out", type=Path, default=Path("predictions.csv"))
+    for name, usual in (("encoding", "utf-8"), ("separator", ","), ("decimal", ".")):
+        parser.add_argument(f"--{name}", default=usual, help=f"of the file; usually {usual!r}")
     given = parser.parse_args()
     files = sorted(given.run.glob("model_state_*.mpk"))
     files = [file for file in files if (file.stem == "model_state_best") == given.best]
     if not files:
         parser.error(f"{given.run} holds no such weights: give --run another folder")
-    columns = read_columns()
+    columns = read_columns(given.encoding, given.separator, given.decimal)
     names = [name for name in columns.names if name != columns.target]
     cells, values = read_records(given.file, names, columns)
     label = files[-1].stem.removeprefix("model_state_")
@@ -38,8 +40,8 @@ def main() -> None:
     several = scores.ndim > 1 and scores.shape[1] > 1
     found = scores.argmax(axis=1) if several else (scores.reshape(-1) > 0).astype(int)
     classes = [*columns.classes]
-    with given.out.open("w", encoding=columns.encoding, newline="") as lines:
-        writer = csv.writer(lines, delimiter=columns.separator)
+    with given.out.open("w", encoding="utf-8", newline="") as lines:
+        writer = csv.writer(lines)
         writer.writerow([columns.identifier, columns.target])
         writer.writerows([row[0], classes[i]] for row, i in zip(cells, found, strict=True))
     print(f"{len(cells)} predictions by {files[-1]} are in {given.out}")

@@ -28,12 +28,11 @@ HERE = Path(__file__).resolve().parent
 # Decides, with the identifiers, who validates. It is made at the first run. Keep it secret, and
 # keep it as long as the data: with another key, other records validate.
 KEY = HERE / "split.key"
-Cells = list[list[str]]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The content of columns.toml."""
+    """The content of columns.toml, and how this site's file is written."""
 
     encoding: str
     separator: str
@@ -59,10 +58,11 @@ class Columns:
         return cell in self.missing or cell in self.missing_in.get(name, ())
 
 
-def read_columns(file: Path = HERE / "columns.toml") -> Columns:
+def read_columns(encoding: str = "utf-8", separator: str = ",", decimal: str = ".") -> Columns:
     """Return the content of columns.toml, or stop at what is wrong in it."""
+    file = HERE / "columns.toml"
     try:
-        found = Columns(**tomllib.loads(unicodedata.normalize("NFC", file.read_text("utf-8"))))
+        found = Columns(encoding, separator, decimal, **tomllib.loads(file.read_text("utf-8")))
         if not found.identifier:
             raise ValueError("`identifier` names no column, and row numbers are not identifiers")
         if twice := [name for name in found.names if found.names.count(name) > 1]:
@@ -73,29 +73,27 @@ def read_columns(file: Path = HERE / "columns.toml") -> Columns:
             numbers = [about["unit"] and about[key] for key in ("scale", "centre", "fill")]
             if len(about) != 4 or numbers[0] <= 0 or not all(abs(x) < 1e30 for x in numbers):
                 raise ValueError(f"{name} has unit, centre, scale (above 0) and fill")
-        # Raises an error if there is no such encoding, or no such separator.
-        csv.reader("".encode(found.encoding).decode(), delimiter=found.separator)
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         sys.exit(f"{file}: {error}.")
     return found
 
 
-def read_cells(file: Path, columns: Columns) -> Cells:
+def read_cells(file: Path, columns: Columns) -> list[list[str]]:
     """Return the cells of a file, its header first."""
-    raw, mark = file.read_bytes(), columns.separator
+    raw, mark = file.read_bytes(), columns.separator.replace("\\t", "\t")
     try:
         text = unicodedata.normalize("NFC", raw.decode(columns.encoding)).removeprefix("\ufeff")
         rows = [*csv.reader(io.StringIO(text, newline=""), delimiter=mark, strict=True)]
     except UnicodeDecodeError as error:
         header, *lines = raw[: error.start].decode("latin-1").split("\n")
         name = header.split(mark)[: (lines or [header])[-1].count(mark) + 1][-1]
-        text = f"{file}, row {len(lines) + 1}, column {name!r}: this is not {columns.encoding}"
-        sys.exit(f"{text}. Write the right `encoding` into columns.toml.")
-    except csv.Error as error:
-        sys.exit(f"{file}: {error}. Look for a quotation mark that is not closed.")
+        place = f"row {len(lines) + 1}, column {name!r}"
+        sys.exit(f"{file}, {place}: not {columns.encoding}. Write --encoding latin-1, or another.")
+    except (csv.Error, LookupError, TypeError) as error:
+        sys.exit(f"{file}: {error}. Is each quotation mark closed, each option right?")
     table = [[cell.strip() for cell in row] for row in rows] or [[]]
     if len(table[0]) == 1 and (other := max(",;\t|", key=table[0][0].count)) in table[0][0]:
-        sys.exit(f"{file}, row 1, column {table[0][0]!r}: write separator = {other!r}.")
+        sys.exit(f"{file}, row 1, column {table[0][0]!r}: write --separator {other!r}.")
     return table
 
 
@@ -107,7 +105,7 @@ def encode(name: str, cell: str, columns: Columns) -> list[float]:
     if name in columns.number:
         about, digits = columns.number[name], rf"\d*{re.escape(columns.decimal)}?\d+"
         if not missing and not re.fullmatch(rf"[-+]?{digits}(e[-+]?\d+)?", cell, re.A | re.I):
-            raise ValueError(f"{cell!r} is not a number. Correct it, `decimal` or `missing`")
+            raise ValueError(f"{cell!r} is no number. Correct it, --decimal, or `missing`")
         value = float(about["fill"] if missing else cell.replace(columns.decimal, "."))
         if abs(value) > 1e30:
             raise ValueError(f"{cell!r} is too large. Correct it")
@@ -120,7 +118,7 @@ def encode(name: str, cell: str, columns: Columns) -> list[float]:
     return [*map(float, [place] if name == columns.target else found)]
 
 
-def read_records(file: Path, names: list[str], columns: Columns) -> tuple[Cells, NDArray[Any]]:
+def read_records(file: Path, names: list[str], columns: Columns) -> tuple[list[Any], NDArray[Any]]:
     """Return cells and their numbers, row by row, or stop and show what is wrong."""
     header, *rows = read_cells(file, columns)
     wrong = {f"column {one!r}: it is there twice": [1] for one in header if header.count(one) > 1}
@@ -175,8 +173,7 @@ def write_site(file: Path, site: str, columns: Columns) -> None:
         if columns.unit == "person":
             quoted = ['"' + row[0].replace('"', '""') + '"\n' for row in here]
             persons.write_text("person\n" + "".join(quoted), "utf-8")
-        unit = f"different {columns.unit}s"
-        counts.append({"records": len(here), unit: len({row[0] for row in here})})
+        counts.append({"records": len(here), f"{columns.unit} ids": len({row[0] for row in here})})
         for i, name in enumerate(columns.classes):
             counts[-1][f"class {name}"] = int((targets[rows] == i).sum())
         for i, name in enumerate(columns.names):
@@ -193,19 +190,18 @@ def write_example(columns: Columns) -> None:
     """Invent records of three sites, and make the sites' data of them."""
     for site in ("north", "south", "east"):
         draw, rows, classes = random.Random(site), [columns.names], [*columns.classes]
-        for i in range(300):
+        for i in range(1000):
             cells = {name: draw.choice([*texts]) for name, texts in columns.text.items()}
             cells[columns.identifier] = f"{site}-{i // 3 if columns.unit == 'person' else i}"
             score = draw.gauss(len(classes) / 2, 0.5)
             for name, about in columns.number.items():
                 score += (away := draw.gauss(0, 1))
-                value = about["centre"] + away * about["scale"]
-                cells[name] = f"{value:.6g}".replace(".", columns.decimal)
+                cells[name] = f"{about['centre'] + away * about['scale']:.6g}"
             cells[columns.target] = classes[min(max(int(score), 0), len(classes) - 1)]
             rows.append([cells.get(name, "") for name in columns.names])
         file = HERE / f"example-{site}.csv"
-        with file.open("w", encoding=columns.encoding, newline="") as lines:
-            csv.writer(lines, delimiter=columns.separator).writerows(rows)
+        with file.open("w", encoding="utf-8", newline="") as lines:
+            csv.writer(lines).writerows(rows)
         write_site(file, site, columns)
 
 
@@ -215,11 +211,14 @@ def main() -> None:
     parser.add_argument("file", type=Path, nargs="?", help="the CSV file of this site")
     parser.add_argument("--site", default="", help="its name: letters, digits, - and _")
     parser.add_argument("--example", action="store_true", help="invent records of three sites")
+    for name, usual in (("encoding", "utf-8"), ("separator", ","), ("decimal", ".")):
+        parser.add_argument(f"--{name}", default=usual, help=f"of the file; usually {usual!r}")
     given = parser.parse_args()
+    columns = read_columns(given.encoding, given.separator, given.decimal)
     if given.example:
-        write_example(read_columns())
+        write_example(columns)
     elif given.file and re.fullmatch(r"(?!(server|clients|simulated)$)[\w-]+", given.site, re.A):
-        write_site(given.file, given.site, read_columns())
+        write_site(given.file, given.site, columns)
     else:
         parser.error("give FILE and --site NAME, or --example")
 
