@@ -113,7 +113,7 @@ def encode(name: str, cell: str, columns: Columns) -> list[float]:
     texts = {**columns.text, columns.target: columns.classes}.get(name, {})
     found = [cell in (text, *spellings) for text, spellings in texts.items()]
     if texts and not missing and sum(found) != 1:
-        raise ValueError(f"{cell!r} is not one of {[*texts]}. Correct it, or add it at all sites")
+        raise ValueError(f"{cell!r} is not in {[*texts]}. Correct it, or add it to columns.toml")
     place = found.index(True) if any(found) else -1
     return [*map(float, [place] if name == columns.target else found)]
 
@@ -139,10 +139,10 @@ def read_records(file: Path, names: list[str], columns: Columns) -> tuple[list[A
                     values[-1] += encode(name, cell, columns)
                 except ValueError as error:
                     wrong.setdefault(f"column {name!r}: {error}", []).append(number)
-    for text, found in [*wrong.items()][:20]:
+    for text, found in [*wrong.items()][:12]:
         print(f"{file}, row {found[0]}, {text}. ({len(found)} rows)", file=sys.stderr)
     if wrong or not cells:
-        sys.exit(f"{file}: {len(wrong)} problems, {len(cells)} records. Edit it or columns.toml.")
+        sys.exit(f"{len(wrong)} problems. Edit {file}, or columns.toml at all sites.")
     return cells, np.array(values)
 
 
