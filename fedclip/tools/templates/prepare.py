@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 # Decides, with the identifiers, who validates. It is made at the first run. Keep it secret, and
 # keep it as long as the data: with another key, other records validate.
 KEY = HERE / "split.key"
+NUMBER = ("unit", "centre", "scale", "fill")
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ def read_columns(encoding: str = "utf-8", separator: str = ",", decimal: str = "
         if found.unit not in ("record", "person") or not 0 < found.validation < 1:
             raise ValueError('`unit` is "record" or "person", `validation` is between 0 and 1')
         for name, about in found.number.items():
-            numbers = [about["unit"] and about[key] for key in ("scale", "centre", "fill")]
-            if len(about) != 4 or numbers[0] <= 0 or not all(abs(x) < 1e30 for x in numbers):
+            known = {*about} == {*NUMBER} and all(abs(about[key]) < 1e30 for key in NUMBER[1:])
+            if not known or about["scale"] <= 0:
                 raise ValueError(f"{name} has unit, centre, scale (above 0) and fill")
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         sys.exit(f"{file}: {error}.")
@@ -87,8 +88,7 @@ def read_cells(file: Path, columns: Columns) -> list[list[str]]:
     except UnicodeDecodeError as error:
         header, *lines = raw[: error.start].decode("latin-1").split("\n")
         name = header.split(mark)[: (lines or [header])[-1].count(mark) + 1][-1]
-        place = f"row {len(lines) + 1}, column {name!r}"
-        sys.exit(f"{file}, {place}: not {columns.encoding}. Write --encoding latin-1, or another.")
+        sys.exit(f"{file}, row {len(lines) + 1}, column {name!r}: write --encoding latin-1.")
     except (csv.Error, LookupError, TypeError) as error:
         sys.exit(f"{file}: {error}. Is each quotation mark closed, each option right?")
     table = [[cell.strip() for cell in row] for row in rows] or [[]]
@@ -142,7 +142,7 @@ def read_records(file: Path, names: list[str], columns: Columns) -> tuple[list[A
     for text, found in [*wrong.items()][:12]:
         print(f"{file}, row {found[0]}, {text}. ({len(found)} rows)", file=sys.stderr)
     if wrong or not cells:
-        sys.exit(f"{len(wrong)} problems. Edit {file}, or columns.toml at all sites.")
+        sys.exit(f"{file}: {len(wrong)} problems in {len(cells)} records. Nothing is written.")
     return cells, np.array(values)
 
 
