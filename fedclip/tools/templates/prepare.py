@@ -183,7 +183,7 @@ def write_site(file: Path, site: str, columns: Columns) -> None:
     print(*(f"{one:30}{counts[0][one]:8}{counts[1][one]:8}" for one in counts[0]), sep="\n")
     print(f"{'left out, without target':30}{(targets < 0).sum():8}")
     if not counts[1]["records"]:
-        print("No record is left to validate: the accuracy at this site stays unknown.")
+        print("No record validates: this site reports no accuracy, and no private client runs.")
 
 
 def write_example(columns: Columns) -> None:
