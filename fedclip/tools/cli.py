@@ -108,7 +108,10 @@ def init(
         typer.Option(help="Train with DP-SGD, and protect each record or each person."),
     ] = None,
 ) -> None:
-    """Write a project: data preparation, model, server, clients and predictions, yours to edit."""
+    """Write a project of your own, for CSV files at several sites.
+
+    It prepares data, trains with a server and clients, and predicts. You edit its files.
+    """
     from fedclip.tools.init import write_project
 
     missing = write_project(folder, model, privacy)
