@@ -50,7 +50,16 @@ def example(n: int = 40) -> Rows:
     rng = np.random.default_rng(0)
     head = ["id", "remarks", "age", "bmi", "glucose", "sex", "smoker", "outcome"]
     rows = [
-        [f"p{i // 2}", "", f"{60 + 9 * x:.1f}", f"{26 + 3 * y:.1f}", "5.5", "f", "ex", "01"[int(x > 0)]]
+        [
+            f"p{i // 2}",
+            "",
+            f"{60 + 9 * x:.1f}",
+            f"{26 + 3 * y:.1f}",
+            "5.5",
+            "f",
+            "ex",
+            "01"[int(x > 0)],
+        ]
         for i, (x, y) in enumerate(rng.normal(size=(n, 2)))
     ]
     return [head, *rows]
