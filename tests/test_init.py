@@ -318,13 +318,17 @@ def test_a_project_runs_as_written(tmp_path: Path, model: str, privacy: str | No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("privacy", [None, "persons"])
-def test_server_and_clients_as_the_readme_starts_them(tmp_path: Path, privacy: str | None) -> None:
+@pytest.mark.parametrize(("model", "privacy"), [("jax", None), ("sklearn", "persons")])
+def test_server_and_clients_as_the_readme_starts_them(
+    tmp_path: Path, model: str, privacy: str | None
+) -> None:
+    if model == "jax":
+        require("haiku")
     if privacy:
         pytest.importorskip("opacus")
     if shutil.which("openssl") is None:
         pytest.skip("no openssl")
-    project = written(tmp_path / "x", privacy=privacy)
+    project = written(tmp_path / "x", model, privacy)
     config, port = project / "config.toml", free_port()
     config.write_text(re.sub(r"rounds = \d+", "rounds = 2", config.read_text()))
     readme = (project / "README.md").read_text().replace("server.example.org", "localhost")
@@ -333,7 +337,8 @@ def test_server_and_clients_as_the_readme_starts_them(tmp_path: Path, privacy: s
     assert len(commands) == 3
     for line in commands:
         subprocess.run(line, cwd=project, shell=True, check=True, capture_output=True)
-    env = hiding(*(name for name in FRAMEWORK_MODULES if not (privacy and name == "torch")))
+    used = ["torch"] if privacy else ["jax", "jaxlib", "haiku"]
+    env = hiding(*(name for name in FRAMEWORK_MODULES if name not in used))
     ended(project / "prepare.py", "--example", env=env, cwd=project)
     (server,) = (line for line in lines if line.startswith("python server.py --host"))
     (client,) = (line for line in lines if line.startswith("python client.py"))

@@ -15,7 +15,9 @@ from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedClient
 from declearn.utils import set_device_policy, setup_client_loggers
 
-import fedclip  # noqa: F401 (its clippers become known to declearn)
+# Both make known to declearn what the server sends: clippers, and this kind of model.
+import fedclip  # noqa: F401
+import model  # noqa: F401
 
 HERE = Path(__file__).resolve().parent
 
