@@ -10,6 +10,7 @@ import argparse
 import logging
 from pathlib import Path
 
+import model  # noqa: F401
 from declearn.communication import NetworkClientConfig
 from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedClient
@@ -17,7 +18,6 @@ from declearn.utils import set_device_policy, setup_client_loggers
 
 # Both make known to declearn what the server sends: clippers, and this kind of model.
 import fedclip  # noqa: F401
-import model  # noqa: F401
 
 HERE = Path(__file__).resolve().parent
 

@@ -11,11 +11,11 @@ import logging
 import tomllib
 from pathlib import Path
 
+import model  # noqa: F401 (makes this kind of model known to declearn)
 from declearn.communication import NetworkClientConfig
 from declearn.dataset import InMemoryDataset
 from declearn.utils import set_device_policy, setup_client_loggers
 
-import model  # noqa: F401 (makes this kind of model known to declearn)
 from fedclip import PrivateFederatedClient
 
 HERE = Path(__file__).resolve().parent
