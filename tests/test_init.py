@@ -248,7 +248,7 @@ def test_mistakes_in_columns_toml_are_refused(
     assert said in str(ended.value)
 
 
-def test_the_table_counts_and_a_small_site_is_told(
+def test_the_table_counts_and_names_a_site_without_validation_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = written(tmp_path / "x", privacy="persons")

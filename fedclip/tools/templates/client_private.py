@@ -11,7 +11,7 @@ import logging
 import tomllib
 from pathlib import Path
 
-import model  # noqa: F401 (makes this kind of model known to declearn)
+import model  # noqa: F401 (declearn learns of the kind of model that the server sends)
 from declearn.communication import NetworkClientConfig
 from declearn.dataset import InMemoryDataset
 from declearn.utils import set_device_policy, setup_client_loggers
@@ -33,7 +33,7 @@ def read_data(folder: Path, part: str) -> InMemoryDataset:
 def main() -> None:
     """Take part in the training."""
     parser = argparse.ArgumentParser(description="Run the client of a site.")
-    parser.add_argument("name", help="the site, as prepare.py was told it")
+    parser.add_argument("name", help="the site, as you named it for prepare.py")
     parser.add_argument("--server", default="ws://127.0.0.1:8765", help="address of the server")
     parser.add_argument("--certificate", help="of the authority that signed the server's")
     given = parser.parse_args()
