@@ -87,7 +87,7 @@ except SystemExit:
     [
         *(("--version", ""), ("--help", "rich"), ("list", ""), ("doctor", "")),
         *(("list zscore-clip", "numpy"), ("report nowhere", "numpy rich")),
-        ("init new nowhere.csv --target x", "numpy rich"),
+        ("init . --model torch", "numpy rich"),
     ],
 )
 def test_a_command_imports_what_it_needs(words: str, needs: str) -> None:

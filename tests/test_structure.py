@@ -26,8 +26,8 @@ FRAMEWORKS = (
     *("torch", "tensorflow", "keras", "jax", "haiku", "flax", "optax"),
     *("declearn.model.torch", "declearn.model.tensorflow", "declearn.model.haiku"),
 )
-# Those that know frameworks, and the checks for users' clippers, which make arrays of each.
-KNOWING = ("arrays/", "adapters/", "dpsgd/persample/", "testing.py")
+# Those that know frameworks, the checks for users' clippers, and the projects of users.
+KNOWING = ("arrays/", "adapters/", "dpsgd/persample/", "testing.py", "tools/templates/")
 
 
 def test_no_environment_is_tracked() -> None:
