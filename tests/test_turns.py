@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextvars import copy_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,9 @@ def test_a_client_is_charged_for_its_turns(noise: str) -> None:
     assert "turns of each client" in bound.open(Due(3, 12)).stop
 
 
-def test_a_restart_begins_a_schedule_and_pays_for_rounds_that_may_be_lost() -> None:
+def test_a_restart_begins_a_schedule_and_an_old_state_pays_for_what_may_be_lost(
+    tmp_path: Path,
+) -> None:
     bound = seeded()
     list(played(bound, 4))
     again = seeded()
@@ -170,8 +173,17 @@ def test_a_restart_begins_a_schedule_and_pays_for_rounds_that_may_be_lost() -> N
         assert again.epsilon == bound.epsilon
     assert again.rounds_left(99) == 99
     list(played(again, 1))
-    assert again.epsilon == pytest.approx(epsilon([Release(2.0, 2 + 1 + 1)], 1e-5))
+    assert again.epsilon == pytest.approx(epsilon([Release(2.0, 2 + 1)], 1e-5))
     assert "noise" not in str(bound.get_state())
+    # A state of before there were ledgers: the turn that may have followed it is paid for, once.
+    old = bound.get_state()
+    del old["ledger"]
+    older = seeded(ledger=str(tmp_path / "spent"))
+    for _ in range(2):
+        older.set_state(old)
+        list(played(older, 1))
+    # The ledger of `bound` has the turns of `again`, too.
+    assert older.epsilon == pytest.approx(epsilon([Release(2.0, 3 + 1 + 2)], 1e-5))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ import fedclip
 from fedclip.federation.generics import AnyModel
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
+from fedclip.federation.update.server import UpdateClipServer
+from fedclip.privacy.ledger import FILE
 from fedclip.tools.linear import quicken
 from fedclip.tools.output import ToolError
 from fedclip.tools.progress import latest, progress
@@ -116,6 +119,11 @@ class Experiment:
         """
         file = Path(self.files[site][f"{of}_data"]).with_name(PERSONS.replace("train", of))
         return file if file.exists() else None
+
+    def ledger(self, site: str = "") -> Path:
+        """Return the ledger of a client's records, next to them; or that of all clients."""
+        records = Path(self.files[site or next(iter(self.files))]["train_data"])
+        return (records if site else records.parent).resolve().with_name(FILE)
 
     def model(self) -> AnyModel:
         """Return a new model, as its file makes it."""
@@ -196,6 +204,9 @@ class Federation:
         setup_server_loggers(level=logging.INFO, fpath=os.path.join(checkpoint, "logs.txt"))
         self._hush("declearn.server", logging.INFO)
         optim = FLOptimConfig.from_toml(self.toml, False, "optim")
+        for module in optim.server_opt.modules:
+            if isinstance(module, UpdateClipServer) and not module.ledger:
+                module.charge_to(self.experiment.ledger())
         server = _Watched(
             model=self.experiment.model(),
             optim=optim,
@@ -229,7 +240,12 @@ class Federation:
         kind: Any = _Quick
         if private:
             of_valid = self.experiment.persons(name, "valid") if persons else None
-            kind = partial(fedclip.PrivateFederatedClient, persons=persons, valid_persons=of_valid)
+            kind = partial(
+                fedclip.PrivateFederatedClient,
+                persons=persons,
+                valid_persons=of_valid,
+                ledger=self._ledger(name, Path(checkpoint)),
+            )
         client = kind(
             netwk=NetworkClientConfig.from_params(
                 protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
@@ -240,6 +256,20 @@ class Federation:
             verbose=False,
         )
         await client.async_run()
+
+    def _ledger(self, name: str, results: Path) -> Path:
+        """Return the ledger of a client's records; the one in a folder of results leads there."""
+        ledger, link = self.experiment.ledger(name), results / FILE
+        if link.exists() and not link.is_symlink():
+            # Each line stands alone; those of a run before are of the same records.
+            with ledger.open("ab") as file:
+                file.write(link.read_bytes() + b"\n")
+            link.unlink()
+        if not link.is_symlink():
+            results.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # a disk may know no links
+                link.symlink_to(ledger)
+        return ledger
 
     def _hush(self, logger: str, level: int) -> None:
         """Let only what is of this level get to the console, or only warnings."""

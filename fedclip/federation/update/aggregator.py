@@ -296,6 +296,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             whole=round_ is not None,
             clients=budget.clients if budget else None,
         )
+        if module is not None and budget is not None:
+            module.halt(vetted.void)
         self._report(updates, vetted, counted=budget is None)
         if like is None:
             named = "; ".join(vetted.faults)
