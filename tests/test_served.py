@@ -159,6 +159,20 @@ def test_what_was_spent_is_not_forgotten_by_settings_without_noise(tmp_path: Pat
     assert read(tmp_path / SERVED).rounds[0]["epsilon"] > 0
 
 
+@pytest.mark.parametrize("more", [{}, {"noise_multiplier": 2.0, "expected_clients": 2}])
+def test_a_round_with_noise_in_which_nothing_came_ends_the_run(more: dict[str, Any]) -> None:
+    """As where the clients' mod was forgotten; without noise the average is zeros."""
+    served = Served({"start_norm": 1.0, **more})
+    served.open()
+    replies = [reply_from(MODEL, {}, "a"), reply_from(MODEL, {}, "b")]
+    if not more:
+        assert served.close(replies, MODEL).average["w"].tolist() == [0.0] * 3
+        return
+    with pytest.raises(RuntimeError, match=r"none of the 2 replies .* no update clipping"):
+        served.close(replies, MODEL)
+    assert "none of the 2 replies" in served.open().stop
+
+
 def test_turns_are_asked_for_where_they_are_charged() -> None:
     server = server_of({**NOISE, "separation": 3})
     assert "the clients take none" in server.open().stop
