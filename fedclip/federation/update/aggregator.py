@@ -128,8 +128,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
 
     In cleartext the server measures each reply again. A malformed reply, or one beyond the limit,
     counts as a zeroed one, so that a client that does not clip moves the average no more than one
-    that sends nothing. Under secure aggregation the server sees only the sum, and refuses a sum
-    that honest clients could not have made.
+    that sends nothing. Under secure aggregation the server sees only the sum, and projects it
+    onto the norm that the clients can reach together.
 
     ====================  ================================================================
     update                shared
