@@ -69,7 +69,7 @@ class Budget:
     Raises
     ------
     ValueError
-        If the settings are impossible; the message says which would do.
+        If the settings are impossible; the message says which would do. If the ledger is damaged.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Budget:
         if bits_noise:
             self.update_noise = split_noise(self.update_noise, bits_noise)
         self.update_noise *= math.hypot(*coefficients)
+        self.accountant.epsilon()  # a ledger that is damaged is refused now
         if max_epsilon is None:
             return
         first = accountant.epsilon(noise_multiplier, 1)
