@@ -39,10 +39,11 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -105,8 +106,8 @@ class Entry(NamedTuple):
 _OF_THIS_PROCESS: dict[Path, dict[str, Entry]] = {}
 
 
-def read_entries(path: Path, *, lost: bool = False) -> dict[str, Entry]:
-    """Return what each line of a ledger says; none is left if the file may have `lost` them.
+def read_entries(path: Path, known: Mapping[str, Entry] | None = None) -> dict[str, Entry]:
+    """Return what each line of a ledger says; none is left if the file may have lost `known` ones.
 
     Raises
     ------
@@ -117,12 +118,13 @@ def read_entries(path: Path, *, lost: bool = False) -> dict[str, Entry]:
         if not path.is_file():
             raise ValueError("it is no file")
         text = path.read_bytes().decode()
-        lines = text.splitlines()
+        lines, known = text.splitlines(), known or {}
         # The last line may be cut off, but a ledger begins with a whole one.
-        if lines[not lost :] and not text.endswith(("}", "\n")):
+        if lines[not known :] and not text.endswith(("}", "\n")):
             lines.pop()
-        found = {line: _entry(line) for line in lines if line and not line.endswith(CUT)}
-        if not found and not lost:
+        kept = [line for line in lines if line and not line.endswith(CUT)]
+        found = {line: known.get(line) or _entry(line) for line in kept}
+        if not found and not known:
             raise ValueError("it is empty")
     except (OSError, RecursionError, TypeError, ValueError) as exc:
         raise ValueError(
@@ -237,6 +239,8 @@ class Ledger:
             self._entries = _OF_THIS_PROCESS.setdefault(self.path, self._entries)
         else:
             self._know([self._line(spent)])
+        # What so many of the entries have spent.
+        self._summed, self._sum = 0, Entry((), self.delta, self.relation)
         self._seen = 0
         self._free = self._paid = Release(0.0, 0, 0.0)
         # A file that can not be had is found out now, and not in a round.
@@ -246,7 +250,13 @@ class Ledger:
     @property
     def accountant(self) -> Accountant:
         """All that was spent, at the budget's delta and for its relation; a copy."""
-        return total([*self._entries.values(), Entry((), self.delta, self.relation)])
+        more = [*islice(self._entries.values(), self._summed, None)]
+        found = total([self._sum, *more, Entry((), self.delta, self.relation)])
+        self._summed += len(more)
+        self._sum = self._sum._replace(
+            spent=tuple(found.spent), order=found.order, plan=tuple(found.plan)
+        )
+        return found
 
     @property
     def spent(self) -> float:
@@ -266,6 +276,7 @@ class Ledger:
         """Count together with another ledger; neither has a file."""
         other._entries |= self._entries
         self._entries = other._entries
+        self._summed, self._sum = 0, Entry((), self.delta, self.relation)
 
     def add(self, spent: Sequence[Release], schedule: str) -> None:
         """Charge what was released by a server that kept no ledger, whatever the budget is."""
@@ -383,12 +394,12 @@ class Ledger:
             yield
 
     def _join(self, path: Path) -> None:
-        found = read_entries(path, lost=bool(self._entries)) if path.exists() else {}
+        found = read_entries(path, self._entries) if path.exists() else {}
         others = {entry.data for line, entry in found.items() if line not in self._entries}
         others -= {self.data, ""}
         unit = protected(self.data)[1]
-        known = [*found.values(), *self._entries.values()]
-        if unit and (units := {protected(entry.data)[1] for entry in known} - {unit, ""}):
+        known = {entry.data for entry in [*found.values(), *self._entries.values()]}
+        if unit and (units := {protected(data)[1] for data in known} - {unit, ""}):
             raise ValueError(
                 f"the ledger {path} does not protect each {unit}: it has entries for each "
                 f"{max(units)}, which cannot be composed with these. Give each {unit} another "
