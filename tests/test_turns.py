@@ -277,7 +277,7 @@ def test_a_restart_without_its_ledger_is_refused(how: str, tmp_path: Path) -> No
         path.write_bytes(before if how == "put back" else b"{" + before)
     again.set_state(state)
     stop = again.open(Due(3, 12)).stop
-    assert ("is damaged" if how == "damaged" else "says what was released since") in stop
+    assert ("is damaged" if how == "damaged" else "what that server spent") in stop
     # What is refused is not charged.
     assert how != "put back" or path.read_bytes() == before
 

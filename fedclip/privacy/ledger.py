@@ -122,8 +122,8 @@ def read_entries(path: Path, known: Mapping[str, Entry] | None = None) -> dict[s
         # The last line may be cut off, but a ledger begins with a whole one.
         if lines[not known :] and not text.endswith(("}", "\n")):
             lines.pop()
-        kept = [line for line in lines if line and not line.endswith(CUT)]
-        found = {line: known.get(line) or _entry(line) for line in kept}
+        complete = [line for line in lines if line and not line.endswith(CUT)]
+        found = {line: known.get(line) or _entry(line) for line in complete}
         if not found and not known:
             raise ValueError("it is empty")
     except (OSError, RecursionError, TypeError, ValueError) as exc:

@@ -92,7 +92,7 @@ class Budget:
         self._ledger: Ledger | None = None
         # What states say was spent, and in which ledger it was: taken over before the next round.
         self._before = accountant
-        self._told: list[str] = []
+        self._origins: list[str] = []
         self._identity, self._due = uuid4().hex, Due(1, 0)
         self.bits_noise = bits_noise
         self.update_noise, self.evaluation_noise = split_evaluation(
@@ -130,22 +130,24 @@ class Budget:
     def ledger(self) -> Ledger:
         """The ledger, in which nothing but noise of servers is charged."""
         if self._ledger is None:
-            told = self.max_epsilon, self._before.delta, self.path
-            self._ledger = Ledger(*told, data=UNIT, relation=self._before.relation)
+            before, path = self._before, self.path
+            self._ledger = Ledger(
+                self.max_epsilon, before.delta, path, data=UNIT, relation=before.relation
+            )
         return self._ledger
 
     @property
     def accountant(self) -> Accountant:
         """All that was spent, by the ledger and by states that were taken over; a copy."""
         if self._ledger is not None:
-            found = self._ledger.accountant
+            accountant = self._ledger.accountant
         else:
             lines = read_entries(self.path) if self.path and self.path.exists() else {}
             last = Entry((), self._before.delta, self._before.relation)
-            found = total([*lines.values(), last])
-        for release in [] if covers(found.spent, self._before.spent) else self._before.spent:
-            found.add(*release)
-        return found
+            accountant = total([*lines.values(), last])
+        for release in [] if covers(accountant.spent, self._before.spent) else self._before.spent:
+            accountant.add(*release)
+        return accountant
 
     @property
     def schedule(self) -> str:
@@ -191,41 +193,40 @@ class Budget:
     def identity(self) -> str:
         """Return the identity of the ledger, for a state; "" if it cannot be used."""
         try:
-            found = self.ledger.identity
+            identity = self.ledger.identity
         except (OSError, ValueError):
             return ""
         if self.path is None:
-            _OF_THIS_PROCESS[found] = self.ledger
-        return found
+            _OF_THIS_PROCESS[identity] = self.ledger
+        return identity
 
     def resume(self, spent: list[Release], state: Mapping[str, object]) -> None:
         """Remember what a state says was spent, and in which ledger; begin another schedule."""
         self._before.set_state(spent)
         # A state that was saved before there were ledgers names none.
-        self._told.append(str(state["ledger"]) if "ledger" in state else f"\n{dict(state)!r}")
+        self._origins.append(str(state["ledger"]) if "ledger" in state else f"\n{dict(state)!r}")
         self._begin()
 
     def _take_over(self) -> str:
         """Charge what the ledger lacks of states that were taken over; or say why it cannot."""
-        for told in self._told:
-            if self.path is None and told in _OF_THIS_PROCESS:
-                self.ledger.join(_OF_THIS_PROCESS[told])
-            if told.startswith("\n"):
-                name = hashlib.sha256(told.encode()).hexdigest()[:32]
+        for origin in self._origins:
+            if self.path is None and origin in _OF_THIS_PROCESS:
+                self.ledger.join(_OF_THIS_PROCESS[origin])
+            if origin.startswith("\n"):
+                name = hashlib.sha256(origin.encode()).hexdigest()[:32]
                 if not self.ledger.knows(name):
                     # The round, or the turn of each client, that may have followed the state.
                     least = min([self.noise_multiplier, *(z for z, *_ in self._before.spent)])
                     self.ledger.add([*self._before.spent, Release(least)], name)
-            elif not self.ledger.knows(told) or not covers(
+            elif not self.ledger.knows(origin) or not covers(
                 self.ledger.accountant.spent, self._before.spent
             ):
+                ledger = f"the ledger {self.path} lacks" if self.path else "there is no ledger of"
                 return (
-                    "this state is of a server with noise, and "
-                    f"{f'the ledger {self.path}' if self.path else 'no ledger'} says what was "
-                    "released since: set ledger in update-clip-server to the file that this "
-                    "server wrote"
+                    f"this state comes from a server with noise, and {ledger} what that server "
+                    "spent: set ledger of update-clip-server to the file that it wrote"
                 )
-        self._before, self._told = Accountant(self._before.delta, self._before.relation), []
+        self._before, self._origins = Accountant(self._before.delta, self._before.relation), []
         return ""
 
     def refusal(self) -> str:
