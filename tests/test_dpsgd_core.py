@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -378,7 +379,8 @@ def test_the_adaptive_bound_by_hand() -> None:
         norms: list[float], draw: float = 0.0, z: float = 1.0, expected: float = 8.0
     ) -> float:
         column = np.array(norms)[:, None]
-        return math.log(clipping.next_bound(3.0, column, z, expected, draw) / 3.0) / 2.0
+        normals = partial(np.full, fill_value=draw)
+        return math.log(clipping.next_bound(3.0, column, z, expected, normals) / 3.0) / 2.0
 
     assert moved([1.0, 2.0, 4.0, 5.0]) == pytest.approx(0.25 - 1 / 2)
     # A norm that is equal to the bound is within it; one that is NaN is neither.
@@ -390,9 +392,9 @@ def test_the_adaptive_bound_by_hand() -> None:
     # A share is between 0 and 1, and a bound is a number.
     assert (moved([], draw=99.0), moved([], draw=-99.0)) == pytest.approx((0.25 - 1, 0.25))
     for end in (1e-30, 1e30):
-        assert clipping.next_bound(
-            end, np.array([[end * 2]]), 1.0, 8.0, math.copysign(99, 1 - end)
-        ) == pytest.approx(end)
+        normals = partial(np.full, fill_value=math.copysign(99, 1 - end))
+        found = clipping.next_bound(end, np.array([[end * 2]]), 1.0, 8.0, normals)
+        assert found == pytest.approx(end)
     # What bits cost is taken off: z = 1 beside a noise of 1, and of 5, on bits of 1/2.
     shares = [clipping.noise_multiplier(1.0, m) for m in (8.0, 100.0)]
     assert shares == pytest.approx([math.sqrt(4 / 3), math.sqrt(100 / 99)])

@@ -233,7 +233,7 @@ def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None
     budget: Any = optimizer.modules[0].budget  # type: ignore[attr-defined]
     saved = Checkpointer(str(tmp_path / "server"))
     for stamp in ("26-10-25_02-59-00", "26-10-25_02-01-00"):
-        budget.accountant.add(2.0, 3)
+        budget.ledger.reserve(2.0, 1.0, 3)
         saved.save_optimizer(optimizer, timestamp=stamp)
     (found,) = json.loads(call("spent", tmp_path, "--json").stdout)
     assert (found["protects"], found["delta"]) == ("client", 1e-3)

@@ -266,9 +266,8 @@ class PrivateTrainingManager(DPTrainingManager):
         self._tell()
         noisy = self.noise.add(sums, clipping.noise_multiplier(z, expected) * bound)
         if clipping.mode == "adaptive":
-            draw = float(self._normals(1)[0])
             # The noise above was for the old bound, as the gradients were clipped to that.
-            settings.bound = clipping.next_bound(bound, norms, z, expected, draw)
+            settings.bound = clipping.next_bound(bound, norms, z, expected, self._normals)
         scale = clipping.scale(bound) / expected
         gradients = persample.vector(self.model, {name: a * scale for name, a in noisy.items()})
         modules = self.optim.modules

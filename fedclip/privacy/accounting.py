@@ -192,6 +192,16 @@ def merged(releases: Iterable[Release]) -> list[Release]:
     return [kind._replace(steps=steps) for kind, steps in found.items()]
 
 
+def covers(spent: Iterable[Release], others: Iterable[Release]) -> bool:
+    """Whether other releases are among those that were spent, each as often.
+
+    >>> covers([Release(2.0, 3), Release(1.0)], [Release(2.0, 4)])
+    False
+    """
+    most = {release._replace(steps=1): release.steps for release in merged(spent)}
+    return all(one.steps <= most.get(one._replace(steps=1), 0) for one in merged(others))
+
+
 def _checked(release: Release) -> Release:
     return Release(
         parameters.positive(noise_multiplier=release.noise_multiplier),
@@ -491,10 +501,8 @@ class Accountant:
 
     def order_of(self, history: Iterable[Release]) -> float | None:
         """Return the order at which these releases count; None if they are of one plan."""
-        most = {release._replace(steps=1): release.steps for release in self.plan}
         found = merged(history)
-        within = all(one.steps <= most.get(one._replace(steps=1), 0) for one in found)
-        return None if within or not planned_anew(found) else self.order
+        return None if covers(self.plan, found) or not planned_anew(found) else self.order
 
     def affordable(
         self, noise_multiplier: float, budget: float, most: int, sampling: float = 1.0

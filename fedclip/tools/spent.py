@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedclip import parameters
-from fedclip.federation.site.gate import UNIT
 from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.plain import server_of
-from fedclip.federation.update.served import read
+from fedclip.federation.update.served import read, server_in
 from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.parameters import Config
 from fedclip.privacy.accounting import (
@@ -100,6 +98,7 @@ class Spent(NamedTuple):
             "separation": self.separation,
             "planned": self.planned,
             "silent": self.site and self._by_silent(self.site, spent, delta, relation),
+            "rounds": sum(entry.round > 0 for entry in self.entries),
             "releases": [r._asdict() for r in merged(spent)],
             "entries": [
                 {"time": e.time, **r._asdict(), "data": e.data, "fedclip": e.fedclip}
@@ -135,6 +134,8 @@ def in_words(cost: Config) -> Iterator[str]:
         yield f"  {steps:,} {what} at noise multiplier {z:.4g}, {how}"
     if cost["separation"] > 1:
         yield f"  for its own turns, one in {cost['separation']} rounds"
+    if cost["rounds"]:
+        yield f"  in {cost['rounds']:,} rounds of a server"
     if not cost["releases"]:
         yield "  nothing was spent"
     for data in dict.fromkeys(entry["data"] for entry in cost["entries"]):
@@ -232,25 +233,30 @@ def read_spent(path: Path) -> Iterator[Spent]:
     """
     path = path.parent if path.name == SERVED else path
     folder = path.is_dir()
-    none = True
-    for file in sorted(path.rglob(FILE)) if folder else [path]:
-        none = False
-        entries = [*read_entries(file).values()]
-        where = str(file.relative_to(path)) if folder else path.name
-        last = entries[-1].data
-        protects = "site's data set" if last == UNIT else protected(last)[1] or "record"
-        yield Spent(where, protects, total(entries), entries)
+    found: list[Spent] = []
+    servers: list[Spent] = []
+    known: set[Path | None] = set()
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
         bound = _of_engine(config) if config.name == SERVED else _of_server(config.parent)
         budget = None if bound is None else bound.budget
         if bound is not None and budget is not None:
-            none = False
             where = str(config.parent.relative_to(path))
             noise = "correlated " * (len(budget.coefficients) > 1)
             noise += "discrete " * (bound.site is not None) + "Gaussian"
             kept = budget.separation, budget.max_epsilon, noise, bound.site
-            yield Spent(where, "client", budget.accountant, (), *kept)
-    if none:
+            servers.append(Spent(where, "client", budget.accountant, (), *kept))
+            known.add(budget.path)
+    for file in sorted(path.rglob(FILE)) if folder else [path]:
+        if (real := file.resolve()) in known:
+            continue
+        known.add(real)
+        entries = [*read_entries(file).values()]
+        where = str(file.relative_to(path)) if folder else path.name
+        unit = protected(entries[-1].data)[1] or "record"
+        protects = "site's data set" if unit == "site" else unit
+        found.append(Spent(where, protects, total(entries), entries))
+    yield from (found := found + servers)
+    if not found:
         raise NothingSpent(
             f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
             f"nor a checkpoint or {SERVED} of a server with update-clip-server and noise"
@@ -260,7 +266,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
 def _of_engine(file: Path) -> AdaptiveBound:
     """Return the bound of a server on another engine, and what was spent."""
     kept = read(file)
-    server = server_of(kept.settings)
+    server = server_in(file.parent, kept.settings)
     server.set_state(dict(kept.state))
     return server.bound
 

@@ -76,7 +76,9 @@ def test_rounds_are_those_of_the_core(settings: dict[str, Any], tmp_path: Path) 
         for name, array in closed.average.items():
             np.testing.assert_array_equal(found.params[name], array)
             assert found.params[name].dtype == given["site-1"][name].dtype
-        assert ours.closing._served.server.get_state() == server.get_state()
+        states = ours.closing._served.server.get_state(), server.get_state()
+        of_ours, of_core = ({**state, "ledger": ""} for state in states)
+        assert of_ours == of_core
 
 
 @pytest.mark.parametrize("start", [0.1, 10.0])

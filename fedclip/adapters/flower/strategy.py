@@ -147,7 +147,7 @@ class UpdateClipStrategy(Strategy):
         messages = self._chosen(messages)
         for message in messages:
             one_record(message.content, "the message of the server's strategy")
-        sent = self.served.open(self._schedule.turns if self._schedule else None)
+        sent = self.served.open(self._schedule.at(self._rounds) if self._schedule else None)
         if sent.stop:
             self._over = True
             return []

@@ -128,8 +128,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
 
     In cleartext the server measures each reply again. A malformed reply, or one beyond the limit,
     counts as a zeroed one, so that a client that does not clip moves the average no more than one
-    that sends nothing. Under secure aggregation the server sees only the sum, and refuses a sum
-    that honest clients could not have made.
+    that sends nothing. Under secure aggregation the server sees only the sum, and projects it
+    onto the norm that the clients can reach together.
 
     ====================  ================================================================
     update                shared
@@ -296,6 +296,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             whole=round_ is not None,
             clients=budget.clients if budget else None,
         )
+        if module is not None and budget is not None:
+            module.halt(vetted.void)
         self._report(updates, vetted, counted=budget is None)
         if like is None:
             named = "; ".join(vetted.faults)

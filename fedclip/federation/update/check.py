@@ -281,6 +281,13 @@ def _noise(
         # A server is trusted with its own noise, and so with errors.
         found.append(("problem" if module.site else "leak", AGGREGATOR, RAISES))
     found += _search(module)
+    if module.ledger is None:
+        text = (
+            "update-clip-server has no ledger: what was spent ends with the process, and no server "
+            "goes on from a checkpoint. Set ledger to a file that belongs to these clients; "
+            "`fedclip quickrun` keeps one in their data folder"
+        )
+        found.append(("note", SERVER, text))
     if module.separation > 1:
         found += _turns(module, rounds, clients)
         clients = None

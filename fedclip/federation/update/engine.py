@@ -118,7 +118,8 @@ class UpdateServer:
         Raises
         ------
         RuntimeError
-            If no round is open, or the open one must not be released.
+            If no round is open, or the open one must not be released; with noise, if no reply
+            can be used. What was charged stays charged.
         ValueError
             If a secure sum is not to become a mean.
         """
@@ -131,6 +132,9 @@ class UpdateServer:
         fixed = bound.budget.clients if bound.budget else None
         replies = [_vetted(reply) for reply in replies]
         vetted = self.closing.of(replies, like, sent.bound, bound.warn, clients=fixed)
+        if bound.budget and vetted.void:
+            bound.halt(vetted.void)
+            raise RuntimeError(bound.stop)
         said = [
             (r.votes, r.within)
             for r in replies

@@ -113,6 +113,7 @@ def bound_from(message: Mapping[str, object]) -> SentBound:
             stop=_text(message, "stop"),
             steps=parameters.boolean(steps=message.get("steps")),
             fedclip=_text(message, "fedclip"),
+            schedule=_text(message, "schedule"),
         )
     except (TypeError, ValueError) as exc:
         raise ValueError(

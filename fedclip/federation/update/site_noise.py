@@ -160,7 +160,7 @@ class SiteNoise(Configured):
         Noise has come from so many clients. A sum in which clients are `counted` as clipped is
         none: with noise they do not say so.
         """
-        if counted:
+        if counted or not 0 <= clients < 2**31:
             return (
                 "the masks of the clients do not cancel: they were sent unlike bounds or ranges, "
                 "or set up with unlike noise"
