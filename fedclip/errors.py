@@ -40,9 +40,9 @@ class StateError(KeyError, ValueError):
         return str(self.args[0]) if self.args else ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, else nothing."""
-    match = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
+    match = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 

@@ -24,7 +24,7 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from fedclip.federation.quorum import unfit
 from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.check import Known, update_problems
-from fedclip.federation.update.plain import server_of
+from fedclip.federation.update.plain import server_of, settings_in
 from fedclip.parameters import Config
 from fedclip.privacy import places
 from fedclip.privacy.maps import Plugin
@@ -141,7 +141,7 @@ def _check_app(check: Check, config: Section) -> None:
     if check.problems:
         return
     try:
-        bound = server_of({key.replace("-", "_"): value for key, value in given.items()}).bound
+        bound = server_of(settings_in(dict(_flat(app)))).bound
     except (TypeError, ValueError) as exc:
         check.problem(where, text_of(exc))
         return
@@ -152,6 +152,15 @@ def _check_app(check: Check, config: Section) -> None:
         check.note(
             where, f"epsilon is {cost:.4g} after {left} rounds, of {rounds} that are planned"
         )
+
+
+def _flat(table: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    """Yield settings and their names as Flower hands them to an app."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def _check_quickrun(check: Check, config: Config) -> None:

@@ -181,6 +181,7 @@ class AdaptiveBound(Documented):
         """Whether a search has found the bound too high for the noise of this round."""
         self.stop = ""
         """Why training has to end; the next message tells the clients."""
+        self._heard = False
 
     def _coefficients(self) -> tuple[float, ...]:
         """Return the coefficients of the noise."""
@@ -359,6 +360,19 @@ class AdaptiveBound(Documented):
     def halt(self, why: str) -> None:
         """Remember why to stop, if there is no reason yet."""
         self.stop = self.stop or why
+
+    def unheard(self, usable: bool) -> str:
+        """Return why noise must not go on, as the first replies cannot be used; "" if it may.
+
+        Later rounds go on with noise alone: whether a single client replies is not to be seen.
+        """
+        first, self._heard = not self._heard, True
+        if self.budget is None or usable or not first:
+            return ""
+        return (
+            "no reply of the first round can be used, and its average would be noise alone: give "
+            "the clients their part of update clipping, and see the log for each reply"
+        )
 
     def admit(self, name: str) -> bool:
         """Return whether other statistics may go out without noise.
