@@ -412,7 +412,7 @@ def test_any_file_of_flwr_that_was_changed_is_noticed(
 def test_the_command_says_why_it_starts_nothing(
     as_installed: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    as_installed.setattr(supernode, "package_version", "1.42.0")
+    as_installed.setattr(supernode, "package_version", "1.40.0")
     for name in ("FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK"):
         as_installed.setenv(name, "not set")
     result = CliRunner().invoke(app, ["site", "supernode", str(policy(tmp_path)), "--insecure"])

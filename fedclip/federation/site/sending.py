@@ -24,7 +24,6 @@ from declearn.aggregator import AveragingAggregator, ModelUpdates
 from declearn.communication.api import NetworkClient
 from declearn.metrics._mean import MeanState
 
-from fedclip.errors import shown
 from fedclip.federation.site.gate import REFUSED, Gate, Refused, plain
 from fedclip.federation.update.aggregator import ClippedAveraging
 from fedclip.federation.update.messages import AUX_NAME, ClippedUpdates, UpdateClipVotes
@@ -94,7 +93,7 @@ class GatedNetwork(NetworkClient, register=False):
         kind = type(message)
         try:
             if kind not in self._known:
-                raise Refused(shown(vars(message)))
+                raise Refused(f"{getattr(message, 'message', 'no policy lets it out')!s:.500}")
             sent = self._known[kind](message)
         except Exception as exc:  # its text may hold data
             self.logger.error("%s is not sent: %s", kind.__name__, exc)

@@ -71,8 +71,8 @@ def statistics_of(model: Arrays) -> list[str]:
     """
     layers: dict[str, dict[str, str]] = {}
     for name in model:
-        *layer, last = re.split(r"[/.:|]+|==", re.sub(r":\d+$", "", name.lower()))
-        layers.setdefault("/".join(layer), {})[last] = name
+        *above, last = re.split(r"[/.:|]+|==", re.sub(r":\d+$", "", name.lower()))
+        layers.setdefault("/".join(above), {})[last] = name
     found = {name for name in model if _NAMED.search(name.lower())}
     for prefix, layer in layers.items():
         found |= _siblings(layer, model) if prefix else set()
