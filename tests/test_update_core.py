@@ -182,9 +182,10 @@ def test_a_server_opens_before_it_closes_and_stops_when_the_budget_is_spent() ->
         UpdateServer(AdaptiveBound(1.0, **noise), exclude="w")
     server, model = UpdateServer(AdaptiveBound(1.0, **noise)), {"w": np.zeros(1)}
     with pytest.raises(RuntimeError, match="no round is open"):
-        server.close([UpdateClient().clip(model, server.bound.sent)], model)
-    assert not server.open().stop
-    server.close([], model)
+        server.close([], model)
+    sent = server.open()
+    assert not sent.stop
+    server.close([UpdateClient().clip(model, sent)], model)
     assert "the privacy budget is spent" in server.open().stop
     with pytest.raises(RuntimeError, match="the privacy budget is spent"):
         server.close([], model)
