@@ -193,9 +193,8 @@ class Gate:
         with _read():
             if like is not None:
                 arrays = _as_in(like, arrays)
-            whole = _whole(like or {})
-            left = {**zeros(whole), **self._sent(_without(arrays, whole), like or arrays)}
-            return {name: left[name] for name in arrays}
+            floats = _floats(arrays) if like is not None else arrays
+            return {**zeros(arrays), **self._sent(floats, like or arrays)}
 
     def model(self, trained: Arrays, before: Arrays) -> Arrays:
         """Return what may leave of a trained model: the one before, moved by what may leave.
@@ -204,12 +203,11 @@ class Gate:
         of the model before. Both are arrays of NumPy; see `update` for what is refused.
         """
         with _read():
-            trained, whole = _as_in(before, trained), _whole(before)
-            floats = _without(before, whole)
-            steps = {name: np.asarray(trained[name], float) - old for name, old in floats.items()}
-            left = self._sent(steps, before)
-            moved = {name: _beside(old, left[name]) for name, old in floats.items()}
-            return {name: moved.get(name, old) for name, old in before.items()}
+            trained, floats = _as_in(before, trained), _floats(before)
+            left = self._sent(
+                {n: np.asarray(trained[n], float) - floats[n] for n in floats}, before
+            )
+            return {n: _beside(x, left[n]) if n in left else x for n, x in before.items()}
 
     def _sent(self, update: Arrays, model: Arrays) -> Arrays:
         std = self.policy.noise_multiplier * self.policy.max_norm
@@ -289,14 +287,10 @@ def _as_in(like: Arrays, arrays: Arrays) -> Arrays:
     return {name: arrays[name] for name in like}
 
 
-def _whole(model: Arrays) -> dict[str, Array]:
-    """Return the arrays of whole numbers, which count something."""
-    dtypes = {name: backend_of(array).dtype(array) for name, array in model.items()}
-    return {n: model[n] for n, dtype in dtypes.items() if dtype.startswith(("int", "uint", "bool"))}
-
-
-def _without(arrays: Arrays, others: Arrays) -> dict[str, Array]:
-    return {name: array for name, array in arrays.items() if name not in others}
+def _floats(arrays: Arrays) -> dict[str, Array]:
+    """Return all arrays but those of whole numbers, which count something."""
+    whole = ("int", "uint", "bool")
+    return {n: x for n, x in arrays.items() if not backend_of(x).dtype(x).startswith(whole)}
 
 
 def _plainest(array: Array) -> Array:

@@ -4,7 +4,7 @@
 ::
 
     Admit(run):                           before an app sees a message
-        lock the file; join its lines with those that this process knows
+        lock the file; read its lines, and those that this process knows and it lacks
         refuse if the run, or all runs together, have had as many as the policy allows
         add a line; only then may there be a reply
 """
@@ -14,10 +14,8 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from uuid import uuid4
 
 from fedclip.privacy.locks import locked
 
@@ -25,7 +23,7 @@ __all__ = ["Replies"]
 
 _COUNTING = threading.Lock()
 # What was counted under each path: a file that is put back takes nothing from it.
-_OF_THIS_PROCESS: dict[Path, set[str]] = {}
+_OF_THIS_PROCESS: dict[Path, list[str]] = {}
 
 
 class Replies:
@@ -36,7 +34,7 @@ class Replies:
     per_run, most
         Largest number of replies in one run, and in all.
     path
-        The file, made if needed; None: the count ends with this object.
+        The file, with a line for each reply, made if needed; None: the count ends with this object.
 
     Examples
     --------
@@ -46,11 +44,9 @@ class Replies:
     """
 
     def __init__(self, per_run: int, most: int, path: Path | None = None) -> None:
-        self.per_run, self.most = per_run, most
-        self.path = None if path is None else Path(os.path.realpath(path))
-        self._lines: set[str] = set()
-        if self.path is not None:
-            self._lines = _OF_THIS_PROCESS.setdefault(self.path, self._lines)
+        self.per_run, self.most, self.path = per_run, most, path
+        key = None if path is None else Path(os.path.realpath(path))
+        self._known = _OF_THIS_PROCESS.setdefault(key, []) if key else list[str]()
 
     def admit(self, run: str) -> str:
         """Count one more reply of a run; return the limit that forbids it, else "".
@@ -60,30 +56,29 @@ class Replies:
         OSError
             If the file cannot be read or written; then nothing may leave.
         """
-        line = f"{hashlib.sha256(run.encode()).hexdigest()[:32]} {uuid4().hex}"
-        with self._joined() as lines:
-            if len(lines) >= self.most:
-                return f"max_replies = {self.most}"
-            if sum(one.startswith(line[:33]) for one in lines) >= self.per_run:
-                return f"max_replies_per_run = {self.per_run}"
-            lines.add(line)
-        return ""
+        name = hashlib.sha256(run.encode()).hexdigest()
+        with _COUNTING, ExitStack() as files:
+            if self.path is not None:
+                lock = self.path.with_name(f"{self.path.name}.lock")
+                files.enter_context(locked(lock, wait=True))
+            there = self._read()
+            # A file is only added to: one that is shorter was put back.
+            self._known.extend(there[len(self._known) :])
+            limit = ""
+            if len(self._known) >= self.most:
+                limit = f"max_replies = {self.most}"
+            elif self._known.count(name) >= self.per_run:
+                limit = f"max_replies_per_run = {self.per_run}"
+            else:
+                self._known.append(name)
+            if self.path is not None and (lacking := self._known[len(there) :]):
+                with self.path.open("a", encoding="ascii") as file:
+                    # After a line that a crash has cut off, and that counts, too.
+                    file.write("\n".join(["", *lacking, ""]))
+                    file.flush()
+                    os.fsync(file.fileno())
+        return limit
 
-    @contextmanager
-    def _joined(self) -> Iterator[set[str]]:
-        """Give the lines of file and process; those that are new go to the file at the end."""
-        with _COUNTING:
-            if self.path is None:
-                yield self._lines
-                return
-            with locked(self.path.with_name(f"{self.path.name}.lock"), wait=True):
-                text = self.path.read_bytes() if self.path.exists() else b""
-                # A line that a crash has cut off counts, too.
-                found = {*text.decode(errors="replace").split("\n")} - {""}
-                self._lines |= found
-                yield self._lines
-                if fresh := sorted(self._lines - found):
-                    with self.path.open("ab") as file:
-                        file.write("\n".join(["", *fresh, ""]).encode())
-                        file.flush()
-                        os.fsync(file.fileno())
+    def _read(self) -> list[str]:
+        there = self.path is not None and self.path.exists()
+        return self.path.read_text("ascii", "replace").split() if self.path and there else []

@@ -33,7 +33,6 @@ _NAMED = re.compile(
     rf"(?:running|moving|ema|population|tracked)_?(?:{_MOMENT}|stats?)(?![a-z])"
     rf"|(?<![a-z]){_MOMENT}_ema(?![a-z])|batch_?stats|num_batches_tracked"
 )
-_PAIRS = ({"mean", "var"}, {"mean", "variance"}, {"mean", "std"})
 _LEARNT = {"weight", "bias", "scale", "offset", "gamma", "beta", "kernel", "w", "b"}
 
 
@@ -77,12 +76,13 @@ def statistics_of(model: Arrays) -> list[str]:
     for prefix, layer in layers.items():
         found |= _siblings(layer, model) if prefix else set()
         found |= set(_in_rows(layer, model))
-    return [name for name in model if name in found and "int" not in _dtype(model[name])]
+    return [name for name in model if name in found and not _is_whole(model[name])]
 
 
 def _siblings(layer: Mapping[str, str], model: Arrays) -> set[str]:
     """Return the statistics of a layer that its other arrays give away."""
-    found = {last for pair in _PAIRS if pair <= layer.keys() for last in pair}
+    found = {last for last in ("var", "variance", "std") if {last, "mean"} <= layer.keys()}
+    found |= {"mean"} if found else set()
     if any(_is_counter(model[name]) for name in layer.values()):
         unknown = [last for last in layer if not (last in _LEARNT or last.isdecimal())]
         shapes = Counter(tuple(model[layer[last]].shape) for last in unknown)
@@ -103,12 +103,12 @@ def _in_rows(layer: Mapping[str, str], model: Arrays) -> Iterator[str]:
                 yield name
 
 
-def _dtype(array: object) -> str:
-    return backend_of(array).dtype(array)
-
-
 def _is_counter(array: Any) -> bool:
-    return bool(np.prod(array.shape) == 1 and "int" in _dtype(array))
+    return bool(np.prod(array.shape) == 1 and _is_whole(array))
+
+
+def _is_whole(array: object) -> bool:
+    return "int" in backend_of(array).dtype(array)
 
 
 def _is_positive(array: object) -> bool:
