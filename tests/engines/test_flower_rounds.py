@@ -383,7 +383,7 @@ def test_noise_without_a_folder_is_warned_of(settings: Any, warned: bool, caplog
 
 def test_the_older_api_gets_a_sentence() -> None:
     strategy = UpdateClipStrategy(FedAvg(), {})
-    with pytest.raises(RuntimeError, match=r"older API .* with @app\.main"):
+    with pytest.raises(RuntimeError, match=r"older API: .* with @app\.main"):
         LegacyServer(client_manager=SimpleClientManager(), strategy=strategy).fit(1, 1.0)
 
 

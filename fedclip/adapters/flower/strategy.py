@@ -52,31 +52,20 @@ _NOT_AROUND = {
 }
 
 
-NO_FOLDER = (
-    "noise without a folder: the budget ends with this process, and a restart spends it again; "
-    "give folder an absolute path"
-)
-
-
 def _check_inner(inner: object) -> None:
     """Refuse what is no strategy of this API, or is or holds one that this can not go around."""
     if not isinstance(inner, Strategy):
         raise TypeError(
-            f"UpdateClipStrategy goes around a strategy of flwr.serverapp.strategy, got "
-            f"{type(inner).__module__}.{type(inner).__name__}: those of flwr.server.strategy are "
-            "of Flower's older API; take the one of that name in flwr.serverapp.strategy"
+            f"got {type(inner).__module__}.{type(inner).__name__}: take a strategy of "
+            "flwr.serverapp.strategy; those of flwr.server.strategy are of Flower's older API"
         )
     for cls in type(inner).__mro__:
         if why := _NOT_AROUND.get(cls.__name__):
             raise ValueError(f"UpdateClipStrategy does not go around {cls.__name__}: {why}")
     owner = next(cls for cls in type(inner).__mro__ if "aggregate_train" in vars(cls))
     if not (owner.__module__.startswith("flwr.") and owner.__name__ in _AVERAGES):
-        log(
-            WARNING,
-            "%s.aggregate_train gets the averaged model as each reply: if it looks at single "
-            'replies, as medians do, set combine = "trimmed" or "arc" instead',
-            owner.__name__,
-        )
+        text = "%s.aggregate_train gets the averaged model as each reply: for medians, set combine"
+        log(WARNING, text, owner.__name__)
     for held in vars(inner).values():
         if isinstance(held, Strategy):
             _check_inner(held)
@@ -145,7 +134,7 @@ class UpdateClipStrategy(Strategy):
                 "would be a new budget in each folder that a server is started in"
             )
         if self._private and folder is None:
-            log(WARNING, NO_FOLDER)
+            log(WARNING, "noise without a folder: a restart spends the budget again; give folder")
         if self._private and isinstance(inner, strategy.QFedAvg):
             raise ValueError(
                 "QFedAvg weighs by the clients' losses, which noise on the average does not cover: "
@@ -178,17 +167,16 @@ class UpdateClipStrategy(Strategy):
         settings = settings_in(run_config)
         if not settings:
             raise ValueError(
-                "the run configuration has no update-clip.… setting: write "
-                "[tool.flwr.app.config.update-clip] into pyproject.toml, with one at least, or "
-                "give UpdateClipStrategy its settings in Python"
+                "the run configuration has no update-clip.… setting: give one at least in "
+                "[tool.flwr.app.config.update-clip] of pyproject.toml"
             )
         return cls(inner, settings, folder=folder)
 
     def initialize_parameters(self, client_manager: object) -> None:
         """Say why Flower's older API, which calls this, can not run update clipping."""
         raise RuntimeError(
-            "Flower's older API (server_fn, ServerAppComponents, workflows, SecAgg+) can not run "
-            "UpdateClipStrategy: call strategy.start(grid, …) in a function with @app.main()"
+            "server_fn, workflows and SecAgg+ are of Flower's older API: call "
+            "strategy.start(grid, …) in a function with @app.main()"
         )
 
     def summary(self) -> None:

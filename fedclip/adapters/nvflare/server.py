@@ -30,11 +30,6 @@ from fedclip.federation.update.served import Served
 
 __all__ = ["CloseRound", "SendBound"]
 
-NO_FOLDER = (
-    "noise without a folder: the budget ends with this job, and the next job spends it again; give "
-    "add_update_clipping folder, an absolute path on the server"
-)
-
 
 class CloseRound(ModelAggregator):
     """Opens and closes rounds; the aggregator of NVFlare's `FedAvg`.
@@ -85,7 +80,8 @@ class CloseRound(ModelAggregator):
         if self._served is None:
             self._served = Served(self.settings, self.folder or self._run())
             if self._served.server.bound.budget and self.folder is None:
-                self.log_warning(self.fl_ctx, NO_FOLDER)
+                text = "noise without a folder: the next job spends the budget again; give folder"
+                self.log_warning(self.fl_ctx, text)
         self._model, self._asked, self._replies = None, set(), []
         sent = self._served.open()
         self.fl_ctx.set_prop(KEY, self, private=True, sticky=True)

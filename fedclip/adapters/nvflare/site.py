@@ -91,13 +91,12 @@ class SitePolicy(Filter):
         if self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_RESULT_CHAIN:
             return self._leaving(shareable, fl_ctx)
         self._check(fl_ctx)
+        # A copy: scripts may train in place.
+        seen = _Seen(copy.deepcopy(_model(shareable)))
         try:
             self._gate.admit(fl_ctx.get_job_id())
-            why = ""
         except Refused as exc:
-            why = str(exc)
-        # A copy: scripts may train in place.
-        seen = _Seen(copy.deepcopy(_model(shareable)), why)
+            seen = _Seen(None, str(exc))
         fl_ctx.set_prop(_SEEN, seen, private=True, sticky=False)
         executor = fl_ctx.get_prop(FLContextKey.RUNNER).find_executor(
             fl_ctx.get_prop(FLContextKey.TASK_NAME)
@@ -157,9 +156,8 @@ class SitePolicy(Filter):
         code = not isinstance(meta, Mapping) or meta.get(AppValidationKey.BYOC)
         if code and not self._gate.policy.allow_job_code:
             raise UnsafeJobError(
-                "this job brings code of its own (byoc), which can send anything by other ways "
-                "than the results of tasks: install its scripts at the site, or, if you trust "
-                "everybody who submits jobs, set allow_job_code = true in the policy"
+                "this job brings code of its own (byoc), which can send anything: install its "
+                "scripts at the site, or set allow_job_code = true in the policy"
             )
         if is_log_streaming_allowed(fl_ctx):
             raise UnsafeJobError(

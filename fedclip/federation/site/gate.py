@@ -167,7 +167,7 @@ class Gate:
         try:
             limit = self._replies.admit(str(run))
         except OSError as exc:
-            raise Refused(f"replies can not be counted ({exc})") from None
+            raise Refused(f"replies cannot be counted ({exc})") from None
         if limit:
             raise Refused(f"the policy allows no more replies: {limit}")
 

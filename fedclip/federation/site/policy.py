@@ -119,10 +119,7 @@ class Policy(Configured):
                 f"{' and '.join(missing)} is missing"
             )
         if self.max_replies is not None and self.ledger is None:
-            raise ValueError(
-                f"max_replies = {self.max_replies} is for all runs and needs a file that counts "
-                "them: give ledger an absolute path"
-            )
+            raise ValueError("max_replies counts in a file: give ledger an absolute path")
         if self.max_epsilon is None or self.delta is None:
             return
         if not self.noise_multiplier:
@@ -204,10 +201,7 @@ def _open_to_others(path: Path, bits: int) -> str:
     # Of a link itself: its owner decides where it leads.
     found = path.lstat()
     if found.st_uid not in (0, os.geteuid()):
-        return (
-            f"user {found.st_uid} owns {path}, which only root or the user of this process may; "
-            f"run: chown root {path}"
-        )
+        return f"user {found.st_uid} owns {path}, and not root; run: chown root {path}"
     # In a folder with the sticky bit, such as /tmp, only owners replace files; links have no mode.
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if sticky or stat.S_ISLNK(found.st_mode) or not found.st_mode & bits:

@@ -369,10 +369,7 @@ class AdaptiveBound(Documented):
         first, self._heard = not self._heard, True
         if self.budget is None or usable or not first:
             return ""
-        return (
-            "no reply of the first round can be used, and its average would be noise alone: give "
-            "the clients their part of update clipping, and see the log for each reply"
-        )
+        return "no reply of the first round can be used: give the clients update clipping"
 
     def admit(self, name: str) -> bool:
         """Return whether other statistics may go out without noise.
