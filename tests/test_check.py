@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 from quickruns import write_config, write_sites
+from typer.testing import CliRunner
 
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.claims import Claim, voids_of

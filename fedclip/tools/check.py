@@ -24,7 +24,7 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.check import Known, update_problems
 from fedclip.federation.update.claims import Claim, voids_of
-from fedclip.federation.update.plain import server_of
+from fedclip.federation.update.plain import server_of, settings_in
 from fedclip.parameters import Config
 from fedclip.privacy import places
 from fedclip.privacy.maps import Plugin
@@ -150,7 +150,11 @@ def _check_app(check: Check, config: Section) -> None:
         check.problem(where, f"{key}: Flower takes no lists: write one pattern, or a table")
     if check.problems:
         return
-    settings = {key.replace("-", "_"): value for key, value in given.items()}
+    try:
+        settings = settings_in(dict(_flat(app)))
+    except ValueError as exc:
+        check.problem(where, text_of(exc))
+        return
     evaluates = app.get("fraction-evaluate") != 0
     claim = Claim(
         "flower",
@@ -205,6 +209,15 @@ def _check_settings(
         check.note(
             where, f"epsilon is {cost:.4g} after {left} rounds, of {claim.rounds} that are planned"
         )
+
+
+def _flat(table: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    """Yield settings and their names as Flower hands them to an app."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def _check_quickrun(check: Check, config: Config) -> None:

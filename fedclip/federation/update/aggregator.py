@@ -23,6 +23,7 @@ from fedclip.federation.update.coupling import CLIENT, under_way
 from fedclip.federation.update.exchange import Reply, SentBound
 from fedclip.federation.update.limits import check_whole, signature
 from fedclip.federation.update.messages import ClippedUpdates, zeros_like
+from fedclip.federation.update.running import refuse_statistics
 from fedclip.federation.update.shares import Shares, Weights
 from fedclip.federation.version import VERSION, Versioned
 from fedclip.measures import Order
@@ -229,6 +230,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         by_steps = self.shares.kind == "steps"
         if sent.private and (why := self.closing.beside_noise()):
             raise ValueError(why)
+        if sent.private:
+            refuse_statistics(updates.coefs)
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
         same = outcome.arrays is updates.coefs
         vector = updates if same else type(updates)(dict(outcome.arrays))
@@ -296,8 +299,6 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             whole=round_ is not None,
             clients=budget.clients if budget else None,
         )
-        if module is not None and budget is not None:
-            module.halt(vetted.void)
         self._report(updates, vetted, counted=budget is None)
         if like is None:
             named = "; ".join(vetted.faults)
@@ -311,6 +312,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if round_ is not None:
             round_.average, round_.exact = average, vetted.exact
             round_.trouble = self.closing.beside_noise()
+            if module is not None:
+                round_.trouble = round_.trouble or module.unheard(vetted.void)
             if module is not None and module.site is not None:
                 there = sum(reply.clients for reply in vetted.sound)
                 counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed
