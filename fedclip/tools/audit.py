@@ -3,14 +3,17 @@
 
 ::
 
-    one run       canaries: clients (or records) whose updates (gradients) are as long as the bound
-                  lets them be, in directions of their own; each takes part by a fair coin. Whoever
-                  sees every release and knows the directions guesses which did
-    membership    the model is trained as the file says; whoever has it guesses by the loss of a
-                  record whether it was trained on
+    one run       canaries: clients (or units of DP-SGD) whose updates (gradients) are far longer
+                  than the bound, in different directions; each takes part by a fair coin. The run's
+                  schedule or sampler, clip, noise and server act on them. An attacker sees every
+                  release, knows the directions, and guesses the coins
+    rehearsal     the same guesses, if the noise were half of what is claimed. What they would prove
+                  is the most that this audit can refute. A claim above that is not audited
+    premises      accounting takes for granted how often a unit takes part, and that it is clipped
+    membership    the model is trained as the file says; an attacker guesses by the loss of a record
+                  whether it was trained on
 
-The first is as strong as accounting assumes, and tests noise, turns, sampling and the divisor. The
-second is what somebody with the model can do.
+Canaries are alone in their run: the sum of all others is known to the attacker, who subtracts it.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from declearn.dataset import InMemoryDataset
@@ -30,9 +34,10 @@ from declearn.messaging import PrivacyRequest
 from declearn.optimizer import Optimizer
 
 from fedclip import SampleClip
+from fedclip.dpsgd import persample
 from fedclip.dpsgd.manager import PrivateTrainingManager
-from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.dpsgd.persample.base import Host
+from fedclip.dpsgd.noise import Noise
+from fedclip.dpsgd.persample.base import Data, Host, HostStack, shapes
 from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.records import Records, first_records
 from fedclip.federation.generics import AnyModel
@@ -40,17 +45,22 @@ from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply
-from fedclip.privacy.accounting import Accountant, epsilon
-from fedclip.privacy.auditing import Guesses, guessed
+from fedclip.privacy.accounting import Accountant, epsilon, split_noise
+from fedclip.privacy.auditing import Claim, Guesses, guess
+from fedclip.privacy.gaussian import epsilon_of, mu_of
+from fedclip.scopes import Groups
 from fedclip.tools.output import ToolError
 from fedclip.tools.quickrun import Experiment
 from fedclip.tools.simulate import Simulation
 
-CANARIES = 1000
-"""About as many in all: clients in several runs, or records in one."""
-_MOST_RUNS = 10
-DELTA = 1e-6
-"""Guesses of so many say little at a larger delta, and each noise has an epsilon for each delta."""
+_FEWEST, _MOST = 1000, 8000
+"""Canaries, in one run or several: twice as many until the claim can be refuted."""
+_WORK, _RUNS = 2e10, 1000
+"""About how many values all runs may draw, and how many runs there may be."""
+_REHEARSALS = 30
+_SHARES = (0.05, 0.1, 0.2, 0.4, 0.8)
+_FAR = 1e3
+"""Length of a canary before it is clipped, in bounds."""
 
 
 class Membership(NamedTuple):
@@ -61,48 +71,83 @@ class Membership(NamedTuple):
     high: float
 
 
+class Played(NamedTuple):
+    """The canaries of a run."""
+
+    accountant: Accountant
+    """What the run has charged."""
+    there: Host
+    """Whether each canary took part."""
+    scores: Host
+    half: Host
+    """Scores in rehearsals with half the noise that is claimed, of shape (rehearsals, canaries)."""
+    broken: str = ""
+    """Which premise of accounting the run has broken; "" if none."""
+
+
 class Audit(NamedTuple):
-    """What the attacks have reached."""
+    """The result of the attacks."""
 
     protects: str
     accountant: Accountant
-    """All that the run may spend, and the delta of the claim."""
+    """All that the run has charged, and the delta of the claim."""
     guesses: Guesses
+    refuted: float
+    """The largest factor on the noise that the guesses refute, in terms of the claimed mu."""
+    refutable: float
+    """The same of the rehearsal."""
+    broken: str
     membership: Membership
 
     @property
     def delta(self) -> float:
-        """The delta at which it is attacked."""
-        return min(self.accountant.delta, DELTA)
+        """The delta of the claim."""
+        return self.accountant.delta
 
     @property
     def claimed(self) -> float:
-        """The epsilon at that delta."""
+        """The claimed epsilon."""
         return epsilon(self.accountant.spent, self.delta, self.accountant.relation)
 
     @property
     def least(self) -> float:
-        """The lower bound on epsilon, which is too high in one audit of twenty."""
-        return self.guesses.least(self.delta)
+        """The lower bound on epsilon, which is too high in at most one audit of twenty."""
+        return self._times(self.refuted)
+
+    @property
+    def most(self) -> float:
+        """The largest claim that this audit can refute if the noise is half of what is claimed."""
+        return self._times(self.refutable)
+
+    def _times(self, factor: float) -> float:
+        return epsilon_of(factor * mu_of(max(self.claimed, 1e-9), self.delta), self.delta)
 
     @property
     def fault(self) -> bool:
         """Whether the claim is refuted."""
-        return self.least > self.claimed
+        return self.refuted > 1.0 or bool(self.broken)
+
+    @property
+    def audited(self) -> bool:
+        """Whether the audit would have refuted the claim, if the noise were half."""
+        return self.fault or self.refutable > 1.0
 
     def in_words(self) -> Iterator[str]:
         """Yield the result, sentence by sentence."""
         canaries, guesses, right = self.guesses
         yield (
-            f"one run: {canaries:,} {self.protects}s as conspicuous as the bound allows; of "
-            f"{guesses} guesses which of them took part, {right} were right"
+            f"one run: {canaries:,} {self.protects}s, each clipped to the bound; of "
+            f"{guesses:,} guesses which of them took part, {right:,} were right"
         )
-        whole = self.accountant
         yield (
             f"  epsilon is at least {self.least:.3g} (95 % confidence); claimed is "
-            f"{self.claimed:.4g} at delta {self.delta:g}, which is {whole.epsilon():.4g} at "
-            f"{whole.delta:g}: " + ("THE CLAIM IS REFUTED" if self.fault else "no fault was found")
+            f"{self.claimed:.4g} at delta {self.delta:g}"
         )
+        yield f"  with half the noise, this audit can refute at most {self.most:.3g}"
+        if self.broken:
+            yield f"  {self.broken}"
+        verdict = "THE CLAIM IS REFUTED" if self.fault else "no fault was found"
+        yield f"  {verdict if self.audited else 'NOT AUDITED: the claim is above that'}"
         auc, low, high = self.membership
         yield (
             f"membership: by its loss, a record that was trained on is told from another with AUC "
@@ -111,7 +156,8 @@ class Audit(NamedTuple):
         yield (
             "what this does not show: that epsilon is as small as claimed (attacks give lower "
             "bounds, and one of 20 is too high); what goes out besides the model, as losses, "
-            "logs and numbers of records do; and the generator, whose draws are taken as random"
+            "votes, logs and numbers of records do; and the generator, whose draws are taken as "
+            "random"
         )
 
 
@@ -121,7 +167,7 @@ def audit(file: Path, seed: int | None = None) -> Audit:
     Raises
     ------
     ToolError
-        If it claims no privacy, or data or model are not where it says.
+        If it claims no privacy, if no round can be played, or data or model are not where it says.
     """
     optim = FLOptimConfig.from_toml(str(file), False, "optim")
     rng, logger = np.random.default_rng(seed), logging.getLogger("declearn")
@@ -141,115 +187,259 @@ def audit(file: Path, seed: int | None = None) -> Audit:
         logger.setLevel(before)
 
 
+def _attack(protects: str, play: Callable[[], Played], work: float) -> Callable[..., Audit]:
+    """Play runs until the guesses can refute the claim, or enough were played.
+
+    How many runs there are and which share of the canaries is guessed depends on rehearsals alone.
+    """
+    runs, goal, most = [play()], _FEWEST, min(max(int(_WORK / work), 10), _RUNS)
+    spent, relation = runs[0].accountant.spent, runs[0].accountant.relation
+    if not spent:
+        raise ToolError("the run charges nothing, so that its claim is not audited: run `check`")
+    claim = Claim(lambda delta: epsilon(spent, delta, relation))
+    while True:
+        there, scores, half = (np.concatenate(x, axis=-1) for x in [*zip(*runs, strict=True)][1:4])
+        last = len(runs) == most or len(there) >= _MOST
+        if len(there) >= goal or last:
+            options = [(claim.factor(_unlucky(there, half, share)), share) for share in _SHARES]
+            refutable, share = max(options)
+            if refutable > 1.0 or last:
+                break
+            goal *= 2
+        runs.append(play())
+    guesses = guess(there, scores, share)
+    broken = next((run.broken for run in runs if run.broken), "")
+    found = runs[0].accountant, guesses, claim.factor(guesses), refutable, broken
+    return partial(Audit, protects, *found)
+
+
+def _unlucky(there: Host, half: Host, share: float) -> Guesses:
+    """Return the guesses of a rehearsal with fewer right ones than in 999 of 1,000."""
+    found = [guess(there, scores, share) for scores in half]
+    right = np.array([one.right for one in found])
+    many, mean = found[0].guesses, float(right.mean())
+    spread = max(float(right.std()), math.sqrt(mean * (1.0 - mean / many)))
+    return found[0]._replace(right=max(math.floor(mean - 3.3 * spread), 0))
+
+
+def _places(
+    sizes: Mapping[str, int], groups: Groups, most: int, rng: np.random.Generator
+) -> tuple[Host, list[str]]:
+    """Return positions in all values, of shape (canaries, groups): no two have one in common.
+
+    Groups that have too few values for so many canaries are left out, at most a fifth of them. Of
+    each other group, the name of a tensor is returned too.
+    """
+    ends = np.cumsum([sizes[name] for name in groups.names])
+    within = [
+        np.concatenate([np.arange(ends[i] - sizes[groups.names[i]], ends[i]) for i in members])
+        for members in groups.members
+    ]
+    many = min(most, sorted(map(len, within))[len(within) // 5])
+    used = [i for i, found in enumerate(within) if len(found) >= many]
+    places = np.stack([rng.permutation(within[i])[:many] for i in used], axis=1)
+    return places, [groups.names[groups.members[i][0]] for i in used]
+
+
+def _flat(arrays: Mapping[str, Host], names: Sequence[str]) -> Host:
+    return np.concatenate([np.ravel(arrays[name]) for name in names])
+
+
+def _split(flat: Host, like: Mapping[str, Any], names: Sequence[str]) -> dict[str, Host]:
+    """Return arrays of the shapes of others."""
+    sizes = [math.prod(like[name].shape) for name in names]
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    return {n: part.reshape(like[n].shape) for n, part in zip(names, parts, strict=True)}
+
+
 # -- clients, and noise on their average --------------------------------------------------------
 def _of_clients(simulation: Simulation, rng: np.random.Generator) -> Audit:
-    bound, names = simulation.bound, simulation.crowd.names
-    assert bound is not None
-    assert bound.budget is not None
-    turns = -(-simulation.config.rounds // bound.separation)
-    whole = Accountant(bound.delta, bound.relation)
-    whole.add(bound.budget.noise_multiplier, turns)
     values = sum(math.prod(x.shape) for x in simulation.model.get_weights(True).coefs.values())
-    there, scores = [], []
-    for _ in range(math.ceil(CANARIES / min(len(names), values))):
-        places = rng.permutation(values)[: len(names)]
-        coins = rng.random(len(places)) < 0.5
-        there += coins.tolist()
-        scores += _play(simulation, places, coins).tolist()
-    found = guessed(there, scores)
+    work = values * simulation.config.rounds * len(simulation.crowd.names)
+    found = _attack("client", partial(_play, simulation, rng), work)
     for _ in range(simulation.config.rounds):
         if simulation.step():
             break
     losses = [[_losses(simulation.model, part) for part in pair] for pair in simulation.crowd.data]
-    return Audit("client", whole, found, _membership(losses))
+    return found(_membership(losses))
 
 
-def _play(simulation: Simulation, places: Host, coins: Host) -> Host:
-    """Run the server with canaries alone, and return the score of each."""
-    origin = simulation.bound
-    assert origin is not None
-    bound = AdaptiveBound(**{k: v for k, v in origin.get_config().items() if k != "seed"})
-    assert bound.budget is not None
-    scope = simulation.aggregator.scope
+def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
+    """Run the server with canaries alone: all take part whenever they have a turn."""
+    config = cast(AdaptiveBound, simulation.bound).get_config()
+    # The ledger is for what is released.
+    bound = AdaptiveBound(**{k: v for k, v in config.items() if k not in ("seed", "ledger")})
+    budget, scope = cast(Any, bound.budget), simulation.aggregator.scope
     server, client = UpdateServer(bound, scope=scope), UpdateClient(scope)
     like = {n: np.zeros(x.shape) for n, x in simulation.model.get_weights(True).coefs.items()}
-    names = simulation.crowd.names[: len(places)]
-    at = {name: i for i, name in enumerate(names)}
-    seen, due, released = [], [], []
-    turns = simulation.schedule.turns if simulation.schedule else None
+    groups, names = client.limits.groups(like), simulation.crowd.names
+    order = groups.names
+    places, _ = _places({n: x.size for n, x in like.items()}, groups, len(names), rng)
+    names = [names[i] for i in rng.permutation(len(names))[: len(places)]]
+    there = rng.random(len(places)) < 0.5
+    absent = -1.0 if bound.relation == "replace-one" else 0.0
+    seen, due, lengths = [], [], []
+    schedule = simulation.schedule
     for round_ in range(simulation.config.rounds):
-        sent = server.open(turns)
+        sent = server.open(schedule.turns if schedule else None)
         if sent.stop:
             break
-        turn = simulation.schedule.due(round_) if simulation.schedule else names
-        mine = [at[name] for name in turn if name in at]
-        replies = [
-            client.clip(_canary(like, places[i], 1e3 * sent.bound), sent, steps=1)
-            if coins[i]
-            else Reply(like)
-            for i in mine
-        ]
+        turn = set(schedule.due(round_)) if schedule else names
+        mine = np.array([name in turn for name in names])
+        replies, direction = [], np.zeros(places.shape[1])
+        for i in np.flatnonzero(mine):
+            flat = np.zeros(sum(x.size for x in like.values()))
+            flat[places[i]] = _FAR * sent.bound
+            reply = client.clip(_split(flat, like, order), sent, steps=1)
+            direction = _flat(reply.arrays, order)[places[i]] / sent.bound
+            if not there[i]:
+                other = {name: absent * array for name, array in reply.arrays.items()}
+                reply = dataclasses.replace(reply, arrays=other) if absent else Reply(like)
+            replies.append(reply)
         closed = server.close(replies, like)
-        flat = np.concatenate([np.ravel(closed.average[name]) for name in like])
-        seen.append(flat[places] / sent.bound)
-        due.append(np.isin(np.arange(len(places)), mine))
-        released.append(not closed.withheld)
-    return matched(np.array(seen), np.array(due), bound.budget.coefficients, np.array(released))
+        length = float(np.linalg.norm(direction))
+        flat = _flat(closed.average, order) * (budget.clients / sent.bound)
+        seen.append(flat[places] @ (direction / (length or 1.0)))
+        due.append(mine)
+        lengths.append(0.0 if closed.withheld or any(closed.faults) else min(length, 1.0))
+    if not due:
+        raise ToolError(f"no round can be played, so that the claim is not audited: {sent.stop}")
+    expected, found = unmixed(np.array(seen), np.array(due), budget.coefficients, np.array(lengths))
+    charged, squares = budget.accountant, (expected**2).sum(0)
+    z = charged.spent[0].noise_multiplier
+    noise = split_noise(z, budget.bits_noise) if budget.bits_noise else z
+    noise *= math.hypot(*budget.coefficients)
+    draws = rng.standard_normal((_REHEARSALS, len(there))) * np.sqrt(squares) * noise / 2.0
+    middle = (1.0 + absent) / 2.0 * squares
+    half = np.where(there, 1.0, absent) * squares + draws - middle
+    scores = (expected * found).sum(0) - middle
+    broken = _too_often(names, np.array(due), bound.separation, charged.rounds)
+    return Played(charged, there, scores, half, broken)
 
 
-def _canary(like: Mapping[str, Host], place: int, length: float) -> dict[str, Host]:
-    """Return an update that is so long in one value, and zero elsewhere."""
-    found = {name: np.zeros(x.shape) for name, x in like.items()}
-    for array in found.values():
-        if place < array.size:
-            array.flat[place] = length
-            break
-        place -= array.size
-    return found
+def unmixed(seen: Host, due: Host, c: tuple[float, ...], lengths: Host) -> tuple[Host, Host]:
+    """Return what canaries add to each round and what was seen of them, with independent noise.
 
-
-def matched(seen: Host, due: Host, c: tuple[float, ...], released: Host) -> Host:
-    """Return how much of each canary is in what was seen of it, round by round.
-
-    Noise that was taken back is put together again; then that of each round is independent. What
-    follows up to a band after a round that was withheld is left out.
+    Noise that was taken back is put together again. What follows up to a band after a round
+    without a release is left out.
     """
     from scipy.signal import lfilter
 
-    usable = np.convolve(~released, np.ones(len(c)))[: len(seen)] == 0
-    expected = lfilter(c, [1.0], due.astype(float), axis=0) * usable[:, None]
-    found: Host = (expected * lfilter(c, [1.0], seen, axis=0)).sum(0)
-    return found
+    usable = np.convolve(lengths == 0.0, np.ones(len(c)))[: len(seen)] == 0
+    expected: Host = lfilter(c, [1.0], due * lengths[:, None], axis=0) * usable[:, None]
+    return expected, lfilter(c, [1.0], seen, axis=0)
 
 
-# -- records, and DP-SGD ------------------------------------------------------------------------
-class _Watched(IndependentNoise):
-    """Adds canaries to each step's sum before the noise, and looks for them after it."""
+def _too_often(names: Sequence[str], due: Host, separation: int, charged: int) -> str:
+    """Return who took part too early or too often; "" if nobody did."""
+    for name, rounds in zip(names, due.T, strict=True):
+        turns = np.flatnonzero(rounds) + 1
+        if len(turns) > charged or (np.diff(turns) < separation).any():
+            return (
+                f"{name!r} took part in rounds {turns.tolist()}; {charged} turns are charged, with "
+                f"a separation of {separation}"
+            )
+    return ""
 
-    def __init__(self, manager: PrivateTrainingManager, rng: np.random.Generator) -> None:
-        super().__init__()
-        self._noise, self._manager, self._rng = manager.noise, manager, rng
-        shapes = manager.model.get_weights(trainable=True).coefs.values()
-        values = sum(math.prod(x.shape) for x in shapes)
-        self._places = rng.permutation(values)[:CANARIES]
-        self.there = rng.random(len(self._places)) < 0.5
-        self.scores = np.zeros(len(self._places))
+
+# -- records or persons, and DP-SGD -------------------------------------------------------------
+class _Drawn:
+    """In the place of the units of DP-SGD: a batch is the positions that the sampler has drawn."""
+
+    def __init__(self, units: Records | Persons) -> None:
+        self.unit, self.mean, self._many = units.unit, units.mean, len(units)
+
+    def __len__(self) -> int:
+        return self._many
+
+    def take(self, positions: Host, failed: object = None) -> Host:
+        return positions
+
+
+class _Watched(PrivateTrainingManager):
+    """Trains on canaries alone, after `watch`: each is a unit of the data, if its coin says so."""
+
+    _rng: np.random.Generator | None = None
+    drawn = steps = 0
+
+    def watch(self, rng: np.random.Generator) -> None:
+        """Replace the units by canaries, and watch the noise."""
+        self.broken = self._unclipped()
+        self._like = self.model.get_weights(trainable=True).coefs
+        self._groups = self._place.groups
+        sizes = {name: math.prod(shape) for name, shape in shapes(self.model).items()}
+        many = len(self.records)
+        self._places, self._firsts = _places(sizes, self._groups, min(many, _FEWEST), rng)
+        canaries = len(self._places)
+        self._units = rng.permutation(many)[:canaries]
+        self.there = rng.random(canaries) < 0.5
+        self.scores, self.half = np.zeros(canaries), np.zeros((_REHEARSALS, canaries))
+        self._rng, self._source = rng, self.noise
+        self.records, self.noise = cast(Any, _Drawn(self.records)), cast(Noise, self)
+
+    def _unclipped(self) -> str:
+        """Return which unit passes the clip, of the first ones."""
+        for unit in range(min(len(self.records), 16)):
+            batches = self.records.take([unit], self._fail)
+            norm = np.linalg.norm(super()._clipped(batches, 1.0)[1])
+            if norm > 0.0:  # not NaN
+                bound = 1e-3 * float(norm)
+                sums, _ = super()._clipped(batches, bound)
+                found = float(np.linalg.norm(_flat(sums, [*sums])))
+                if found > bound * (1.0 + 1e-6):
+                    return (
+                        f"{self.records.unit} {unit} moves a sum by {found:.4g}, with a bound of "
+                        f"{bound:.4g}"
+                    )
+        return ""
+
+    def _clipped(self, batches: Data, bound: float) -> tuple[dict[str, Host], Host]:
+        if self._rng is None:
+            return super()._clipped(batches, bound)
+        # One canary is clipped for all: they have the same norms.
+        names = self._groups.names
+        one = {name: np.full((1, 1), _FAR * bound * (name in self._firsts)) for name in names}
+        factors = partial(self.clipping.factors, bound=bound)
+        ones = dict.fromkeys(names, (1,))
+        sums, norms = persample.add_up([HostStack(one)], ones, factors, self._groups)
+        self._step = np.array([float(sums[name][0]) for name in self._firsts]), bound
+        drawn = self.there & np.isin(self._units, batches)
+        flat = np.zeros(sum(x.size for x in self._like.values()))
+        flat[self._places[drawn]] = self._step[0]
+        self.drawn, self.steps = self.drawn + len(batches), self.steps + 1
+        return _split(flat, self._like, names), np.repeat(norms, drawn.sum(), axis=0)
+
+    def too_often(self) -> str:
+        """Return a sentence if the sampler draws more than its rate allows; "" if not."""
+        from scipy import stats
+
+        rate, chances = self.calibration.rate, self.steps * len(self.records)
+        if rate == 1.0 or stats.binom.sf(self.drawn - 1, chances, rate) > 1e-6:
+            return ""
+        return f"the sampler drew {self.drawn} of {chances}; the rate that is charged is {rate:.4g}"
 
     def add(self, sums: Mapping[str, Host], std: float) -> dict[str, Host]:
-        """Return the sums of a step with noise."""
-        manager = self._manager
-        plan = manager.calibration
-        bound = std / manager.clipping.noise_multiplier(plan.noise_multiplier, plan.expected)
-        drawn = self.there & (self._rng.random(len(self.there)) < plan.rate)
-        flat = np.concatenate([np.ravel(x) for x in sums.values()])
-        flat[self._places[drawn]] += bound
-        ends = np.cumsum([x.size for x in sums.values()])[:-1]
-        parts = np.split(flat, ends)
-        given = {n: p.reshape(x.shape) for (n, x), p in zip(sums.items(), parts, strict=True)}
-        noisy = self._noise.add(given, std)
-        seen = np.concatenate([np.ravel(x) for x in noisy.values()])
-        self.scores += seen[self._places] / bound
-        return dict(noisy)
+        """Return the sums of a step with noise, and score the canaries by them."""
+        noisy = self._source.add(sums, std)
+        (direction, bound), plan, rng = self._step, self.calibration, cast(Any, self._rng)
+        length = float(np.linalg.norm(direction)) / bound
+        noise = self.clipping.noise_multiplier(plan.noise_multiplier, plan.expected)
+        seen = _flat(noisy, self._groups.names)[self._places] @ direction
+        self.scores += _likelier(
+            seen / (bound**2 * length or 1.0), min(length, 1.0), noise, plan.rate
+        )
+        drawn = self.there & (rng.random(self.half.shape) < plan.rate)
+        half = drawn * min(length, 1.0) + noise / 2.0 * rng.standard_normal(self.half.shape)
+        self.half += _likelier(half, min(length, 1.0), noise, plan.rate)
+        return noisy
+
+
+def _likelier(seen: Host, length: float, noise: float, rate: float) -> Host:
+    """Return the logarithm of how much likelier this is with a canary that is drawn at a rate."""
+    without = math.log1p(-rate) if rate < 1.0 else -math.inf
+    shifted = (seen - length / 2.0) * length / noise**2
+    found: Host = np.logaddexp(without, math.log(rate) + shifted)
+    return found
 
 
 def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> Audit:
@@ -259,20 +449,27 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
         raise ToolError("sample-clip needs [run.privacy], and nothing claims privacy without")
     site = next(iter(experiment.files))
     data, persons = experiment.data(site), experiment.persons(site)
-    there, scores, losses = list[bool](), list[float](), list[list[Host]]()
-    # Of a small model, a run has only as many directions as values.
-    while len(there) < CANARIES and len(losses) < _MOST_RUNS:
-        manager = _private(experiment, optim, config, data, persons)
-        watched = _Watched(manager, rng)
-        manager.noise = watched
-        effort = config.training.message_params
+    manager, begin = _private(experiment, optim, config, data, persons)
+    effort = config.training.message_params
+    limits = effort["batches"], effort["n_epoch"], effort["n_steps"]
+    for _ in range(config.rounds):
+        manager.train_under_constraints(*limits)
+    losses = [_losses(manager.model, part) for part in data]
+
+    def play() -> Played:
+        begin()
+        manager.watch(rng)
         for _ in range(config.rounds):
-            manager.train_under_constraints(effort["batches"], effort["n_epoch"], effort["n_steps"])
-        there += watched.there.tolist()
-        scores += watched.scores.tolist()
-        losses.append([_losses(manager.model, part) for part in data])
-    found = guessed(there, scores)
-    return Audit(manager.records.unit, manager.ledger.accountant, found, _membership(losses[:1]))
+            manager.train_under_constraints(*limits)
+        broken = manager.broken or manager.too_often()
+        return Played(
+            manager.ledger.accountant, manager.there, manager.scores, manager.half, broken
+        )
+
+    values = sum(map(math.prod, shapes(manager.model).values()))
+    many, unit = len(manager.records), manager.records.unit
+    work = manager.calibration.steps * (3.0 * values + _REHEARSALS * min(many, values, _FEWEST))
+    return _attack(unit, play, work)(_membership([losses]))
 
 
 def _private(
@@ -281,13 +478,13 @@ def _private(
     config: FLRunConfig,
     data: Sequence[InMemoryDataset],
     persons: Path | None,
-) -> PrivateTrainingManager:
-    """Return a client that trains alone, as the server asks it to."""
+) -> tuple[_Watched, Callable[[], None]]:
+    """Return a client that trains alone, as the server asks it to, and how it begins again."""
     model = experiment.model()
     if model.required_data_info:
         specs = {"site": vars(data[0].get_data_specs())}
         model.initialize(aggregate_clients_data_info(specs, model.required_data_info))
-    manager = PrivateTrainingManager(
+    manager = _Watched(
         model,
         Optimizer.from_config(optim.client_opt.get_config()),
         optim.aggregator,
@@ -303,8 +500,9 @@ def _private(
     records = Records(data[0], *first_records(data[1])[:1])
     units = records if persons is None else Persons(records, persons)
     request = PrivacyRequest(rounds=config.rounds, **steps, **asked)
-    manager.make_private(request, records=units)
-    return manager
+    begin = partial(manager.make_private, request, records=units)
+    begin()
+    return manager, begin
 
 
 # -- membership ---------------------------------------------------------------------------------
