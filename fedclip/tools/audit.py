@@ -54,8 +54,7 @@ from fedclip.tools.simulate import Simulation
 # Canaries, in one run or several: twice as many until the claim can be refuted.
 _FEWEST, _MOST = 1000, 32_000
 # About how long all runs may take, and how many there may be; but 10 in any case.
-_SECONDS, _RUNS = 180.0, 2000
-_REHEARSALS = 10
+_SECONDS, _RUNS, _REHEARSALS = 180.0, 2000, 10
 # Shares of the canaries to guess: as present, and as absent. A canary that DP-SGD
 # never draws looks absent, so that guesses of presence can be surer.
 _SHARES = [(x, x) for x in (0.025, 0.05, 0.1, 0.2, 0.4)] + [(0.05, 0.0), (0.2, 0.0)]
@@ -160,6 +159,8 @@ def audit(file: Path, seed: int | None = None) -> Audit:
                 "nor sample-clip with [run.privacy]"
             )
         return _of_clients(simulation, rng)
+    except RuntimeError as exc:
+        raise ToolError(f"the claim is not audited, as the run ends: {exc}") from None
     finally:
         logger.setLevel(before)
 
@@ -192,10 +193,9 @@ def _attack(
 def _unlucky(there: Host, half: Host, share: tuple[float, float]) -> Guesses:
     """Return the guesses of a rehearsal with fewer right ones than in 999 of 1,000."""
     found = [guess(there, scores, *share) for scores in half]
-    many, right = found[0].guesses, np.array([one.right for one in found])
-    mean = float(right.mean())
-    spread = max(float(right.std()), math.sqrt(mean * (1.0 - mean / many)))
-    return found[0]._replace(right=max(math.floor(mean - 3.3 * spread), 0))
+    mean = float(np.mean([one.right for one in found]))
+    spread = math.sqrt(mean * (1.0 - mean / found[0].guesses))
+    return found[0]._replace(right=max(math.floor(mean - 3.5 * spread), 0))
 
 
 def _places(arrays: Mapping[str, Any], groups: Groups, most: int, rng: np.random.Generator) -> Host:
@@ -221,9 +221,8 @@ def _filled(places: Host, values: Any, like: Mapping[str, Any], groups: Groups) 
 
 # -- clients, and noise on their average --------------------------------------------------------
 def _of_clients(simulation: Simulation, rng: np.random.Generator) -> Audit:
-    for _ in range(simulation.config.rounds):
-        if simulation.step():
-            break
+    # A round that is none ends the training.
+    any(simulation.step() for _ in range(simulation.config.rounds))
     losses = [[_losses(simulation.model, part) for part in pair] for pair in simulation.crowd.data]
     values = sum(math.prod(x.shape) for x in simulation.model.get_weights(True).coefs.values())
     turns = simulation.config.rounds / cast(AdaptiveBound, simulation.bound).separation
@@ -263,7 +262,7 @@ def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
         seen.append(values @ (direction / (length or 1.0)))
         lengths.append(0.0 if closed.withheld or any(closed.faults) else min(length, 1.0))
     if not due:
-        raise ToolError(f"no round can be played, so that the claim is not audited: {sent.stop}")
+        raise RuntimeError(sent.stop)
     expected, found = unmixed(np.array(seen), np.array(due), budget.coefficients, np.array(lengths))
     z, bits, squares = bound.noise_multiplier, budget.bits_noise, (expected**2).sum(0)
     noise = (split_noise(z, bits) if bits else z) * math.hypot(*budget.coefficients)
