@@ -143,12 +143,9 @@ def test_faults_of_noise_on_averages_are_refuted_or_not_audited(
     write: Any, more: str, fault: str
 ) -> None:
     found = audited(of_clients(write, more), OF_CLIENTS[fault])
-    if fault == "no clip at the clients":
-        # The server refuses what is too long, so that nothing is seen of canaries.
-        assert found is None or not found.audited
-    else:
-        assert found is not None
-        assert found.fault
+    # The server refuses what its clients did not clip.
+    assert (found is None) == (fault == "no clip at the clients")
+    assert found is None or found.fault
 
 
 @pytest.mark.parametrize(
@@ -254,7 +251,7 @@ def test_another_package_proves_the_same(mu: float, delta: float) -> None:
         )
         ours = lower_bound(guess(there, scores, share, 0.0), delta)
         # At fewer deltas, the bound is a little lower.
-        assert 0.97 * theirs - 1e-3 <= ours <= theirs + 1e-3
+        assert 0.98 * theirs - 0.04 <= ours <= theirs + 1e-3
 
 
 @pytest.mark.soak

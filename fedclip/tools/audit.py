@@ -180,7 +180,7 @@ def _attack(
         last = len(runs) >= most or len(there) >= _MOST
         if last or len(there) >= goal:
             refutable, share = max((claim.factor(_unlucky(there, half, x)), x) for x in _SHARES)
-            if last or refutable > 1.0:
+            if last or refutable > 1.0 or not half.any():
                 break
             goal *= 2
         runs.append(play())
@@ -258,9 +258,11 @@ def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
                 direction = _flat(reply.arrays, groups)[places[i]] / sent.bound * (sign or 1.0)
                 replies += [reply] if sign else []
         closed, length = server.close(replies, like), float(np.linalg.norm(direction))
+        if refused := next(filter(None, closed.faults), ""):
+            raise RuntimeError(f"the server refuses a clipped update: {refused}")
         values = _flat(closed.average, groups)[places] * (budget.clients / sent.bound)
         seen.append(values @ (direction / (length or 1.0)))
-        lengths.append(0.0 if closed.withheld or any(closed.faults) else min(length, 1.0))
+        lengths.append(0.0 if closed.withheld else min(length, 1.0))
     if not due:
         raise RuntimeError(sent.stop)
     expected, found = unmixed(np.array(seen), np.array(due), budget.coefficients, np.array(lengths))
