@@ -35,7 +35,7 @@ from fedclip.privacy.auditing import guess, lower_bound
 from fedclip.privacy.noise import secure_normals
 
 EPSILON, DELTA = 3.0, 1e-5
-CANARIES, GUESSES = 5000, 1000
+CANARIES, GUESSES = 5000, 400
 STEPS, BOUND = 10, 1.0
 # So small that the weights, on which the canaries' gradients depend, stay where they are.
 LRATE = 1e-9

@@ -186,8 +186,9 @@ def _attack(
         runs.append(play())
     guesses, mu = guess(there, scores, *share), mu_of(max(claimed, 1e-9), delta)
     least, most_ = (epsilon_of(x * mu, delta) for x in (claim.factor(guesses), refutable))
-    broken = next((run[-1] for run in runs if run[-1]), "")
-    return Audit(protects, claimed, delta, least, most_, guesses, broken, membership)
+    return Audit(
+        protects, claimed, delta, least, most_, guesses, max(run[-1] for run in runs), membership
+    )
 
 
 def _unlucky(there: Host, half: Host, share: tuple[float, float]) -> Guesses:
@@ -243,29 +244,30 @@ def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
     names, there = names[: len(places)], rng.random(len(places)) < 0.5
     absent = -1.0 if bound.relation == "replace-one" else 0.0
     seen, due, lengths, schedule = [], [], [], simulation.schedule
+    direction = np.full(len(groups), len(groups) ** -0.5)
     for round_ in range(simulation.config.rounds):
         sent = server.open(schedule.turns if schedule else None)
         if sent.stop:
             break
         due.append(np.isin(names, schedule.due(round_) if schedule else names))
-        replies, direction = [], np.zeros(len(groups))
-        for i in np.flatnonzero(due[-1]):
+        replies, mine = [], np.flatnonzero(due[-1])
+        for i in mine:
             # Who is absent sends nothing, but shows how canaries are clipped.
             sign = 1.0 if there[i] else absent
-            if sign or not direction.any():
+            if sign or i == mine[0]:
                 canary = _filled(places[i], _FAR * sent.bound * (sign or 1.0), like, groups)
                 reply = client.clip(canary, sent, steps=1)
                 direction = _flat(reply.arrays, groups)[places[i]] / sent.bound * (sign or 1.0)
                 replies += [reply] if sign else []
         closed, length = server.close(replies, like), float(np.linalg.norm(direction))
+        unit = direction / (length or 1.0) * budget.clients / sent.bound
         if refused := next(filter(None, closed.faults), ""):
             raise RuntimeError(f"the server refuses a clipped update: {refused}")
-        values = _flat(closed.average, groups)[places] * (budget.clients / sent.bound)
-        seen.append(values @ (direction / (length or 1.0)))
+        seen.append(_flat(closed.average, groups)[places] @ unit)
         lengths.append(0.0 if closed.withheld else min(length, 1.0))
     if not due:
         raise RuntimeError(sent.stop)
-    expected, found = unmixed(np.array(seen), np.array(due), budget.coefficients, np.array(lengths))
+    expected, found = unmixed(seen, due, budget.coefficients, lengths)
     z, bits, squares = bound.noise_multiplier, budget.bits_noise, (expected**2).sum(0)
     noise = (split_noise(z, bits) if bits else z) * math.hypot(*budget.coefficients)
     draws = rng.standard_normal((_REHEARSALS, len(there))) * np.sqrt(squares) * noise / 2.0
@@ -276,7 +278,7 @@ def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
     return budget.accountant, there, (expected * found).sum(0) - middle, half, broken
 
 
-def unmixed(seen: Host, due: Host, c: tuple[float, ...], lengths: Host) -> tuple[Host, Host]:
+def unmixed(seen: Any, due: Any, c: tuple[float, ...], lengths: list[float]) -> tuple[Host, Host]:
     """Return what canaries add to each round and what was seen of them, with independent noise.
 
     Noise that was taken back is put together again. What follows up to a band after a round
@@ -284,9 +286,9 @@ def unmixed(seen: Host, due: Host, c: tuple[float, ...], lengths: Host) -> tuple
     """
     from scipy.signal import lfilter
 
-    usable = np.convolve(lengths == 0.0, np.ones(len(c)))[: len(seen)] == 0
-    expected: Host = lfilter(c, [1.0], due * lengths[:, None], axis=0) * usable[:, None]
-    return expected, lfilter(c, [1.0], seen, axis=0)
+    usable = np.convolve(np.array(lengths) == 0.0, np.ones(len(c)))[: len(seen)] == 0
+    expected = lfilter(c, [1.0], np.transpose(np.transpose(due) * lengths), axis=0)
+    return expected * usable[:, None], lfilter(c, [1.0], seen, axis=0)
 
 
 def _too_often(names: Host, due: Host, separation: int, charged: int) -> str:
@@ -294,8 +296,7 @@ def _too_often(names: Host, due: Host, separation: int, charged: int) -> str:
     for name, rounds in zip(names, due.T, strict=True):
         turns = np.flatnonzero(rounds) + 1
         if len(turns) > charged or (np.diff(turns) < separation).any():
-            took = f"client {str(name)!r} took part in rounds {turns.tolist()}"
-            return f"{took}; {charged} turns are charged, with a separation of {separation}"
+            return f"{name} took part in rounds {turns.tolist()}; {charged} turns are charged"
     return ""
 
 
@@ -308,7 +309,8 @@ class _Watched(PrivateTrainingManager):
 
     def watch(self, rng: np.random.Generator) -> None:
         """Replace the units by canaries, and watch the noise."""
-        self.broken, self._groups = self._unclipped(), self._place.groups
+        self._groups, self._rng = self._place.groups, None
+        self.broken = self._unclipped()
         self._like, many = self.model.get_weights(trainable=True).coefs, len(self.records)
         self._places = _places(self._like, self._groups, min(many, _FEWEST), rng)
         self._units = rng.permutation(many)[: len(self._places)]
@@ -318,13 +320,11 @@ class _Watched(PrivateTrainingManager):
 
     def _unclipped(self) -> str:
         """Return which of the first units passes the clip; "" if none does."""
-        self._rng = None
         for unit in range(min(len(self.records), 16)):
             batches = self.records.take([unit], self._fail)
             bound = 1e-3 * float(np.linalg.norm(self._clipped(batches, 1.0)[1]))
             if bound > 0.0:  # neither zeros nor NaN
-                sums, _ = self._clipped(batches, bound)
-                norm = float(np.linalg.norm(_flat(sums, self._place.groups)))
+                norm = np.linalg.norm(_flat(self._clipped(batches, bound)[0], self._groups))
                 if norm > bound * (1.0 + 1e-6):
                     return f"a {self.records.unit} adds {norm:.4g} to a sum, over {bound:.4g}"
         return ""
