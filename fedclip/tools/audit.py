@@ -126,10 +126,7 @@ class Audit(NamedTuple):
         verdict = verdict if self.audited else "NOT AUDITED: the claim is above that"
         yield f"  {verdict}{': ' * bool(self.broken)}{self.broken}"
         auc, low, high = self.membership
-        yield (
-            f"membership: by its loss, a record that was trained on is told from another with AUC "
-            f"{auc:.3f} ({low:.3f} to {high:.3f}, 95 %); 0.5 is no better than a coin"
-        )
+        yield f"membership: AUC {auc:.3f} by losses ({low:.3f} to {high:.3f}, 95 %); 0.5 is a coin"
         yield (
             "what this does not show: that epsilon is as small as claimed (attacks give lower "
             "bounds); what goes out besides the model, as losses, votes, logs and numbers of "
@@ -165,9 +162,7 @@ def audit(file: Path, seed: int | None = None) -> Audit:
         logger.setLevel(before)
 
 
-def _attack(
-    protects: str, membership: Membership, play: Callable[[], Played], seconds: float
-) -> Audit:
+def _attack(unit: str, losses: Membership, play: Callable[[], Played], seconds: float) -> Audit:
     """Play runs until the guesses could refute the claim, or enough were played.
 
     How many runs there are, and how many canaries are guessed, depends on rehearsals alone.
@@ -186,9 +181,8 @@ def _attack(
         runs.append(play())
     guesses, mu = guess(there, scores, *share), mu_of(max(claimed, 1e-9), delta)
     least, most_ = (epsilon_of(x * mu, delta) for x in (claim.factor(guesses), refutable))
-    return Audit(
-        protects, claimed, delta, least, most_, guesses, max(run[-1] for run in runs), membership
-    )
+    broken = max(run[-1] for run in runs)
+    return Audit(unit, claimed, delta, least, most_, guesses, broken, losses)
 
 
 def _unlucky(there: Host, half: Host, share: tuple[float, float]) -> Guesses:
