@@ -295,16 +295,15 @@ def audit(
     as_json: JsonFlag = False,
 ) -> None:
     """Attack the privacy that a configuration claims, with its own model and data."""
-    result = runnable(config, simulate=True)
+    checked = runnable(config, simulate=True)
 
     from fedclip.tools import audit as attack
 
-    found = attack.audit(result.path, seed)
+    found = attack.audit(checked.path, seed)
     if as_json:
-        names = ("protects", "claimed", "delta", "least", "fault")
-        told = {name: getattr(found, name) for name in names}
-        told |= {"guesses": found.guesses._asdict(), "membership": found.membership._asdict()}
-        print(json.dumps(told))
+        result = found._asdict() | {"fault": found.fault, "audited": found.audited}
+        result |= {name: result[name]._asdict() for name in ("guesses", "membership")}
+        print(json.dumps(result))
     else:
         print(*found.in_words(), sep="\n")
-    raise typer.Exit(int(found.fault))
+    raise typer.Exit(int(found.fault or not found.audited))
