@@ -99,45 +99,31 @@ def list_(
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; new or empty.")],
-    files: Annotated[
-        list[Path], typer.Argument(metavar="DATA...", help="A CSV file, or one for each site.")
-    ],
-    target: Annotated[str, typer.Option(metavar="COLUMN", help="What the model is to tell.")],
-    site: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Names the site, in a single file.")
-    ] = None,
-    sites: Annotated[
-        int | None, typer.Option(min=2, show_default="3", help="Sites to spread one file over.")
-    ] = None,
-    persons: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Says whose a record is, for DP-SGD.")
-    ] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN", help="Leave it out; may be repeated.")
-    ] = None,
     model: Annotated[
-        Literal["sklearn", "torch"], typer.Option(help="A linear model, or a small network.")
-    ] = "sklearn",
-    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn at random.")] = 0,
+        Literal["sklearn", "torch", "tensorflow", "jax"],
+        typer.Option(help="A linear model, or a small network."),
+    ],
+    privacy: Annotated[
+        Literal["records", "persons"] | None,
+        typer.Option(help="Train with DP-SGD, and protect each record or each person."),
+    ] = None,
 ) -> None:
-    """Make a folder that runs from CSV files.
+    """Write a project of your own, for CSV files at several sites.
 
-    It has the data by site, a model and a configuration.
+    It prepares data, trains with a server and clients, and predicts. You edit its files.
     """
-    from fedclip.tools.init import Plan, prepare
+    from fedclip.tools.init import write_project
 
-    if (len(files) > 1) + (site is not None) + (sites is not None) > 1:
-        fail("several files, --site or --sites: only one of them can say the sites", code=2)
-    plan = Plan(target, site, sites or 3, persons, drop or (), model, seed)
-    for line in prepare(folder, files, plan):
-        say(line)
+    missing = write_project(folder, model, privacy)
+    run = "quickrun" if privacy else "simulate"
+    say(f"{folder} is written. Start with its README.md, or try it with invented records:")
     for line in (
-        "Ready to run:",
-        f"  cd {typed(folder)}",
-        "  fedclip simulate",
-        "  fedclip suggest",
+        *(f"pip install {packages}" for packages in missing),
+        f"cd {typed(folder)}",
+        "python prepare.py --example",
+        f"fedclip {run}",
     ):
-        say(line)
+        say(f"  {line}")
 
 
 @app.command()
@@ -150,16 +136,17 @@ def check(
     from fedclip.tools.check import check_config
 
     result = check_config(config)
+    fine = result.ok and not result.leaks
     if as_json:
-        facts = {"file": str(result.path), "ok": result.ok, "places": result.places}
+        facts = {"file": str(result.path), "ok": fine, "places": result.places}
         print(json.dumps({**facts, "findings": [vars(finding) for finding in result.findings]}))
     else:
         _print_check(result)
-    raise typer.Exit(0 if result.ok and not (strict and result.notes) else 1)
+    raise typer.Exit(0 if fine and not (strict and result.notes) else 1)
 
 
 def _print_check(result: Check) -> None:
-    colours = {"ok": "green", "note": "yellow", "problem": "red"}
+    colours = {"ok": "green", "note": "yellow", "leak": "magenta", "problem": "red"}
     say(str(result.path))
     for finding in result.findings:
         typer.secho(f"  {finding.level:7}", fg=colours[finding.level], nl=False)
@@ -168,11 +155,16 @@ def _print_check(result: Check) -> None:
         typer.echo("What is clipped where:")
     for place in result.places:
         say(f"  {place}")
-    problems, notes = (
+    counts = [
         f"{len(found) or 'No'} {kind}{'s' * (len(found) > 1)}"
-        for kind, found in (("problem", result.problems), ("note", result.notes))
-    )
-    typer.echo(f"{problems}, {notes}." if result.notes else f"{problems}.")
+        for kind, found in (
+            ("problem", result.problems),
+            ("leak", result.leaks),
+            ("note", result.notes),
+        )
+        if found or kind == "problem"
+    ]
+    typer.echo(f"{', '.join(counts)}.")
 
 
 @app.command()

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ import fedclip
 from fedclip.federation.generics import AnyModel
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
+from fedclip.federation.update.server import UpdateClipServer
+from fedclip.privacy.ledger import FILE
 from fedclip.report import Reader, ReportError
 from fedclip.report.results import best_round, result_of
 from fedclip.tools.linear import quicken
@@ -119,6 +122,11 @@ class Experiment:
         """
         file = Path(self.files[site][f"{of}_data"]).with_name(PERSONS.replace("train", of))
         return file if file.exists() else None
+
+    def ledger(self, site: str = "") -> Path:
+        """Return the ledger of a client's records, next to them; or that of all clients."""
+        records = Path(self.files[site or next(iter(self.files))]["train_data"])
+        return (records if site else records.parent).resolve().with_name(FILE)
 
     def model(self) -> AnyModel:
         """Return a new model, as its file makes it."""
@@ -225,6 +233,9 @@ class Federation:
         setup_server_loggers(level=logging.INFO, fpath=os.path.join(checkpoint, "logs.txt"))
         self._hush("declearn.server", logging.INFO)
         optim = FLOptimConfig.from_toml(self.toml, False, "optim")
+        for module in optim.server_opt.modules:
+            if isinstance(module, UpdateClipServer) and not module.ledger:
+                module.charge_to(self.experiment.ledger())
         server = _Watched(
             model=self.experiment.model(),
             optim=optim,
@@ -259,7 +270,12 @@ class Federation:
         kind: Any = _Quick
         if private:
             of_valid = self.experiment.persons(name, "valid") if persons else None
-            kind = partial(fedclip.PrivateFederatedClient, persons=persons, valid_persons=of_valid)
+            kind = partial(
+                fedclip.PrivateFederatedClient,
+                persons=persons,
+                valid_persons=of_valid,
+                ledger=self._ledger(name, Path(checkpoint)),
+            )
         client = kind(
             netwk=NetworkClientConfig.from_params(
                 protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
@@ -270,6 +286,20 @@ class Federation:
             verbose=False,
         )
         await client.async_run()
+
+    def _ledger(self, name: str, results: Path) -> Path:
+        """Return the ledger of a client's records; the one in a folder of results leads there."""
+        ledger, link = self.experiment.ledger(name), results / FILE
+        if link.exists() and not link.is_symlink():
+            # Each line stands alone; those of a run before are of the same records.
+            with ledger.open("ab") as file:
+                file.write(link.read_bytes() + b"\n")
+            link.unlink()
+        if not link.is_symlink():
+            results.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # a disk may know no links
+                link.symlink_to(ledger)
+        return ledger
 
     def _hush(self, logger: str, level: int) -> None:
         """Let only what is of this level get to the console, or only warnings."""

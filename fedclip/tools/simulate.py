@@ -111,6 +111,9 @@ class Simulation:
         )
         self.model = self.crowd.model
         self.bound = _bound(optim)
+        if self.bound is not None:
+            # Nothing of a simulation is released.
+            self.bound.charge_to(None)
         self.server = self._server() if self.bound else None
         self.schedule = _schedule(self.bound, self.crowd.names, self.settings)
         # The bound acts first, by the core; what stands after it acts on what the core releases.
@@ -150,8 +153,8 @@ class Simulation:
         for module in self.rest.modules:
             if self.bound and module.aux_name in aux:
                 self.bound.admit(module.name)
-        turns = self.schedule.turns if self.schedule else None
-        sent = self.server.open(turns) if self.server else None
+        turn = self.schedule.at(self.rounds) if self.schedule else None
+        sent = self.server.open(turn) if self.server else None
         if sent and sent.stop:
             return sent.stop
         for records in (self.records, *self.norms.values()):
