@@ -176,9 +176,8 @@ def _play(simulation: Simulation, places: Host, coins: Host) -> Host:
     names = simulation.crowd.names[: len(places)]
     at = {name: i for i, name in enumerate(names)}
     seen, due, released = [], [], []
-    turns = simulation.schedule.turns if simulation.schedule else None
     for round_ in range(simulation.config.rounds):
-        sent = server.open(turns)
+        sent = server.open(simulation.schedule.at(round_) if simulation.schedule else None)
         if sent.stop:
             break
         turn = simulation.schedule.due(round_) if simulation.schedule else names

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 import fedclip
-from fedclip.tools import privacy, site, studies
+from fedclip.tools import choosing, privacy, site
 from fedclip.tools.output import (
     Commands,
     ConfigPath,
@@ -136,16 +136,17 @@ def check(
     from fedclip.tools.check import check_config
 
     result = check_config(config)
+    fine = result.ok and not result.leaks
     if as_json:
-        facts = {"file": str(result.path), "ok": result.ok, "places": result.places}
+        facts = {"file": str(result.path), "ok": fine, "places": result.places}
         print(json.dumps({**facts, "findings": [vars(finding) for finding in result.findings]}))
     else:
         _print_check(result)
-    raise typer.Exit(0 if result.ok and not (strict and result.notes) else 1)
+    raise typer.Exit(0 if fine and not (strict and result.notes) else 1)
 
 
 def _print_check(result: Check) -> None:
-    colours = {"ok": "green", "note": "yellow", "problem": "red"}
+    colours = {"ok": "green", "note": "yellow", "leak": "magenta", "problem": "red"}
     say(str(result.path))
     for finding in result.findings:
         typer.secho(f"  {finding.level:7}", fg=colours[finding.level], nl=False)
@@ -154,11 +155,16 @@ def _print_check(result: Check) -> None:
         typer.echo("What is clipped where:")
     for place in result.places:
         say(f"  {place}")
-    problems, notes = (
+    counts = [
         f"{len(found) or 'No'} {kind}{'s' * (len(found) > 1)}"
-        for kind, found in (("problem", result.problems), ("note", result.notes))
-    )
-    typer.echo(f"{problems}, {notes}." if result.notes else f"{problems}.")
+        for kind, found in (
+            ("problem", result.problems),
+            ("leak", result.leaks),
+            ("note", result.notes),
+        )
+        if found or kind == "problem"
+    ]
+    typer.echo(f"{', '.join(counts)}.")
 
 
 @app.command()
@@ -174,13 +180,13 @@ def quickrun(
     """Check a configuration, then run all of it on this machine."""
     result = runnable(config, quickrun=True)
 
-    from fedclip.tools.card import keep
     from fedclip.tools.quickrun import run
 
     clients, results, finished = run(result.path, verbose=verbose, seed=seed)
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
-    keep(result, results, "quickrun", seed)
+    weights = Path(results, "server", "model_state_best.mpk")
+    say(f"Best weights (lowest mean loss of the healthy sites): {typed(weights)}")
     spent = any(Path(results).rglob("privacy_spent.json"))
     also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
@@ -203,11 +209,9 @@ def simulate(
     """
     result = runnable(config, simulate=True)
 
-    from fedclip.tools.card import keep
     from fedclip.tools.simulate import EARLY, run
 
     done = run(result.path, seed, engine=engine)
-    keep(result, done.results, "simulate", seed)
     see = f"fedclip report {typed(done.results)}"
     if done.ended:
         after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
@@ -215,9 +219,12 @@ def simulate(
             say(f"fedclip: {after}")
             return
         fail(after, code=130 if done.ended == "interrupted" else 1)
+    say(f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s")
     say(
-        f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s; see  {see}"
+        f"Best weights (round {done.best}, lowest mean loss of the healthy sites): "
+        f"{typed(Path(done.results, 'server', 'model_state_best.mpk'))}"
     )
+    say(f"See  {see}")
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -256,15 +263,12 @@ def report(
     ] = False,
     rounds: Annotated[
         bool | None,
-        typer.Option("--rounds/--summary", help="A line for each round, or only for each node."),
+        typer.Option("--rounds/--summary", help="A line for each round, or for each node."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a plot as well (.png, .svg, .pdf).")
     ] = None,
     html: HtmlFile = None,
-    card: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a model card instead; - for stdout.")
-    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until the run ends, or until Ctrl-C.")
     ] = False,
@@ -272,9 +276,9 @@ def report(
     """Show what the clippers did in a run, by node and round."""
     from fedclip.tools import showing
 
-    if follow + as_json + (csv is not None) + (card is not None) > 1:
-        fail("give one of --follow, --json, --csv and --card", code=2)
-    showing.can_write(plot=plot, html=html, card=card)
+    if follow + as_json + (csv is not None) > 1:
+        fail("give one of --follow, --json and --csv", code=2)
+    showing.can_write(plot=plot, html=html)
     folder = results(folder)
     result = showing.read(folder, follow, html)
     if as_json:
@@ -283,11 +287,6 @@ def report(
         text = io.StringIO()
         result.write_csv(text)
         showing.write(csv, text.getvalue())
-    elif card is not None:
-        from fedclip.tools import card as cards
-
-        with privacy.in_one_sentence(1):
-            showing.write(str(card), cards.card(result))
     elif not follow:
         showing.show(result, groups, rounds)
     if plot is not None:
@@ -297,7 +296,7 @@ def report(
 
 
 # Commands are listed in the order in which they are added.
-studies.add_to(app)
+choosing.add_to(app)
 
 
 @app.command()
