@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.aggregator import AveragingAggregator
+from declearn.dataset import InMemoryDataset
 from declearn.optimizer import Optimizer
 from helpers import require
 from test_dpsgd_manager import request
@@ -15,7 +16,7 @@ from test_dpsgd_manager import request
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.persample import clipped_sum
-from fedclip.dpsgd.records import Records
+from fedclip.dpsgd.records import Records, first_records
 
 pytestmark = pytest.mark.slow
 
@@ -146,3 +147,9 @@ def test_records_of_one_shape_are_one_batch() -> None:
     assert y.tolist() == [3, 3, 19]
     assert weights is None
     assert records.take([]) == []
+
+
+def test_validation_data_without_a_record_is_refused() -> None:
+    empty = InMemoryDataset(np.zeros((0, 3)), target=np.zeros(0))
+    with pytest.raises(ValueError, match="valid_data holds no record"):
+        first_records(empty)
