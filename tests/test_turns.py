@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from declearn.client_sampler import instantiate_client_sampler
 from federation_helpers import Clients, Server
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fedclip
@@ -217,6 +217,8 @@ LIFE = st.sampled_from(["round", "round", "ask", "save", "restart", "forget", "a
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(["turns", "banded", "independent"]), st.lists(LIFE, max_size=25))
+@example("turns", ["round", "again", "round"])
+@example("banded", ["save", "round", "ask", "restart", "round", "newcomer", "round"])
 def test_whatever_happens_to_a_server_what_was_asked_for_is_charged(
     kind: str, life: list[str]
 ) -> None:
