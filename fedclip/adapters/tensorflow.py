@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterable, Sequence
 
 from fedclip.adapters.variables import Variable
 from fedclip.arrays import HostView
+from fedclip.errors import public_names
 
 try:
     import tensorflow as tf
@@ -17,7 +17,7 @@ except ImportError as error:
         "fedclip.adapters.tensorflow needs TensorFlow: pip install tensorflow"
     ) from error
 
-from fedclip.adapters.clippers import Spec, check_clipper, clipped, clipper_of, unique
+from fedclip.adapters.clippers import ByClipper, Spec, check_clipper, clipped, clipper_of, unique
 from fedclip.adapters.keras import ClippedOptimizer
 from fedclip.adapters.variables import HeldClipper, Operations, Told
 from fedclip.arrays import Array, backend_named
@@ -26,7 +26,9 @@ from fedclip.modules.base import Clipper
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
-_compiled: weakref.WeakKeyDictionary[Clipper | AGC, CompiledClipper] = weakref.WeakKeyDictionary()
+__dir__ = public_names(__name__)
+
+_compiled: ByClipper[CompiledClipper] = ByClipper()
 
 
 def clip(
@@ -103,9 +105,7 @@ class CompiledClipper(Told, tf.Module):
     @classmethod
     def of(cls, clipper: Clipper | AGC) -> CompiledClipper:
         """Return the compiled form of a clipper; the first call makes it."""
-        if clipper not in _compiled:
-            _compiled[clipper] = cls(clipper)
-        return _compiled[clipper]
+        return _compiled.get(clipper) or _compiled.set(clipper, cls(clipper))
 
     # What AutoGraph would rewrite branches on no tensor.
     @tf.autograph.experimental.do_not_convert

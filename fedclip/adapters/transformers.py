@@ -11,7 +11,7 @@ import numpy as np
 
 from fedclip.adapters.clippers import Theirs
 from fedclip.arrays import Array
-from fedclip.errors import Unchecked
+from fedclip.errors import Unchecked, public_names
 from fedclip.states import Fields
 
 try:
@@ -24,12 +24,14 @@ except ImportError as error:
 
 from fedclip import states
 from fedclip.adapters.clippers import Spec, clipper_of, hold, release
-from fedclip.adapters.torch import load_state
+from fedclip.adapters.torch import set_state
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.names import check_sharding, named
 from fedclip.modules.agc import AGC
 
 __all__ = ["ClipCallback", "attach"]
+
+__dir__ = public_names(__name__)
 
 
 class ClipCallback(TrainerCallback, ExportableState):
@@ -95,7 +97,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             # The Trainer adds the states of several callbacks to the end of one list.
             entries = saved if isinstance(saved, list) else [saved]
             ours = [e for e in entries if e["args"]["clipper"][0] == self.clipper.name]
-            load_state(
+            set_state(
                 self.clipper, _read(ours[-1]["attributes"]["clipper_state"]) if ours else None
             )
         self._within = bool(state.global_step and state.epoch % 1)
@@ -166,7 +168,7 @@ class ClipCallback(TrainerCallback, ExportableState):
 
     @clipper_state.setter
     def clipper_state(self, state: Mapping[str, object]) -> None:
-        load_state(self.clipper, _read(state))
+        set_state(self.clipper, _read(state))
 
 
 def attach(trainer: Theirs, clipper: Spec) -> ClipCallback:

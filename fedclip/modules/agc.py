@@ -144,8 +144,8 @@ class AGC(Core, Regularizer):
 
     def run(self, gradients: Vector[Any], weights: Vector[Any]) -> Vector[Any]:
         """Return the clipped gradients; the very same object if nothing is clipped."""
-        coefs = gradients.coefs
-        outputs = self.clip(coefs, weights.coefs)
+        coefs = self._coefs(gradients)
+        outputs = self.clip(coefs, self._coefs(weights))
         return gradients if outputs is coefs else type(gradients)(dict(outputs))
 
     def clip(
@@ -156,7 +156,8 @@ class AGC(Core, Regularizer):
         backend: Backend | None = None,
     ) -> Mapping[str, Array]:
         """Return the clipped arrays, by name; see `fedclip.Clipper.clip`."""
-        for name, array in arrays.items():
+        self._checked(weights)
+        for name, array in self._checked(arrays).items():
             shape = getattr(weights.get(name), "shape", array.shape)
             if shape != array.shape:
                 raise ValueError(
@@ -223,10 +224,10 @@ class AGC(Core, Regularizer):
             return self._slices(())
         return self._slices(self._limits(self._slices(()).measure(arrays, xp), xp))
 
-    def limit(self, weight_norm: float) -> float:
+    def get_limit(self, weight_norm: float) -> float:
         """Return the limit of a unit whose weights have this norm.
 
-        >>> AGC(0.1).limit(2.0)
+        >>> AGC(0.1).get_limit(2.0)
         0.2
         """
         return float(self._limits(np.array([weight_norm]), NUMPY)[0])

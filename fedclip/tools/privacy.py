@@ -181,6 +181,7 @@ def calibrate(
     """Size the noise of DP-SGD on one client's records or persons; print the lines of TOML."""
     from fedclip import parameters
     from fedclip.dpsgd import calibrate as dpsgd
+    from fedclip.privacy.accounting import ZERO_OUT
     from fedclip.toml import toml_line, toml_value
 
     if (records is None) == (persons is None):
@@ -216,7 +217,7 @@ def calibrate(
     extra: Config = {
         **{name: getattr(found, name) for name in ("noise", "spent", "accountant", "sampling")},
         **({} if values is None else {"drift": found.drift(values)}),
-        "relation": "add-remove",
+        "relation": ZERO_OUT,
     }
     _print(found, text, lines, extra, as_json)
 
@@ -253,7 +254,7 @@ def spent(
         typer.Option(metavar="FILE", help="Write CSV, a line for each round; - for stdout."),
     ] = None,
 ) -> None:
-    """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
+    """Show the epsilon that was spent, or that a plan would cost."""
     from fedclip.report import printable
     from fedclip.report.rows import write_csv
     from fedclip.tools.showing import write

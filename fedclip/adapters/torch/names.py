@@ -20,12 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fedclip.adapters.clippers import unique
+from fedclip.adapters.clippers import ByClipper, unique
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
 from fedclip.scopes import resolve
@@ -129,7 +128,7 @@ class _Remembered:
         self.homes: Any = WeakIdKeyDictionary()
 
 
-_remembered: WeakKeyDictionary[Clipper, _Remembered] = WeakKeyDictionary()
+_remembered: ByClipper[_Remembered] = ByClipper()
 
 
 def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -> None:
@@ -140,13 +139,13 @@ def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | 
     """
     if isinstance(clipper, AGC):
         return
-    past = _remembered.setdefault(clipper, _Remembered())
+    past = _remembered.get(clipper) or _remembered.set(clipper, _Remembered())
     now = [*map(id, parameters.values())]
     if now == past.last:
         return
     if clipper.last is None:
         # Nothing has been learnt yet, or it was forgotten.
-        past = _remembered[clipper] = _Remembered()
+        past = _remembered.set(clipper, _Remembered())
     groups = clipper.groups({name: tensor.shape for name, tensor in parameters.items()})
     transform = clipper.transform(groups)
     if transform.array_fields:
