@@ -187,10 +187,12 @@ def _attack(unit: str, losses: Membership, play: Callable[[], Played], seconds: 
 
 def _unlucky(there: Host, half: Host, share: tuple[float, float]) -> Guesses:
     """Return the guesses of a rehearsal with fewer right ones than in 999 of 1,000."""
+    from scipy import stats
+
     found = [guess(there, scores, *share) for scores in half]
-    mean = float(np.mean([one.right for one in found]))
-    spread = math.sqrt(mean * (1.0 - mean / found[0].guesses))
-    return found[0]._replace(right=max(math.floor(mean - 3.5 * spread), 0))
+    right, guesses = sum(one.right for one in found), found[0].guesses
+    surely = stats.beta.ppf(1e-3, right, len(found) * guesses - right + 1) if right else 0.0
+    return found[0]._replace(right=int(stats.binom.ppf(1e-3, guesses, surely)))
 
 
 def _places(arrays: Mapping[str, Any], groups: Groups, most: int, rng: np.random.Generator) -> Host:
