@@ -521,6 +521,6 @@ def test_fairness_is_refused() -> None:
         said.append(message)
 
     node.netwk.send_message = note  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="fairness rounds replace"):
+    with pytest.raises(RuntimeError, match="fairness replaces"):
         asyncio.run(node._initialize_fairness())
     assert "refused by fedclip" in said[0].message

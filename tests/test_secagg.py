@@ -161,7 +161,7 @@ def test_values_beyond_declearns_range_are_not_clipped_in_silence(
     with caplog.at_level(logging.INFO):
         total: Any = sent_through("masking", replies)
         average = aggregator.finalize_updates(total.updates)
-    assert "'head.w' holds 3e+05 beyond the range ±100000" in caplog.text
+    assert "beyond secagg_range=±100000 in 'head.w' (3e+05)" in caplog.text
     # The one that is zeroed does not count as clipped, too.
     assert (total.updates.n_clipped, total.updates.n_zeroed) == (0, 1)
     assert float(average.coefs["w"][0]) == pytest.approx(1 / 3)

@@ -197,8 +197,8 @@ def test_a_restart_begins_a_schedule_and_an_old_state_pays_for_what_may_be_lost(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"separation": 1}, "gains nothing"),
-        ({"rounds": None}, "needs rounds"),
+        ({"separation": 1}, "needs separation > 1"),
+        ({"rounds": None}, "and rounds, the number"),
         ({"rounds": 0}, "rounds must be"),
         ({"momentum": 1.0}, "momentum must be"),
         ({"noise": "independent"}, "goes with noise='banded'"),

@@ -860,7 +860,7 @@ NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 50%s
     ("old", "new", "text"),
     [
         ('aggregator = "clipped-averaging"', "", "goes with the aggregator 'clipped-averaging'"),
-        ('"clipped-averaging"', '"averaging"', "may weight updates by their number of steps"),
+        ('"clipped-averaging"', '"averaging"', "clips nothing, so that no bound holds"),
         ('["update-clip-server"]', "[]", "server_opt has none"),
         (
             'aggregator = "clipped-averaging"',

@@ -25,8 +25,6 @@ from fedclip.errors import Unchecked
 from fedclip.federation.quorum import plain
 from fedclip.measures import Float64
 
-__all__ = ["EVALUATIONS", "Evaluations", "clipped", "counted", "nothing", "unfit"]
-
 # Sums, and squares of sums, of values beyond this would overflow.
 _LARGEST = 1e100
 # What declearn's metrics count, in fields of these names.

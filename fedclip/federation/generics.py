@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 from declearn.model.api import Model, Vector
 from declearn.optimizer.modules import OptiModule
 
-__all__ = ["AnyModel", "AnyModule", "AnyVector"]
-
 AnyModel: TypeAlias = Model[Any]
 AnyModule: TypeAlias = OptiModule[Any]
 AnyVector: TypeAlias = Vector[Any]

@@ -16,38 +16,13 @@ import time
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
-from declearn.communication.api.backend import MessagesHandler, flags
-from declearn.communication.api.backend.actions import (
-    Accept,
-    ActionMessage,
-    Drop,
-    Join,
-    Ping,
-    Recv,
-    Reject,
-    Send,
-)
+from declearn import messaging
+from declearn.communication.api.backend import MessagesHandler, actions, flags
 from declearn.communication.websockets import WebsocketsClient, WebsocketsServer
 from declearn.main.utils import aggregate_clients_data_info
-from declearn.messaging import (
-    CancelTraining,
-    Error,
-    EvaluationReply,
-    EvaluationRequest,
-    InitReply,
-    InitRequest,
-    Message,
-    MetadataQuery,
-    MetadataReply,
-    PrivacyReply,
-    PrivacyRequest,
-    SerializedMessage,
-    StopTraining,
-    TrainReply,
-    TrainRequest,
-)
+from declearn.messaging import CancelTraining, Error, Message, SerializedMessage, StopTraining
 from declearn.metrics import MetricSet
 from declearn.secagg.api import SecaggSetupQuery
 from declearn.secagg.messaging import SecaggEvaluationReply, SecaggTrainReply
@@ -71,13 +46,17 @@ _GRACE = 10.0
 """Seconds that clients have to collect why the run ends, and then to end their connections."""
 
 _REPLIES: Mapping[type[Message], tuple[type[Message], ...]] = {
-    MetadataQuery: (MetadataReply,),
-    InitRequest: (InitReply,),
-    PrivacyRequest: (PrivacyReply,),
-    TrainRequest: (TrainReply, SecaggTrainReply),
-    EvaluationRequest: (EvaluationReply, SecaggEvaluationReply),
+    messaging.MetadataQuery: (messaging.MetadataReply,),
+    messaging.InitRequest: (messaging.InitReply,),
+    messaging.PrivacyRequest: (messaging.PrivacyReply,),
+    messaging.TrainRequest: (messaging.TrainReply, SecaggTrainReply),
+    messaging.EvaluationRequest: (messaging.EvaluationReply, SecaggEvaluationReply),
 }
 """What may answer a request; the messages of declearn's set-up protocols follow other rules."""
+
+
+_Joined: TypeAlias = actions.Accept | actions.Reject
+_Sent: TypeAlias = actions.Send | actions.Reject
 
 
 class _Patience:
@@ -113,22 +92,22 @@ def _who(name: str | None) -> str:
 class _Handler(MessagesHandler):
     """declearn's handler, which takes no message that nobody has asked for."""
 
-    async def handle_message(self, bin_msg: bytes, context: object) -> ActionMessage:
+    async def handle_message(self, bin_msg: bytes, context: object) -> actions.ActionMessage:
         """Return the answer to what a client, or a stranger, has sent."""
         reply = await super().handle_message(bin_msg, context)
-        if isinstance(reply, Reject) and reply.flag == flags.INVALID_MESSAGE:
+        if isinstance(reply, actions.Reject) and reply.flag == flags.INVALID_MESSAGE:
             who = _who(self.registered_clients.get(context))
             _LOGGER.warning("%s sent what is no message", who)
         return reply
 
-    async def _handle_join_request(self, message: Join, context: object) -> Accept | Reject:
+    async def _handle_join_request(self, message: actions.Join, context: object) -> _Joined:
         name: Unchecked = message.name
         sound = isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name)
         message.version = plain(message.version, 60)
         if not sound or not 0 < len(name.encode()) <= 200:
             # The server's checkpoint has files of this name.
             _LOGGER.warning("refused a client whose name no file can have: %.60r", name)
-            return Reject("a client's name must be printable text that a file can have")
+            return actions.Reject("a client's name must be printable text that a file can have")
         if self.registration_status == flags.REGISTRATION_CLOSED:
             _LOGGER.warning("refused %r: registration is over, for those that have left too", name)
         reply = await super()._handle_join_request(message, context)
@@ -137,23 +116,24 @@ class _Handler(MessagesHandler):
             # declearn numbers clients of one name, and may come to the name of another client.
             twice = self.registered_clients.pop(context)
             _LOGGER.warning("refused a client %r, which would be taken for %r", name, twice)
-            return Reject("this name is taken: choose another")
+            return actions.Reject("this name is taken: choose another")
         return reply
 
-    async def _handle_drop_request(self, message: Drop, context: object) -> Ping:
+    async def _handle_drop_request(self, message: actions.Drop, context: object) -> actions.Ping:
         message.reason = plain(message.reason or "", 300)
         return await super()._handle_drop_request(message, context)
 
-    async def _handle_recv_request(self, message: Recv, context: object) -> Send | Reject:
+    async def _handle_recv_request(self, message: actions.Recv, context: object) -> _Sent:
         reply = await super()._handle_recv_request(message, context)
         name = self.registered_clients.get(context)
         # What came before the request is no answer to it, but a duplicate, or late.
-        if isinstance(reply, Send) and name and self.incoming_messages.pop(name, None) is not None:
+        asked = isinstance(reply, actions.Send) and name
+        if asked and self.incoming_messages.pop(asked, None) is not None:
             _LOGGER.warning("left out a message of client %r that nobody has asked for", name)
         return reply
 
 
-def _check_sums(request: InitRequest, query: SecaggSetupQuery) -> None:
+def _check_sums(request: messaging.InitRequest, query: SecaggSetupQuery) -> None:
     """Refuse secure sums that can not hold the noise of the clients, before they are set up."""
     kind = "joye-libert" if "jls" in query.typekey else "masking"
     for module in request.optim.modules:
@@ -225,9 +205,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._ending = False
         self._expelled: set[str] = set()
         self._asked: dict[str, Message] = {}
-        self._secure = False
         self._evaluated = Evaluations(MetricSet([]), 0, False)
-        self._begun: InitRequest | None = None
+        self._begun: messaging.InitRequest | None = None
 
     # -- connections --------------------------------------------------------------------------
     async def _handle_connection(self, socket: WebSocketServerProtocol) -> None:
@@ -284,10 +263,10 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         # A run that has failed, in this task, has left its round open.
         SERVER.set(None)
         if (self.min_replies or 0) > len(self.members.names):
-            raise RuntimeError(
-                f"min_replies = {self.min_replies}, and {len(self.members.names)} clients have "
-                "registered: lower it, or raise min_clients in [run.register]"
+            few = (
+                f"{len(self.members.names)} clients have registered: lower it, or raise min_clients"
             )
+            raise RuntimeError(f"min_replies = {self.min_replies}, and {few} in [run.register]")
 
     async def stop(self) -> None:
         """Stop serving; close connections that the clients do not end in time."""
@@ -305,17 +284,17 @@ class WatchfulWebsocketsServer(WebsocketsServer):
 
     async def __aexit__(
         self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        exc_tb: TracebackType | None,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         """Stop; if the run has failed, tell the clients why first."""
-        if exc_value is not None:
-            cause = exc_value
+        if fault is not None:
+            cause = fault
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             # Of several errors that follow from one another, the first names the client.
-            texts = dict.fromkeys(plain(e, 500) or type(e).__name__ for e in (exc_value, cause))
+            texts = dict.fromkeys(plain(e, 500) or type(e).__name__ for e in (fault, cause))
             why = ": ".join(texts)
             _LOGGER.error("the run has ended: %s", why)
             reason = CancelTraining(f"the server has ended: {why}").serialize()
@@ -332,30 +311,28 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         """Send messages, and note what each client is asked for."""
         self._asked.update(messages)
         first = next(iter(messages.values()), None)
-        if isinstance(first, InitRequest):
+        if isinstance(first, messaging.InitRequest):
             self._begin(first)
         if isinstance(first, SecaggSetupQuery) and self._begun is not None:
             _check_sums(self._begun, first)
         self._ending = self._ending or isinstance(first, StopTraining)
         await super().send_messages(messages, timeout)
 
-    def _begin(self, request: InitRequest) -> None:
+    def _begin(self, request: messaging.InitRequest) -> None:
         """Note what the run is about; refuse a quorum where replies may not be missing."""
-        self._secure = request.secagg is not None
-        self._begun = request
-        clients = len(self.members.names)
-        self._evaluated = Evaluations(MetricSet(request.metrics), clients, self._secure)
+        self._begun, clients = request, len(self.members.names)
+        secure = request.secagg is not None
+        self._evaluated = Evaluations(MetricSet(request.metrics), clients, secure)
         EVALUATIONS.set(self._evaluated)
-        reasons = unfit(
-            secagg=self._secure, fairness=request.fairness, aggregator=request.aggrg.name
-        )
+        aggregator = request.aggrg
+        reasons = unfit(secagg=secure, fairness=request.fairness, aggregator=aggregator.name)
         if self.min_replies is not None and reasons:
             raise RuntimeError(reasons[0])
-        if isinstance(request.aggrg, ClippedAveraging):
-            shares, combining = request.aggrg.shares, request.aggrg.combining
+        if isinstance(aggregator, ClippedAveraging):
+            shares, combining = aggregator.shares, aggregator.combining
             if why := (
-                (shares.unfit(self._secure) or shares.strangers(self.client_names))
-                or combining.unfit(secure=self._secure)
+                (shares.unfit(secure) or shares.strangers(self.client_names))
+                or combining.unfit(secure=secure)
                 or combining.too_few(len(self.client_names))
             ):
                 raise RuntimeError(why)
@@ -370,9 +347,10 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             self._check_present(self.handler.incoming_messages)
         if client not in self.client_names:
             return
-        if isinstance(message, InitRequest) and isinstance(message.aggrg, ClippedAveraging):
+        aggregator = getattr(message, "aggrg", None)
+        if isinstance(aggregator, ClippedAveraging):
             # Its share goes by the name of its connection, not by what it would say.
-            message = replace(message, aggrg=message.aggrg.addressed(client))
+            message = replace(cast(Any, message), aggrg=aggregator.addressed(client))
         short = farewell and not isinstance(message, StopTraining)
         limit = timeout or (min(_GRACE, self.patience) if short else self.patience)
         try:
@@ -419,14 +397,14 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 # `_Patience` counts a second at most.
                 await asyncio.sleep(min(self.handler.heartbeat, 1.0))
         self._check_present(heard)
-        if not self._secure and self._is_asked(asked, EvaluationRequest):
+        if not self._evaluated.secure and self._is_asked(asked, messaging.EvaluationRequest):
             chosen = self._evaluations(replies)
         else:
             chosen = self._replies(asked, replies, faults)
         # In the order of the names asked for: by it declearn's key exchange tells clients apart.
         names = [*(name for name in asked if name in chosen), *(chosen.keys() - asked)]
         chosen = {name: chosen[name] for name in names}
-        note_senders({n: m for n, m in chosen.items() if isinstance(m, TrainReply)})
+        note_senders({n: m for n, m in chosen.items() if isinstance(m, messaging.TrainReply)})
         return {name: _Received(message) for name, message in chosen.items()}
 
     def _is_asked(self, clients: set[str], kind: type[Message]) -> bool:
@@ -445,10 +423,12 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             _LOGGER.error("client %r reports an error: %s", name, message.message)
             return message
         if wanted := _REPLIES.get(type(asked)) if asked else None:
-            kind = wanted[-1 if self._secure else 0]
+            kind = wanted[-1 if self._evaluated.secure else 0]
             if not isinstance(message, kind):
                 raise TypeError(f"{type(message).__name__} in the place of {kind.__name__}")
-        if isinstance(message, MetadataReply) and isinstance(asked, MetadataQuery):
+        if isinstance(message, messaging.MetadataReply) and isinstance(
+            asked, messaging.MetadataQuery
+        ):
             try:
                 aggregate_clients_data_info({name: message.data_info}, set(asked.fields))
             except Exception as exc:
@@ -468,7 +448,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         for name, message in replies.items():
             if isinstance(message, Error):
                 why = f"client {WHO} reports an error: {message.message:.300}"
-                if not self._is_asked({name}, TrainRequest):
+                if not self._is_asked({name}, messaging.TrainRequest):
                     self._leave(name, why)
                 # A round of training that has failed may succeed the next time.
                 faults[name] = why
@@ -481,7 +461,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
 
     def _evaluations(self, replies: dict[str, Message]) -> dict[str, Message]:
         """Return the evaluations that count; none of them ends the run."""
-        sent = {n: m for n, m in replies.items() if isinstance(m, EvaluationReply)}
+        sent = {n: m for n, m in replies.items() if isinstance(m, messaging.EvaluationReply)}
         noise = self._evaluated.noise
         sound, faults = counted(sent, self._evaluated.metrics, together=noise is None)
         for name, why in faults.items():
@@ -501,12 +481,10 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         gone = {n: why for n, why in self.members.gone.items() if n not in heard}
         if gone and self.min_replies is None:
             silent = any(why == self._silence() for why in gone.values())
-            raise RuntimeError(
-                f"{told(gone)}, and the run can not go on without it: "
-                + "if rounds take longer, raise patience in [network.kwargs]" * silent
-                + "its log says why; a client that does not import fedclip ends at the start"
-                * (not silent)
-            )
+            why = "its log says why; a client that does not import fedclip ends at the start"
+            if silent:
+                why = "if rounds take longer, raise patience in [network.kwargs]"
+            raise RuntimeError(f"{told(gone)}, and the run can not go on without it: {why}")
 
     def _silence(self) -> str:
         return f"no answer from {WHO} in {self.patience:g} s"

@@ -26,18 +26,6 @@ from fedclip.federation.generics import AnyModel, AnyVector
 from fedclip.parameters import Config
 from fedclip.scopes import check_exclude, matched, within
 
-__all__ = [
-    "BARE",
-    "BATCHNORM",
-    "PersonalModel",
-    "astray",
-    "chosen",
-    "listed",
-    "merged",
-    "part",
-    "unsent",
-]
-
 BATCHNORM = "batchnorm"
 """Stands for all tensors of the layers that keep running statistics."""
 

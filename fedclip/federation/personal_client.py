@@ -23,34 +23,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from declearn import messaging
 from declearn.aggregator import Aggregator, ModelUpdates
 from declearn.main import FederatedClient
-from declearn.messaging import (
-    Error,
-    EvaluationReply,
-    EvaluationRequest,
-    Message,
-    StopTraining,
-    TrainReply,
-    TrainRequest,
-)
+from declearn.messaging import Error, EvaluationReply, Message, StopTraining, TrainReply
 from declearn.model.api import Vector
 from declearn.training import TrainingManager
 from declearn.utils.serialize import msgpack_dump, msgpack_load
 
 from fedclip.arrays.frozen import unused
 from fedclip.errors import StateError
+from fedclip.federation import personal as models
 from fedclip.federation.evaluation import clipped
 from fedclip.federation.generics import AnyModel, AnyVector
-from fedclip.federation.personal import (
-    PersonalModel,
-    astray,
-    chosen,
-    listed,
-    merged,
-    part,
-    unsent,
-)
+from fedclip.federation.personal import PersonalModel, chosen, listed, merged, part
 from fedclip.federation.quorum import untold
 from fedclip.federation.site.gate import Gate
 from fedclip.federation.site.policy import Policy
@@ -64,9 +50,7 @@ from fedclip.parameters import Config
 from fedclip.privacy.maps import Plugin
 from fedclip.scopes import check_exclude, resolve
 
-__all__ = ["FILE", "PersonalFederatedClient"]
-
-Request: TypeAlias = TrainRequest | EvaluationRequest
+Request: TypeAlias = messaging.TrainRequest | messaging.EvaluationRequest
 
 FILE = "personal_layers.mpk"
 """The file of a client's own layers, in its folder of checkpoints."""
@@ -118,7 +102,7 @@ class PersonalFederatedClient(FederatedClient):
         **settings: Any,
     ) -> None:
         self.noise = None if noise is None else SiteNoise(**noise).get_config()
-        self.personal = check_exclude(personal, "personal")
+        self.personal = check_exclude(personal, "personal") or []
         self._manager: TrainingManager | None = None
         # The server's model, if it has personal layers.
         self._kept: PersonalModel | None = None
@@ -154,8 +138,7 @@ class PersonalFederatedClient(FederatedClient):
 
     def _adapt(self, manager: TrainingManager) -> None:
         """Let a manager train the model within, and share what is shared."""
-        within, modules = manager.aggrg, manager.optim.modules
-        aggregator = within.aggregator if isinstance(within, _Sharing) else within
+        aggregator, modules = _aggregator_of(manager), manager.optim.modules
         if self.noise is not None:
             self._demand(self.noise, aggregator, modules)
         if self._gated is not None:
@@ -164,19 +147,19 @@ class PersonalFederatedClient(FederatedClient):
             self._measure(manager)
         if self._kept is None or manager.model is not self._kept.model:
             self._kept = self._agreed(manager.model)
-            if wrong := astray(self._kept or manager.model):
+            if wrong := models.astray(self._kept or manager.model):
                 self.logger.warning("%s.", wrong)
             if self._kept is not None:
-                self._refuse_counts(self._kept, manager.optim.modules)
+                self._refuse_counts(self._kept, modules)
                 self._restore(self._kept)
                 sharing: Any = _Sharing(manager.aggrg, self._kept, self._store)
                 manager.model, manager.aggrg = self._kept.model, sharing
         # Of its own errors, DP-SGD keeps back what may tell of records.
-        if _adds_noise(manager.optim.modules) and not hasattr(manager, "make_private"):
-            work: Any = manager
-            train, evaluate = work.train_under_constraints, work.evaluate_under_constraints
-            work.train_under_constraints = untold(self.logger, "the training")(train)
-            work.evaluate_under_constraints = untold(self.logger, "the evaluation")(evaluate)
+        if _adds_noise(modules) and not hasattr(manager, "make_private"):
+            for name, work in (("train", "training"), ("evaluate", "evaluation")):
+                name += "_under_constraints"
+                hidden = untold(self.logger, f"the {work}")
+                setattr(manager, name, hidden(getattr(manager, name)))
         for name in ("training_round", "evaluation_round"):
             setattr(manager, name, partial(self._round, manager.model, getattr(manager, name)))
 
@@ -204,9 +187,8 @@ class PersonalFederatedClient(FederatedClient):
     def _uncovered(self) -> str:
         """Return why this client's own noise does not cover what it would share; "" if it does."""
         assert self._manager is not None
-        within, modules = self._manager.aggrg, self._manager.optim.modules
-        aggregator = within.aggregator if isinstance(within, _Sharing) else within
-        if not _adds_noise(modules):
+        aggregator = _aggregator_of(self._manager)
+        if not _adds_noise(self._manager.optim.modules):
             return ""
         if not isinstance(aggregator, ClippedAveraging):
             return "noise from the clients goes with the aggregator 'clipped-averaging'"
@@ -232,23 +214,22 @@ class PersonalFederatedClient(FederatedClient):
 
     def _agreed(self, model: AnyModel) -> PersonalModel | None:
         """Return the model, if it has personal layers; refuse one that shares this client's."""
-        if lacking := unsent(model):
+        if lacking := models.unsent(model):
             raise ValueError(lacking)
-        mine = self.personal or []
-        own = chosen(mine, model.get_weights().coefs)
+        own = chosen(self.personal, model.get_weights().coefs)
         within: AnyModel = model.model if isinstance(model, PersonalModel) else model
-        if mine and not own & within.get_weights(trainable=True).coefs.keys():
+        if self.personal and not own & within.get_weights(trainable=True).coefs.keys():
             why = f"the server's model trains none of {listed(own)}, which this client keeps"
             raise ValueError(f"{why}: has what is meant another name there?")
         if asked := own & model.get_weights(trainable=True).coefs.keys():
             raise ValueError(
                 f"the server's model shares {listed(asked)}, which this client keeps for itself: "
-                f"the server has to wrap it, fedclip.PersonalModel(model, {mine})"
+                f"the server has to wrap it, fedclip.PersonalModel(model, {self.personal})"
             )
         if not isinstance(model, PersonalModel):
             return None
-        personal = [*dict.fromkeys([*model.personal, *mine])]
-        kept = PersonalModel(model.model, personal, frozen_batchnorm=model.frozen_batchnorm)
+        names = [*dict.fromkeys([*model.personal, *self.personal])]
+        kept = PersonalModel(model.model, names, frozen_batchnorm=model.frozen_batchnorm)
         kept.check()
         if kept.own:
             self.logger.info("Personal layers, which stay on this client: %s.", listed(kept.own))
@@ -274,8 +255,7 @@ class PersonalFederatedClient(FederatedClient):
         """Take up the layers that were kept before, if there are any."""
         if not kept.own or self.layers is None or not self.layers.exists():
             return
-        weights = kept.get_weights()
-        wanted = _own(kept).shapes()
+        weights, wanted = kept.get_weights(), _own(kept).shapes()
         try:
             found = msgpack_load(str(self.layers))
             shapes = found.shapes()
@@ -308,7 +288,7 @@ class PersonalFederatedClient(FederatedClient):
     ) -> Message:
         """Run a round with the server's weights and this client's own layers."""
         own = frozenset() if self._kept is None else self._kept.own
-        why = self._uncovered() if isinstance(message, TrainRequest) else ""
+        why = self._uncovered() if isinstance(message, messaging.TrainRequest) else ""
         if message.weights is not None:
             try:
                 message.weights = merged(model, own, message.weights)
@@ -330,13 +310,13 @@ class PersonalFederatedClient(FederatedClient):
             if beyond:
                 text = "Sums over records of %s are clipped to the range ±%g of secure aggregation."
                 self.logger.warning(text, listed(beyond), limit)
-        if isinstance(reply, Error) and (idle := unused(model.get_wrapped_model())):
-            reply = Error(
-                f"{listed(idle)} of the model are trained, and not used by it: freeze them, "
-                f"requires_grad_(False), before the run ({reply.message})"
-            )
-        if isinstance(reply, Error) and _quoted(reply.message, own):
-            return Error("an error that names layers which stay on this client; its log has it")
+        if isinstance(reply, Error):
+            if idle := unused(model.get_wrapped_model()):
+                what = f"{listed(idle)} of the model are trained, and not used by it: freeze them"
+                reply = Error(f"{what}, requires_grad_(False), before the run ({reply.message})")
+            if any(re.search(rf"(?<![\w.]){re.escape(n)}(?![\w.])", reply.message) for n in own):
+                return Error("an error that names layers which stay on this client; its log has it")
+            return reply
         sent = [reply.updates, reply.aux_var] if isinstance(reply, TrainReply) else []
         if told := _named(sent, own):
             self.logger.error("Not sent, as it names %s, which stay here.", listed(told))
@@ -358,9 +338,7 @@ class PersonalFederatedClient(FederatedClient):
 
     async def _initialize_fairness(self) -> None:
         if self._kept is not None:
-            why = (
-                "fairness rounds replace what keeps personal layers back: leave [run.fairness] out"
-            )
+            why = "fairness replaces what keeps personal layers back: leave [run.fairness] out"
             await self.netwk.send_message(self._refused(why))
             raise RuntimeError(why)
         await super()._initialize_fairness()
@@ -378,6 +356,11 @@ class _Sharing(NamedTuple):
         self.store(self.kept)
         shared = self.kept.shared(updates)
         return self.aggregator.prepare_for_sharing(updates=shared, n_steps=n_steps)
+
+
+def _aggregator_of(manager: TrainingManager) -> object:
+    within = manager.aggrg
+    return within.aggregator if isinstance(within, _Sharing) else within
 
 
 def _adds_noise(modules: Sequence[Plugin]) -> bool:
@@ -406,7 +389,3 @@ def _named(value: object, names: frozenset[str]) -> set[str]:
     if isinstance(value, (list, tuple, set)):
         return {name for one in value for name in _named(one, names)}
     return set()
-
-
-def _quoted(text: str, names: frozenset[str]) -> bool:
-    return any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text) for name in names)

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["MEMBERS", "WHO", "Members", "plain", "told", "unfit", "untold"]
-
 WHO = "{client}"
 """Where the names go in a sentence about clients."""
 

@@ -96,16 +96,12 @@ class NamedClients(ClientSampler):
         elif isinstance(sampler, Mapping):
             sampler = instantiate_client_sampler(**sampler)
         if not isinstance(sampler, ClientSampler):
-            raise TypeError(
-                "sampler must be a ClientSampler, or a dict with its 'strategy' and parameters, "
-                f"got {sampler!r}"
-            )
+            raise TypeError(f"sampler must be a ClientSampler, or a dict of one, got {sampler!r}")
         if receives is not None and not isinstance(receives, (list, tuple)):
             raise TypeError(f"receives must be a list of names, got {receives!r}")
         self.sampler = sampler
-        self.receives = (
-            None if receives is None else [parameters.name(receives=name) for name in receives]
-        )
+        names = [parameters.name(receives=name) for name in receives or ()]
+        self.receives = None if receives is None else names
         # Names sent in earlier rounds: from then on, each client must send them.
         self._known: set[str] = set()
 
@@ -160,11 +156,8 @@ class NamedClients(ClientSampler):
                 elif self._receives(key, message, votes[key], len(replies)):
                     kept[key] = message
                 else:
-                    _LOGGER.warning(
-                        "named-clients: no module receives %.60r, which %r has sent; left out",
-                        key,
-                        client,
-                    )
+                    text = "named-clients: no module receives %.60r, which %r has sent; left out"
+                    _LOGGER.warning(text, key, client)
             for key in awaited.keys() - kept.keys():
                 # If no client sends it, something else is wrong, and the module reports it.
                 if key in self._known:
@@ -187,5 +180,4 @@ class NamedClients(ClientSampler):
             return
         for reply in replies.values():
             if type(reply.updates) is not ClippedUpdates:
-                fault = f"it is of type {type(reply.updates).__name__}"
-                reply.updates = ClippedUpdates.refused(None, fault)
+                reply.updates = ClippedUpdates.stranger(reply.updates)

@@ -12,36 +12,25 @@ from typing import Any, ClassVar, Self
 
 from fedclip import parameters
 from fedclip.errors import nearest
-from fedclip.parameters import (
-    Configured,
-    boolean,
-    integer,
-    limit,
-    non_negative,
-    parameter,
-    positive,
-    unit_interval,
-)
+from fedclip.parameters import Configured, integer, limit, parameter
 from fedclip.privacy.accounting import Release, epsilon
 
-__all__ = ["Policy", "check_owned"]
+
+def _names(allow_metrics: Any) -> tuple[str, ...]:
+    """Return the names of scalars."""
+    if isinstance(allow_metrics, str) or not isinstance(allow_metrics, Sequence):
+        got = f"got {allow_metrics!r:.200}"
+        raise TypeError(f"allow_metrics must be a list of names of scalars, {got}")
+    return tuple(parameters.name(**{"each of allow_metrics": one}) for one in allow_metrics)
 
 
-def _names(**values: Any) -> tuple[str, ...]:
-    """Return the one keyword value as a tuple of names."""
-    ((name, found),) = values.items()
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        raise TypeError(f"{name} must be a list of names of scalars, got {found!r:.200}")
-    return tuple(parameters.name(**{f"each of {name}": one}) for one in found)
-
-
-def _absolute(**values: Any) -> str:
-    """Return the one keyword value, if it is a path that no job can bend."""
-    path = parameters.name(**values)
+def _absolute(ledger: str) -> str:
+    """Return the path, if no job can bend it."""
+    path = parameters.name(ledger=ledger)
     if not Path(path).is_absolute():
         raise ValueError(
-            f"ledger must be an absolute path, got {path!r}: another one would depend on the "
-            "folder in which a process was started, and be a new budget in each"
+            f"ledger must be an absolute path, got {path!r}: another one would be a new budget in "
+            "each folder in which a process was started"
         )
     return path
 
@@ -100,24 +89,23 @@ class Policy(Configured):
     relation: ClassVar[str] = "replace-one"
 
     max_norm: float = parameter(limit)
-    noise_multiplier: float = parameter(non_negative, default=0.0)
-    max_epsilon: float | None = parameter(positive, default=None)
-    delta: float | None = parameter(unit_interval, default=None)
+    noise_multiplier: float = parameter(parameters.non_negative, default=0.0)
+    max_epsilon: float | None = parameter(parameters.positive, default=None)
+    delta: float | None = parameter(parameters.unit_interval, default=None)
     ledger: str | None = parameter(_absolute, default=None)
     allow_metrics: Sequence[str] = parameter(_names, default=())
     max_replies_per_run: int = parameter(integer, 1, default=1_000)
     max_replies: int | None = parameter(integer, 1, default=None)
-    allow_job_code: bool = parameter(boolean, default=False)
+    allow_job_code: bool = parameter(parameters.boolean, default=False)
 
     def __post_init__(self) -> None:
         """Refuse what does not go together."""
         budget = ("max_epsilon", "delta", "ledger")
         missing = [name for name in budget if getattr(self, name) is None]
+        # A ledger alone counts replies.
         if missing and missing not in ([*budget], [*budget[:2]]):
-            raise ValueError(
-                "max_epsilon, delta and ledger are one budget: give all of them or none; "
-                f"{' and '.join(missing)} is missing"
-            )
+            whole = "max_epsilon, delta and ledger are one budget: give all of them or none"
+            raise ValueError(f"{whole}; {' and '.join(missing)} is missing")
         if self.max_replies is not None and self.ledger is None:
             raise ValueError("max_replies counts in a file: give ledger an absolute path")
         if self.max_epsilon is None or self.delta is None:
@@ -133,9 +121,8 @@ class Policy(Configured):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
-            raise AttributeError(
-                f"a site's policy can not be changed: {name} is {vars(self)[name]!r}"
-            )
+            was = f"{name} is {vars(self)[name]!r}"
+            raise AttributeError(f"a site's policy can not be changed: {was}")
         super().__setattr__(name, value)
 
     @classmethod
@@ -154,12 +141,9 @@ class Policy(Configured):
         text = path.read_bytes()
         try:
             found = tomllib.loads(text.decode())
-            for section in found:
-                if section != "update":
-                    hint = nearest(section, ["update"])
-                    raise ValueError(
-                        f"a policy has the section [update] only, got {section!r}{hint}"
-                    )
+            for section in found.keys() - {"update"}:
+                got = f"got {section!r}{nearest(section, ['update'])}"
+                raise ValueError(f"a policy has the section [update] only, {got}")
             update = found.get("update")
             if not isinstance(update, dict) or "max_norm" not in update:
                 raise ValueError("[update] needs max_norm, such as max_norm = 0.5")

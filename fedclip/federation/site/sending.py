@@ -108,24 +108,21 @@ class GatedNetwork(NetworkClient, register=False):
         Refused
             With a sentence for the site's log.
         """
-        why = self._unfit(aggregator)
+        if why := self._unfit(aggregator):
+            raise Refused(why)
         for module in modules:
             if module.aux_name not in (None, AUX_NAME):
-                why = why or f"a site's policy does not know what {module.name!r} shares"
+                raise Refused(f"a site's policy does not know what {module.name!r} shares")
             if getattr(module, "site", None) is not None:
-                why = why or "a site's policy would clip the noise that update-clip-client adds"
-        if why:
-            raise Refused(why)
+                raise Refused("a site's policy would clip the noise that update-clip-client adds")
 
     def _unfit(self, aggregator: Any) -> str:
         """Return why the updates of an aggregator can not leave; "" if they can."""
         if type(aggregator) is AveragingAggregator:
             equal = not aggregator.steps_weighted
         elif type(aggregator) is not ClippedAveraging:
-            return (
-                "a site's policy knows the aggregators 'averaging' and 'clipped-averaging', not "
-                f"{type(aggregator).__name__}"
-            )
+            known = "a site's policy knows the aggregators 'averaging' and 'clipped-averaging'"
+            return f"{known}, not {type(aggregator).__name__}"
         elif self._gate.policy.noise_multiplier:
             return (
                 "this site's noise takes updates beyond the bound of clipped-averaging, where "

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from fedclip.federation.statistics.counterpart import SharedServer
 from fedclip.privacy.maps import Plugin
@@ -16,8 +16,8 @@ def is_shared(plugin: object) -> bool:
     return isinstance(plugin, SharedServer) or getattr(plugin, "_sharing", None) is not None
 
 
-def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> list[tuple[str, str]]:
-    """Return each problem as a section, ``client_opt`` or ``server_opt``, and a sentence.
+def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> Iterator[tuple[str, str]]:
+    """Yield each problem as a section, ``client_opt`` or ``server_opt``, and a sentence.
 
     Parameters
     ----------
@@ -25,49 +25,38 @@ def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> list[tuple[str, 
         The modules of ``client_opt`` and ``server_opt``.
     """
     both = [p for p in plugins.get(CLIENT, ()) if is_shared(p)]
-    problems = [
-        (CLIENT, f"{p.name} belongs in {SERVER}") for p in both if isinstance(p, SharedServer)
-    ]
     clients = [p for p in both if not isinstance(p, SharedServer)]
     # A shared clipper in the server's optimizer is an ordinary clipper, not a counterpart.
     servers = [p for p in plugins.get(SERVER, ()) if isinstance(p, SharedServer)]
     clippers = {p.aux_name: p for p in clients}
     counterparts = {p.aux_name: p for p in servers}
-    chosen: list[Plugin]
-    for side, chosen in ((CLIENT, clients), (SERVER, servers)):
+    for plugin in both:
+        if isinstance(plugin, SharedServer):
+            yield CLIENT, f"{plugin.name} belongs in {SERVER}"
+    sides: tuple[tuple[str, list[Plugin]], ...] = ((CLIENT, clients), (SERVER, [*servers]))
+    for side, chosen in sides:
         names = [str(p.aux_name) for p in chosen]
         for twice in sorted({name for name in names if names.count(name) > 1}):
-            text = (
-                f"{names.count(twice)} modules exchange {twice!r}: only the last would be heard; "
-            )
-            problems.append((side, text + "give each pair a shared_name of its own"))
+            text = f"{names.count(twice)} modules exchange {twice!r}: only the last would be heard"
+            yield side, f"{text}; give each pair a shared_name of its own"
     for name, clipper in clippers.items():
-        if name not in counterparts:
-            text = (
-                f"{clipper.name} has shared = true, and {SERVER} lacks {clipper.name + '-server'!r}"
-                f"{_named(clipper)}: each client would clip by its own statistics"
-            )
-            problems.append((CLIENT, text))
-        elif not isinstance(clipper, counterparts[name].clipper):
-            text = f"{name!r} is {clipper.name}'s, and {counterparts[name].name}'s in {SERVER}"
-            problems.append((CLIENT, text))
+        other = counterparts.get(name)
+        if other is None:
+            lacks = f"{SERVER} lacks {clipper.name + '-server'!r}{_named(clipper)}"
+            text = f"{clipper.name} has shared = true, and {lacks}"
+            yield CLIENT, f"{text}: each client would clip by its own statistics"
+        elif not isinstance(clipper, other.clipper):
+            yield CLIENT, f"{name!r} is {clipper.name}'s, and {other.name}'s in {SERVER}"
         else:
-            for key, theirs in counterparts[name].settings.items():
-                mine = getattr(clipper, key)
-                if mine != theirs:
-                    text = (
-                        f"{clipper.name} has {key} = {mine!r}, its counterpart in {SERVER} "
-                        f"{theirs!r}: write the same in both"
-                    )
-                    problems.append((CLIENT, text))
+            for key, theirs in other.settings.items():
+                if (mine := getattr(clipper, key)) != theirs:
+                    text = f"{clipper.name} has {key} = {mine!r}, its counterpart in {SERVER}"
+                    yield CLIENT, f"{text} {theirs!r}: write the same in both"
     for name, counterpart in counterparts.items():
         if name not in clippers:
-            text = (
-                f"{counterpart.name} needs {counterpart.clipper.name!r} with shared = true"
-                f"{_named(counterpart)} in {CLIENT}: the run would end in its first round"
-            )
-            problems.append((SERVER, text))
-    return problems
+            where = f"shared = true{_named(counterpart)} in {CLIENT}"
+            text = f"{counterpart.name} needs {counterpart.clipper.name!r} with {where}"
+            yield SERVER, f"{text}: the run would end in its first round"
 
 
 def _named(plugin: Plugin) -> str:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip import parameters, states
-from fedclip.errors import StateError
+from fedclip.errors import StateError, Unchecked
 from fedclip.federation.generics import AnyVector
 from fedclip.federation.replies import expect, sender_of
 from fedclip.federation.statistics.client import MAX_STEPS
@@ -29,8 +29,6 @@ from fedclip.scopes import resolve
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 _OWN = ("max_steps", "shared_name")
-
-
 # The docstring of all counterparts, around the summary and notes of each.
 _DOC = """{summary}
 
@@ -56,11 +54,6 @@ State: the message to the clients, and the counts; a server that is restarted fr
 checkpoint goes on as if uninterrupted. The server leaves out counts that are not valid, and
 logs it.
 """
-
-
-def _told(fault: str, senders: Sequence[str]) -> str:
-    names = ", ".join([sender for sender in senders if sender][:5])
-    return f"{fault} ({len(senders)}×{': ' if names else ''}{names})"
 
 
 class SharedServer(OptiModule[FedclipSharedState], register=False):
@@ -93,9 +86,7 @@ class SharedServer(OptiModule[FedclipSharedState], register=False):
         own = inspect.signature(SharedServer.__init__).parameters
         chosen = [theirs[name] for name in cls.clipper._shared_settings()] + [own[n] for n in _OWN]
         keyword = inspect.Parameter.KEYWORD_ONLY
-        cls.__signature__ = inspect.Signature(
-            [parameter.replace(kind=keyword) for parameter in chosen]
-        )
+        cls.__signature__ = inspect.Signature([one.replace(kind=keyword) for one in chosen])
 
     def __init__(
         self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: object
@@ -121,10 +112,9 @@ class SharedServer(OptiModule[FedclipSharedState], register=False):
             raise ValueError(f"{self.name} stands before the noise: put update-clip-server first")
         if not self.shared_state.labels:
             # The update has the names of the clients' gradients, so there is no need to ask them.
+            scope, exclude = self.settings["scope"], self.settings["exclude"]
             try:
-                groups = resolve(
-                    self.settings["scope"], self.settings["exclude"], list(gradients.coefs)
-                )
+                groups = resolve(scope, exclude, list(gradients.coefs))
                 self.shared_state.begin(tuple(sorted(groups.labels)))
             except ValueError as exc:
                 # Log it only: the clients report the same error, and the server survives that.
@@ -150,19 +140,12 @@ class SharedServer(OptiModule[FedclipSharedState], register=False):
 
     def process_aux_var(self, aux_var: AuxVar) -> None:
         """Merge the clients' counts; leave out, count and log those that are not valid."""
-        parts = getattr(aux_var, "parts", None) or [aux_var]
         round_ = self.shared_state.version + 1
-        merged = self.shared_state.merge(
-            [
-                (p.members, p.counts)
-                if isinstance(p, FedclipSharedCounts)
-                else f"a {type(p).__name__}"
-                for p in parts
-            ]
-        )
-        self._report(merged.faults, round_)
-        if merged.members:
-            _LOGGER.debug("%s: %d norms of %d clients", self.name, merged.most, merged.members)
+        messages: list[tuple[Unchecked, Unchecked] | str] = []
+        for part in getattr(aux_var, "parts", None) or [aux_var]:
+            known = isinstance(part, FedclipSharedCounts)
+            messages.append((part.members, part.counts) if known else f"a {type(part).__name__}")
+        self._report(self.shared_state.merge(messages), round_)
 
     def get_config(self) -> dict[str, object]:
         """Return the parameters, as they would be written in a TOML file."""
@@ -205,14 +188,10 @@ class SharedServer(OptiModule[FedclipSharedState], register=False):
             return
         refused = sum(map(len, found.values()))
         self._refused += refused
+        told = []
         # Name at most five clients, with reasons.
-        told = [_told(fault, senders) for fault, senders in list(found.items())[:5]]
-        _LOGGER.warning(
-            "%s: left out what %d of %d messages say, round %d: %s (%d so far)",
-            self.name,
-            refused,
-            len(faults),
-            round_,
-            "; ".join(told),
-            self._refused,
-        )
+        for fault, senders in list(found.items())[:5]:
+            names = ", ".join([sender for sender in senders if sender][:5])
+            told.append(f"{fault} ({len(senders)}×{': ' if names else ''}{names})")
+        text = f"left out what {refused} of {len(faults)} messages say, round {round_}"
+        _LOGGER.warning("%s: %s: %s (%d so far)", self.name, text, "; ".join(told), self._refused)

@@ -50,6 +50,7 @@ BUCKETS = 512
 
 _SKETCH = Sketch(ERROR, lowest=1e-8)
 _EDGES = _SKETCH.edges(BUCKETS - 1)
+_COLUMN = _EDGES[:, None]
 # The number that stands for each bucket: 0 for the first; the lower edge for the last, open one.
 _VALUES = np.concatenate([[0.0], _SKETCH.middle(_EDGES[1:]), _EDGES[-1:]])
 
@@ -82,11 +83,6 @@ class Round(NamedTuple):
         return max(float(Fraction(centre) + shift), 0.0), max(float(variance), 0.0)
 
 
-@cache
-def _column() -> Float64:
-    return _EDGES[:, None]
-
-
 class Tally:
     """The counters of one rule, some of "moments", "sketch" and "bits", wherever they are."""
 
@@ -94,23 +90,17 @@ class Tally:
         self.has_moments = "moments" in counters
         self.has_sketch = "sketch" in counters
         self.has_bits = "bits" in counters
-        self.fields: tuple[str, ...] = ("new",)
-        self.rows = 1
-        if self.has_bits:
-            self.fields += ("new_unclipped",)
-            self.rows += 1
-        if self.has_moments:
-            self.fields += ("new_mean", "new_squares")
-            self.rows += _MOMENT_ROWS
-        if self.has_sketch:
-            self.fields += ("new_above",)
-            self.rows += BUCKETS
+        self.rows = 1 + self.has_bits + _MOMENT_ROWS * self.has_moments + BUCKETS * self.has_sketch
 
     # -- on a client, in any framework's arithmetic -----------------------------------------
     def init(self, groups: int, xp: Arithmetic) -> dict[str, Array]:
         """Return the fields at the start of a round, with all counts 0."""
         zeros = xp.asarray([0.0] * groups)
-        fields = dict.fromkeys(self.fields, zeros)
+        fields = {"new": zeros}
+        if self.has_bits:
+            fields["new_unclipped"] = zeros
+        if self.has_moments:
+            fields |= {"new_mean": zeros, "new_squares": zeros}
         if self.has_sketch:
             fields["new_above"] = xp.asarray(np.zeros((BUCKETS - 1, groups)))
         return fields
@@ -131,7 +121,7 @@ class Tally:
             fields["new_mean"] = mean
             fields["new_squares"] = state.new_squares + delta * (seen - mean)
         if self.has_sketch:
-            edges = xp.asarray(_column(), like=seen)
+            edges = xp.asarray(_COLUMN, like=seen)
             more = xp.where(seen > edges, weight, 0.0 * weight)
             fields["new_above"] = state.new_above + more
         return state._replace(**fields)

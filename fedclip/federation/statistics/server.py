@@ -5,22 +5,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
 from fedclip import parameters, states
 from fedclip.arrays import NUMPY, Array
 from fedclip.errors import StateError, Unchecked
+from fedclip.federation.statistics import counts as counting
 from fedclip.federation.statistics.client import centre_of, tally_of
-from fedclip.federation.statistics.counts import (
-    BUCKETS,
-    Bounds,
-    Counts,
-    Round,
-    counts_of,
-    quantile_of,
-)
+from fedclip.federation.statistics.counts import BUCKETS, Bounds, Counts, Round
 from fedclip.measures.sketch import Integers
 from fedclip.rules import State
 from fedclip.rules.sharing import Counted, Learning
@@ -28,6 +22,10 @@ from fedclip.rules.sharing import Counted, Learning
 _TOGETHER = 1 << 15
 """Numbers that are checked at a time: more would take memory, and one at a time five times as long
 (`python -m benchmarks.merge`)."""
+
+
+Claimed: TypeAlias = tuple[Unchecked, Unchecked] | str
+"""A message: the number of clients (a sum has several) and their counts; or why it is invalid."""
 
 
 class History:
@@ -58,11 +56,11 @@ class History:
 
     def quantile(self, p: float) -> float:
         """Return a quantile of the norms."""
-        return quantile_of(self.total, p)
+        return counting.quantile_of(self.total, p)
 
     def deviation(self, p: float, centre: float) -> float:
         """Return a quantile of the distances of the norms from a centre."""
-        return quantile_of(self.total, p, centre)
+        return counting.quantile_of(self.total, p, centre)
 
     def get_state(self) -> list[list[list[int]]]:
         """Return, for each round, the buckets that are not empty and their counts."""
@@ -77,30 +75,16 @@ class History:
         history = cls(size)
         try:
             for places, counts in rounds:
-                if len(places) != len(counts):
-                    raise ValueError
-                if any(parameters.integer(0, place=place) >= BUCKETS for place in places):
+                inside = all(parameters.integer(0, place=place) < BUCKETS for place in places)
+                if len(places) != len(counts) or not inside:
                     raise ValueError
                 buckets = np.zeros(BUCKETS, dtype=np.int64)
                 buckets[places] = [parameters.integer(1, count=count) for count in counts]
                 history.add(buckets)
         except (TypeError, ValueError, OverflowError) as exc:
-            raise StateError(
-                "'history' must be, for each group, a list of [buckets, counts], got "
-                f"{rounds!r:.100}"
-            ) from exc
+            allowed = "for each group, a list of [buckets, counts]"
+            raise StateError(f"'history' must be, {allowed}, got {rounds!r:.100}") from exc
         return history
-
-
-class Merged(NamedTuple):
-    """The result of merging the messages of a round."""
-
-    faults: list[str]
-    """Why each message was left out; "" if it was counted."""
-    members: int
-    """Number of clients that were counted; 0 if the state has not changed."""
-    most: int
-    """Largest number of norms counted for a group."""
 
 
 class SharedState:
@@ -132,23 +116,15 @@ class SharedState:
             for name, column in fields.items()
         }
 
-    def merge(self, messages: Sequence[tuple[Unchecked, Unchecked] | str]) -> Merged:
-        """Update the state with the clients' counts.
-
-        A message is the number of clients (a sum has several) and their counts, unchecked; or why
-        it is invalid.
-        """
+    def merge(self, messages: Sequence[Claimed]) -> list[str]:
+        """Update the state with the clients' counts; return why each message is left out, or ""."""
         total, members, faults = self._add_up(messages)
-        if not members:
-            return Merged(faults, 0, 0)
-        rounds = [self.tally.decode(total[:, group]) for group in range(len(self.labels))]
-        self._move(rounds)
-        self.version += 1
-        return Merged(faults, members, max(round_.n for round_ in rounds))
+        if members:
+            self._move([self.tally.decode(total[:, group]) for group in range(len(self.labels))])
+            self.version += 1
+        return faults
 
-    def _add_up(
-        self, messages: Sequence[tuple[Unchecked, Unchecked] | str]
-    ) -> tuple[Counts, int, list[str]]:
+    def _add_up(self, messages: Sequence[Claimed]) -> tuple[Counts, int, list[str]]:
         shape = (self.tally.rows, len(self.labels))
         total, members = np.zeros(shape, dtype=np.uint64), 0
         if not self.labels:
@@ -161,7 +137,7 @@ class SharedState:
             read = [
                 (0, None, message)
                 if isinstance(message, str)
-                else (message[0], *counts_of(*message, shape))
+                else (message[0], *counting.counts_of(*message, shape))
                 for message in messages[start : start + step]
             ]
             if self._fault([(n, counts) for n, counts, fault in read if not fault], bounds):
@@ -217,12 +193,8 @@ class SharedState:
         """Return the state by group, as plain numbers, strings and lists."""
         groups = {} if self.state is None else states.dump(self.state, self.labels)
         pairs = zip(self.labels, self._histories, strict=True)
-        history = {label: history.get_state() for label, history in pairs}
-        return {
-            "groups": groups,
-            "history": history if self.tally.has_sketch else {},
-            "version": self.version,
-        }
+        history = {label: one.get_state() for label, one in pairs if self.tally.has_sketch}
+        return {"groups": groups, "history": history, "version": self.version}
 
     def set_state(self, state: Mapping[str, object]) -> None:
         """Take over what `get_state` returned.

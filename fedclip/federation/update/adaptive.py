@@ -28,30 +28,15 @@ from fedclip.federation.update.pace import spread
 from fedclip.federation.update.site_noise import SiteNoise, share_of_clients
 from fedclip.federation.update.turns import Due
 from fedclip.measures import Float64
-from fedclip.parameters import (
-    choice,
-    integer,
-    limit,
-    non_negative,
-    number,
-    parameter,
-    positive,
-    share,
-    unit_interval,
-)
+from fedclip.parameters import integer, limit, non_negative, parameter, unit_interval
 from fedclip.parameters.docstring import Documented
-from fedclip.privacy.accounting import (
-    Accountant,
-    check_evaluation,
-    default_bits_noise,
-    split_evaluation,
-)
+from fedclip.privacy.accounting import Accountant, check_evaluation
 from fedclip.privacy.banded import coefficients
 
 
 def _start(start_norm: float | str) -> float | str:
     if isinstance(start_norm, str):
-        return choice(("search",), start_norm=start_norm)
+        return parameters.choice(("search",), start_norm=start_norm)
     return limit(start_norm=start_norm)
 
 
@@ -60,13 +45,11 @@ def _names(unnoised: str | Sequence[str]) -> list[str]:
     return [parameters.name(unnoised=name) for name in names]
 
 
-def _path(**values: str | PathLike[str]) -> str:
-    ((name, path),) = values.items()
-    return parameters.name(**{name: fspath(path) if isinstance(path, PathLike) else path})
+def _path(ledger: str | PathLike[str]) -> str:
+    return parameters.name(ledger=fspath(ledger) if isinstance(ledger, PathLike) else ledger)
 
 
-def _share(momentum: float) -> float:
-    return number("a number in [0, 1)", 0.0, 1.0, open_high=True, momentum=momentum)
+_START, _UNNOISED = 'float or "search"', "list of names or None"
 
 
 class AdaptiveBound(Documented):
@@ -83,9 +66,7 @@ class AdaptiveBound(Documented):
     logger: ClassVar[logging.Logger] = logging.getLogger("fedclip.server")
     takes_turns: ClassVar[str] = "let a Schedule with per_round={} say who is due"
 
-    start_norm: float | str = parameter(
-        _start, default="search", kw_only=False, kind='float or "search"'
-    )
+    start_norm: float | str = parameter(_start, default="search", kw_only=False, kind=_START)
     """Bound of the first round, > 0. With "search" that is 0.1, and the bound moves by a factor
     of 4 a round as long as nearly all or nearly none of the updates are within it. From 100 times
     too low or too high, it is within a factor of 2 after 10 rounds in 95 % of searches, where the
@@ -115,46 +96,46 @@ class AdaptiveBound(Documented):
     needs it, because the true number must not be used."""
     delta: float = parameter(unit_interval, default=1e-5)
     """Probability with which the guarantee may fail; below 1 / number of clients."""
-    max_epsilon: float | None = parameter(positive, default=None)
+    max_epsilon: float | None = parameter(parameters.positive, default=None)
     """Stop before a round that would exceed this epsilon."""
     ledger: str | None = parameter(_path, default=None)
     """A file to which each round is charged before it begins, made if needed: one for a set of
     clients, whatever they are used for. A restart, a second server and another run read it first.
     None: what was spent ends with the process, and no server goes on from a checkpoint."""
-    relation: str = parameter(choice, ("add-remove", "replace-one"), default="add-remove")
+    relation: str = parameter(
+        parameters.choice, ("add-remove", "replace-one"), default="add-remove"
+    )
     """Which federations are neighbours: those with and without one client (whose reply is empty),
     or those with another client in its place, which needs twice the noise."""
     separation: int = parameter(integer, 1, default=1)
     """Least number of rounds from one turn of a client to its next; a client is charged for one
     round in so many. It takes the client sampler `round-robin`, and more than
     ``(separation - 1) * expected_clients`` clients."""
-    noise: str = parameter(choice, ("independent", "banded"), default="independent")
+    noise: str = parameter(parameters.choice, ("independent", "banded"), default="independent")
     """"banded": each round takes back a part of the noise of the ``separation - 1`` rounds before
     it, so that the model has less noise at the same epsilon."""
     rounds: int | None = parameter(integer, 1, default=None)
     """Number of rounds that are planned; "banded" noise needs it."""
-    momentum: float = parameter(_share, default=0.0)
+    momentum: float = parameter(parameters.share, default=0.0)
     """Momentum of the server's optimizer, in [0, 1), for which "banded" noise is made."""
-    noise_at: str = parameter(choice, ("server", "clients"), default="server")
+    noise_at: str = parameter(parameters.choice, ("server", "clients"), default="server")
     """"clients": each client adds its share of the noise, so that nobody, the server included, sees
     a secure sum without it; `update-clip-client` then has the table `noise`."""
     honest: float | None = parameter(share_of_clients, default=None)
     """Share of `expected_clients` that surely add their noise, in (0, 1], such as 0.75; the others
     may collude with the server, or send none. ``noise_at="clients"`` needs it."""
-    evaluation_share: float = parameter(share, default=0.0)
+    evaluation_share: float = parameter(parameters.share, default=0.0)
     """Share of a round's noise budget for an evaluation after it, in [0, 1): its noise multiplier
     is ``noise_multiplier / evaluation_share``, and the round costs what it costs without. 0:
     evaluations have no noise. It takes the server's protocol ``fedclip-websockets``."""
     loss_bound: float | None = parameter(limit, default=None)
     """So much of a client's loss counts at most in an evaluation with noise, > 0; required with
     `evaluation_share`, as is the other way round."""
-    generator: str = parameter(choice, ("secure", "insecure"), default="secure")
+    generator: str = parameter(parameters.choice, ("secure", "insecure"), default="secure")
     """Source of the noise. The insecure one is for experiments."""
     seed: int | None = parameter(integer, 0, default=None)
     """Seed that makes the insecure noise repeatable."""
-    unnoised: str | Sequence[str] | None = parameter(
-        _names, default=None, kind="list of names or None"
-    )
+    unnoised: str | Sequence[str] | None = parameter(_names, default=None, kind=_UNNOISED)
     """Other modules of the server whose statistics may go out without noise beside the noised
     average, such as ``["zscore-clip-server"]``; epsilon does not cover what they reveal. All
     others are refused."""
@@ -163,12 +144,10 @@ class AdaptiveBound(Documented):
         """Check what must go together, and begin without a round."""
         searching = isinstance(self.start_norm, str)
         first = FIRST if isinstance(self.start_norm, str) else self.start_norm
-        ends = (self.min_norm, self.max_norm)
-        if ends[0] > ends[1] or not (searching or ends[0] <= first <= ends[1]):
-            raise ValueError(
-                f"start_norm must be within [min_norm, max_norm], got {self.start_norm!r} and "
-                f"{list(ends)}"
-            )
+        least, most = self.min_norm, self.max_norm
+        if least > most or not (searching or least <= first <= most):
+            got = f"{self.start_norm!r} and {[least, most]}"
+            raise ValueError(f"start_norm must be within [min_norm, max_norm], got {got}")
         if searching and self.learning_rate == 0:
             raise ValueError(
                 "learning_rate=0 fixes the bound, and clients do not vote: give start_norm a "
@@ -179,19 +158,19 @@ class AdaptiveBound(Documented):
                 f"a seed goes with generator='insecure' only, got seed={self.seed!r}: noise that "
                 "can be repeated can be subtracted"
             )
-        self.rule = BoundRule(self.quantile, self.learning_rate, *ends)
+        self.rule = BoundRule(self.quantile, self.learning_rate, least, most)
         self.bound = self.rule.within(first)
         self.search = Search() if searching else None
         self.evidence = 0.0
         self.round = 0
         self.budget = self._budget()
         self.site = self._site()
+        # The message of the round that is open.
         self.sent: SentBound | None = None
-        """The message of the round that is open."""
+        # Whether a search has found the bound too high for the noise of this round.
         self.withheld = False
-        """Whether a search has found the bound too high for the noise of this round."""
+        # Why training has to end; the next message tells the clients.
         self.stop = ""
-        """Why training has to end; the next message tells the clients."""
 
     def _coefficients(self) -> tuple[float, ...]:
         """Return the coefficients of the noise."""
@@ -200,13 +179,11 @@ class AdaptiveBound(Documented):
                 if value := getattr(self, name):
                     raise ValueError(f"{name} goes with noise='banded', got {name}={value!r}")
             return (1.0,)
-        if self.separation == 1:
+        if self.separation == 1 or self.rounds is None:
             raise ValueError(
-                "noise='banded' gains nothing if every client has a turn in every round: give "
-                "separation, the number of rounds from one turn of a client to its next"
+                "noise='banded' needs separation > 1, the number of rounds from one turn of a "
+                "client to its next, and rounds, the number of rounds that are planned"
             )
-        if self.rounds is None:
-            raise ValueError("noise='banded' needs rounds, the number of rounds that are planned")
         return coefficients(self.rounds, self.separation, self.momentum)
 
     def _budget(self) -> Budget | None:
@@ -228,18 +205,12 @@ class AdaptiveBound(Documented):
                 "noise_multiplier needs expected_clients, the number of clients in a round: the "
                 "noise is sized on it, and the number of replies would itself reveal something"
             )
-        bits = self.bits_noise
-        if self.learning_rate == 0:
-            bits = 0.0
-        elif bits is None:
-            without, _ = split_evaluation(self.noise_multiplier, self.evaluation_share)
-            bits = default_bits_noise(without, self.expected_clients)
         return Budget(
             self.noise_multiplier,
             self.expected_clients,
             Accountant(self.delta, self.relation),
             draws_of(self.generator, self.seed),
-            bits_noise=bits,
+            bits_noise=0.0 if self.learning_rate == 0 else self.bits_noise,
             max_epsilon=self.max_epsilon,
             separation=self.separation,
             coefficients=self._coefficients(),
@@ -419,8 +390,8 @@ class AdaptiveBound(Documented):
             noise = self.budget.noise_on_votes(self.round)
             return share_within(votes, within, self.expected_clients, noise)
         if not 0 <= within <= votes <= clients:
-            told = f"{within} of {votes} votes from {clients} clients"
-            self.warn(f"{told} can not be right, and are not counted")
+            text = f"{within} of {votes} votes from {clients} clients can not be right"
+            self.warn(f"{text}, and are not counted")
             return None
         return share_within(votes, within, None, 0.0)
 
@@ -436,9 +407,7 @@ class AdaptiveBound(Documented):
         if share is not None:
             parts.append(f"{share:.0%} of the updates within it, next bound {self.bound:.4g}")
         if self.withheld:
-            parts.append(
-                "the search has found it too high for its noise: the average is not released"
-            )
+            parts.append("it is too high for its noise: the average is not released")
         elif self.search is not None:
             parts.append("the search goes on")
         if self.budget is not None:

@@ -15,7 +15,7 @@ from declearn.model.api import Vector
 from fedclip import parameters
 from fedclip.arrays import backend_of
 from fedclip.federation.replies import UPDATES, blank, sender_of, senders_of
-from fedclip.federation.update.averaging import peaks, rounded
+from fedclip.federation.update.averaging import rounded
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.closing import Closing, Vetted
 from fedclip.federation.update.combining import Combining
@@ -205,8 +205,6 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         self.combining = Combining(combine, n_hostile)
         self.combine, self.n_hostile = combine, n_hostile
         self.closing = Closing(self.limits, self.shares, self.combining)
-        if why := self.closing.unfit():
-            raise ValueError(why)
         self.client = parameters.optional(parameters.name, client=client)
 
     def get_config(self) -> dict[str, Any]:
@@ -217,57 +215,49 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         """Return this aggregator for a client whose name the server knows."""
         return type(self)(**{**super().get_config(), "client": client})
 
+    def unfit(self, modules: bool) -> str:
+        """Return why there is no bound, or two, with `modules` that bring one; "" if there is."""
+        if self.max_norm is None and not modules:
+            return (
+                "clipped-averaging has no bound: give it max_norm, or put update-clip-client into "
+                "client_opt and update-clip-server into server_opt"
+            )
+        if self.max_norm is not None and modules:
+            return (
+                f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
+                "another bound from the server: leave max_norm out, or the modules"
+            )
+        return ""
+
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
         """Clip the update of a round, or zero it, and count it."""
         round_ = CLIENT.get()
-        if round_ is not None and self.max_norm is not None:
-            raise ValueError(
-                f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
-                "another bound from the server: leave max_norm out, or the modules"
-            )
-        sent = round_.sent if round_ else SentBound(self._fixed_bound())
-        by_steps = self.shares.kind == "steps"
-        if sent.private and (why := self.closing.beside_noise()):
+        why = self.unfit(modules=round_ is not None)
+        sent = round_.sent if round_ else SentBound(self.max_norm or 0.0)
+        if why := why or (self.closing.beside_noise() if sent.private else ""):
             raise ValueError(why)
         if sent.private:
             refuse_statistics(updates.coefs)
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
         same = outcome.arrays is updates.coefs
         vector = updates if same else type(updates)(dict(outcome.arrays))
-        if round_ is None or round_.site is None:
-            self._check_range(vector)
-        else:
-            vector = type(vector)(
-                round_.site.shared(vector.coefs, sent.bound, round_.step, round_.encrypter)
-            )
+        site = round_.site if round_ else None
         if round_ is not None:
             round_.outcome = outcome
+            if site is not None:
+                shared = site.shared(vector.coefs, sent.bound, round_.step, round_.encrypter)
+                vector = type(vector)(shared)
         reply = outcome.reply(sent)
-        weight = self.shares.counted(n_steps) if by_steps else 1
+        weight = self.shares.counted(n_steps) if self.shares.kind == "steps" else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
         result.secagg_range = self.secagg_range
-        result.noised = round_ is not None and round_.site is not None
+        result.noised = site is not None
         result.factor = self.shares.factor(self.client, n_steps)
+        limit = None if site else self.secagg_range
+        if limit is not None and (why := result.beyond(limit)):
+            raise ValueError(why)
         return result
-
-    def _fixed_bound(self) -> float:
-        if self.max_norm is None:
-            raise ValueError(
-                "clipped-averaging has no bound: give it max_norm, or put update-clip-client into "
-                "client_opt and update-clip-server into server_opt"
-            )
-        return self.max_norm
-
-    def _check_range(self, vector: Vector[Any]) -> None:
-        if self.secagg_range is None:
-            return
-        if found := peaks(vector.coefs, self.secagg_range):
-            named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in found.items())
-            raise ValueError(
-                f"values beyond secagg_range=±{self.secagg_range:g} in {named}: lower the bound "
-                "of clipped-averaging, or raise clipval on the server and secagg_range with it"
-            )
 
     # -- on the server --------------------------------------------------------------------------
     def finalize_updates(self, updates: Any) -> Vector[Any]:

@@ -31,8 +31,8 @@ from fedclip.arrays import Array
 from fedclip.errors import StateError
 from fedclip.federation.update.turns import Due
 from fedclip.measures import Float64
-from fedclip.privacy.accounting import Accountant, Release, covers, split_evaluation, split_noise
-from fedclip.privacy.accounting import noise_multiplier as least_noise
+from fedclip.privacy import accounting
+from fedclip.privacy.accounting import Accountant, Release, covers
 from fedclip.privacy.banded import Stream
 from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
@@ -61,7 +61,7 @@ class Budget:
     """Noise on the average, the votes and the evaluation of each round, within a budget.
 
     The parameters are those of `update-clip-server`. `clients` is the number by which the average
-    is divided; `bits_noise` is 0 if the clients do not vote, which costs privacy too. A turn costs
+    is divided; `bits_noise` is 0 if the clients do not vote (None: the default). A turn costs
     as much as one Gaussian mechanism of multiplier `noise_multiplier`: with coefficients of banded
     noise, that of a round grows by their norm. `path` is the ledger; without one, what was spent
     ends with this object.
@@ -79,39 +79,39 @@ class Budget:
         accountant: Accountant,
         draws: Draws,
         *,
-        bits_noise: float,
-        max_epsilon: float | None,
+        bits_noise: float | None = None,
+        max_epsilon: float | None = None,
         separation: int = 1,
         coefficients: tuple[float, ...] = (1.0,),
         evaluation_share: float = 0.0,
         path: str | None = None,
     ) -> None:
-        self.noise_multiplier, self.clients = noise_multiplier, clients
-        self.max_epsilon, self._draws = max_epsilon, draws
+        self.noise_multiplier, self.clients, self._draws = noise_multiplier, clients, draws
+        self.max_epsilon, relation = max_epsilon, accountant.relation
         self.path = None if path is None else Path(path).resolve()
         self._ledger: Ledger | None = None
         # What states say was spent, and in which ledger it was: taken over before the next round.
         self._before = accountant
         self._origins: list[str] = []
         self._identity, self._due = uuid4().hex, Due(1, 0)
-        self.bits_noise = bits_noise
-        self.update_noise, self.evaluation_noise = split_evaluation(
-            noise_multiplier, evaluation_share
-        )
+        both = accounting.split_evaluation(noise_multiplier, evaluation_share)
+        self.update_noise, self.evaluation_noise = both
         # Whether a round was trained, and its evaluation, which is paid for, is not done.
         self.unevaluated = False
         self.separation, self.coefficients = separation, coefficients
         self._begin()
+        if bits_noise is None:
+            bits_noise = accounting.default_bits_noise(both[0], clients)
+        self.bits_noise = bits_noise
         if bits_noise:
-            self.update_noise = split_noise(self.update_noise, bits_noise)
+            self.update_noise = accounting.split_noise(self.update_noise, bits_noise)
         self.update_noise *= math.hypot(*coefficients)
         self.accountant.epsilon()  # a ledger that is damaged is refused now
         if max_epsilon is None:
             return
-        first = accountant.epsilon(noise_multiplier, 1)
+        first, delta = accountant.epsilon(noise_multiplier, 1), accountant.delta
         if first > max_epsilon:
-            delta = accountant.delta
-            enough = least_noise(max_epsilon, delta, 1, relation=accountant.relation)
+            enough = accounting.noise_multiplier(max_epsilon, delta, 1, relation=relation)
             raise ValueError(
                 f"one round with noise_multiplier={noise_multiplier!r} costs epsilon = "
                 f"{first:.4g} at delta={delta!r}, above max_epsilon={max_epsilon!r}: take "
@@ -130,10 +130,8 @@ class Budget:
     def ledger(self) -> Ledger:
         """The ledger, in which nothing but noise of servers is charged."""
         if self._ledger is None:
-            before, path = self._before, self.path
-            self._ledger = Ledger(
-                self.max_epsilon, before.delta, path, data=UNIT, relation=before.relation
-            )
+            of, relation = (self.max_epsilon, self._before.delta, self.path), self._before.relation
+            self._ledger = Ledger(*of, data=UNIT, relation=relation)
         return self._ledger
 
     @property

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What voids the guarantee of central noise: one list, for every engine.
 
-Each entry of `VOIDS` has a severity, the part of a configuration that it is about, and a function
-that returns a sentence, or "" if the entry does not apply:
+Each entry of `voids_of` has a severity, the part of a configuration that it is about, and a
+sentence:
 
 =======  =======================================================================================
 problem  there is no guarantee, or the run would end before its first round
@@ -15,53 +15,54 @@ leak     the run goes on, and something leaves that epsilon does not cover
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.turns import Due
-
-__all__ = ["VOIDS", "Claim", "Void", "too_large_delta", "too_large_epsilon", "voids_of"]
 
 # Above this epsilon, a guarantee is one in name only. Ponomareva et al. (2023, "How to DP-fy ML")
 # draw the line there: even odds may then become 99.995 % certainty.
 _MOST = 10.0
 
-Severity: TypeAlias = Literal["problem", "leak"]
+Void = tuple[Literal["problem", "leak"], str, str]
+"""Severity, part and sentence."""
 
 
 class Claim(NamedTuple):
-    """What a configuration says of a federation whose averages, or records, have noise."""
+    """What a configuration says of a federation whose averages, or records, have noise.
+
+    Attributes
+    ----------
+    bound
+        The bound whose noise makes the claim; None if records are protected, not clients.
+    rounds
+        How many are planned, if known.
+    population
+        The number of all clients, not of those in a round, if known.
+    evaluates
+        Whether clients send losses or metrics without noise.
+    keeps_best, stops_early
+        Whether the weights that are kept, and the number of rounds, are chosen by them.
+    chooses_clients
+        Whether clients are sampled by what they have sent.
+    by_turns
+        Whether the sampler, if the engine has one, gives clients turns.
+    """
 
     engine: Literal["declearn", "flower", "nvflare"]
     bound: AdaptiveBound | None
-    """The bound whose noise makes the claim; None if records are protected, not clients."""
     rounds: int | None = None
-    """How many are planned, if known."""
     population: int | None = None
-    """The number of all clients, not of those in a round, if known."""
     evaluates: bool = True
-    """Whether clients send losses or metrics without noise."""
     keeps_best: bool = True
-    """Whether the weights that are kept are chosen by them."""
     stops_early: bool = False
-    """Whether the number of rounds is chosen by them."""
     chooses_clients: bool = False
-    """Whether clients are sampled by what they have sent."""
     by_turns: bool = True
-    """Whether the sampler, if the engine has one, gives clients turns."""
 
 
-class Void(NamedTuple):
-    """One way in which a guarantee is void."""
-
-    severity: Severity
-    part: str
-    sentence: Callable[[Claim], str]
-
-
-def voids_of(claim: Claim) -> Iterator[tuple[Severity, str, str]]:
-    """Yield severity, part and sentence of each entry of `VOIDS` that applies.
+def voids_of(claim: Claim) -> Iterator[Void]:
+    """Yield all that voids a guarantee, in the order in which it is reported.
 
     Examples
     --------
@@ -70,9 +71,58 @@ def voids_of(claim: Claim) -> Iterator[tuple[Severity, str, str]]:
     >>> [(severity, part) for severity, part, _ in voids_of(claim)]
     [('problem', 'noise')]
     """
-    for severity, part, sentence in VOIDS:
-        if text := sentence(claim):
-            yield severity, part, text
+    if claim.bound is not None:
+        yield from _of_noise(claim, claim.bound)
+    if claim.evaluates:
+        yield "leak", "evaluate", _EVALUATED[claim.engine]
+        if claim.keeps_best:
+            yield "leak", "evaluate", _BEST
+        if claim.stops_early:
+            yield "leak", "early_stop", _STOPPED
+
+
+def _of_noise(claim: Claim, bound: AdaptiveBound) -> Iterator[Void]:
+    per_round, separation = bound.expected_clients or 1, bound.separation
+    if bound.generator == "insecure":
+        known = "" if bound.seed is None else f", and seed = {bound.seed} repeats it"
+        text = (
+            f"the noise comes from a generator that can be predicted{known}, for experiments: "
+            "there is no guarantee without generator = 'secure' and without a seed"
+        )
+        yield "problem", "noise", text
+    least = max((separation - 1) * per_round + 1, per_round, claim.population or 0)
+    if text := too_large_delta(bound.delta, least, "clients", "client"):
+        yield "problem", "noise", text
+    elif not claim.population and bound.delta >= 1e-3:
+        text = (
+            f"delta = {bound.delta:g} has to be far below 1 / number of all clients, not of those "
+            "in a round: to publish one client, drawn at random, would pass"
+        )
+        yield "leak", "noise", text
+    if bound.budget is not None:
+        planned, most = claim.rounds or 1, bound.max_epsilon
+        spent, what = bound.budget.cost(planned), f"{planned} round{'s' * (planned > 1)}"
+        if most is not None and (spent > most or claim.rounds is None):
+            spent, what = most, "max_epsilon"
+        if text := too_large_epsilon(spent, what, "plan"):
+            yield "problem", "noise", text
+    if claim.population is not None:
+        due = Due.of(claim.population, per_round)
+        if text := due.refusal(separation, per_round):
+            yield "problem", "noise", text
+    if claim.chooses_clients:
+        text = (
+            "a criterion chooses clients by what they have sent before, without noise: one client "
+            "decides who else takes part, which the noise does not cover; take another strategy"
+        )
+        yield "problem", "sampler", text
+    if separation > 1 and not claim.by_turns:
+        text = (
+            "separation charges each client for its own turns, which only the strategy "
+            "'round-robin' gives it, alone or within 'named-clients': with another one, each has "
+            "to be charged for every round"
+        )
+        yield "problem", "sampler", text
 
 
 def too_large_epsilon(spent: float, what: str, command: str) -> str:
@@ -97,77 +147,7 @@ def too_large_delta(delta: float, least: int, what: str, unit: str) -> str:
     )
 
 
-# -- the noise --------------------------------------------------------------------------------
-def _insecure(claim: Claim) -> str:
-    bound = claim.bound
-    if bound is None or bound.generator != "insecure":
-        return ""
-    known = "" if bound.seed is None else f", and seed = {bound.seed} repeats it"
-    return (
-        f"the noise comes from a generator that can be predicted{known}, for experiments: there is "
-        "no guarantee without generator = 'secure' and without a seed"
-    )
-
-
-def _delta(claim: Claim) -> str:
-    bound = claim.bound
-    if bound is None or bound.expected_clients is None:
-        return ""
-    least = (bound.separation - 1) * bound.expected_clients + 1
-    least = max(least, bound.expected_clients, claim.population or 0)
-    return too_large_delta(bound.delta, least, "clients", "client")
-
-
-def _unsure_delta(claim: Claim) -> str:
-    bound = claim.bound
-    if bound is None or claim.population or bound.delta < 1e-3 or _delta(claim):
-        return ""
-    return (
-        f"delta = {bound.delta:g} has to be far below 1 / number of all clients, not of those in "
-        "a round: to publish one client, drawn at random, would pass"
-    )
-
-
-def _epsilon(claim: Claim) -> str:
-    if claim.bound is None or claim.bound.budget is None:
-        return ""
-    rounds, most = claim.rounds, claim.bound.max_epsilon
-    planned = rounds or 1
-    spent, what = claim.bound.budget.cost(planned), f"{planned} round{'s' * (planned > 1)}"
-    if most is not None and (spent > most or rounds is None):
-        spent, what = most, "max_epsilon"
-    return too_large_epsilon(spent, what, "plan")
-
-
-def _few(claim: Claim) -> str:
-    bound = claim.bound
-    if bound is None or bound.expected_clients is None or claim.population is None:
-        return ""
-    due = Due.of(claim.population, bound.expected_clients)
-    return due.refusal(bound.separation, bound.expected_clients)
-
-
-# -- who takes part ---------------------------------------------------------------------------
-def _chosen(claim: Claim) -> str:
-    if claim.bound is None or not claim.chooses_clients:
-        return ""
-    return (
-        "a criterion chooses clients by what they have sent before, without noise: one client "
-        "decides who else takes part, which the noise does not cover; take another strategy"
-    )
-
-
-def _no_turns(claim: Claim) -> str:
-    if claim.bound is None or claim.bound.separation == 1 or claim.by_turns:
-        return ""
-    return (
-        "separation charges each client for its own turns, which only the strategy 'round-robin' "
-        "gives it, alone or within 'named-clients': with another one, each has to be charged for "
-        "every round"
-    )
-
-
-# -- what leaves without noise ----------------------------------------------------------------
+# What leaves without noise, by engine.
 _EVALUATED = {
     "declearn": "declearn sends each client's evaluation loss and metrics, its number of steps and "
     "of samples, without noise: epsilon does not cover them; set evaluation_share and loss_bound, "
@@ -185,17 +165,3 @@ _STOPPED = (
     "losses without noise decide when training stops, and the number of rounds reveals them; what "
     "is stated afterwards has to be the epsilon of all planned rounds"
 )
-
-VOIDS: Sequence[Void] = (
-    Void("problem", "noise", _insecure),
-    Void("problem", "noise", _delta),
-    Void("leak", "noise", _unsure_delta),
-    Void("problem", "noise", _epsilon),
-    Void("problem", "noise", _few),
-    Void("problem", "sampler", _chosen),
-    Void("problem", "sampler", _no_turns),
-    Void("leak", "evaluate", lambda c: _EVALUATED[c.engine] if c.evaluates else ""),
-    Void("leak", "evaluate", lambda c: _BEST if c.evaluates and c.keeps_best else ""),
-    Void("leak", "early_stop", lambda c: _STOPPED if c.evaluates and c.stops_early else ""),
-)
-"""All that voids a guarantee, in the order in which it is reported. Add an entry for more."""

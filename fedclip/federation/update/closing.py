@@ -49,9 +49,10 @@ class Closing:
     shares: Shares
     combining: Combining
 
-    def unfit(self) -> str:
-        """Return why these weights and this combining do not go together; "" if they do."""
-        return self.combining.unfit(weights=self.shares.kind != "equal")
+    def __post_init__(self) -> None:
+        """Refuse weights and combining that do not go together."""
+        if why := self.combining.unfit(weights=self.shares.kind != "equal"):
+            raise ValueError(why)
 
     def beside_noise(self) -> str:
         """Return why no noise can be sized on this average; "" if it can."""

@@ -21,15 +21,7 @@ from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.averaging import rounded, zeros
 from fedclip.federation.update.closing import Closing
 from fedclip.federation.update.combining import Combining
-from fedclip.federation.update.exchange import (
-    COUNTS,
-    VOTES,
-    Arrays,
-    Closed,
-    Reply,
-    SentBound,
-    is_one_of,
-)
+from fedclip.federation.update.exchange import VOTES, Arrays, Closed, Reply, SentBound, is_one_of
 from fedclip.federation.update.limits import Limits, check_whole
 from fedclip.federation.update.running import refuse_statistics
 from fedclip.federation.update.shares import Shares
@@ -83,14 +75,11 @@ class UpdateServer:
         limits = Limits(check_scope(scope, limits=True), check_exclude(exclude), bound.name)
         check_whole(limits.scope)
         self.closing = Closing(limits, shares or Shares(), combining or Combining())
-        why = self.closing.unfit() or (self.closing.beside_noise() if bound.budget else "")
+        why = self.closing.beside_noise() if bound.budget else ""
         if bound.site is not None:
             why = SITES_ELSEWHERE
         if bound.evaluation_share:
-            why = (
-                "evaluation_share is for runs over declearn's fedclip-websockets, which `fedclip "
-                "quickrun` has: leave it out here"
-            )
+            why = "evaluation_share is for declearn's protocol fedclip-websockets: leave it out"
         if why:
             raise ValueError(why)
 
@@ -143,22 +132,16 @@ class UpdateServer:
             raise ValueError(why)
         # With noise, divide by the clients that were asked, whoever replies.
         fixed = bound.budget.clients if bound.budget else None
-        replies = [_vetted(reply) for reply in replies]
         vetted = self.closing.of(replies, like, sent.bound, bound.warn, clients=fixed)
         if why := bound.unheard(vetted.void):
             bound.halt(why)
             raise RuntimeError(why)
-        said = [
-            (r.votes, r.within)
-            for r in replies
-            if r.clients > 1 or is_one_of(VOTES, (r.votes, r.within))
-        ]
+        said = [r for r in replies if r.clients > 1 or is_one_of(VOTES, (r.votes, r.within))]
         clients = sum(reply.clients for reply in replies)
-        record = bound.count(sum(n for n, _ in said), sum(n for _, n in said), clients)
+        record = bound.count(sum(r.votes for r in said), sum(r.within for r in said), clients)
         record["clipped"] = sum(reply.clipped for reply in vetted.sound)
         record["zeroed"] = sum(reply.zeroed for reply in vetted.sound)
-        record["replies"] = clients
-        record["refused"] = len(replies) - len(vetted.sound)
+        record |= {"replies": clients, "refused": len(replies) - len(vetted.sound)}
         average = rounded(vetted.exact, like) if vetted.exact else zeros(like)
         released = dict(bound.release(average, vetted.exact))
         return Closed(released, bound.withheld, vetted.faults, record)
@@ -170,11 +153,3 @@ class UpdateServer:
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over a state that `get_state` returned; what was spent here stays spent."""
         self.bound.set_state(state)
-
-
-def _vetted(reply: Reply) -> Reply:
-    """Return a reply with a fault if its counts are not of one client."""
-    counts = (reply.clipped, reply.zeroed)
-    if reply.fault or reply.clients != 1 or is_one_of(COUNTS, counts):
-        return reply
-    return replace(reply, fault="its counts are not of one client")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fedclip.arrays import Float64, backend_of, on_host
 from fedclip.federation.update.averaging import finite_values
-from fedclip.federation.update.exchange import Arrays, Reply
+from fedclip.federation.update.exchange import COUNTS, Arrays, Reply, is_one_of
 from fedclip.measures import Order
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
@@ -89,13 +89,7 @@ class Limits:
         """Return the groups of an update."""
         return resolve(self.scope, self.exclude, tuple(arrays))
 
-    def fault(
-        self,
-        reply: Reply,
-        like: Arrays,
-        bound: float,
-        whole: bool = True,
-    ) -> str:
+    def fault(self, reply: Reply, like: Arrays, bound: float, whole: bool = True) -> str:
         """Return why no honest client can have sent a reply; "" if one can.
 
         It must have the names and shapes of `like`, and be within its bound, unless it is a sum of
@@ -103,6 +97,8 @@ class Limits:
         """
         if reply.fault:
             return reply.fault
+        if reply.clients == 1 and not is_one_of(COUNTS, (reply.clipped, reply.zeroed)):
+            return "its counts are not of one client"
         if not alike(reply.arrays, like):
             return OTHER_TENSORS
         try:
@@ -110,13 +106,7 @@ class Limits:
         except Exception as exc:
             return f"it can not be measured ({exc!r:.200})"
 
-    def excess(
-        self,
-        arrays: Arrays,
-        bound: float,
-        whole: bool = True,
-        clients: int = 1,
-    ) -> str:
+    def excess(self, arrays: Arrays, bound: float, whole: bool = True, clients: int = 1) -> str:
         """Return by how much an update is beyond its limit; of a sum, only what its dtypes are."""
         for name, array in arrays.items():
             dtype = backend_of(array).dtype(array)
@@ -166,5 +156,4 @@ def norms_of(arrays: Arrays, groups: Groups, called: str, ord: Order = 2) -> lis
         norms = gradient.clipped(transform, NoState(), "raise").norms
     except NotFiniteError:
         return None
-    found: list[float] = on_host(norms).tolist()
-    return found
+    return [float(norm) for norm in on_host(norms)]

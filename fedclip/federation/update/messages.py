@@ -132,8 +132,7 @@ class UpdateClipVotes(AuxVar):
         if isinstance(other, AuxVar) and hasattr(other, "parts"):
             # A message that keeps others side by side, in the wrong place: it keeps this one, too.
             raise TypeError(f"votes are added to {type(other).__name__}")
-        if not isinstance(other, UpdateClipVotes):
-            other = UpdateClipVotes(n_faults=1)
+        other = other if isinstance(other, UpdateClipVotes) else UpdateClipVotes(n_faults=1)
         counts = ("n_clients", "n_votes", "n_within", "n_faults")
         result = UpdateClipVotes(*(getattr(self, n) + getattr(other, n) for n in counts))
         result._side = self.noised + other.noised
@@ -189,6 +188,14 @@ class ClippedUpdates(ModelUpdates):
         steps: Unchecked = self.weights
         return Reply(coefs, fault=fault, clients=max(1, self.n_clients), steps=steps)
 
+    def beyond(self, limit: float) -> str:
+        """Return which values are beyond a range of secure aggregation; "" if none is."""
+        found = peaks(self.updates.coefs, limit)
+        named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in found.items())
+        text = f"values beyond secagg_range=±{limit:g} in {named}: lower the bound of clipped-"
+        text += "averaging, or raise clipval on the server and secagg_range with it"
+        return text if found else ""
+
     def to_dict(self) -> dict[str, object]:
         """Return the fields, without copying them as declearn's own method does."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
@@ -222,10 +229,15 @@ class ClippedUpdates(ModelUpdates):
         result.fault = fault
         return result
 
+    @classmethod
+    def stranger(cls, reply: object) -> ClippedUpdates:
+        """Return the replacement for a reply of another type."""
+        return cls.refused(None, f"it is of type {type(reply).__name__}")
+
     def aggregate(self, other: object) -> ClippedUpdates:
         """Return both replies, side by side, with the counts added up."""
         if not isinstance(other, ClippedUpdates):
-            other = ClippedUpdates.refused(None, _stranger(other))
+            other = ClippedUpdates.stranger(other)
         total = ClippedUpdates(
             None,
             self.weights + other.weights,
@@ -240,7 +252,7 @@ class ClippedUpdates(ModelUpdates):
         """Add to 0, as `sum` does, or to a reply of another type."""
         if isinstance(other, int) and not other:
             return self
-        return ClippedUpdates.refused(None, _stranger(other)).aggregate(self)
+        return ClippedUpdates.stranger(other).aggregate(self)
 
     def prepare_for_secagg(self) -> tuple[dict[str, object], None]:
         """Return all fields, for encryption; replace an update that is out of range by zeros.
@@ -256,24 +268,14 @@ class ClippedUpdates(ModelUpdates):
         if self.noised:
             # These are integers of the encrypter's grid, within its range.
             return content, None
-        limit = self.secagg_range or DECLEARN_RANGE
-        if self.factor is None:
-            _LOGGER.error("%s; zeros are sent instead of the update", UNWEIGHED)
-            content["updates"] = zeros_like(self.updates)
-            content["n_clipped"], content["n_zeroed"] = 0, 1
-            return content, None
-        if found := peaks(self.updates.coefs, limit):
-            _LOGGER.error(
-                "%s beyond the range ±%g of secure aggregation: zeros are sent instead. Lower "
-                "the bound of clipped-averaging, or set the server's clipval, and secagg_range",
-                " and ".join(f"{name!r} holds {peak:.4g}" for name, peak in found.items()),
-                limit,
-            )
-            content["updates"] = zeros_like(self.updates)
-            content["n_clipped"], content["n_zeroed"] = 0, 1
+        limit, factor = self.secagg_range or DECLEARN_RANGE, self.factor
+        why = UNWEIGHED if factor is None else self.beyond(limit)
+        if factor is None or why:
+            _LOGGER.error("zeros are sent instead of the update: %s", why)
+            content |= {"updates": zeros_like(self.updates), "n_clipped": 0, "n_zeroed": 1}
             return content, None
         # The server can not weigh what it does not see.
-        updates = self.updates if self.factor == 1.0 else self.updates * self.factor
+        updates = self.updates if factor == 1.0 else self.updates * factor
         coefs = inside(updates.coefs, limit)
         content["updates"] = updates if coefs is updates.coefs else type(updates)(dict(coefs))
         return content, None
@@ -282,7 +284,3 @@ class ClippedUpdates(ModelUpdates):
 def zeros_like(vector: AnyVector) -> AnyVector:
     """Return a vector of zeros, even if this one holds NaN."""
     return type(vector)(zeros(vector.coefs))
-
-
-def _stranger(reply: object) -> str:
-    return f"it is of type {type(reply).__name__}"
