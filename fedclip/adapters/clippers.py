@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from fedclip.arrays import Array, Backend
 from fedclip.errors import nearest
 from fedclip.modules import by_name
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.modules.norm_clip import NormClip
 
@@ -51,10 +51,14 @@ def clipped(
     gradients: Mapping[str, Array],
     weights: Callable[[], Mapping[str, Array]],
     backend: Backend | None = None,
+    outputs: Outputs | None = None,
 ) -> Mapping[str, Array]:
-    """Return the gradients, clipped in eager code; only `agc` asks for the weights."""
+    """Return the gradients, clipped in eager code.
+
+    Only `agc` asks for the weights, and for the axes of the outputs of layers.
+    """
     if isinstance(clipper, AGC):
-        return clipper.clip(gradients, weights(), backend=backend)
+        return clipper.clip(gradients, weights(), backend=backend, outputs=outputs)
     return clipper.clip(gradients, backend=backend)
 
 

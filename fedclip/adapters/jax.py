@@ -24,7 +24,7 @@ from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 from fedclip.dpsgd.step import PrivateMean
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Axes, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.scopes import Groups, resolve
 from fedclip.transforms import Carried, NormClipping, SliceClipping, Transform, clip_on_device
@@ -135,7 +135,8 @@ def as_optax(
                 )
         compiled.check_state(state, compiled.kind_of(clipper, groups), clipper.name)
         weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
-        transform = compiled.transform_of(clipper, groups, weights, backend)
+        outputs = _outputs(clipper, params) if weights is not None else None
+        transform = compiled.transform_of(clipper, groups, weights, backend, outputs)
         if max_norm is not None:
             transform = _limited(transform, clipper, jnp.maximum(backend.asarray(max_norm), 0.0))
         whole = isinstance(transform, NormClipping) and transform.ord == 2
@@ -280,6 +281,42 @@ def _is_variable(node: object) -> bool:
 def _names(tree: object) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]
     return unique(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
+
+
+def _outputs(clipper: Clipper | AGC, params: object) -> Outputs | None:
+    """Return the axes that hold the outputs of layers, by name; None if the clipper asks for none.
+
+    Those of Equinox' layers, which are in the pytree, are as in torch. Queries, keys and values of
+    Flax' attention have two, transposed convolutions of Haiku the last but one, and a bias is one
+    unit; of others it is the last.
+    """
+    if not isinstance(clipper, AGC) or not clipper.asks_layers:
+        return None
+    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_variable)[0]
+    return {
+        name: _axes(params, path, np.ndim(leaf))
+        for name, (path, leaf) in zip(_names(params), paths, strict=True)
+    }
+
+
+def _axes(tree: Any, path: Sequence[Any], ndim: int) -> Axes:
+    keys = ["", *(jax.tree_util.keystr((key,), simple=True) for key in path)]
+    if ndim == 3 and keys[-1] == "kernel" and keys[-2] in ("query", "key", "value"):
+        return (-2, -1)
+    if keys[-1] in ("b", "bias"):
+        return ()
+    if keys[-1] == "w" and "transpose" in keys[-2]:
+        # Haiku's.
+        return (-2,)
+    layer, node = "", tree
+    for key in path:
+        if type(node).__module__.startswith("equinox.nn"):
+            layer = type(node).__name__
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            node = getattr(node, key.name)
+        else:
+            node = node[getattr(key, "idx", getattr(key, "key", None))]
+    return (0,) if layer and layer != "Embedding" else (-1,)
 
 
 def _parameters(clipper: Clipper | AGC, params: object) -> dict[str, Array]:

@@ -102,7 +102,7 @@ class ClipCallback(Callback):
                     f"a fused {type(optimizer).__name__} unscales the gradients in its step, "
                     "after the clip: make it without fused=True"
                 )
-            self._handles.append(attach(optimizer, clipper, pl_module.named_parameters()))
+            self._handles.append(attach(optimizer, clipper, pl_module))
 
     def teardown(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
         """Let go of the clippers, for another Trainer; what is saved later still has them."""

@@ -19,13 +19,15 @@ except ImportError as error:
 
 from fedclip.adapters.clippers import Spec, check_clipper, clipped, clipper_of, unique
 from fedclip.adapters.keras import ClippedOptimizer
-from fedclip.adapters.variables import HeldClipper, Operations, Told
+from fedclip.adapters.variables import HeldClipper, Operations, Told, outputs_of
 from fedclip.arrays import Array, backend_named
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Outputs
 from fedclip.modules.base import Clipper
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
+_layers: weakref.WeakKeyDictionary[Clipper | AGC, tuple[tuple[int, ...], Outputs | None]]
+_layers = weakref.WeakKeyDictionary()
 _compiled: weakref.WeakKeyDictionary[Clipper | AGC, CompiledClipper] = weakref.WeakKeyDictionary()
 
 
@@ -64,8 +66,15 @@ def clip(
     present, variables = _by_name(pairs)
     if not present:
         return pairs
+    key = tuple(map(id, variables.values()))
+    if _layers.get(clipper, ((), None))[0] != key:
+        _layers[clipper] = key, outputs_of(clipper, variables)
     outputs = clipped(
-        clipper, present, lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()}
+        clipper,
+        present,
+        lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()},
+        None,
+        _layers[clipper][1],
     )
     return [(outputs.get(n), v) for n, v in variables.items()]
 

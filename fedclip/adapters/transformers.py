@@ -26,6 +26,7 @@ from fedclip import states
 from fedclip.adapters.clippers import Spec, clipper_of, hold, release
 from fedclip.adapters.torch import load_state
 from fedclip.adapters.torch.clip import clip_named
+from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import check_sharding, named
 from fedclip.modules.agc import AGC
 
@@ -129,7 +130,8 @@ class ClipCallback(TrainerCallback, ExportableState):
                 scaler.unscale_(optimizer.optimizer)
         parameters = named(model, self.clipper)
         check_sharding(parameters.values())
-        if clip_named(parameters, self.clipper) is None:
+        outputs = outputs_of(model, parameters, self.clipper)
+        if clip_named(parameters, self.clipper, outputs) is None:
             raise RuntimeError(
                 f"{self.clipper.name} finds no gradient before the step: a layer-wise optimizer, "
                 "LOMO or the like, steps while the gradients are computed, and keeps none; take "

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +14,7 @@ from fedclip import states
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import reset
 from fedclip.arrays import NUMPY, Array, Backend, HostView
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Axes, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.records import StepRecord
 from fedclip.states import Fields
@@ -86,11 +88,13 @@ class HeldClipper:
         self._groups: Any = None
         self._names: frozenset[str] = frozenset()
         self._type: Any = None
+        self._outputs: Outputs | None = None
 
     def build(self, weights: Mapping[str, Array]) -> None:
         """Make the variables, once, for the gradients of these weights."""
         if self.variables:
             return
+        self._outputs = outputs_of(self.clipper, weights)
         self._groups, self._names = compiled.groups_of(self.clipper, weights), frozenset(weights)
         # Not the values: Keras may fill its variables later, as ``fit`` builds a model.
         shaped = {n: np.zeros(tuple(w.shape), _wide(w)) for n, w in weights.items()}
@@ -139,7 +143,7 @@ class HeldClipper:
         if self._kept:
             own = {k: ops.read(v) for k, v in self._kept.items() if k[0] in groups.names}
             state = Carried(state, _by_tensor(own))
-        transform = compiled.transform_of(self.clipper, groups, weights, xp)
+        transform = compiled.transform_of(self.clipper, groups, weights, xp, self._outputs)
         policy = self.clipper.on_nonfinite
         clipped, step = clip_on_device(transform, gradients, groups, xp, state, policy)
         over = xp.where(step.clipped, 1.0, 0.0)
@@ -230,6 +234,46 @@ def _by_tensor(kept: Mapping[tuple[str, str], Array]) -> states.Statistics:
     for (name, field), value in kept.items():
         found.setdefault(name, {})[field] = value
     return found
+
+
+def outputs_of(clipper: Clipper | AGC, variables: Mapping[str, Variable]) -> Outputs | None:
+    """Return the axes that hold the outputs of layers, by name; None if the clipper asks for none.
+
+    ============================================  ==============================================
+    layer of Keras                                axes
+    ============================================  ==============================================
+    transposed convolution                        the last but one
+    depthwise kernel                              the last two
+    ``EinsumDense``, as attention has it          those of its equation's output
+    a bias                                        all: it is one unit
+    any other, and no layer                       the last
+    ============================================  ==============================================
+    """
+    if not isinstance(clipper, AGC) or not clipper.asks_layers:
+        return None
+    layers: dict[int, Any] = {}
+    if "keras" in sys.modules:
+        # A variable does not know its layer.
+        base = sys.modules["keras"].layers.Layer
+        alive = [o for o in gc.get_objects() if issubclass(type(o), base)]
+        layers = {id(v): layer for layer in alive for v in getattr(layer, "_trainable_variables", ())}
+    return {name: _axes(v, layers.get(id(v))) for name, v in variables.items()}
+
+
+def _axes(variable: Variable, layer: Any) -> Axes:
+    kind, name = type(layer).__name__, getattr(variable, "name", "")
+    if layer is None:
+        return (-1,)
+    if name == "bias":
+        return ()
+    if name == "depthwise_kernel" or kind.startswith("DepthwiseConv"):
+        return (-2, -1)
+    if kind.startswith("Conv") and kind.endswith("Transpose"):
+        return (-2,)
+    if kind == "EinsumDense" and name == "kernel":
+        kernel, _, output = layer.equation.partition(",")[2].partition("->")
+        return tuple(i for i, letter in enumerate(kernel) if letter in output)
+    return (-1,)
 
 
 def _few(names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ def _optax_agc(clipping: object, eps: object = 1e-3, axis: object = None) -> Tra
     along = dims("axis", axis)
     note = "tensors without these axes are left alone, 0-d ones are one unit; optax raises on both"
     if along is None:
-        return to("agc", ratio=clipping, min_norm=eps)
+        return to("agc", ratio=clipping, min_norm=eps, unit="optax")
     return to("agc", note, ratio=clipping, min_norm=eps, dims=along)
 
 

@@ -55,6 +55,10 @@ def _timm_agc(
     return to("agc", ratio=clip_factor, min_norm=eps, axis=0)
 
 
+def _nfnets_agc(clipping: object = 0.01, eps: object = 1e-3) -> Translation:
+    return to("agc", ratio=clipping, min_norm=eps)
+
+
 def _adagc(c: Given, scope: str) -> Translation:
     return to(
         "ema-clip",
@@ -98,6 +102,7 @@ PEERS: Peers = {
     "zclip": {"ZClip": entry(_zclip, _ZCLIP)},
     "autoclip": {"autoclip_gradient": entry(_autoclip)},
     "opacus": {"AdaClipDPOptimizer": _OPACUS, "AdaClipDPOptimizer.update_max_grad_norm": _OPACUS},
+    "nfnets": {"AGC": entry(_nfnets_agc)},
     "timm": {"adaptive_clip_grad": entry(_timm_agc)},
     "adagc": {
         "AdaGC": entry(lambda c: _adagc(c, "tensor"), _ADAGC),

@@ -28,7 +28,7 @@ _OPACUS = {
 PRESETS: Mapping[str, Mapping[str, Preset]] = {
     "adaptive-clip": {"opacus": Preset("opacus", "AdaClipDPOptimizer", _OPACUS)},
     "agc": {
-        "nfnets": Preset("optax", "adaptive_grad_clip", {"clipping": 0.01}),
+        "nfnets": Preset("nfnets", "AGC"),
         "smartclip": Preset("smartclip", "AGC"),
     },
     "auto-clip": {"smartclip": Preset("smartclip", "AutoClip")},

@@ -11,10 +11,11 @@ from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
 from fedclip.adapters.clippers import check_clipper, check_free, clipped
 from fedclip.adapters.torch.apart import are_apart, part
+from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import Parameters, check_remembered, check_sharding, named
 from fedclip.adapters.torch.steps import uncompiled
 from fedclip.arrays.torch import TorchInPlace
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.modules.norm_clip import NormClip
 from fedclip.records import StepRecord
@@ -68,7 +69,8 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord 
     """
     fixed = isinstance(clipper, int | float)
     clipper = _fixed(clipper, 2.0, False) if fixed else check_clipper(clipper)
-    return clip_named(_checked(parameters, clipper), clipper, given=True)
+    found = _checked(parameters, clipper)
+    return clip_named(found, clipper, outputs_of(parameters, found, clipper), given=True)
 
 
 def _checked(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:
@@ -81,7 +83,10 @@ def _checked(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.
 # The clipper measures through NumPy, and counts in Python.
 @uncompiled
 def clip_named(
-    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC, given: bool = False
+    parameters: Mapping[str, torch.Tensor],
+    clipper: Clipper | AGC,
+    outputs: Outputs | None = None,
+    given: bool = False,
 ) -> StepRecord | None:
     """Clip the gradients of parameters that have been checked, each under one name.
 
@@ -104,13 +109,17 @@ def clip_named(
         backend = _sharded(parameters, gradients)
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
     with torch.no_grad(), clipper.lock:
-        outputs = clipped(
-            clipper, gradients, lambda: {n: parameters[n].detach() for n in gradients}, backend
+        after = clipped(
+            clipper,
+            gradients,
+            lambda: {n: parameters[n].detach() for n in gradients},
+            backend,
+            outputs,
         )
         # Of this step: another thread may have the same clipper.
         record = clipper.last
-    if outputs is not gradients:
-        for (name, gradient), output in zip(gradients.items(), outputs.values(), strict=True):
+    if after is not gradients:
+        for (name, gradient), output in zip(gradients.items(), after.values(), strict=True):
             # A sparse gradient that becomes dense is a new tensor.
             if output is not gradient:
                 parameters[name].grad = output
@@ -187,7 +196,7 @@ def clip_grad_norm_(
         if not parameters:
             return _torchs_own((p for p in parameters), 1.0)
     found = _checked(parameters, clipper)
-    record = clip_named(found, clipper, given=True)
+    record = clip_named(found, clipper, outputs_of(parameters, found, clipper), given=True)
     if record is None:
         return torch.zeros(())
     gradients = [g for p in found.values() if (g := p.grad) is not None]

@@ -24,6 +24,7 @@ import torch
 
 from fedclip.adapters.clippers import Spec, clipper_of, hold, holder_of, release, reset, stats
 from fedclip.adapters.torch.clip import clip_named
+from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
 from fedclip.adapters.torch.optimizers import called, check_step, held, is_hooked, levels_of
 from fedclip.adapters.torch.saving import Saving, is_in
@@ -31,6 +32,7 @@ from fedclip.adapters.torch.statistics import load_state, state
 from fedclip.adapters.torch.steps import Steps, is_within, uncompiled
 from fedclip.adapters.torch.watch import Watch, forget
 from fedclip.errors import FedclipWarning
+from fedclip.modules.agc import Outputs
 from fedclip.records import StepRecord
 from fedclip.states import Fields
 
@@ -51,11 +53,13 @@ class ClipHandle:
         optimizer: torch.optim.Optimizer,
         clipper: Spec,
         parameters: Parameters | None,
+        outputs: Outputs | None = None,
     ) -> None:
         self.clipper = clipper_of(clipper)
         if parameters is not None and not isinstance(parameters, torch.nn.Module):
             parameters = named(parameters, self.clipper)
         self._source = parameters
+        self._outputs = outputs
         self._parameters: dict[str, torch.Tensor] = {}
         self._held: list[torch.Tensor] = []
         self._resolve(optimizer)
@@ -141,6 +145,8 @@ class ClipHandle:
                 "names for all, and put those to leave alone into the clipper's exclude"
             )
         check_sharding(now)
+        if self._outputs is None or isinstance(self._source, torch.nn.Module):
+            self._outputs = outputs_of(self._source, chosen, self.clipper)
         self._held, self._parameters = now, chosen
         return chosen
 
@@ -156,7 +162,7 @@ class ClipHandle:
                 "the gradients are still scaled by the GradScaler, and would be clipped at the "
                 "wrong size: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
-        clip_named(self._resolve(optimizer), self.clipper)
+        clip_named(self._resolve(optimizer), self.clipper, self._outputs)
 
     def _end(self) -> None:
         """Do nothing: the gradients are used up."""
@@ -271,7 +277,7 @@ def _reduced(optimizer: torch.optim.Optimizer) -> Any:
     found = _ATTACHED.get(optimizer)
     if found is None:
         return reduced
-    attached = [(type(h), h.clipper, h._resolve(optimizer)) for h in found.handles]
+    attached = [(type(h), h.clipper, h._resolve(optimizer), h._outputs) for h in found.handles]
     make, args, state, *_ = reduced
     return _again, (make, args, state, attached)
 
@@ -281,10 +287,10 @@ def _again(
 ) -> torch.optim.Optimizer:
     optimizer = make(*args)
     optimizer.__setstate__(state)
-    for handle, clipper, parameters in attached:
+    for handle, clipper, parameters, outputs in attached:
         # A shallow copy comes with the clipper of the original.
         own = clipper if holder_of(clipper) is None else copy.deepcopy(clipper)
-        handle(optimizer, own, parameters)
+        handle(optimizer, own, parameters, outputs)
     return optimizer
 
 
