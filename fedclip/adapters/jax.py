@@ -18,7 +18,7 @@ except ImportError as error:
 import numpy as np
 
 from fedclip.adapters import compiled
-from fedclip.adapters.clippers import Spec, clipper_of, unique
+from fedclip.adapters.clippers import Spec, clipper_of, skip_of_all, unique
 from fedclip.adapters.compiled import ClipState, groups_of
 from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
@@ -42,6 +42,7 @@ def as_optax(
     *,
     max_norm: object = None,
     axis_name: str | Sequence[str] | None = None,
+    inner: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the clipper as a gradient transformation.
 
@@ -68,12 +69,16 @@ def as_optax(
         Inside a `shard_map` the leaves are shards, and norms those of each shard; with the names
         of the axes along which leaves are split, they are those of the whole, for one more
         all-reduce. With ``check_vma=False`` every leaf has to be split along all of them.
+    inner
+        What steps with the clipped gradient, such as ``optax.adamw(1e-3)``. A step that the
+        clipper skips then returns updates of zero, and the state of `inner` stays. In a chain a
+        skipped step is a gradient of zero, with which Adam still moves, decays and counts.
 
     Raises
     ------
     NotImplementedError
         If compiled code can not follow the clipper; with `axis_name`, if it is not one by L2
-        norms of whole tensors.
+        norms of whole tensors; with `inner`, if ``on_spike="skip"`` and the scope is not "global".
     TypeError
         If `max_norm` is given and the clipper has none; at an update, if the state is none of
         `init`'s, or another clipper's, or if a leaf that is not excluded has another dtype, or is
@@ -156,6 +161,36 @@ def as_optax(
         news = iter([_like(leaf, clipped[name]) for name, leaf in leaves.items()])
         outputs = jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates)
         return outputs, compiled.after(state, step)
+
+    clipping = optax.GradientTransformationExtraArgs(init, update)
+    return clipping if inner is None else _around(clipping, inner, clipper)
+
+
+def _around(
+    clipping: optax.GradientTransformationExtraArgs,
+    inner: optax.GradientTransformation,
+    clipper: Clipper | AGC,
+) -> optax.GradientTransformationExtraArgs:
+    """Return both, one after the other; the second does not step where the first skips."""
+    spikes, inner = skip_of_all(clipper, "inner"), optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> Tree:
+        return clipping.init(params), inner.init(params)
+
+    def update(
+        updates: optax.Updates, state: Tree, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, Tree]:
+        before, old = state
+        clipped, after = clipping.update(updates, before, params, **extra)
+        stepped, new = inner.update(clipped, old, params, **extra)
+        skip = (after.nonfinite > before.nonfinite) & (clipper.on_nonfinite == "skip")
+        skip |= after.over.all() & spikes
+
+        def kept(old: Tree, new: Tree) -> Tree:
+            return new if _is_float0(new) else jnp.where(skip, old, new)
+
+        nothing = jax.tree.map(lambda x: x if _is_float0(x) else jnp.zeros_like(x), stepped)
+        return jax.tree.map(kept, nothing, stepped), (after, jax.tree.map(kept, old, new))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

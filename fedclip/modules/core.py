@@ -300,9 +300,9 @@ class Core(Documented):
         self._tell()
         if self._warned != self._recorder.round:
             self._warned = self._recorder.round
-            done = "skipped" if self.on_nonfinite == "skip" else "passed on"
+            done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
             warnings.warn(
-                f"{self.name}: {told}; the step is {done} "
+                f"{self.name}: {told}; the gradient is {done} "
                 f"(round {self._recorder.round}; more of them are counted without a warning)",
                 FedclipWarning,
                 # Point to the caller of `run`.

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
-from fedclip.adapters.clippers import check_clipper, check_free, clipped
+from fedclip.adapters.clippers import check_clipper, check_free, clipped, skipped, skips
 from fedclip.adapters.torch.apart import are_apart, part
 from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import Parameters, check_remembered, check_sharding, named
@@ -123,7 +123,15 @@ def clip_named(
             # A sparse gradient that becomes dense is a new tensor.
             if output is not gradient:
                 parameters[name].grad = output
+    # With a gradient of zero an optimizer would still decay, count, and move by its momentum.
+    if record is not None and skips(clipper) and not _has_no_data(record.norms):
+        for name in skipped(clipper, record, {n: tuple(g.shape) for n, g in gradients.items()}):
+            parameters[name].grad = None
     return record
+
+
+def _has_no_data(norms: object) -> bool:
+    return isinstance(norms, torch.Tensor) and norms.is_meta
 
 
 def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
@@ -196,10 +204,10 @@ def clip_grad_norm_(
         if not parameters:
             return _torchs_own((p for p in parameters), 1.0)
     found = _checked(parameters, clipper)
+    gradients = [g for p in found.values() if (g := p.grad) is not None]
     record = clip_named(found, clipper, outputs_of(parameters, found, clipper), given=True)
     if record is None:
         return torch.zeros(())
-    gradients = [g for p in found.values() if (g := p.grad) is not None]
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if not isinstance(record.norms, torch.Tensor):
         return torch.scalar_tensor(float(record), dtype=dtype)
