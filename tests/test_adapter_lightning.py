@@ -297,9 +297,11 @@ def test_a_clipper_goes_from_one_trainer_to_the_next(tmp_path: Path) -> None:
     broken = trainer(tmp_path, ClipCallback(clipper))
     with pytest.raises(AssertionError):
         broken.fit(Breaks(), batches())
-    first = fit(tmp_path, Model(), ClipCallback(clipper))
-    second = fit(tmp_path, Model(), ClipCallback(clipper))
-    assert sum(r.steps for r in clipper.rounds) == 3 + 8 + 8
+    model, anew = Model(), "of another model or optimizer: it starts anew"
+    with pytest.warns(FedclipWarning, match=anew):
+        first = fit(tmp_path, model, ClipCallback(clipper))
+    second = fit(tmp_path, model, ClipCallback(clipper))
+    assert sum(r.steps for r in clipper.rounds) == 8 + 8
     for done in (first, second):
         done.save_checkpoint(tmp_path / "done.ckpt")
         saved = torch.load(tmp_path / "done.ckpt", weights_only=True)

@@ -96,6 +96,7 @@ class Clipper(Core, OptiModule, register=False):
                 "groups": self._statistics(),
                 "arrays": states.fetched(self._arrays),
                 **self._recorder.get_state(),
+                **({"owner": dict(self.owner)} if self.owner else {}),
             }
 
     def set_state(self, state: Mapping[str, object]) -> None:
@@ -107,7 +108,9 @@ class Clipper(Core, OptiModule, register=False):
             (a `KeyError` and a `ValueError`) If anything is missing, of a wrong type, not finite,
             negative, or another clipper's. The clipper then keeps its old state.
         """
+        owner = states.check_owner(state.get("owner") if isinstance(state, Mapping) else None)
         self._take_over(state, self._transform)
+        self.owner, self.model = owner, None
 
     def _take_over(self, state: object, transform: Transform) -> None:
         statistics, arrays, round_, rounds = self._check_state(state, transform)

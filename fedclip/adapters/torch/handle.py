@@ -22,17 +22,18 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from fedclip.adapters.clippers import Spec, clipper_of, hold, holder_of, release, reset, stats
+from fedclip.adapters.clippers import Spec, check_free, clipper_of, hold, holder_of, release, reset, stats
+from fedclip.adapters.owner import begin, configuration, has_learnt, learns, owner_of
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
-from fedclip.adapters.torch.optimizers import called, check_step, held, is_hooked, levels_of
-from fedclip.adapters.torch.saving import Saving, is_in
+from fedclip.adapters.torch.optimizers import called, check_step, has_stepped, held, is_hooked, levels_of
+from fedclip.adapters.torch.saving import MARK, Saving, is_in
 from fedclip.adapters.torch.statistics import load_state, state
 from fedclip.adapters.torch.steps import Steps, is_within, uncompiled
 from fedclip.adapters.torch.watch import Watch, forget
 from fedclip.errors import FedclipWarning
-from fedclip.modules.agc import Outputs
+from fedclip.modules.agc import AGC, Outputs
 from fedclip.records import StepRecord
 from fedclip.states import Fields
 
@@ -64,6 +65,18 @@ class ClipHandle:
         self._held: list[torch.Tensor] = []
         self._resolve(optimizer)
         check_step(optimizer)
+        check_free(self.clipper)
+        shapes = self._shapes()
+        begin(self.clipper, shapes, type(optimizer).__name__, self._held)
+        late = optimizer.param_groups[0].pop(MARK, False) or has_stepped(optimizer)
+        if late and learns(self.clipper, shapes) and not has_learnt(self.clipper):
+            warnings.warn(
+                f"{type(optimizer).__name__} has stepped or loaded a state before "
+                f"{self.clipper.name} was attached, which starts without statistics: attach "
+                "first, and then call load_state_dict",
+                FedclipWarning,
+                stacklevel=4,
+            )
         hold(self.clipper, optimizer, f"attached to {called(optimizer)}")
         self._others = _ATTACHED.get(optimizer) or _Attached(optimizer)
         first, taken = f"fedclip:{self.clipper.name}", {h._key for h in self._others.handles}
@@ -104,8 +117,18 @@ class ClipHandle:
         return state(self.clipper)
 
     def load_state(self, state: Mapping[str, object] | None) -> None:
-        """Take over statistics; see `fedclip.adapters.torch.load_state`."""
-        load_state(self.clipper, state)
+        """Take over statistics of this model and optimizer; see `fedclip.adapters.owner`."""
+        optimizer = self._others.optimizer()
+        if optimizer is None or isinstance(self.clipper, AGC):
+            load_state(self.clipper, state)
+            return
+        self._resolve(optimizer)
+        shapes, kind = self._shapes(), type(optimizer).__name__
+        load_state(self.clipper, state, owner_of(self.clipper, shapes, kind))
+        begin(self.clipper, shapes, kind, self._held)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in self._parameters.items()}
 
     def reset(self) -> None:
         """Forget all statistics and records."""
@@ -148,6 +171,11 @@ class ClipHandle:
         if self._outputs is None or isinstance(self._source, torch.nn.Module):
             self._outputs = outputs_of(self._source, chosen, self.clipper)
         self._held, self._parameters = now, chosen
+        if self.clipper.owner is not None and not isinstance(self.clipper, AGC):
+            # Parameters were added: it is the same model still.
+            kind = self.clipper.owner["optimizer"]
+            if hasattr(self, "_key"):
+                self.clipper.owner = owner_of(self.clipper, self._shapes(), kind)
         return chosen
 
     # What is done in a step: at its begin, with each new gradient, and at its end.
@@ -188,7 +216,7 @@ class _Attached:
         self.called = called(optimizer)
         self.clips = 0
         self._clips_before = 0
-        self._watching = True
+        self._watching = self._is_step = True
         self._steps = Steps()
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
@@ -221,14 +249,15 @@ class _Attached:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         if self._steps.begin():
+            self._is_step = not _is_dummy(optimizer)
             self._clips_before = self.clips
             forget(optimizer)
-            for handle in self.handles:
+            for handle in self.handles if self._is_step else ():
                 handle._begin(optimizer)
         by_name = kwargs.get("closure")
         given = by_name or (args[1] if len(args) > 1 else None)
         if not callable(given):
-            if self.clips == self._clips_before:
+            if self.clips == self._clips_before and self._is_step:
                 self._clip(optimizer)
             return None
         _check_unscaled(optimizer)
@@ -254,7 +283,7 @@ class _Attached:
             handle._clip(optimizer)
 
     def _end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if self._steps.end():
+        if self._steps.end() and self._is_step:
             for handle in self.handles:
                 handle._end()
 
@@ -263,8 +292,29 @@ class _Attached:
         return {h._key: saved for h in self.handles if (saved := h.state())}
 
     def _load(self, states: Mapping[str, Fields]) -> None:
+        """Give each handle the next state of its own configuration, or of none."""
+        left = dict(sorted(states.items(), key=lambda item: (len(item[0]), item[0])))
         for handle in self.handles:
-            handle.load_state(states.get(handle._key))
+            config = configuration(handle.clipper)
+            same = [k for k, v in left.items() if v.get("owner", {}).get("clipper") == config]
+            silent = [k for k, v in left.items() if "owner" not in v and k == handle._key]
+            key = next(iter(same or silent), None)
+            if key is None and handle._key in left:
+                # A state of another configuration, unless it is another handle's.
+                others = {configuration(h.clipper) for h in self.handles}
+                if left[handle._key].get("owner", {}).get("clipper") not in others:
+                    key = handle._key
+            handle.load_state(None if key is None else left.pop(key))
+
+
+def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step moves nothing: all rates and gradients are 0, or there are none.
+
+    torch.distributed.checkpoint takes such a step to make an optimizer's state.
+    """
+    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return False
+    return not any(p.grad is not None and bool(p.grad.any()) for p in held(optimizer))
 
 
 _ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Attached]

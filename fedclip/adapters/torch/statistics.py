@@ -11,6 +11,7 @@ import torch
 
 from fedclip import states
 from fedclip.adapters.clippers import reset
+from fedclip.adapters.owner import fitting
 from fedclip.errors import FedclipWarning
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
@@ -32,13 +33,24 @@ def state(clipper: Clipper | AGC) -> Fields:
     return found
 
 
-def load_state(clipper: Clipper | AGC, state: Mapping[str, Any] | None) -> None:
+def load_state(
+    clipper: Clipper | AGC,
+    state: Mapping[str, Any] | None,
+    owner: Mapping[str, str] | None = None,
+) -> None:
     """Take over what `state` returned; None, from before there was a clipper, starts anew.
+
+    Parameters
+    ----------
+    owner
+        Of a clipper that is attached: the model, optimizer and configuration that the state has
+        to be of (see `fedclip.adapters.owner`).
 
     Raises
     ------
     StateError
-        If the state is another clipper's, or damaged. The clipper then keeps its old state.
+        If the state is another clipper's or model's, or damaged. The clipper then keeps its old
+        state.
     """
     if isinstance(clipper, AGC):
         return
@@ -52,6 +64,9 @@ def load_state(clipper: Clipper | AGC, state: Mapping[str, Any] | None) -> None:
         return
     if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
         state = {**state, "arrays": states.each(state["arrays"], _array)}
+    if owner is not None and fitting(clipper, state, dict(owner)) is None:
+        reset(clipper)
+        return
     clipper.set_state(dict(state))
 
 
