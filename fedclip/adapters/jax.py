@@ -20,6 +20,7 @@ import numpy as np
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import Spec, clipper_of, skip_of_all, unique
 from fedclip.adapters.compiled import ClipState, groups_of
+from fedclip.adapters.owner import check_owner, owner_of
 from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
@@ -107,6 +108,8 @@ def as_optax(
     def init(params: optax.Params) -> ClipState:
         leaves = _parameters(clipper, params)
         groups = groups_of(clipper, leaves) if leaves else resolve("global", None, [])
+        if leaves:
+            check_owner(clipper, {name: np.shape(leaf) for name, leaf in leaves.items()})
         shown = {name: _shown(leaves[name]) for name in groups.names}
         first = compiled.first_state(clipper, groups, shown, backend)
         if not groups.names and compiled.kind_of(clipper, groups).arrays:
@@ -287,6 +290,10 @@ def load_state(clipper: Clipper | AGC, state: object, params: optax.Params) -> N
     """
     found, labels = _labelled(clipper, state, params)
     compiled.load(clipper, found.statistics, labels)
+    if isinstance(clipper, Clipper):
+        leaves = _parameters(clipper, params)
+        shapes = {name: np.shape(leaf) for name, leaf in leaves.items()}
+        clipper.owner = owner_of(clipper, shapes, "")
 
 
 def _labelled(

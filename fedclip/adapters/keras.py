@@ -124,7 +124,8 @@ class _Hook:
         self._names = dict(zip(keys, names, strict=True))
         pairs = zip(names, variables, strict=True)
         self.held.build(
-            {n: v for n, v in pairs if not getattr(v, "overwrite_with_gradient", False)}
+            {n: v for n, v in pairs if not getattr(v, "overwrite_with_gradient", False)},
+            type(self.stepping).__name__,
         )
 
     def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:

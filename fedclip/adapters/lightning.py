@@ -80,6 +80,8 @@ class ClipCallback(Callback):
             raise NotImplementedError(
                 "DeepSpeed keeps the gradients to itself: use its own gradient_clip_val"
             )
+        # Finders of a learning rate or batch size step in their own on_fit_start.
+        trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]
 
     def on_fit_start(self, trainer: Theirs, pl_module: Theirs) -> None:
         """Attach a clipper to each optimizer, before a checkpoint is loaded."""

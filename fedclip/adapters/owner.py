@@ -29,7 +29,7 @@ from fedclip.errors import FedclipWarning, StateError
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
 
-__all__ = ["begin", "configuration", "configuration_of", "fitting", "has_learnt", "learns", "owner_of"]
+__all__ = ["begin", "check_owner", "configuration", "configuration_of", "fitting", "has_learnt", "learns", "owner_of"]
 
 Owner = dict[str, str]
 
@@ -89,7 +89,7 @@ def begin(
     StateError
         If the statistics were loaded, and are of weights of other names or shapes.
     """
-    if isinstance(clipper, AGC):
+    if isinstance(clipper, AGC) or not learns(clipper, shapes):
         return
     now, model = owner_of(clipper, shapes, optimizer), clipper.model
     if has_learnt(clipper):
@@ -102,6 +102,12 @@ def begin(
         if not fits:
             clipper.reset()
     clipper.owner, clipper.model = now, weakref.ref(tensors[0])
+
+
+def check_owner(clipper: Clipper | AGC, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise a StateError for a clipper whose statistics are of weights of other names or shapes."""
+    if isinstance(clipper, Clipper) and clipper.owner is not None and has_learnt(clipper):
+        fitting(clipper, clipper.get_state(), owner_of(clipper, shapes, ""))
 
 
 def fitting(clipper: Clipper, state: Mapping[str, Any], now: Owner) -> Mapping[str, Any] | None:

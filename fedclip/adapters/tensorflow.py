@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from fedclip.adapters.variables import Variable
 from fedclip.arrays import HostView
@@ -19,15 +20,31 @@ except ImportError as error:
 
 from fedclip.adapters.clippers import Spec, check_clipper, clipped, clipper_of, unique
 from fedclip.adapters.keras import ClippedOptimizer
-from fedclip.adapters.variables import HeldClipper, Operations, Told, outputs_of
+from fedclip.adapters.owner import begin, learns
+from fedclip.adapters.variables import (
+    HeldClipper,
+    Known,
+    Operations,
+    Told,
+    check_known,
+    outputs_of,
+    shapes_of,
+)
 from fedclip.arrays import Array, backend_named
-from fedclip.modules.agc import AGC, Outputs
+from fedclip.modules.agc import AGC, Axes
 from fedclip.modules.base import Clipper
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
-_layers: weakref.WeakKeyDictionary[Clipper | AGC, tuple[tuple[int, ...], Outputs | None]]
-_layers = weakref.WeakKeyDictionary()
+
+class _Seen(NamedTuple):
+    """What a clipper has seen in eager code: variables, and the axes of their outputs."""
+
+    known: Known
+    outputs: dict[str, Axes]
+
+
+_seen: weakref.WeakKeyDictionary[Clipper | AGC, _Seen] = weakref.WeakKeyDictionary()
 _compiled: weakref.WeakKeyDictionary[Clipper | AGC, CompiledClipper] = weakref.WeakKeyDictionary()
 
 
@@ -66,15 +83,21 @@ def clip(
     present, variables = _by_name(pairs)
     if not present:
         return pairs
-    key = tuple(map(id, variables.values()))
-    if _layers.get(clipper, ((), None))[0] != key:
-        _layers[clipper] = key, outputs_of(clipper, variables)
+    seen = _seen.get(clipper)
+    if seen is None or (clipper.last is None and not isinstance(clipper, AGC)):
+        # Nothing has been learnt yet, or it was forgotten.
+        seen = _seen[clipper] = _Seen({}, {})
+        begin(clipper, shapes_of(variables), "", [*variables.values()])
+    if learns(clipper, {n: tuple(v.shape) for n, v in variables.items()}):
+        check_known(clipper, seen.known, variables)
+    if isinstance(clipper, AGC) and not seen.outputs.keys() >= variables.keys():
+        seen.outputs.update(outputs_of(clipper, variables) or {})
     outputs = clipped(
         clipper,
         present,
         lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()},
         None,
-        _layers[clipper][1],
+        seen.outputs or None,
     )
     return [(outputs.get(n), v) for n, v in variables.items()]
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +14,8 @@ import numpy as np
 
 from fedclip import states
 from fedclip.adapters import compiled
-from fedclip.adapters.clippers import reset
+from fedclip.adapters.clippers import reset, unique
+from fedclip.adapters.owner import begin, fitting
 from fedclip.arrays import NUMPY, Array, Backend, HostView
 from fedclip.modules.agc import AGC, Axes, Outputs
 from fedclip.modules.base import Clipper
@@ -86,16 +89,17 @@ class HeldClipper:
         self._kept: dict[tuple[str, str], Variable] = {}
         self._columns = 0
         self._groups: Any = None
-        self._names: frozenset[str] = frozenset()
+        self._known: Known = {}
         self._type: Any = None
         self._outputs: Outputs | None = None
 
-    def build(self, weights: Mapping[str, Array]) -> None:
+    def build(self, weights: Mapping[str, Array], optimizer: str = "") -> None:
         """Make the variables, once, for the gradients of these weights."""
         if self.variables:
             return
+        begin(self.clipper, shapes_of(weights), optimizer, [*weights.values()])
         self._outputs = outputs_of(self.clipper, weights)
-        self._groups, self._names = compiled.groups_of(self.clipper, weights), frozenset(weights)
+        self._groups = compiled.groups_of(self.clipper, weights)
         # Not the values: Keras may fill its variables later, as ``fit`` builds a model.
         shaped = {n: np.zeros(tuple(w.shape), _wide(w)) for n, w in weights.items()}
         first, arrays = compiled.parts(
@@ -122,11 +126,7 @@ class HeldClipper:
         groups = compiled.groups_of(self.clipper, weights)
         if not groups.names:
             return gradients
-        if self._names.isdisjoint(weights):
-            raise ValueError(
-                f"this {self.clipper.name} clips {_few(self._names)}, and would take the norms of "
-                f"{_few(weights)} for theirs: give each model a clipper of its own"
-            )
+        check_known(self.clipper, self._known, weights)
         unknown = [label for label in groups.labels if label not in labels]
         if unknown:
             raise ValueError(
@@ -200,8 +200,13 @@ class HeldClipper:
         """
         if isinstance(self.clipper, AGC):
             return
+        owner = self.clipper.owner if self.variables else None
+        if owner is not None and fitting(self.clipper, state, owner) is None:
+            self.reset()
+            return
         self.clipper.set_state(state)
         if self.variables:
+            self.clipper.owner = owner
             self._restart(compiled.first_numbers(self.clipper, self._groups), state["arrays"])
 
     def reset(self) -> None:
@@ -227,6 +232,28 @@ class HeldClipper:
 
     def _counts(self) -> list[int]:
         return [*map(int, self._numbers()[0])] if self.variables else [0, 0, 0]
+
+
+Known: TypeAlias = dict[str, "weakref.ref[Any]"]
+"""The variables that a clipper has seen, by name."""
+
+
+def shapes_of(variables: Mapping[str, Variable]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of variables, by name, without the numbers that Keras gives to layers."""
+    names = unique(re.sub(r"_\d+(?=/|$)", "", name) for name in variables)
+    return {n: tuple(v.shape) for n, v in zip(names, variables.values(), strict=True)}
+
+
+def check_known(clipper: Clipper | AGC, known: Known, variables: Mapping[str, Variable]) -> None:
+    """Note variables; raise a ValueError if a clipper has seen others, of another model."""
+    others = [n for n, v in variables.items() if n in known and known[n]() is not v]
+    if others or (known and known.keys().isdisjoint(variables)):
+        raise ValueError(
+            f"this {clipper.name} clips {_few(known)}, and would take the norms of "
+            f"{_few(others or variables)} of another model for theirs: give each model a clipper "
+            "of its own"
+        )
+    known.update({n: weakref.ref(v) for n, v in variables.items() if n not in known})
 
 
 def _by_tensor(kept: Mapping[tuple[str, str], Array]) -> states.Statistics:

@@ -16,6 +16,7 @@ import copyreg
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import chain, count
 from operator import is_
 from typing import Any, Self, TypeVar
@@ -34,6 +35,7 @@ from fedclip.adapters.torch.steps import Steps, is_within, uncompiled
 from fedclip.adapters.torch.watch import Watch, forget
 from fedclip.errors import FedclipWarning
 from fedclip.modules.agc import AGC, Outputs
+from fedclip.modules.base import Clipper
 from fedclip.records import StepRecord
 from fedclip.states import Fields
 
@@ -122,10 +124,12 @@ class ClipHandle:
         if optimizer is None or isinstance(self.clipper, AGC):
             load_state(self.clipper, state)
             return
-        self._resolve(optimizer)
+        # What an optimizer loads may be other parameters, until its own loading is over.
+        with suppress(ValueError):
+            self._resolve(optimizer)
         shapes, kind = self._shapes(), type(optimizer).__name__
         load_state(self.clipper, state, owner_of(self.clipper, shapes, kind))
-        begin(self.clipper, shapes, kind, self._held)
+        begin(self.clipper, shapes, kind, [*self._parameters.values()])
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in self._parameters.items()}
@@ -171,11 +175,10 @@ class ClipHandle:
         if self._outputs is None or isinstance(self._source, torch.nn.Module):
             self._outputs = outputs_of(self._source, chosen, self.clipper)
         self._held, self._parameters = now, chosen
-        if self.clipper.owner is not None and not isinstance(self.clipper, AGC):
+        if hasattr(self, "_key") and isinstance(self.clipper, Clipper) and self.clipper.owner:
             # Parameters were added: it is the same model still.
-            kind = self.clipper.owner["optimizer"]
-            if hasattr(self, "_key"):
-                self.clipper.owner = owner_of(self.clipper, self._shapes(), kind)
+            kind = type(optimizer).__name__
+            self.clipper.owner = owner_of(self.clipper, self._shapes(), kind)
         return chosen
 
     # What is done in a step: at its begin, with each new gradient, and at its end.

@@ -22,7 +22,11 @@ def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the state of an optimizer is that after a step."""
-    return any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values())
+    return any(
+        isinstance(state, dict)
+        and (state.get("momentum_buffer") is not None or float(state.get("step", 0)) > 0)
+        for state in optimizer.state.values()
+    )
 
 
 def levels_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
