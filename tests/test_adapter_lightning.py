@@ -20,7 +20,14 @@ from helpers import PATIENCE, require
 torch = require("torch")
 lightning = pytest.importorskip("lightning.pytorch")
 
-from fedclip import AGC, EmaNormClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import (  # noqa: E402
+    AGC,
+    EmaNormClip,
+    FedclipWarning,
+    NormClip,
+    ValueClip,
+    ZScoreClip,
+)
 from fedclip.adapters.lightning import ClipCallback, LightningClipping  # noqa: E402
 
 pytestmark = [

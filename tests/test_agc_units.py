@@ -58,7 +58,10 @@ def test_units_of_torchs_layers(made: str, by: str) -> None:
         shape = TORCH[made]
         x = torch.arange(5)[None] if shape is None else torch.randn(shape)
     last = made.startswith(("Linear", "Embed", "utils", "transformers"))
-    model, name = torch.nn.Sequential(layer), next(n for n, p in layer.named_parameters() if p.ndim > 1)
+    model, name = (
+        torch.nn.Sequential(layer),
+        next(n for n, p in layer.named_parameters() if p.ndim > 1),
+    )
     weight = layer.get_parameter(name)
 
     def outputs(w: Any) -> Any:
@@ -166,7 +169,11 @@ FLAX = {
     "ConvTranspose(3, (2, 2))": (2, 5, 5, 4),
     "Embed(5, 3)": None,
 }
-HAIKU = {"Linear(3)": (2, 4), "Conv2DTranspose(3, 2)": (2, 5, 5, 4), "DepthwiseConv2D(2, 2)": (2, 5, 5, 4)}
+HAIKU = {
+    "Linear(3)": (2, 4),
+    "Conv2DTranspose(3, 2)": (2, 5, 5, 4),
+    "DepthwiseConv2D(2, 2)": (2, 5, 5, 4),
+}
 EQUINOX = {
     "Linear(4, 3, key=key)": (4,),
     "Conv2d(4, 6, 2, groups=2, key=key)": (4, 5, 5),
@@ -177,7 +184,9 @@ EQUINOX = {
 
 @pytest.mark.parametrize(
     ("package", "made"),
-    [("flax.linen", k) for k in FLAX] + [("haiku", k) for k in HAIKU] + [("equinox.nn", k) for k in EQUINOX],
+    [("flax.linen", k) for k in FLAX]
+    + [("haiku", k) for k in HAIKU]
+    + [("equinox.nn", k) for k in EQUINOX],
 )
 def test_units_of_jax_layers(package: str, made: str) -> None:
     jax = require("jax")
@@ -194,7 +203,9 @@ def test_units_of_jax_layers(package: str, made: str) -> None:
         apply: Any = (lambda p: jax.vmap(p)(x)) if shape is None else (lambda p: p(x))
     else:
         if package == "haiku":
-            net = module.without_apply_rng(module.transform(lambda x: eval(f"hk.{made}", {"hk": module})(x)))
+            net = module.without_apply_rng(
+                module.transform(lambda x: eval(f"hk.{made}", {"hk": module})(x))
+            )
         else:
             net = eval(f"nn.{made}", {"nn": module})
         params = net.init(key, x)
@@ -208,7 +219,9 @@ def test_units_of_jax_layers(package: str, made: str) -> None:
     transform = as_optax(AGC(0.1, min_norm=1e-6))
     clipped, _ = jax.jit(transform.update)(gradient, transform.init(params), params)
     parts = [jax.tree.leaves(t) for t in (params, gradient, clipped, jax.jacrev(outputs)(params))]
-    checked = [four for four in zip(*parts, strict=True) if four[0].ndim > 1 and 1 not in four[0].shape[1:]]
+    checked = [
+        four for four in zip(*parts, strict=True) if four[0].ndim > 1 and 1 not in four[0].shape[1:]
+    ]
     for four in checked or zip(*parts, strict=True):
         if four[0].ndim > 1 and not (package == "equinox.nn" and four[0].shape[-1] == 1):
             check_units(*map(np.asarray, four), f"{package} {made}")

@@ -275,7 +275,9 @@ def test_what_is_used_and_not_followed_is_refused_and_numbers_are_trained() -> N
         def forward(self, x: Any) -> Any:
             run = torch.utils.checkpoint.checkpoint
             x = run(self.layer, self.frozen(x), use_reentrant=self.reentrant)
-            return self.last(self.drop(torch.nn.functional.linear(x, self.layer.weight))) * self.scale
+            return (
+                self.last(self.drop(torch.nn.functional.linear(x, self.layer.weight))) * self.scale
+            )
 
     x, y = torch.randn(4, 3), torch.randn(4, 1)
     mean = PrivateMean(max_norm=1e6, noise_multiplier=1e-12, expected_batch_size=4)

@@ -51,7 +51,9 @@ def test_skip_gives_zero(specimen: Specimen, value: float, framework: str) -> No
         return
     needs(framework)
     clipper = specimen.make(on_nonfinite="skip")
-    with pytest.warns(FedclipWarning, match="NaN or infinity in 'enc.bias'; the gradient is set to zero"):
+    with pytest.warns(
+        FedclipWarning, match="NaN or infinity in 'enc.bias'; the gradient is set to zero"
+    ):
         out = apply_to_sound_weights(clipper, poisoned(3, value), framework)
     for name, array in to_numpy(out).items():
         assert not array.any(), name
@@ -147,7 +149,9 @@ def test_nan_in_what_is_left_alone_is_nan_in_the_gradient(
 
 
 def test_a_norm_beyond_float64_is_told_as_one() -> None:
-    with pytest.warns(FedclipWarning, match="norm-clip: a norm beyond float64; the gradient is set"):
+    with pytest.warns(
+        FedclipWarning, match="norm-clip: a norm beyond float64; the gradient is set"
+    ):
         NormClip(1.0).clip({"w": np.full(9, 1.7e308)})
 
 

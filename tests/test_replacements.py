@@ -98,7 +98,9 @@ def test_tables_of_torch(before: str, after: str) -> None:
         ends = []
         for cell, names in ((after, ours), (before, vars(torch.nn.utils))):
             model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Conv2d(2, 3, 2))
-            for p, a in zip(model.parameters(), np.random.default_rng(0).normal(size=4), strict=True):
+            for p, a in zip(
+                model.parameters(), np.random.default_rng(0).normal(size=4), strict=True
+            ):
                 p.grad = torch.full_like(p, scale * a)
             if scale == scale:
                 result = eval(code(cell), {**names, "model": model})
@@ -159,7 +161,9 @@ def originals(peer: str, cls: str, config: Any, gradients: Arrays, weights: Arra
 VALUES = {"clip_value_min": -0.5, "clip_value_max": 0.5}
 
 
-@pytest.mark.parametrize(("package", "there", "here"), rows("coming-from", "package", "there", "here"))
+@pytest.mark.parametrize(
+    ("package", "there", "here"), rows("coming-from", "package", "there", "here")
+)
 def test_tables_of_classes(package: str, there: str, here: str) -> None:
     if package in ("lightning", "flower") or "as above" in here:
         assert package in SHELLS | BESIDE

@@ -135,7 +135,9 @@ def transform_of(
     """Return the transform of a clipper; that of `agc` has the limits for these weights."""
     if isinstance(clipper, Clipper):
         return clipper.transform(groups)
-    return clipper.transform(weights_of(weights, groups), groups, backend, traced=True, outputs=outputs)
+    return clipper.transform(
+        weights_of(weights, groups), groups, backend, traced=True, outputs=outputs
+    )
 
 
 def first_numbers(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> State:

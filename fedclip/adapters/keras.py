@@ -165,7 +165,10 @@ class _Hook:
             skip = (happened[2] > 0) if held.clipper.on_nonfinite == "skip" else happened[2] < 0
             if self._spikes:
                 skip = skip | ((happened[0] > 0) & keras.ops.all(over[2] > 0))
-            _assign(chosen, [keras.ops.where(skip, o, _value(v)) for o, v in zip(old, chosen, strict=True)])
+            _assign(
+                chosen,
+                [keras.ops.where(skip, o, _value(v)) for o, v in zip(old, chosen, strict=True)],
+            )
             # Keras counts the step when it is over.
             iterations = stepping._iterations
             iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * steps)

@@ -29,7 +29,16 @@ from fedclip.errors import FedclipWarning, StateError
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
 
-__all__ = ["begin", "check_owner", "configuration", "configuration_of", "fitting", "has_learnt", "learns", "owner_of"]
+__all__ = [
+    "begin",
+    "check_owner",
+    "configuration",
+    "configuration_of",
+    "fitting",
+    "has_learnt",
+    "learns",
+    "owner_of",
+]
 
 Owner = dict[str, str]
 

@@ -283,7 +283,9 @@ def outputs_of(clipper: Clipper | AGC, variables: Mapping[str, Variable]) -> Out
         # A variable does not know its layer.
         base = sys.modules["keras"].layers.Layer
         alive = [o for o in gc.get_objects() if issubclass(type(o), base)]
-        layers = {id(v): layer for layer in alive for v in getattr(layer, "_trainable_variables", ())}
+        layers = {
+            id(v): layer for layer in alive for v in getattr(layer, "_trainable_variables", ())
+        }
     return {name: _axes(v, layers.get(id(v))) for name, v in variables.items()}
 
 

@@ -40,8 +40,9 @@ class Clipper(Core, OptiModule, register=False):
 
     A gradient with NaN or infinity is treated as `on_nonfinite` says. "skip": the output is zero,
     the step is counted, one warning a round. Loops of torch and Keras, and `as_optax` with `inner`,
-    then leave out the optimizer's step; declearn's optimizer steps with zeros. "raise": a `NonFiniteError` that names the tensors.
-    "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
+    then leave out the optimizer's step; declearn's optimizer steps with zeros. "raise": a
+    `NonFiniteError` that names the tensors. "propagate": each group that holds one becomes NaN. No
+    statistic ever sees such a step.
 
     With `keep_memory`, large outputs are written to memory that is kept between the steps of a
     round: at most one gradient's size, and only what nobody holds any more.

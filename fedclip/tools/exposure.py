@@ -39,6 +39,11 @@ _WEIGHTS = (
     "agc limits by the norms of the weights, which are private from the second local step on: it "
     "bounds no sensitivity"
 )
+_UNITS = (
+    "agc limits what leads to one output, which it takes to be axis 0 of torch's and scikit-learn's "
+    "weights and the last axis of TensorFlow's and JAX': put transposed convolutions, and torch's "
+    'embeddings, into exclude, or use unit = "tensor"'
+)
 RELEASED = (
     "declearn sends each client's evaluation loss and metrics, its number of steps and of samples, "
     "without noise: epsilon does not cover them",
@@ -103,6 +108,9 @@ def exposures(setting: Setting) -> Iterator[Found]:
         yield from _declearns(privacy, run)
     if per_record:
         yield from _budget(privacy, run, setting.protected)
+    for side, chosen in plugins.items():
+        if any(p.name == "agc" and p.asks_layers for p in chosen):
+            yield "note", side, _UNITS
     averaged = getattr(aggregator, "name", None) == "clipped-averaging"
     for side, chosen in plugins.items():
         for text in _own_noise(side, chosen, per_record if side == CLIENT else averaged):

@@ -23,12 +23,28 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from fedclip.adapters.clippers import Spec, check_free, clipper_of, hold, holder_of, release, reset, stats
+from fedclip.adapters.clippers import (
+    Spec,
+    check_free,
+    clipper_of,
+    hold,
+    holder_of,
+    release,
+    reset,
+    stats,
+)
 from fedclip.adapters.owner import begin, configuration, has_learnt, learns, owner_of
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
-from fedclip.adapters.torch.optimizers import called, check_step, has_stepped, held, is_hooked, levels_of
+from fedclip.adapters.torch.optimizers import (
+    called,
+    check_step,
+    has_stepped,
+    held,
+    is_hooked,
+    levels_of,
+)
 from fedclip.adapters.torch.saving import MARK, Saving, is_in
 from fedclip.adapters.torch.statistics import load_state, state
 from fedclip.adapters.torch.steps import Steps, is_within, uncompiled

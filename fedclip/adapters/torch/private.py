@@ -13,7 +13,6 @@ from fedclip.dpsgd.persample.base import Data
 from fedclip.dpsgd.persample.torch_plan import Run
 from fedclip.dpsgd.step import PrivateMean
 
-
 # Modules whose gradients were compared with those of a plain backward.
 _TRIED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 

@@ -32,7 +32,6 @@ def check(model: TorchModel) -> None:
 
 def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> None:
     """Take the gradients of records there and back; refuse a model for which that matters."""
-
     for record in records:
         given, loss = _data_and_loss(model, record)
         torch_records.check_tracked(model._raw_model.module, loss, given)
