@@ -40,9 +40,9 @@ _WEIGHTS = (
     "bounds no sensitivity"
 )
 _UNITS = (
-    "agc limits what leads to one output, which it takes to be axis 0 of torch's and scikit-learn's "
-    "weights and the last axis of TensorFlow's and JAX': put transposed convolutions, and torch's "
-    'embeddings, into exclude, or use unit = "tensor"'
+    "agc limits what leads to one output: it takes axis 0 for the outputs in torch and "
+    "scikit-learn, and the last axis in TensorFlow and JAX. Put transposed convolutions, and "
+    "embeddings of torch, into exclude, or use unit = 'tensor'"
 )
 RELEASED = (
     "declearn sends each client's evaluation loss and metrics, its number of steps and of samples, "
