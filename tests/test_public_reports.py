@@ -85,6 +85,7 @@ def test_pytorch_optimizer_431_zero_gradients_stay_zero() -> None:
         assert not model.weight.grad.any()
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("manual", [True, False])
 def test_lightning_6328_7698_14598_19536_gsm_22_transformers_1563(
     manual: bool, tmp_path: Any
@@ -154,9 +155,11 @@ def test_keras_13575_14075_17278_tensorflow_29108_45146(option: str) -> None:
     variables = [keras.Variable([0.0, 0.0]), keras.Variable([0.0])]
     optimizer = ClippedOptimizer(keras.optimizers.SGD(1.0), NormClip(1.0))
 
+    gradients = tf.constant([3e25, 0.0]), tf.constant([4e25])
+
     @tf.function
     def train_step() -> None:
-        optimizer.apply_gradients(zip([tf.constant([3e25, 0.0]), tf.constant([4e25])], variables))
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     train_step()
     np.testing.assert_allclose(np.concatenate(variables), [-0.6, 0.0, -0.8], rtol=1e-5)

@@ -209,7 +209,7 @@ def _plain(module: nn.Module, loss: Loss, record: Data, seed: int) -> Tensors:
     with torch.random.fork_rng(devices), torch.enable_grad():
         torch.manual_seed(seed)
         own.zero_grad()
-        loss(lambda args: own(*args), record).backward()
+        torch.autograd.backward(loss(lambda args: own(*args), record))
     return {
         n: torch.zeros_like(p).double() if p.grad is None else p.grad.to_dense().double()
         for n, p in own.named_parameters()
