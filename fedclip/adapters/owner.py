@@ -32,6 +32,7 @@ from fedclip.modules.base import Clipper
 __all__ = [
     "begin",
     "check_owner",
+    "clipper_in",
     "configuration",
     "configuration_of",
     "fitting",
@@ -59,6 +60,12 @@ def configuration_of(name: str, config: Mapping[str, object]) -> str:
     """Return name and parameters of a clipper as text."""
     found = {key: value for key, value in config.items() if key != "keep_memory"}
     return json.dumps([name, found], sort_keys=True, default=repr)
+
+
+def clipper_in(state: Any) -> str | None:
+    """Return the configuration that a state is of, if it says so."""
+    owner = state.get("owner") if isinstance(state, Mapping) else None
+    return owner.get("clipper") if isinstance(owner, Mapping) else None
 
 
 def learns(clipper: Clipper | AGC, shapes: Mapping[str, Sequence[int]]) -> bool:

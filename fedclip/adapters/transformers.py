@@ -119,17 +119,15 @@ class ClipCallback(TrainerCallback, ExportableState):
         parameters = named(model, self.clipper)
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
-        if state.global_step:
+        self._within = bool(state.global_step and state.epoch % 1)
+        if state.global_step and not isinstance(self.clipper, AGC):
             # The Trainer adds the states of several callbacks to the end of one list.
             entries = saved if isinstance(saved, list) else [saved]
             ours = [_read(e["attributes"]["clipper_state"]) for e in entries if self._wrote(e)]
-            if isinstance(self.clipper, AGC):
-                return
             load_state(
                 self.clipper, ours[-1] if ours else None, owner_of(self.clipper, shapes, kind)
             )
         begin(self.clipper, shapes, kind, [*parameters.values()])
-        self._within = bool(state.global_step and state.epoch % 1)
 
     def on_train_end(self, args: Theirs, state: Theirs, control: Theirs, **kwargs: object) -> None:
         """Let go of the clipper, for another Trainer."""

@@ -33,7 +33,7 @@ from fedclip.adapters.clippers import (
     reset,
     stats,
 )
-from fedclip.adapters.owner import begin, configuration, has_learnt, learns, owner_of
+from fedclip.adapters.owner import begin, clipper_in, configuration, has_learnt, learns, owner_of
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
@@ -311,19 +311,15 @@ class _Attached:
         return {h._key: saved for h in self.handles if (saved := h.state())}
 
     def _load(self, states: Mapping[str, Fields]) -> None:
-        """Give each handle the next state of its own configuration, or of none."""
+        """Give each handle the next state of its configuration; else that of its key, if left."""
         left = dict(sorted(states.items(), key=lambda item: (len(item[0]), item[0])))
+        found = []
         for handle in self.handles:
             config = configuration(handle.clipper)
-            same = [k for k, v in left.items() if v.get("owner", {}).get("clipper") == config]
-            silent = [k for k, v in left.items() if "owner" not in v and k == handle._key]
-            key = next(iter(same or silent), None)
-            if key is None and handle._key in left:
-                # A state of another configuration, unless it is another handle's.
-                others = {configuration(h.clipper) for h in self.handles}
-                if left[handle._key].get("owner", {}).get("clipper") not in others:
-                    key = handle._key
-            handle.load_state(None if key is None else left.pop(key))
+            same = (key for key, saved in left.items() if clipper_in(saved) == config)
+            found.append(left.pop(next(same, ""), None))
+        for handle, own in zip(self.handles, found, strict=True):
+            handle.load_state(left.pop(handle._key, None) if own is None else own)
 
 
 def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
