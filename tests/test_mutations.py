@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -16,55 +17,154 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
+TREES = {
+    str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "fedclip").rglob("*.py"))
+}
+
+
+class Change(NamedTuple):
+    """Python code that a function contains once, and the code in its place."""
+
+    function: str
+    old: str
+    new: str
+
+    def parse(self) -> list[list[ast.AST]]:
+        """Return the old and the new code: each an expression, or each a list of statements."""
+        try:
+            return [[ast.parse(code, mode="eval").body] for code in self[1:]]
+        except SyntaxError:
+            return [list(ast.parse(code).body) for code in self[1:]]
 
 
 class Fault(NamedTuple):
     """A fault, and the test that fails for it."""
 
     room: str
-    file: str
     test: str
     name: str
-    texts: dict[str, str]
-    """Those that are in the file once, and those in their place."""
+    changes: list[Change]
 
 
 def read_faults() -> list[Fault]:
-    """Return what `mutations.txt` holds, which says how it is written."""
-    found: list[Fault] = []
-    place = {"==": "", "--": "", "::": ""}
+    """Return the faults of `mutations.txt`, which explains the format."""
+    faults: list[Fault] = []
+    room = test = ""
     for line in (ROOT / "tests" / "mutations.txt").read_text(encoding="utf-8").splitlines():
-        kind, _, rest = line.partition(" ")
-        if kind in place:
-            place[kind] = rest
+        kind, _, text = line.partition(" ")
+        if kind == "==":
+            room = text
+        elif kind == "::":
+            test = text
         elif kind != "#":
-            name, _, change = line.partition(": ")
+            parts = re.fullmatch(r"(.*?): ([\w.]+): (.+) ==> (.+)", line)
+            assert parts, f"`{line}` is not a fault: write `name: function: old code ==> new code`"
+            name, *change = parts.groups()
             if name:
-                found.append(Fault(place["=="], place["--"], place["::"], name, {}))
-            old, new = (
-                json.loads(text) if text[0] == text[-1] == '"' else text
-                for text in change.split(" ==> ")
-            )
-            found[-1].texts[old] = new
-    return found
+                faults.append(Fault(room, test, name, []))
+            faults[-1].changes.append(Change(*change))
+    return faults
+
+
+def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yield the qualified name and the node of each function, class and variable."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield f"{prefix}.{child.name}", child
+            yield from definitions(child, f"{prefix}.{child.name}")
+        else:
+            if isinstance(child, ast.Assign | ast.AnnAssign):
+                target = child.targets[0] if isinstance(child, ast.Assign) else child.target
+                yield f"{prefix}.{ast.unparse(target)}", child
+            yield from definitions(child, prefix)
 
 
 FAULTS = read_faults()
 ROOMS = dict.fromkeys(fault.room for fault in FAULTS)
+DEFINITIONS = [(file, *found) for file, tree in TREES.items() for found in definitions(tree)]
+TESTS = [
+    f"{path.relative_to(ROOT / 'tests').as_posix()}::{name}"
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+def is_any(pattern: Any) -> bool:
+    if isinstance(pattern, list):
+        return len(pattern) == 1 and is_any(pattern[0])
+    if isinstance(pattern, ast.Expr):
+        return is_any(pattern.value)
+    return isinstance(pattern, ast.Constant) and pattern.value is ...
+
+
+def matches(code: Any, pattern: Any) -> bool:
+    """Return whether nodes are those of a pattern, in which `...` stands for any code."""
+    if is_any(pattern):
+        return True
+    if type(code) is not type(pattern):
+        return False
+    if isinstance(pattern, list):
+        return len(code) == len(pattern) and all(map(matches, code, pattern))
+    if isinstance(pattern, ast.AST):
+        return all(
+            matches(getattr(code, field, None), getattr(pattern, field, None))
+            for field in pattern._fields
+        )
+    return bool(code == pattern)
+
+
+def find(change: Change) -> set[tuple[str, ast.AST, str, int]]:
+    """Return each place of the old code: file, node, field of the node, index in the field."""
+    old, _ = change.parse()
+    return {
+        (file, node, field, i)
+        for file, name, function in DEFINITIONS
+        if name.endswith(f".{change.function}")
+        for node in ast.walk(function)
+        for field, value in ast.iter_fields(node)
+        for values in [value if isinstance(value, list) else [value]]
+        for i in range(len(values) - len(old) + 1)
+        if matches(values[i : i + len(old)], old)
+    }
+
+
+def find_tests(test: str) -> list[str]:
+    """Return the tests of that name, with their files."""
+    name = test.partition("[")[0]
+    return [found for found in TESTS if f"/{found}".endswith((f"/{name}", f"::{name}"))]
+
+
+def problems(fault: Fault) -> Iterator[str]:
+    """Yield what to mend in the description of a fault."""
+    if (times := len(find_tests(fault.test))) != 1:
+        yield f"{times} tests are called {fault.test}, not 1: write its name, or file::name"
+    for change in fault.changes:
+        try:
+            times = len(find(change))
+        except SyntaxError:
+            yield f"`{change.old}` or `{change.new}` is not whole expressions or statements"
+            continue
+        if not any(name.endswith(f".{change.function}") for _, name, _ in DEFINITIONS):
+            yield (
+                f"nothing in fedclip is called {change.function}: write which function has the "
+                "code now, or remove the fault if the code is gone"
+            )
+        elif times != 1:
+            yield (
+                f"{change.function} contains `{change.old}` {times} times, not once: write the "
+                "code as it is now, with more of what is around it if it is repeated"
+            )
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_each_mutation_is_of_a_text_that_is_there(room: str) -> None:
-    wrong = {}
-    for _, file, test, name, texts in (fault for fault in FAULTS if fault.room == room):
-        source = (ROOT / "fedclip" / file).read_text(encoding="utf-8")
-        tests, _, function = test.partition("::")
-        found = [text for text in texts if source.count(text) != 1]
-        if f"def {function.partition('[')[0]}(" not in (ROOT / "tests" / tests).read_text("utf-8"):
-            found.append(test)
-        if found:
-            wrong[name] = found
-    assert not wrong
+def test_each_mutation_changes_code_that_exists(room: str) -> None:
+    wrong = {
+        fault.name: mend
+        for fault in FAULTS
+        if fault.room == room and (mend := list(problems(fault)))
+    }
+    assert not wrong, json.dumps(wrong, indent=2)
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +198,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path, st
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.room}-{fault.name}")
 def test_each_mutation_fails_its_test(
-    fault: Fault, run: Callable[[Path, str], Any], tmp_path: Path
+    fault: Fault,
+    run: Callable[[Path, str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.copytree(ROOT / "fedclip", tmp_path / "fedclip")
     # Opacus has a package of that name, too.
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
-    mutant = tmp_path / "fedclip" / fault.file
-    source = mutant.read_text(encoding="utf-8")
-    for old, new in fault.texts.items():
-        source = source.replace(old, new)
-    mutant.write_text(source, encoding="utf-8")
-    status, said = run(tmp_path, fault.test)
+    for change in fault.changes:
+        ((file, node, field, i),) = find(change)
+        old, new = change.parse()
+        value = getattr(node, field)
+        changed = value[:i] + new + value[i + len(old) :] if isinstance(value, list) else new[0]
+        monkeypatch.setattr(node, field, changed)
+        (tmp_path / file).write_text(ast.unparse(TREES[file]), encoding="utf-8")
+    (test,) = find_tests(fault.test)
+    _, bracket, parameters = fault.test.partition("[")
+    status, said = run(tmp_path, test + bracket + parameters)
     # 1: a test has failed; more: there was none, or it could not be run.
     assert status == 1, said[-2000:]
     assert re.search(r"^1 failed", said, re.MULTILINE), said[-2000:]
