@@ -288,6 +288,7 @@ def test_a_clipper_acts_in_one_trainer_at_a_time(tmp_path: Path) -> None:
     with pytest.warns(FedclipWarning, match="of another model or optimizer: it starts anew"):
         make(tmp_path, ClipCallback(clipper)).train()
     assert sum(r.steps for r in clipper.rounds) == 16
+    clipper = ZScoreClip()
     with pytest.raises(ValueError, match="zscore-clip is in the ClipCallback of a Trainer already"):
         make(tmp_path, ClipCallback(clipper), ClipCallback(clipper)).train()
 

@@ -81,7 +81,7 @@ class ClipCallback(Callback):
                 "DeepSpeed keeps the gradients to itself: use its own gradient_clip_val"
             )
         # Finders of a learning rate or batch size step in their own on_fit_start.
-        trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda c: not isinstance(c, ClipCallback))
 
     def on_fit_start(self, trainer: Theirs, pl_module: Theirs) -> None:
         """Attach a clipper to each optimizer, before a checkpoint is loaded."""
