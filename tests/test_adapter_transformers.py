@@ -291,6 +291,8 @@ def test_a_clipper_acts_in_one_trainer_at_a_time(tmp_path: Path) -> None:
     clipper = ZScoreClip()
     with pytest.raises(ValueError, match="zscore-clip is in the ClipCallback of a Trainer already"):
         make(tmp_path, ClipCallback(clipper), ClipCallback(clipper)).train()
+    with pytest.raises(ValueError, match="two ClipCallbacks have the same zscore-clip"):
+        make(tmp_path, ClipCallback("zscore-clip"), ClipCallback("zscore-clip")).train()
 
 
 def test_accelerate_saves_and_loads_the_statistics(accelerator: Any, tmp_path: Path) -> None:

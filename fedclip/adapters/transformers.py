@@ -101,7 +101,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             )
         for other in _TRAINING:
             same = configuration(other.clipper) == configuration(self.clipper)
-            if other is not self and same and other._training is state:
+            if other.clipper is not self.clipper and same and other._training is state:
                 raise ValueError(
                     f"two ClipCallbacks have the same {self.clipper.name}, and would get each "
                     "other's statistics from a checkpoint: give one, or clippers that differ"
