@@ -24,8 +24,9 @@ from sklearn import datasets
 
 from fedclip.report import read_report
 from fedclip.report.advice import Advice
-from fedclip.tools.compare import by_site, interval
+from fedclip.report.results import Result, result_of
 from fedclip.tools.editing import rewritten
+from fedclip.tools.ranking import NONE, Ranking
 from fedclip.tools.simulate import run
 from fedclip.tools.suggest import advised
 
@@ -59,6 +60,10 @@ class Federation:
         Share of wrong labels everywhere; features have heavy tails then, too.
     burst
         What gradients of a single site in a single round are multiplied by.
+    swapped
+        Whether the odd sites have other labels: each class is called by the name of the next.
+    single
+        So many of the last sites have records of one class only.
     """
 
     data: str = "cancer"
@@ -73,6 +78,8 @@ class Federation:
     skew: float = 0.0
     noise: float = 0.0
     burst: float = 1.0
+    swapped: bool = False
+    single: int = 0
 
 
 FEDERATIONS: Mapping[str, Federation] = {
@@ -90,6 +97,19 @@ FEDERATIONS: Mapping[str, Federation] = {
     "a spike in one round, × 1000": Federation("digits", burst=1000.0),
     "one record in thirty × 1000, at one site": Federation(odd=1, factor=1000.0, corrupt=1 / 30),
     "all noisy": Federation("wine", noise=0.3),
+    "one of three, saturated, × 10,000": Federation(odd=1, factor=10_000.0),
+    "two of five, saturated, × 25": Federation("wine", 5, odd=2, factor=25.0),
+    "one column of one of three × 1000": Federation(odd=1, factor=1000.0, columns=1 / 30),
+    "one of two, × 100": Federation(sites=2, odd=1, factor=100.0),
+    "labels of one of four swapped": Federation("wine", 4, odd=1, swapped=True),
+    "labels of one of three swapped": Federation(odd=1, swapped=True),
+    "one class at one site": Federation("digits", 5, single=1),
+    "one class at one of three": Federation(single=1),
+    "one class at each site": Federation("digits", 10, single=10),
+    "a spike, labels unlike": Federation("digits", 5, burst=3000.0, skew=0.3),
+    "tiny sites": Federation("wine", 8),
+    "tiny sites, one × 50": Federation("wine", 8, odd=1, factor=50.0),
+    "five small columns × 5": Federation("wine", 3, odd=1, factor=5.0, columns=0.4),
 }
 
 _MODEL = """\
@@ -131,6 +151,7 @@ rounds = {rounds}
 
 [run.training]
 batch_size = {batch}
+shuffle = true
 n_epoch = 1
 drop_remainder = false
 
@@ -160,9 +181,16 @@ def split(of: Federation, seed: int) -> tuple[dict[str, list[np.ndarray]], list[
             rows = train[target[train] == label]
             pieces = np.split(rows, (mix * len(rows)).astype(int))
             parts = [np.concatenate(pair) for pair in zip(parts, pieces, strict=True)]
+    for i in range(of.single):
+        own = parts[of.sites - 1 - i]
+        parts[of.sites - 1 - i] = train[target[train] == i % (target.max() + 1)][: len(own)]
     columns = rng.permutation(data.shape[1])[: max(1, round(of.columns * data.shape[1]))]
     found = {}
-    for name, *rows in zip(names, parts, np.array_split(valid, of.sites), strict=True):
+    # A site of one class validates with that one, too.
+    held_out = np.array_split(valid, of.sites)
+    for i in range(of.single):
+        held_out[of.sites - 1 - i] = valid[target[valid] == i % (target.max() + 1)][:30]
+    for name, *rows in zip(names, parts, held_out, strict=True):
         arrays = []
         for part, chosen in zip(("train", "valid"), rows, strict=True):
             own, labels = data[chosen].copy(), target[chosen].copy()
@@ -170,6 +198,8 @@ def split(of: Federation, seed: int) -> tuple[dict[str, list[np.ndarray]], list[
                 wrong = np.flatnonzero(rng.random(len(own)) < of.corrupt)
                 own[np.ix_(wrong, columns)] *= of.factor
             own = (own - center) / scale * (-1 if of.flipped and name in odd else 1)
+            if of.swapped and name in odd:
+                labels = (labels + 1) % (target.max() + 1)
             if of.noise and part == "train":
                 own *= np.abs(rng.standard_t(1.5, (len(own), 1)))
                 wrong = rng.random(len(own)) < of.noise
@@ -214,37 +244,31 @@ def write(folder: Path, of: Federation, seed: int) -> tuple[Path, list[str]]:
     return folder / "config.toml", odd
 
 
-def trained(config: Path, odd: list[str], seed: int) -> tuple[float, Advice]:
-    """Run a federation; return the mean accuracy of the sites that are right, and the advice."""
+def trained(config: Path, seed: int) -> tuple[Result, Advice]:
+    """Run a federation; return what came of it, and the advice."""
     done = run(config, seed, quiet=True)
     report = read_report(Path(done.results))
     experiment = min(report.experiments)
-    sites = by_site(report, experiment)
-    right = [found["accuracy"] for name, found in sites.items() if name not in odd]
-    return float(np.mean(right)), advised(report, experiment)
+    return result_of(report, experiment), advised(report, experiment)
 
 
-def tried(of: Federation, splits: int, every: bool) -> tuple[Advice, list[str], list[list[float]]]:
-    """Return the advice on the first split, the odd sites, and accuracies by proposal and split.
-
-    The first ones are those without clipping.
-    """
+def tried(of: Federation, splits: int, every: bool) -> tuple[Advice, list[str], Ranking]:
+    """Return the advice on the first split, the odd sites, and a ranking over the splits."""
+    found: dict[str, dict[str, Result]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(splits):
             config, odd = write(Path(folder, str(seed)), of, seed)
-            bare, text = trained(config, odd, seed), config.read_text(encoding="utf-8")
+            bare, own = trained(config, seed)
+            text = config.read_text(encoding="utf-8")
             if not seed:
-                advice = bare[1]
+                advice = own
                 chosen = [p for p in advice.proposals if every or p.name == advice.start]
-                found = [[] for _ in range(1 + len(chosen))]
-            found[0].append(bare[0])
-            if not chosen:
-                break
-            for proposal, values in zip(chosen, found[1:], strict=True):
+            found.setdefault(NONE, {})[str(seed)] = bare
+            for proposal in chosen:
                 shutil.rmtree(config.parent / "result")
                 config.write_text(rewritten(text, proposal), encoding="utf-8")
-                values.append(trained(config, odd, seed)[0])
-        return Advice(advice.answer, advice.findings, chosen, advice.start), odd, found
+                found.setdefault(proposal.name, {})[str(seed)] = trained(config, seed)[0]
+    return advice, odd, Ranking(found, NONE)
 
 
 def verdict(difference: float, half: float) -> str:
@@ -259,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only federations with such a word in their name")
     parser.add_argument("--splits", type=int, default=5)
-    parser.add_argument("--all", action="store_true", help="try every proposal")
+    parser.add_argument("--all", action="store_true", help="try every proposal, as tune does")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", "PyTorch JSON")
     chosen = {
@@ -267,25 +291,24 @@ def main() -> None:
         for name, of in FEDERATIONS.items()
         if not given.words or any(word in name for word in given.words)
     }
-    print("| federation | named | starts with | no clipping | points | so |")
-    print("|---|---|---|---|---|---|")
+    print("| federation | outliers named | `suggest` | no clipping | points | so | `tune` |")
+    print("|---|---|---|---|---|---|---|")
     for name, of in track(chosen.items(), console=Console(stderr=True), description="advice"):
-        advice, odd, found = tried(of, given.splits, given.all)
-        told = [site for site in names_of(of) if any(site in t for t in advice.findings)]
-        named = "all of them" if told == odd and odd else ", ".join(told) or "none"
-        bare = f"{100 * np.mean(found[0]):.1f}"
-        if not advice.start:
-            print(f"| {name} | {named} | (will not help) | {bare} | | |", flush=True)
-        for proposal, values in zip(advice.proposals, found[1:], strict=True):
-            mean, half = interval([100 * (a - b) for a, b in zip(values, found[0], strict=True)])
-            first = " *" * (proposal.name == advice.start and given.all)
-            points = f"{mean:+.1f} ± {half or 0.0:.1f} | {verdict(mean, half or 0.0)}"
-            print(f"| {name} | {named} | {proposal.name}{first} | {bare} | {points} |", flush=True)
-
-
-def names_of(of: Federation) -> list[str]:
-    """Return the names of all sites."""
-    return [f"site-{i:02}" for i in range(1, of.sites + 1)]
+        advice, odd, ranking = tried(of, given.splits, given.all)
+        named = "all of them" if sorted(advice.odd) == odd else ", ".join(advice.odd) or "none"
+        named = named if odd or advice.odd else "none"
+        right = [site for site in ranking.sites if site not in odd]
+        bare = f"{100 * ranking.mean(NONE, *right)[0]:.1f}"
+        first = advice.start or ("(only tune)" if "can tell" in advice.answer else "(no help)")
+        points = "|"
+        if advice.start:
+            mean, half = (100 * (x or 0.0) for x in ranking.gain(advice.start, NONE, *right))
+            points = f"{mean:+.1f} ± {half:.1f} | {verdict(mean, half)}"
+        winner = (ranking.winner or "none") if given.all else ""
+        if given.all and ranking.winner:
+            mean, half = (100 * (x or 0.0) for x in ranking.gain(winner, NONE, *right))
+            winner += f", {mean:+.1f} ± {half:.1f}"
+        print(f"| {name} | {named} | {first} | {bare} | {points} | {winner} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def accuracy(task: Task, made: UpdateServer, rate: float, seed: int) -> float:
     rows = {f"{i:04}": used[i * task.each : (i + 1) * task.each] for i in range(task.clients)}
     schedule, weights = Schedule(rows, task.per_round), np.zeros((task.records.shape[1], 10))
     for round_ in range(ROUNDS):
-        sent = made.open(schedule.turns)
+        sent = made.open(schedule.at(round_))
         if sent.stop:
             raise RuntimeError(sent.stop)
         taken = np.array([rows[name] for name in schedule.due(round_)])

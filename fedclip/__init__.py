@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fedclip.errors import hint_at_imports, part_of
+from fedclip.errors import hint_at_imports, part_of, public_names
 from fedclip.modules import by_name
 from fedclip.registration import enter, register_when_possible
 
@@ -122,8 +122,7 @@ if not TYPE_CHECKING:
         return part_of(__name__, name, __all__)
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = public_names(__name__)
 
 
 def _register() -> None:

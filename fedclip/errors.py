@@ -41,9 +41,23 @@ class StateError(KeyError, ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, else nothing."""
-    match = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
+    """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, else nothing.
+
+    >>> nearest("norm", ["normalize", "ema-norm-clip", "norm-clip"])
+    "; did you mean 'norm-clip'?"
+    """
+    name, names = str(name), sorted(known, key=len)
+    words = _words(name)
+    match = (
+        difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+        or [n for n in names if words <= _words(n) or _words(n) <= words]
+        or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    )
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().replace("_", "-").split("-"))
 
 
 def shown(value: object) -> str:
@@ -117,6 +131,11 @@ def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str]
         return value
 
     return look_up
+
+
+def public_names(module: str) -> Callable[[], list[str]]:
+    """Return the `__dir__` of a module: it shows the names in its `__all__`."""
+    return lambda: sorted(sys.modules[module].__all__)
 
 
 def part_of(package: str, name: str, known: Sequence[str] = ()) -> ModuleType:

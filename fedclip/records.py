@@ -92,7 +92,8 @@ class StepRecord:
     def norm(self) -> float:
         """Norm of the whole gradient, from the norms of its groups; NaN if it was not finite."""
         norms = self.norm_before
-        return math.hypot(*norms) if norms and all(map(math.isfinite, norms)) else math.nan
+        finite = not self.nonfinite and all(map(math.isfinite, norms))
+        return math.hypot(*norms) if finite else math.nan
 
     def __float__(self) -> float:
         return self.norm

@@ -94,7 +94,10 @@ def check_scope(scope: object, *, limits: bool = False) -> Scope:
         allowed += " or a table {pattern = limit}"
     if isinstance(scope, str):
         if scope not in _WORDS:
-            raise ValueError(f"scope must be {allowed}, got {scope!r}{nearest(scope, _WORDS)}")
+            hint = nearest(scope, _WORDS)
+            if _WILD.search(scope) or not hint:
+                hint = f": a pattern goes in a list, scope = [{scope!r}]"
+            raise ValueError(f"scope must be {allowed}, got {scope!r}{hint}")
         return scope
     if isinstance(scope, Mapping) and limits:
         _check_patterns("scope", list(scope), allowed)

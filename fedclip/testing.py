@@ -35,7 +35,7 @@ from declearn.utils.serialize import (
 )
 from numpy.typing import NDArray
 
-from fedclip.errors import FedclipWarning, Unchecked
+from fedclip.errors import FedclipWarning, Unchecked, public_names
 from fedclip.privacy import Context, kinds
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Plugin
@@ -60,6 +60,8 @@ __all__ = [
     "to_numpy",
     "to_vector",
 ]
+
+__dir__ = public_names(__name__)
 
 Host: TypeAlias = NDArray[Any]
 Arrays: TypeAlias = Mapping[str, Host]

@@ -48,13 +48,15 @@ def toml_item(value: object) -> Item:
 
 
 def toml_line(kind: str, name: str, config: Mapping[str, object]) -> str:
-    """Return the line that adds a plug-in to an optimizer's section, or an aggregator.
+    """Return the line that adds a plug-in to an optimizer's section; or lines of a site's policy.
 
     Examples
     --------
     >>> toml_line("module", "norm-clip", {"max_norm": 0.5})
     'modules = [["norm-clip", {max_norm = 0.5}]]'
     """
+    if kind == "policy":
+        return "\n".join(["[update]", *(f"{k} = {toml_value(v)}" for k, v in config.items())])
     if kind == "aggregator":
         return f"aggregator = {toml_value({'name': name, **config} if config else name)}"
     field = {"module": "modules", "regularizer": "regularizers"}[kind]
@@ -86,6 +88,11 @@ def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:
     clipper
         A clipper of fedclip, or any plug-in of declearn.
 
+    Raises
+    ------
+    TypeError
+        For anything else, such as a name or a class.
+
     Examples
     --------
     >>> from fedclip import ZScoreClip
@@ -96,10 +103,10 @@ def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:
     from declearn.optimizer.regularizers import Regularizer
 
     kind = "regularizer" if isinstance(clipper, Regularizer) else "module"
-    signature = parameters.signature_of(type(clipper))
-    config = {
-        key: value
-        for key, value in clipper.get_config().items()
-        if key not in signature or value != signature[key].default
-    }
+    if isinstance(clipper, type) or not all(hasattr(clipper, a) for a in ("name", "get_config")):
+        raise TypeError(
+            f"to_toml takes a clipper, or another plug-in of declearn, got {clipper!r:.80}: make "
+            "one first, as in to_toml(ZScoreClip(warmup=10))"
+        )
+    config = parameters.changed_from_default(type(clipper), clipper.get_config())
     return toml_line(kind, clipper.name, config)

@@ -8,6 +8,8 @@ come to the end of its run, in ``client_i.json``.
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import json
 import logging
 import os
@@ -22,6 +24,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedClient, FederatedServer
+from declearn.main.utils import Checkpointer
 from declearn.messaging import Error, TrainReply, TrainRequest
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.secagg.utils import IdentityKeys
@@ -31,6 +34,7 @@ from declearn.utils import setup_client_loggers, setup_server_loggers
 import fedclip
 from fedclip.federation.restart import load_round
 from fedclip.federation.update import site_noise
+from fedclip.privacy.ledger import Ledger
 
 Settings = dict[str, Any]
 
@@ -69,6 +73,8 @@ def server(settings: Settings) -> None:
     )
     if "held" in settings:
         hold(settings["held"])
+    if "killed" in settings:
+        kill_at(settings["killed"])
     if saved is not None:
         node.optim.set_state(saved.optimizer.get_state())
     try:
@@ -80,6 +86,56 @@ def server(settings: Settings) -> None:
             "modules": node.optim.get_state()["modules"],
         }
         Path("server.json").write_text(json.dumps(result))
+
+
+def kill_at(point: int) -> None:
+    """End this process as kill -9 does, before or after one of the steps of its rounds."""
+    passed = itertools.count(1)
+
+    def reach() -> None:
+        if next(passed) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(step: Any) -> Any:
+        @functools.wraps(step)
+        def sync(*args: Any, **kwargs: Any) -> Any:
+            reach()
+            found = step(*args, **kwargs)
+            reach()
+            return found
+
+        @functools.wraps(step)
+        async def later(*args: Any, **kwargs: Any) -> None:
+            reach()
+            await step(*args, **kwargs)
+            reach()
+
+        return later if asyncio.iscoroutinefunction(step) else sync
+
+    steps: list[tuple[Any, str]] = [(FederatedServer, name) for name in SERVER_STEPS]
+    steps += [(Checkpointer, f"save_{name}") for name in ("model", "optimizer", "metrics")]
+    for owner, name in [(Ledger, "reserve"), (fedclip.UpdateClipServer, "run"), *steps]:
+        setattr(owner, name, around(getattr(owner, name)))
+
+
+SERVER_STEPS = (
+    "_send_training_instructions",
+    "_conduct_global_update",
+    "_send_evaluation_instructions",
+    "_aggregate_evaluation_results",
+)
+
+
+def note_rounds(name: str, file: Path) -> None:
+    """Write to a file which rounds of which schedules this client is asked for."""
+    receive = fedclip.UpdateClipClient.process_aux_var
+
+    def noting(self: Any, aux_var: Any) -> None:
+        with file.open("a") as lines:
+            lines.write(f"{name} {aux_var.schedule} {aux_var.round}\n")
+        receive(self, aux_var)
+
+    fedclip.UpdateClipClient.process_aux_var = noting  # type: ignore[method-assign]
 
 
 def hold(round_i: int) -> None:
@@ -133,6 +189,8 @@ def client(name: str, settings: Settings) -> None:
         federation_faults.show(*settings["faults"][str(i)])
     if settings.get("silent") == i:
         site_noise.draws = lambda variance, size: np.zeros(size, np.int64)  # type: ignore
+    if "asked" in settings:
+        note_rounds(name, Path(settings["asked"]))
     if settings.get("forger") == i:
         forge_replies(settings["seed"])
     rng = np.random.default_rng(i)

@@ -82,13 +82,14 @@ class Run:
 
     def wait(self) -> dict[str, int]:
         """Return the exit codes; nobody may wait for ever."""
-        end = time.monotonic() + PATIENCE
-        codes = {}
-        for name, process in self.processes.items():
-            process.join(max(0.1, end - time.monotonic()))
-            assert process.exitcode is not None, (name, self.said(name)[-3000:])
-            codes[name] = process.exitcode
-        return codes
+        return {name: self.ended(name) for name in self.processes}
+
+    def ended(self, name: str) -> int:
+        """Return the exit code of one node."""
+        self.processes[name].join(PATIENCE)
+        code = self.processes[name].exitcode
+        assert code is not None, (name, self.said(name)[-3000:])
+        return code
 
     def result(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / "server.json").read_text())

@@ -49,7 +49,7 @@ def main():
     found = {
         "weights": model.layer.weight.detach().flatten().tolist(),
         "state": clipper.get_state()["groups"],
-        "stats": callback._handles[0].stats(),
+        "stats": callback._handles[0].metrics(),
     }
     Path(sys.argv[1], f"{trainer.local_rank}.json").write_text(json.dumps(found), encoding="utf-8")
 

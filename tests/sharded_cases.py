@@ -293,8 +293,8 @@ def fully_sharded_training_is_that_of_one_process():
     handle = train(model, optimizer, fedclip.ZScoreClip(warmup=2, scope="layer", max_norm=1.0))
     for a, b in zip(alone.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(b.full_tensor(), a, rtol=1e-5, atol=1e-6)
-    same_everywhere(pickle.dumps(handle.state()))
-    assert optimizer.state_dict()["fedclip:zscore-clip"] == handle.state()
+    same_everywhere(pickle.dumps(handle.get_state()))
+    assert optimizer.state_dict()["fedclip:zscore-clip"] == handle.get_state()
 
 
 @case
@@ -395,15 +395,15 @@ def distributed_data_parallel_and_zero():
         handle = train(model, optimizer, fedclip.ZScoreClip(max_norm=1.0))
         for a, b in zip(alone.parameters(), model.module.parameters(), strict=True):
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
-        same_everywhere(pickle.dumps(handle.state()))
+        same_everywhere(pickle.dumps(handle.get_state()))
         if zero:
             optimizer.consolidate_state_dict(0)
             if dist.get_rank() == 0:
                 saved = optimizer.state_dict()
-                assert saved["fedclip:zscore-clip"] == handle.state()
+                assert saved["fedclip:zscore-clip"] == handle.get_state()
                 handle.reset()
                 optimizer.load_state_dict(saved)
-                assert handle.state() == saved["fedclip:zscore-clip"]
+                assert handle.get_state() == saved["fedclip:zscore-clip"]
 
 
 @case

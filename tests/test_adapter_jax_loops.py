@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from fedclip import (  # noqa: E402
     ValueClip,
     ZScoreClip,
 )
-from fedclip.adapters.jax import ClipState, as_optax, load_state, stats  # noqa: E402
+from fedclip.adapters.jax import ClipState, as_optax, metrics, on_round_start, set_state  # noqa: E402
 from fedclip.testing import SHAPES  # noqa: E402
 
 RNG = np.random.default_rng(0)
@@ -77,8 +78,8 @@ def test_nnx_modules_show_one_name_for_a_variable_and_its_array(make):
         optimizer.update(model, gradients)
     assert jax.tree.structure(optimizer.opt_state) == before
     params = nnx.state(model, nnx.Param)
-    assert stats(clipper, optimizer.opt_state, params)["round/steps"] == 3
-    load_state(clipper, optimizer.opt_state, params)
+    assert metrics(clipper, optimizer.opt_state, params)["round/steps"] == 3
+    set_state(clipper, optimizer.opt_state, params)
     state = clipper.get_state()
     assert [*(state["arrays"] or state["groups"])] == ["kernel"]
 
@@ -91,7 +92,10 @@ def test_modules_of_equinox():
     params = eqx.filter(model, eqx.is_array)
     updates, state = eqx.filter_jit(transform.update)(gradients, transform.init(params), params)
     assert norm(updates.weight) == pytest.approx(0.1, rel=1e-4)
-    assert set(stats(NormClip(0.1, scope="tensor"), state, params)) >= {"weight/norm", "bias/norm"}
+    assert set(metrics(NormClip(0.1, scope="tensor"), state, params)) >= {
+        "weight/norm",
+        "bias/norm",
+    }
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["w", "rest"], meta_fields=["name"])
@@ -190,7 +194,7 @@ def test_accumulated_steps_are_clipped_once():
         mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
         expected, expected_state = inner.update(mean, expected_state, PARAMS)
         close(found, expected, 1e-5)
-    assert stats(clipper, state, PARAMS)["round/steps"] == 2
+    assert metrics(clipper, state, PARAMS)["round/steps"] == 2
 
 
 def test_many_steps_at_once_by_scan():
@@ -213,22 +217,22 @@ def test_the_verbs():
     clipper = ZScoreClip(warmup=2, scope="tensor")
     chain = optax.chain(as_optax(clipper), optax.sgd(0.1))
     state = chain.init(PARAMS)
-    assert "norm" not in stats(clipper, state, PARAMS)
+    assert "norm" not in metrics(clipper, state, PARAMS)
     update = jax.jit(chain.update)
     for gradient in GRADS:
         _, state = update(gradient, state, PARAMS)
-    found = stats(clipper, state, PARAMS, "clip/")
+    found = metrics(clipper, state, PARAMS, "clip/")
     assert json.dumps(found)
     assert found["clip/norm"] == pytest.approx(norm(GRADS[-1]), rel=1e-5)
     assert found["clip/b/clipped"] == 1
     assert found["clip/round/steps"] == 5
     assert "clip/round/learnt" not in found
-    load_state(clipper, state, PARAMS)
+    set_state(clipper, state, PARAMS)
     assert clipper.get_state()["groups"]
     close(chain.init(PARAMS)[0].statistics, state[0].statistics)
-    load_state(AGC(0.1), as_optax(AGC(0.1)).init(PARAMS), PARAMS)
+    set_state(AGC(0.1), as_optax(AGC(0.1)).init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match="holds 0"):
-        stats(clipper, optax.sgd(0.1).init(PARAMS), PARAMS)
+        metrics(clipper, optax.sgd(0.1).init(PARAMS), PARAMS)
 
 
 # -- several devices --------------------------------------------------------------------------
@@ -288,11 +292,21 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
     _, state = transform.update(GRADS[0], transform.init(PARAMS), PARAMS)
     fewer = dict([*PARAMS.items()][:1])
     many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
-    for verb in (stats, load_state):
+    for verb in (metrics, set_state):
         for wrong, params in ((state, fewer), (many, PARAMS)):
             with pytest.raises(ValueError, match="give those that init got"):
                 verb(clipper, wrong, params)
     assert not clipper.get_state()["groups"]
+    chained = optax.chain(optax.masked(transform, True), optax.sgd(0.1), transform)
+    _, state = chained.update(GRADS[0], chained.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="it holds 2: give the one of this clipper") as caught:
+        metrics(clipper, state, PARAMS)
+    for part in re.findall(r"state\S+", str(caught.value).partition("clipper, ")[2]):
+        assert metrics(clipper, eval(part), PARAMS)["round/steps"] == 1
+    begun = on_round_start(state)
+    assert metrics(clipper, begun[2], PARAMS)["round/steps"] == 0
+    assert begun[2].statistics is state[2].statistics
+    assert "limit" not in metrics(clipper, chained.init(PARAMS)[2], PARAMS)
     with pytest.raises(TypeError, match="needs the ClipState that init returned"):
         transform.update(GRADS[0], optax.EmptyState(), PARAMS)
     for other in (NormClip(1.0, scope="tensor"), EmaNormClip(scope="tensor")):

@@ -67,9 +67,9 @@ def test_it_does_what_the_module_does(name, compiled):
             np.testing.assert_allclose(output, value, rtol=1e-9, atol=1e-14)
     if compiled:
         compiled_clipper = CompiledClipper.of(clipper)
-        assert compiled_clipper.stats()["round/steps"] == 30
-        assert compiled_clipper.stats()["round/nonfinite"] == 1
-        clipper.set_state(compiled_clipper.state())
+        assert compiled_clipper.metrics()["round/steps"] == 30
+        assert compiled_clipper.metrics()["round/nonfinite"] == 1
+        clipper.set_state(compiled_clipper.get_state())
     found, wanted = clipper.get_state()["groups"], module.get_state()["groups"]
     assert found.keys() == wanted.keys()
     for label, fields in wanted.items():
@@ -149,7 +149,7 @@ def test_the_verbs():
     clipper, held = CLIPPERS["z-score"](), variables()
     compiled_clipper = CompiledClipper(clipper)
     assert compiled_clipper.last is None
-    assert compiled_clipper.stats()["round/steps"] == 0
+    assert compiled_clipper.metrics()["round/steps"] == 0
     # The variables of the statistics are made by the first step, eagerly here.
     compiled_clipper(pairs(next(stream()), held))
     traces = []
@@ -158,17 +158,32 @@ def test_the_verbs():
     )
     for gradient in stream():
         run(*map(tf.constant, gradient.values()))
-    stats = compiled_clipper.stats("clip/")
-    assert stats["clip/norm"] == float(compiled_clipper.last)
-    assert stats["clip/round/steps"] == 31
+    found = compiled_clipper.metrics("clip/")
+    assert found["clip/norm"] == float(compiled_clipper.last)
+    assert found["clip/round/steps"] == 31
     assert len(traces) == 1
     # What is not counted is not zero.
-    assert not {"clip/round/fixed", "clip/round/learnt", "clip/round/warmup"} & {*stats}
-    state = compiled_clipper.state()
+    assert not {"clip/round/fixed", "clip/round/learnt", "clip/round/warmup"} & {*found}
+    state = compiled_clipper.get_state()
     compiled_clipper.reset()
     assert compiled_clipper.last is None
-    compiled_clipper.load_state(state)
-    assert compiled_clipper.state()["groups"] == state["groups"]
+    compiled_clipper.set_state(state)
+    assert compiled_clipper.get_state()["groups"] == state["groups"]
+
+
+def test_a_variable_without_a_gradient_has_no_norm_and_no_limit_in_the_step():
+    held = [tf.Variable(tf.zeros(2)), tf.Variable(tf.zeros(3))]
+    compiled_clipper = CompiledClipper(NormClip(1.0, scope="tensor"))
+    compiled_clipper([(tf.fill([2], 3.0), held[0]), (tf.fill([3], 4.0), held[1])])
+    for step in (lambda g: compiled_clipper(g), tf.function(lambda g: compiled_clipper(g))):
+        step([(tf.constant([0.3, 0.4]), held[0]), (None, held[1])])
+        found = compiled_clipper.metrics()
+        assert (found["norm"], found["limit"], found["clipped"]) == (pytest.approx(0.5), 1.0, 0)
+    compiled_clipper.on_round_start()
+    assert compiled_clipper.metrics()["limit"] == 1.0
+    assert compiled_clipper.metrics()["round/steps"] == 0
+    compiled_clipper.reset()
+    assert "limit" not in compiled_clipper.metrics()
 
 
 def test_a_state_that_was_loaded_is_forgotten_before_the_first_step_too() -> None:
@@ -176,8 +191,8 @@ def test_a_state_that_was_loaded_is_forgotten_before_the_first_step_too() -> Non
     for size in (1.0, 2.0, 3.0):
         clip([(tf.constant([size, size]), variable)], known)
     compiled, fresh = (CompiledClipper(ZScoreClip()) for _ in range(2))
-    compiled.load_state(known.get_state())
+    compiled.set_state(known.get_state())
     compiled.reset()
     for one in (compiled, fresh):
         one([(tf.constant([100.0, 100.0]), variable)])
-    assert compiled.state()["groups"] == fresh.state()["groups"]
+    assert compiled.get_state()["groups"] == fresh.get_state()["groups"]

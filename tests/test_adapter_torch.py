@@ -24,7 +24,7 @@ from fedclip import (  # noqa: E402
     ValueClip,
     ZScoreClip,
 )
-from fedclip.adapters.torch import PureClipping, attach, clip_, stats  # noqa: E402
+from fedclip.adapters.torch import PureClipping, attach, clip_  # noqa: E402
 from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
 
 
@@ -167,21 +167,21 @@ def test_pure_clipping_tells_what_happened(scope):
     pure = PureClipping(clipper)
     gradients = {"a": torch.ones(3), "b": torch.full((2, 2), 2.0)}
     state = pure.init(gradients)
-    assert pure.stats(state, gradients)["round/steps"] == 0
-    assert "norm" not in pure.stats(state, gradients)
+    assert pure.metrics(state, gradients)["round/steps"] == 0
+    assert "norm" not in pure.metrics(state, gradients)
     for factor in (1.0, 1.1, 0.9, 50.0, math.nan, 60.0):
         given = {name: factor * gradient for name, gradient in gradients.items()}
         _, state = pure.update(given, state)
         finite = math.isfinite(factor)
         with contextlib.nullcontext() if finite else pytest.warns(FedclipWarning, match="NaN"):
             reference.clip(given)
-        found = pure.stats(state, gradients, "clip/")
+        found = pure.metrics(state, gradients, "clip/")
         assert {*map(type, found.values())} <= {int, float}
         if finite:
-            expected = stats(reference, "clip/")
+            expected = reference.metrics("clip/")
             assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-6)
     assert (found["clip/round/steps"], found["clip/round/nonfinite"]) == (6, 1)
-    pure.load_state(state, gradients)
+    pure.set_state(state, gradients)
     for group in reference.get_state()["groups"]:
         assert clipper.statistics(group) == pytest.approx(reference.statistics(group), rel=1e-6)
     again = PureClipping(clipper)

@@ -19,8 +19,8 @@ from fedclip.adapters.torch import (  # noqa: E402
     attach,
     attach_update,
     clip_,
+    get_state,
     handles,
-    state,
 )
 from fedclip.adapters.torch.apart import are_apart  # noqa: E402
 
@@ -50,6 +50,28 @@ def closure_of(model, optimizer, norms=None):
 def total(model):
     gradients = [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
     return float(torch.cat(gradients).detach().double().norm())
+
+
+# -- looks ---------------------------------------------------------------------------------------
+def test_equal_clippers_and_handles_are_not_confused():
+    """Who acts with which clipper goes by identity, though equal ones are equal."""
+    clipper, twin = ZScoreClip(), ZScoreClip()
+    (first, one), (second, other) = build(), build()
+    for model in (first, second):
+        loss_of(model).backward()
+    clip_(first, clipper)
+    clip_(second, twin)
+    outer, inner = attach(one, clipper, first), attach(one, twin, first)
+    third = attach(other, ZScoreClip(), second)
+    assert outer == inner == third != attach(other, ZScoreClip(z_max=3.0), second)
+    assert repr(outer) == "ClipHandle(SGD, ZScoreClip())"
+    assert copy.copy(inner) is inner
+    inner.remove()
+    (left,) = handles(one)
+    assert left is outer
+    attach(other, twin, second)
+    with pytest.raises(ValueError, match=r"attached to .* already"):
+        attach(other, clipper, second)
 
 
 # -- steps with a closure ------------------------------------------------------------------------
@@ -134,10 +156,10 @@ def test_a_copy_of_the_optimizer_and_its_handles_clips_too(how):
     second, other, twin = how((handle, model, optimizer))
     first, norm, update = handles(twin)
     assert norm is second
-    assert first.state() == handles(optimizer)[0].state()
+    assert first.get_state() == handles(optimizer)[0].get_state()
     assert first.clipper is not handles(optimizer)[0].clipper
     twin.step(closure_of(other, twin))
-    assert (update.stats()["round/steps"], handle.stats()["round/steps"]) == (4, 3)
+    assert (update.metrics()["round/steps"], handle.metrics()["round/steps"]) == (4, 3)
     optimizer.step(closure_of(model, optimizer))
     assert total(other) <= 0.4
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -145,7 +167,7 @@ def test_a_copy_of_the_optimizer_and_its_handles_clips_too(how):
     for held in (update, second, first):
         held.remove()
     assert handles(twin) == handles(copy.deepcopy(twin)) == []
-    with pytest.raises(TypeError, match=r"norm-clip is in no optimizer .* keep handle\.state"):
+    with pytest.raises(TypeError, match=r"norm-clip is in no optimizer .* keep handle\.get_state"):
         how(second)
 
 
@@ -174,11 +196,11 @@ def test_a_state_from_before_is_a_fresh_start_said_once():
     saved = optimizer.state_dict()
     handle = attach(optimizer, ZScoreClip(), model)
     optimizer.step(closure_of(model, optimizer))
-    assert handle.state()["groups"]
+    assert handle.get_state()["groups"]
     with pytest.warns(FedclipWarning, match="starts anew") as said:
         optimizer.load_state_dict(saved)
     assert len(said) == 1
-    assert {**handle.state(), "owner": 0} == {**state(ZScoreClip()), "owner": 0}
+    assert {**handle.get_state(), "owner": 0} == {**get_state(ZScoreClip()), "owner": 0}
 
 
 # -- graphs, pure functions, updates -------------------------------------------------------------
@@ -204,10 +226,10 @@ def test_updates_are_clipped_after_the_optimizer(kind, rate):
             optimizer.step(closure_of(model, optimizer))
             moved = [(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]
             assert float(torch.cat(moved).detach().norm()) <= 0.125 * (1 + 1e-4)
-    assert handle.stats()["round/steps"] == 5
-    assert handle.stats()["round/clipped"] > 0
+    assert handle.metrics()["round/steps"] == 5
+    assert handle.metrics()["round/clipped"] > 0
     optimizer.step(closure_of(model, optimizer))
-    assert handle.stats()["round/steps"] == 5
+    assert handle.metrics()["round/steps"] == 5
     assert set(optimizer.state_dict()) == {"state", "param_groups"}
 
 
@@ -290,7 +312,7 @@ def test_lbfgs_sees_clipped_gradients_only():
     handle = attach(optimizer, NormClip(0.1), model)
     optimizer.step(closure_of(model, optimizer, norms))
     assert len(norms) > 1
-    assert handle.stats()["round/steps"] == len(norms)
+    assert handle.metrics()["round/steps"] == len(norms)
     # What a run of its own sees, whose closure clips by hand.
     other, second = build(optimizer=torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
     again = closure_of(other, second)
@@ -340,7 +362,7 @@ def test_pure_clipping_with_agc():
     clip_(model, AGC(0.05, axis=0))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=3e-6, atol=0)
-    assert pure.stats(after, gradients)["round/clipped"] == 1
+    assert pure.metrics(after, gradients)["round/clipped"] == 1
     with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
         pure.update(gradients, after)
 

@@ -73,14 +73,14 @@ def clips_and_comes_back(make, loop=once, clips=3):
     model, optimizer, handle = made()
     for _ in range(3):
         loop(model, optimizer)
-    assert handle.stats()["round/steps"] == clips
+    assert handle.metrics()["round/steps"] == clips
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     _, other, loaded = made()
     other.load_state_dict(torch.load(file, weights_only=False))
-    assert repr(loaded.state()) == repr(handle.state())
-    assert loaded.state()["groups"]
+    assert repr(loaded.get_state()) == repr(handle.get_state())
+    assert loaded.get_state()["groups"]
 
 
 EIGHT = ["Adam8bit", "AdamW8bit", "SGD8bit", "Lion8bit", "AdEMAMix8bit", "AdamW", "PagedAdamW8bit"]
@@ -209,7 +209,7 @@ def test_adapters_of_peft():
     handle = attach(optimizer, ZScoreClip(scope="layer"), model)
     for _ in range(3):
         once(model, optimizer)
-    assert handle.stats()["round/steps"] == 3
+    assert handle.metrics()["round/steps"] == 3
     assert len(handle.last.groups) == 4
     # A class of its own, whose step multiplies the gradients and calls that of SGD.
     riemannian = pytest.importorskip("peft.optimizers.riemannian").create_riemannian_optimizer
@@ -221,7 +221,7 @@ def test_adapters_of_peft():
         expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         optimizer.step()
         assert float(handle.last) == pytest.approx(float(expected.norm()), rel=1e-5)
-    assert handle.stats()["round/steps"] == 3
+    assert handle.metrics()["round/steps"] == 3
 
 
 def test_inner_loops_of_higher():
@@ -251,5 +251,5 @@ def test_inner_loops_of_higher():
     handle = attach(outer, ZScoreClip(), model)
     for _ in range(2):
         round_(copy_initial_weights=False)
-    assert handle.stats()["round/steps"] == 2
-    assert handles(copy.deepcopy(outer))[0].state() == handle.state()
+    assert handle.metrics()["round/steps"] == 2
+    assert handles(copy.deepcopy(outer))[0].get_state() == handle.get_state()

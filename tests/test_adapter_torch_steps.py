@@ -20,8 +20,8 @@ from fedclip.adapters.torch import (  # noqa: E402
     attach_update,
     clip_,
     clip_grad_norm_,
+    get_state,
     handles,
-    state,
 )
 
 SGD = torch.optim.SGD
@@ -125,7 +125,7 @@ def test_a_step_is_clipped_once_however_many_steps_it_calls(kind, closure, sched
         clip_(other, NormClip(2.0))
         plain.step()
         assert float(handle.last) == pytest.approx(norms[-1])
-    assert handle.stats()["round/steps"] == second.stats()["round/steps"] == len(norms) == 4
+    assert handle.metrics()["round/steps"] == second.metrics()["round/steps"] == len(norms) == 4
     assert {**handle.clipper.get_state(), "owner": 0} == {**byhand.get_state(), "owner": 0}
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -148,7 +148,7 @@ def test_an_update_is_that_of_the_outermost_step(kind):
         optimizer.step()
         moved = [(p - b).detach().reshape(-1) for p, b in zip(model.parameters(), before)]  # noqa: B905
         assert 0 < float(torch.cat(moved).norm()) <= 0.01001
-    assert handle.stats()["round/steps"] == (2 if kind is Fails else 3)
+    assert handle.metrics()["round/steps"] == (2 if kind is Fails else 3)
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_compiled_step_does_what_an_eager_one_does(how):
             optimizer.zero_grad()
             backward(model)
             step()
-        found.append((repr(state(clipper)), [*model.parameters()]))
+        found.append((repr(get_state(clipper)), [*model.parameters()]))
         assert sum(r.steps for r in clipper.rounds) == 3
     (eager, expected), (learnt, weights) = found
     assert learnt == eager
@@ -242,8 +242,8 @@ def test_what_is_saved_comes_back_by_the_optimizers_own_loader(kind, wrapped):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other.load_state_dict(saved)
-    assert [h.state() for h in loaded] == [h.state() for h in learnt]
-    assert loaded[0].state()["groups"]
+    assert [h.get_state() for h in loaded] == [h.get_state() for h in learnt]
+    assert loaded[0].get_state()["groups"]
     for handle in loaded:
         handle.remove()
     assert "load_state_dict" not in vars(handles_of(other))
@@ -316,7 +316,7 @@ def test_uses_of_a_clipper_that_are_one_after_the_other(how):
     else:
         (twin,) = handles(copy.copy(optimizer))
         assert twin.clipper is not clipper
-        assert twin.state() == handle.state()
+        assert twin.get_state() == handle.get_state()
 
 
 # -- what is attached is seen to act -------------------------------------------------------------
@@ -428,7 +428,7 @@ def test_ordinary_loops_raise_no_alarm(loop):
     optimizer = SGD(model.parameters(), lr=1e-3)
     handle = attach(optimizer, ZScoreClip(), model)
     loop(model, optimizer)
-    assert handle.stats()["round/steps"] > 0
+    assert handle.metrics()["round/steps"] > 0
     assert not any(p._backward_hooks for p in model.parameters())
 
 

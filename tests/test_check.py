@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quickruns import write_config, write_sites
+from typer.testing import CliRunner
 
+from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.claims import Claim, voids_of
+from fedclip.toml import toml_value
 from fedclip.tools.check import check_config
+from fedclip.tools.cli import app
 
 GOOD = """
 [network]
@@ -298,7 +308,6 @@ NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
         ("update-clip", 'exclude = ["a", "b"]', "problem", "exclude: Flower takes no lists"),
         ("update-clip", NOISE + 'weights = "steps"', "problem", "weights do not go with noise"),
         ("update-clipp", "start-norm = 1.0", "problem", "did you mean 'update-clipp'"),
-        ("update-clip", NOISE, "note", "epsilon is 33.1 after 25 rounds, of 25 that"),
         ("update-clip", NOISE + "max-epsilon = 10.0", "note", "after 4 rounds, of 25 that"),
         ("update-clip", "start-norm = 1.0\n[other]", "", ""),
     ],
@@ -306,12 +315,97 @@ NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
 def test_the_settings_of_an_app_of_flower(
     tmp_path: Path, section: str, text: str, level: str, said: str
 ) -> None:
-    app = "[tool.flwr.app.config]\nnum-server-rounds = 25\n"
+    app = "[tool.flwr.app.config]\nnum-server-rounds = 25\nfraction-evaluate = 0.0\n"
     (tmp_path / "pyproject.toml").write_text(f"{app}[tool.flwr.app.config.{section}]\n{text}\n")
     found = [(f.level, f.where) for f in check_config(tmp_path).findings]
     assert found == [(level, "[tool.flwr.app.config.update-clip]")] * bool(level)
     assert all(said in f.message for f in check_config(tmp_path).findings)
     assert not check_config(tmp_path, quickrun=True).ok
+
+
+# -- what voids a guarantee, on each engine ------------------------------------------------------
+def judged(folder: Path, table: dict[str, Any], rounds: int, evaluates: bool) -> list[set[str]]:
+    """Return the problems and leaks of the same settings on declearn, Flower and NVFlare."""
+    inline = toml_value({**table, "start_norm": 1.0})
+    server = f'["update-clip-server", {inline}]'
+    network = {"protocol": "fedclip-websockets", "host": "127.0.0.1", "port": 8765}
+    run = {"rounds": rounds, "register": 10, "training": {"batch_size": 8}}
+    (folder / "config.toml").write_text(
+        f"network = {toml_value(network)}\ndata = {{}}\nrun = {toml_value(run)}\n[optim]\n"
+        'aggregator = "clipped-averaging"\nclient_opt = {lrate = 0.5, modules = '
+        f'["update-clip-client"]}}\nserver_opt = {{lrate = 1.0, modules = [{server}]}}\n'
+    )
+    flower = {"num-server-rounds": rounds, "update-clip": {**table, "start_norm": 1.0}}
+    flower |= {} if evaluates else {"fraction-evaluate": 0.0}
+    (folder / "app").mkdir(exist_ok=True)
+    (folder / "app" / "pyproject.toml").write_text(
+        f"[tool.flwr.app]\nconfig = {toml_value(flower)}\n"
+    )
+    job = folder / "job" / "app" / "config"
+    job.mkdir(parents=True, exist_ok=True)
+    aggregator = {"path": "fedclip.adapters.nvflare.server.CloseRound"}
+    workflow = {
+        "aggregator": {**aggregator, "args": {"settings": {**table, "start_norm": 1.0}}},
+        "num_rounds": rounds,
+    }
+    selector = [{"path": "nvflare.app_common.widgets.intime_model_selector.IntimeModelSelector"}]
+    content = {"workflows": [{"args": workflow}], "components": selector * evaluates}
+    (job / "config_fed_server.json").write_text(json.dumps(content))
+    found = [check_config(folder / name) for name in ("config.toml", "app/pyproject.toml", "job")]
+    return [
+        {f"{f.level}: {f.message}" for f in check.findings if f.level in ("problem", "leak")}
+        for check in found
+    ]
+
+
+@given(
+    st.fixed_dictionaries(
+        {"noise_multiplier": st.sampled_from([0.3, 5.0, 40.0]), "expected_clients": st.just(10)},
+        optional={
+            "delta": st.sampled_from([1e-6, 0.02, 0.5]),
+        },
+    ),
+    st.sampled_from([{}, {"generator": "insecure"}, {"generator": "insecure", "seed": 3}]),
+    st.integers(1, 40),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+@pytest.mark.slow
+def test_each_engine_is_judged_by_one_list(
+    table: dict[str, Any], generator: dict[str, Any], rounds: int, evaluates: bool
+) -> None:
+    table = table | generator
+    with tempfile.TemporaryDirectory() as folder:
+        of_declearn, *others = judged(Path(folder), table, rounds, evaluates)
+    bound = AdaptiveBound(**table, start_norm=1.0)
+    wanted = {
+        f"{severity}: {text}"
+        for severity, part, text in voids_of(Claim("declearn", bound, rounds, 10))
+        if part == "noise"
+    }
+    unsure = {text for text in set.union(*others) if "number of all clients" in text}
+    for found in (of_declearn, *(other - unsure for other in others)):
+        assert {text for text in found if "without noise" not in text} == wanted
+        assert any("without noise" in text for text in found) or not evaluates
+    assert all(evaluates or not any("without noise" in t for t in other) for other in others)
+    # Only where all clients may be more than those of a round.
+    assert bool(unsure) == (table.get("delta") == 0.02)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"workflows": 3}', '{"workflows": [3, {"args": 1}]}'])
+def test_a_job_of_nvflare_that_clips_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config_fed_server.json").write_text(text)
+    assert not check_config(tmp_path / "config_fed_server.json").ok
+
+
+def test_a_leak_ends_the_command_with_1_and_stops_no_run(tmp_path: Path) -> None:
+    table = {"noise_multiplier": 40.0, "expected_clients": 10}
+    for evaluates in (True, False):
+        judged(tmp_path, table, 3, evaluates)
+        assert check_config(tmp_path / "job").ok
+        done = CliRunner().invoke(app, ["check", str(tmp_path / "job")])
+        assert done.exit_code == int(evaluates)
+        assert ("  leak " in done.stdout) == evaluates
 
 
 @pytest.mark.parametrize(
@@ -336,3 +430,24 @@ def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, t
     found = problems(text)
     assert found
     assert all(len(line) < 2_000 for line in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch_size": 30, "training": "n_epoch = 1"}, "[run.training] b has 24 records in train"),
+        ({"training": "n_epoch = 1\ndrop_remainder = false", "batch_size": 30}, ""),
+        (
+            {"more": "[run.evaluate]\nbatch_size = 99\ndrop_remainder = true"},
+            "[run.evaluate] a has",
+        ),
+        ({"more": "[optim.fairness]\nalgorithm = 'fairgrad'"}, "[optim.fairness] declearn's"),
+    ],
+)
+def test_what_ends_in_a_traceback_of_declearn_is_found_before(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    write_sites(tmp_path)
+    found = check_config(write_config(tmp_path / "config.toml", **changes)).problems
+    texts = [f"{problem.where} {problem.message}" for problem in found]
+    assert any(text.startswith(said) for text in texts) if said else not texts, texts

@@ -87,7 +87,7 @@ except SystemExit:
     [
         *(("--version", ""), ("--help", "rich"), ("list", ""), ("doctor", "")),
         *(("list zscore-clip", "numpy"), ("report nowhere", "numpy rich")),
-        ("init new nowhere.csv --target x", "numpy rich"),
+        ("init . --model torch", "numpy rich"),
     ],
 )
 def test_a_command_imports_what_it_needs(words: str, needs: str) -> None:
@@ -117,6 +117,7 @@ def test_list_explains_one_clipper() -> None:
     wrong = call("list", "zscore-clp")
     assert wrong.exit_code == 2
     assert "did you mean 'zscore-clip'?" in one_sentence(wrong)
+    assert "did you mean 'norm-clip'?" in one_sentence(call("list", "norm"))
 
 
 def test_doctor_refuses_an_old_declearn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +281,7 @@ def test_run_gives_a_script_its_arguments_its_folder_and_the_clippers(tmp_path: 
         "--help",
     )
     assert done.returncode == 7
-    assert "['--port', '80', '--help'] 42 [<fedclip" in done.stdout
+    assert "['--port', '80', '--help'] 42 [ZScoreClip()]" in done.stdout
 
 
 # ---------------------------------------------------------------------------------- report
@@ -373,8 +374,8 @@ def test_report_follows_a_run_until_it_ends(
     assert [line.partition(":")[0] for line in lines[:3]] == [
         f"c0, norm-clip, round {n}" for n in (1, 2, 3)
     ]
-    assert lines[3] == "50.0% of 6 steps were clipped."
-    assert lines[4].startswith("server: loss 0.25 after round")
+    assert lines[3] == "After round 3: loss 0.25."
+    assert lines[4] == "50.0% of 6 steps were clipped."
     assert "waiting for the first round" in result.stderr
     assert "run does not exist" in result.stderr
     assert call("report", folder, "--follow", "--json").exit_code == 2

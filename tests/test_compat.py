@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 from declearn.optimizer.modules import OptiModule
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedclip import UpdateClipServer, compat
+from fedclip.privacy.accounting import RELATIONS, Release, epsilon
 from fedclip.toml import toml_line
 from fedclip.tools.catalogue import build
 
@@ -68,7 +71,7 @@ def required(parameters: dict[str, Any]) -> dict[str, Any]:
     given = {
         key: {**values, **limits, "min_val": -1}.get(key, 0.5)
         for key, default in parameters.items()
-        if default is compat.base.REQUIRED
+        if default is compat.values.REQUIRED
     }
     # Of the two that Fabric knows it takes one.
     return given | ({"max_norm": 0.5} if "clip_val" in parameters else {})
@@ -82,11 +85,14 @@ def test_every_translation_of_defaults_makes_a_clipper() -> None:
         kind, name, config = compat.translate(
             peer, cls, required(compat.PEERS[peer][cls].parameters)
         )
-        assert build(kind, name, config).name == name
+        made = build(kind, name, config)
+        assert kind == "policy" or made.name == name
         # What is printed says the same.
         field = tomllib.loads(toml_line(kind, name, config))
         if kind == "aggregator":
             assert field == {"aggregator": {"name": name, **config}}
+        elif kind == "policy":
+            assert field == {"update": config}
         else:
             ((spec,),) = field.values()
             assert spec == (name if not config else [name, spec[1]])
@@ -237,6 +243,9 @@ def test_what_peers_take_besides(
     assert build(kind, name, translated).name == name
 
 
+LOCAL = {"clipping_norm": 1.0, "sensitivity": 1e-4, "epsilon": 10.0, "delta": 1e-5}
+
+
 @pytest.mark.parametrize(
     ("peer", "cls", "config", "words"),
     [
@@ -253,7 +262,7 @@ def test_what_peers_take_besides(
         ("torchzero", "ClipNorm", {"max_norm": 1, "ord": False}, "ord must be a number or a word"),
         ("torchzero", "ClipNorm", {"max_norm": 1, "dim": "globl"}, "did you mean 'global'?"),
         ("torchzero", "ClipNorm", {"max_norm": 1, "dim": [0.5]}, "dim must be an int, a list of"),
-        ("torchzero", "ClipNormByEMA", {"ema_init": "one"}, "ema_init can not be 'one'"),
+        ("torchzero", "ClipNormByEMA", {"ema_init": "one"}, "ema_init cannot be 'one'"),
         ("torchzero", "ClipValueByEMA", {"eps": 1e-6}, "has no parameter 'eps'"),
         ("torchlean", "clipByPercentileSpec", {"pct": 0.5}, "pct must be a whole number >= 0"),
         ("smartclip", "ZScoreClip", {"scope": "per_parm"}, "did you mean 'per_param'?"),
@@ -285,8 +294,14 @@ def test_what_peers_take_besides(
         ),
         ("keras", "Optimizer", {"clipnorm": 1, "clipvalue": 1}, "Keras takes one of"),
         ("lightning", "Trainer", {"gradient_clip_algorithm": "nrm"}, "did you mean 'norm'?"),
-        ("lightning", "Fabric.clip_gradients", {}, "takes one of clip_val and max_norm"),
+        ("lightning", "Fabric.clip_gradients", {}, "takes one of clip_val, max_norm, got none"),
         ("flower", "fixedclipping_mod", {}, "needs 'clipping_norm'"),
+        ("flower", "LocalDpMod", {**LOCAL, "epsilon": 0}, "epsilon must be a finite number > 0"),
+        ("flower", "LocalDpMod", {**LOCAL, "sensitivity": 0}, "with 0, Flower adds no noise"),
+        ("flower", "LocalDpMod", {**LOCAL, "clipping_norm": -1}, "clipping_norm must be > 0"),
+        ("flower", "LocalDpMod", {**LOCAL, "delta": 0.0}, "delta must be"),
+        ("nvflare", "SVTPrivacy", {}, "site policy"),
+        ("nvflare", "PercentilePrivacy", {}, "site policy"),
     ],
 )
 def test_what_a_peer_does_not_take_is_a_sentence_with_the_nearest_name(
@@ -316,3 +331,28 @@ def test_noise_is_as_large_as_in_flower() -> None:
     # Without a deviation of theirs, which would be 1.
     _, _, found = compat.translate("flower", adaptive, given)
     assert UpdateClipServer(**found).budget.update_noise == pytest.approx(1.1 * (4 / 3) ** 0.5)
+
+
+@given(
+    st.floats(0.1, 10.0), st.floats(1e-4, 10.0), st.floats(0.1, 20.0), st.sampled_from([1e-3, 1e-5])
+)
+def test_a_site_policy_has_the_noise_of_local_dp_and_says_what_it_costs(
+    clip: float, sensitivity: float, budget: float, delta: float
+) -> None:
+    local = {"clipping_norm": clip, "sensitivity": sensitivity, "epsilon": budget, "delta": delta}
+    kind, name, config = compat.translate("flower", "LocalDpMod", local)
+    assert (kind, name, config["max_norm"]) == ("policy", "site-policy", clip)
+    deviation = sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / budget
+    assert config["noise_multiplier"] * clip == pytest.approx(deviation)
+    said = " ".join(compat.notes("flower", "LocalDpMod", local))
+    for relation in RELATIONS:
+        cost = epsilon([Release(config["noise_multiplier"])], delta, relation)
+        assert f"epsilon {cost:.3g} at" in said or f"{cost:.3g} for replacing" in said
+    needed = float(said.rpartition("noise_multiplier = ")[2])
+    assert epsilon([Release(needed)], delta, "replace-one") == pytest.approx(budget, rel=1e-2)
+
+
+def test_local_dp_of_flowers_documentation_costs_millions() -> None:
+    said = " ".join(compat.notes("flower", "LocalDpMod", LOCAL))
+    assert "epsilon 2.13e+08 at delta 1e-05" in said
+    assert "8.52e+08 for replacing it, where the settings say 10" in said

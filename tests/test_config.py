@@ -16,6 +16,7 @@ from declearn.optimizer import Optimizer, list_optim_modules
 from declearn.optimizer.modules import OptiModule
 from helpers import SPECIMENS, Specimen, apply, gradient, specimens
 
+import fedclip
 from fedclip import (
     AGC,
     AdaptiveClip,
@@ -271,15 +272,40 @@ def test_a_clipper_of_ones_own_declares_its_parameters_or_writes_an_init() -> No
 def test_type_checkers_see_every_parameter() -> None:
     """The signature that mypy derives from the declarations is that of the constructor."""
     wrong = "NormClip('1')", "NormClip(1.0, 2.0)", "ZScoreClip(z=1)", "AGC(axis='0')"
-    right = "Optimizer(0.1, modules=[NormClip(1), ZScoreClip(warmup=3, shared=True)])"
+    right = (
+        "Optimizer(0.1, modules=[NormClip(1), ZScoreClip(warmup=3, shared=True)])",
+        "norm: float = float(clip_(torch.nn.Linear(2, 1), NormClip(1.0)))",
+        "steps: jax.Array = as_optax(NormClip(1.0)).init({}).steps",
+        "limits: dict[str, float] = NormClip(scope='tensor').get_limit({'w': 2.0})",
+    )
+    wrong = (
+        *wrong,
+        "as_optax(NormClip(1.0)).init({}).stops",
+    )
     imports = (
+        "import jax, torch",
         "from declearn.optimizer._base import Optimizer",
         "from fedclip import AGC, NormClip, ZScoreClip",
+        "from fedclip.adapters.jax import as_optax",
+        "from fedclip.adapters.torch import clip_",
     )
-    lines = [*imports, right, *wrong]
+    lines = [*imports, *right, *wrong]
     out, _, _ = mypy.api.run(["--strict", "--config-file=", "-c", "\n".join(lines)])
     found = set(re.findall(r"<string>:(\d+): error", out))
-    assert found == {str(4 + place) for place in range(len(wrong))}, out
+    first = len(imports) + len(right) + 1
+    assert found == {str(first + place) for place in range(len(wrong))}, out
+
+
+@specimens()
+def test_clippers_are_shown_and_compared_by_their_configuration(specimen: Specimen) -> None:
+    one, other = specimen.make(), specimen.make()
+    assert one == other
+    assert eval(repr(one), vars(fedclip)) == one
+    apply(one, to_vector(gradient()))
+    assert one == other != type(one)(**{**one.get_config(), "on_nonfinite": "raise"})
+    assert (one == "x") is (one == None) is False  # noqa: E711
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(one)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import fedclip
 from fedclip import compat
 from fedclip.arrays import backend_named
-from fedclip.compat.presets import PRESETS
+from fedclip.compat import PRESETS
 from fedclip.modules import by_name
 from fedclip.rules import state_of, updated
 from fedclip.rules.protection import Protection
@@ -35,7 +35,7 @@ ON_NORMS = [
 ON_THE_PAST = ["growth-clip", "growth-value-clip", "ema-norm-clip", "ema-normalize"]
 SCALED = [*ON_NORMS, *ON_THE_PAST, "ema-value-clip", "percentile-clip", "centralize", "no-op"]
 STREAMS = 100
-START = 25
+START = 20
 """Number of steps within which the laws expect spikes."""
 
 

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 from dpsgd_wire import seeded
 from helpers import PATIENCE, ended, hiding, require
-from scipy import stats
 
 pytest.importorskip("opacus")
 
 from benchmarks import dpsgd_audit as attack
-from fedclip.privacy.auditing import chance, lower_bound
 from fedclip.privacy.noise import insecure_normals
 from fedclip.tools.check import check_config
 
@@ -42,32 +40,6 @@ def test_a_short_audit_finds_the_faults_and_no_others(
 @pytest.mark.soak
 def test_the_audit_of_twenty_runs() -> None:
     assert attack.main(["20"]) == 0
-
-
-def test_the_chance_is_that_of_the_papers_appendix() -> None:
-    for canaries, guesses, right, epsilon, delta in [
-        (1000, 100, 90, 2.0, 1e-5),
-        (50, 9, 3, 0.1, 0.01),
-    ]:
-        q = 1 / (1 + np.exp(-epsilon))
-        most = total = 0.0
-        for i in range(1, right + 1):
-            total += stats.binom.pmf(right - i, guesses, q)
-            most = max(most, total / i)
-        right_one = stats.binom.sf(right - 1, guesses, q) + most * delta * 2 * canaries
-        found = chance(canaries, guesses, right, epsilon, delta)
-        assert found == pytest.approx(right_one, rel=1e-9)
-
-
-@pytest.mark.parametrize("epsilon", [1.0, 2.0])
-def test_the_bound_is_below_the_truth_as_often_as_it_says(epsilon: float) -> None:
-    # Randomised response, whose guesses are right with just this probability.
-    right = np.random.default_rng(0).binomial(200, 1 / (1 + np.exp(-epsilon)), 300)
-    bounds = [lower_bound(5000, 200, int(r), 1e-9) for r in right]
-    # 5 % of 300, and 3.5 standard deviations.
-    assert sum(bound > epsilon for bound in bounds) <= 15 + 13
-    assert np.median(bounds) > 0.5 * epsilon
-    assert lower_bound(5000, 200, 100, 1e-5) == pytest.approx(0.0, abs=1e-9)
 
 
 # -- accuracy ----------------------------------------------------------------------------------
@@ -127,7 +99,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_example_is_checked(example: Path) -> None:
     checked = check_config(example / "config.toml")
     assert checked.ok
-    assert len(checked.notes) == 4
+    assert (len(checked.notes), len(checked.leaks)) == (2, 2)
 
 
 # The federation of tests/test_tutorials.py is the same, but for its comparison.

@@ -326,6 +326,11 @@ def test_a_time_limit_is_refused() -> None:
     assert made.ledger.accountant.rounds == 0
 
 
+def test_declearns_names_of_accountants_change_nothing() -> None:
+    found = [manager(private=request(accountant=name)).calibration for name in ("rdp", "prv")]
+    assert found[0] == found[1]
+
+
 # -- refusals ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("modules", "changes", "words"),
@@ -536,13 +541,13 @@ def test_a_run_is_accounted_once(
 ) -> None:
     made = manager(private=request(budget=(2.9, 1e-5)))
     calls: list[Any] = []
-    pld = accounting._BY_NAME["pld"]
+    pld = accounting._pld
 
     def note(*arguments: Any) -> float:
         calls.append(arguments)
         return pld(*arguments)
 
-    monkeypatch.setitem(accounting._BY_NAME, "pld", note)
+    monkeypatch.setattr(accounting, "_pld", note)
     accounting._epsilon.cache_clear()
     with caplog.at_level(logging.INFO):
         for i in range(4):

@@ -8,13 +8,17 @@ import runpy
 import shutil
 import socket
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from declearn.dataset.utils import load_data_array
 from federation_runs import PATIENCE, running
 from helpers import ended, hiding
 from report_runs import call
+
+from fedclip.privacy.ledger import read_entries
+from fedclip.tools.quickrun import Experiment, Federation
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +72,18 @@ def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(
     assert [one["where"] for one in found] == [f"client_{i}/privacy_spent.json" for i in range(3)]
     assert all(2.9 < one["epsilons"]["pld"] <= 3.0 for one in found)
     assert [one["protects"] for one in found] == ["person", "record", "record"]
+    # The ledgers are next to the records: another run reads them first, wherever its results are.
+    kept = targets.with_name("privacy_spent.json")
+    assert not kept.is_symlink()
+    assert Path("result/client_0/privacy_spent.json").resolve() == kept.resolve()
+    experiment = Experiment(config)
+    assert experiment.ledger() == kept.parent.with_name("privacy_spent.json").resolve()
+    # What a run of an earlier version has written next to its results is of the same records.
+    one = next(iter(read_entries(kept)))
+    earlier = Path("earlier", "privacy_spent.json")
+    earlier.parent.mkdir()
+    earlier.write_text(one.replace('"id": "', '"id": "other'))
+    before, nodes = read_entries(kept), cast(Any, SimpleNamespace(experiment=experiment))
+    for _ in range(2):
+        assert Federation._ledger(nodes, "client_0", earlier.parent) == kept.resolve()
+        assert len(read_entries(kept)) == len(before) + 1

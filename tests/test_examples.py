@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
 
 import numpy as np
@@ -108,8 +107,3 @@ def test_the_example_clips_the_client_in_other_units(tmp_path, monkeypatch):
         for client in ("client_0", "client_1", "client_2")
     }
     assert shares == pytest.approx({"client_0": 0.09, "client_1": 0.09, "client_2": 1.0}, abs=0.02)
-    # A part of its card is on a page.
-    page = (LOOPS.parents[1] / "docs" / "reports.md").read_text(encoding="utf-8")
-    shown = page.partition("<!-- a test compares")[2].split("```")[1].removeprefix("text\n")
-    said = call("report", "--card", "-").stdout
-    assert OutputChecker().check_output(f"...\n{shown}...", said, ELLIPSIS | NORMALIZE_WHITESPACE)

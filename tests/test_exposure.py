@@ -86,6 +86,7 @@ def central(
 PRIVATE = "[run.privacy]\nbudget = [3.0, 1e-5]\nsclip_norm = 0.5\nuse_csprng = true\n"
 FAIR = '"averaging"\nfairness = {algorithm = "fairgrad", f_type = "accuracy_parity"}'
 NOISY = '["gaussian-noise", {std = 5.0}]'
+TURNS = '[client_sampler]\nstrategy = "round-robin"\nper_round = 4\n'
 RAISES = '{name = "clipped-averaging", on_nonfinite = "raise"}'
 
 
@@ -105,10 +106,27 @@ CENTRAL: list[tuple[dict[str, str], str, str]] = [
     ),
     ({"more": ', unnoised = "z"'}, "note", "unnoised names 'z', which is not in server_opt"),
     ({"more": ', generator = "insecure"'}, "problem", "from a generator that can be predicted"),
-    ({"more": ", delta = 0.1"}, "problem", "delta = 0.1 is not below 1 / expected_clients = 0.1"),
+    ({"more": ", delta = 0.1"}, "problem", "delta = 0.1 is not below 1 / 10 clients"),
+    # All clients count, not those of a round.
+    (
+        {
+            "more": ", delta = 0.03",
+            "change": ("max_clients = 5", "max_clients = 40"),
+            "run": "[client_sampler]\nstrategy = 'uniform'\nn_samples = 10\n",
+        },
+        *("problem", "1 / 40 clients"),
+    ),
+    (
+        {
+            "noise": NOISE.replace("10{}", "4, separation = 2{}"),
+            "run": TURNS,
+            "change": ("max_clients = 5", "max_clients = 4"),
+        },
+        *("problem", "takes more than 4 clients"),
+    ),
     ({"noise": sized("noise_multiplier = 0.5")}, "problem", "for 10 rounds is a guarantee in name"),
     ({"noise": sized("noise_multiplier = 1e-300")}, "problem", "is a guarantee in name only"),
-    ({"aggregator": RAISES}, "note", "tells of that client without noise: take 'skip'"),
+    ({"aggregator": RAISES}, "leak", "tells of that client without noise: take 'skip'"),
 ]
 OTHERS: list[tuple[dict[str, str], str, str]] = [
     ({"run": "poisson = false\n" + PRIVATE}, "problem", "epsilon is that of Poisson samples"),
@@ -138,22 +156,22 @@ OTHERS: list[tuple[dict[str, str], str, str]] = [
     ),
     (
         {"client": 'modules = ["l2-clipping", ["gaussian-noise", {std = 0.001}]]'},
-        *("note", "deviation 0.001 is too little for a sensitivity of 1·√k for k tensors"),
+        *("leak", "deviation 0.001 is too little for a sensitivity of 1·√k for k tensors"),
     ),
     (
         {"client": 'modules = ["norm-clip", ["gaussian-noise", {std = 0.1}]]'},
-        *("note", "one step alone costs epsilon = 9"),
+        *("leak", "one step alone costs epsilon = 9"),
     ),
     (
         {"client": 'modules = ["norm-clip", ["gaussian-noise", {std = 5.0, safe_mode = false}]]'},
-        *("note", "draws from a generator that can be predicted: set safe_mode = true"),
+        *("leak", "draws from a generator that can be predicted: set safe_mode = true"),
     ),
     (
         {
             "client": f'modules = ["norm-clip", ["zscore-clip", {{shared = true}}], {NOISY}]',
             "server": 'modules = ["zscore-clip-server"]',
         },
-        *("note", "zscore-clip is shared, and sends statistics from before gaussian-noise"),
+        *("leak", "zscore-clip is shared, and sends statistics from before gaussian-noise"),
     ),
     (
         {"client": f'regularizers = ["agc"]\nmodules = ["norm-clip", {NOISY}]'},
@@ -201,7 +219,7 @@ def test_shared_statistics_beside_noise_are_refused_unless_it_is_written(check: 
         check, ', unnoised = ["zscore-clip-server"]', ', "zscore-clip-server"', client=SHARED
     )
     assert found.ok
-    assert "zscore-clip-server goes out without noise, as unnoised says" in said(found)
+    assert "zscore-clip-server goes out without noise, as unnoised says" in said(found, "leak")
 
 
 def test_a_server_refuses_them_before_its_first_message() -> None:
@@ -244,12 +262,16 @@ def test_a_budget_above_ten_is_a_problem_where_no_rounds_are_known(checked: Any,
 
 # -- what declearn releases -------------------------------------------------------------------
 def test_what_declearn_itself_releases_is_named(check: Any) -> None:
-    found = said(central(check, run="[run.early_stop]\ntolerance = 0.1\npatience = 3\n"))
+    stop = "[run.early_stop]\ntolerance = 0.1\npatience = 3\n"
+    found = said(central(check, run=stop), "leak")
     assert "evaluation loss and metrics, its number of steps and of samples, without noise" in found
-    assert "the weights that declearn keeps in the end are those of the lowest loss" in found
-    assert "[run.early_stop] training is stopped by losses without noise" in found
-    assert "early_stop" not in said(central(check))
-    assert "evaluation loss" not in said(check())
+    assert "the weights that are kept in the end are chosen by losses or metrics without" in found
+    assert "[run.early_stop] losses without noise decide when training stops" in found
+    assert "early_stop" not in said(central(check), "leak")
+    every = "[run.evaluate]\nbatch_size = 8\nfrequency = 11\n"
+    # A quickrun keeps checkpoints, and evaluates the last one.
+    assert "evaluation loss and metrics" in said(central(check, run=every), "leak")
+    assert not check().leaks
 
 
 # -- declearn's own noise ---------------------------------------------------------------------
@@ -286,7 +308,7 @@ def test_delta_is_compared_with_the_records_that_are_there(check: Any, tmp_path:
     private = PRIVATE.replace("1e-5", "0.01")
     text = "delta = 0.01 has to be far below 1 / number of records"
     assert check(run=private).ok
-    assert text in said(check(run=private))
+    assert text in said(check(run=private), "leak")
     for name, records in (("a", 300), ("b", 90)):
         (tmp_path / "data" / name).mkdir(parents=True)
         for part in ("train_data", "train_target", "valid_data", "valid_target"):
@@ -297,11 +319,13 @@ def test_delta_is_compared_with_the_records_that_are_there(check: Any, tmp_path:
     assert "not below 1 / 100 records of the smallest client" in said(found, "problem")
     (tmp_path / "data" / "a" / "train_persons.csv").write_text("person\n" + "1\n2\n3\n" * 100)
     found = check(run=private.replace("0.01", "0.5"))
-    assert "1 / 3 persons of the smallest client: to publish one person" in said(found, "problem")
+    assert "1 / 3 persons of the smallest client: a mechanism that publishes one person" in said(
+        found, "problem"
+    )
     (tmp_path / "data" / "a" / "train_persons.csv").unlink()
     np.savetxt(tmp_path / "data" / "b" / "train_target.csv", np.zeros(99), header="y")
     (tmp_path / "data" / "b" / "train_target.npy").unlink()
-    assert text in said(check(run=private))
+    assert text in said(check(run=private), "leak")
 
 
 # -- fedclip's DP-SGD -------------------------------------------------------------------------
@@ -328,7 +352,7 @@ def test_what_becomes_of_each_record(check: Any, mode: str, text: str) -> None:
     words = said(found)
     assert "declearn clips" not in words + step
     assert "max_budget = (epsilon, delta)" in words
-    assert "evaluation loss and metrics" in words
+    assert "evaluation loss and metrics" in said(found, "leak")
     assert "lets its bound be exceeded" not in words
 
 
@@ -386,14 +410,13 @@ ALONE = "nothing bounds what gaussian-noise is added to: no amount of it gives a
 
 def test_noise_on_what_nothing_bounds(check: Any) -> None:
     noise = 'modules = [["gaussian-noise", {std = 5.0}]]'
-    assert ALONE in said(check(noise))
-    assert ALONE in said(check(server=noise))
-    assert ALONE not in said(
-        check(server=noise, aggregator='{name = "clipped-averaging", max_norm = 1.0}')
-    )
-    assert ALONE not in said(check(noise, run=PRIVATE))
+    assert ALONE in said(check(noise), "leak")
+    assert ALONE in said(check(server=noise), "leak")
+    bounded = '{name = "clipped-averaging", max_norm = 1.0}'
+    assert ALONE not in said(check(server=noise, aggregator=bounded), "leak")
+    assert ALONE not in said(check(noise, run=PRIVATE), "leak")
     # Noise after noise is free.
-    assert ALONE not in said(central(check, server=', ["gaussian-noise", {std = 5.0}]'))
+    assert ALONE not in said(central(check, server=', ["gaussian-noise", {std = 5.0}]'), "leak")
 
 
 def test_fewer_clients_than_averages_are_divided_by(check: Any) -> None:

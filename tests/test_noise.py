@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import BACKENDS, FRAMEWORKS, to_numpy, to_vector
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedclip.errors import StateError
 from fedclip.privacy import accounting
@@ -23,7 +25,7 @@ from fedclip.privacy.accounting import (
     noise_multiplier,
     split_noise,
 )
-from fedclip.privacy.gaussian import delta_of, epsilon_of, mu_of
+from fedclip.privacy.gaussian import epsilon_of, mu_of
 from fedclip.privacy.noise import add_noise, noised, secure_normals
 
 LARGEST = {"float16": 65504.0, "float32": 3.4028234e38, "bfloat16": 3.3895e38}
@@ -163,14 +165,10 @@ def test_pairs_are_as_fine_in_their_tail_and_near_zero(monkeypatch: pytest.Monke
 
 def test_split_costs_what_the_accountant_is_told() -> None:
     """Gaussian(z_delta) and Gaussian(2 sigma_b) together cost what Gaussian(z) does."""
-    rdp = pytest.importorskip("opacus.accountants").RDPAccountant
     for z, m in ((1.0, 3), (1.0, 100), (0.7, 20), (4.0, 1000)):
         sigma = default_bits_noise(z, m)
-        both = rdp()
-        both.history = [(split_noise(z, sigma), 1.0, 50), (2 * sigma, 1.0, 50)]
-        one = rdp()
-        one.history = [(z, 1.0, 50)]
-        assert both.get_epsilon(delta=1e-5) == pytest.approx(one.get_epsilon(delta=1e-5), rel=1e-9)
+        both = [Release(split_noise(z, sigma), 50), Release(2 * sigma, 50)]
+        assert epsilon(both, 1e-5) == pytest.approx(epsilon([Release(z, 50)], 1e-5), rel=1e-9)
 
 
 @pytest.mark.slow
@@ -191,8 +189,6 @@ def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
 
                 assert truth(found) <= delta
                 assert found == 0 or truth(found * (1 - 1e-7)) > delta
-                assert found == 0 or delta_of(found, mu) >= truth(found)
-                assert mu > 100 or found == 0 or delta_of(found, mu) <= delta * (1 + 1e-7)
                 if 1e-3 < found < 1e6:
                     assert mu * (1 - 1e-6) <= mu_of(found, delta) <= mu * (1 + 1e-9)
 
@@ -210,18 +206,14 @@ def test_releases_of_all_kinds_add_up() -> None:
 
 
 @pytest.mark.slow
-def test_accountants_agree_on_samples() -> None:
+def test_samples_are_counted_by_pld_and_renyi_is_above() -> None:
     pytest.importorskip("dp_accounting")
-    pytest.importorskip("opacus")
     release = Release(1.841, 80, 64 / 479)
-    pld, prv, rdp = (epsilon([release], 1e-5, accountant=name) for name in ("pld", "prv", "rdp"))
-    assert epsilon([release], 1e-5) == pld
-    assert pld <= prv <= 1.01 * pld
-    assert prv < rdp < 1.2 * pld
+    pld, rdp = account([release], 1e-5), accounting._renyi((release,), 1e-5, "add-remove")
+    assert (pld.accountant, rdp.accountant) == ("pld", "rdp")
+    assert pld.epsilon < rdp.epsilon < 1.2 * pld.epsilon
     # No sampling is worse.
-    assert rdp < epsilon([release._replace(sampling=1.0)], 1e-5)
-    with pytest.raises(ValueError, match="no closed form with sampling"):
-        epsilon([release], 1e-5, accountant="closed form")
+    assert rdp.epsilon < epsilon([release._replace(sampling=1.0)], 1e-5)
 
 
 def test_accountants_agree_without_samples() -> None:
@@ -229,25 +221,25 @@ def test_accountants_agree_without_samples() -> None:
     release = Release(2.0, 20)
     for relation in ("add-remove", "replace-one"):
         exact = epsilon([release], 1e-5, relation)
-        assert epsilon([release], 1e-5, relation, "pld") == pytest.approx(exact, rel=1e-3)
-        # Opacus' Rényi accountant is 5 to 10 % looser.
-        if importlib.util.find_spec("opacus"):
-            assert 1.02 * exact < epsilon([release], 1e-5, relation, "rdp") < 1.15 * exact
+        assert accounting._pld((release,), 1e-5, relation).epsilon == pytest.approx(exact, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_without_packages_samples_are_refused_or_left_to_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    release = Release(1.0, 10, 0.1)
-    monkeypatch.setattr(accounting, "_installed", lambda name: name == "opacus")
-    if importlib.util.find_spec("opacus"):
-        assert epsilon([release], 1e-5) == epsilon([release], 1e-5, accountant="prv")
-    with pytest.raises(ModuleNotFoundError, match="dp-accounting is needed: pip install"):
-        epsilon([release], 1e-5, "replace-one")
-    monkeypatch.setattr(accounting, "_installed", lambda name: False)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install dp-accounting"):
-        epsilon([release], 1e-5)
+@given(st.floats(0.3, 100.0), st.floats(0.001, 1.0), st.integers(1, 30), st.floats(1e-8, 0.99))
+@settings(max_examples=40, deadline=None)
+def test_no_epsilon_is_below_zero(z: float, rate: float, steps: int, delta: float) -> None:
+    pytest.importorskip("dp_accounting")
+    one, other = Release(z, steps, rate), Release(2.0 * z, steps, rate / 2.0)
+    for relation in ("add-remove", "replace-one"):
+        assert epsilon([one], delta, relation) >= 0.0
+        assert epsilon([one, other], delta, relation, order=2.0) >= 0.0
+
+
+def test_without_dp_accounting_samples_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    accounting._epsilon.cache_clear()
+    for relation in ("add-remove", "replace-one"):
+        with pytest.raises(ModuleNotFoundError, match="dp-accounting, which is not installed: pip"):
+            epsilon([Release(1.0, 10, 0.1)], 1e-5, relation)
     assert epsilon([Release(1.0)], 1e-5) > 0
 
 
@@ -271,14 +263,14 @@ def test_delta_is_left_to_what_transforms_may_round(monkeypatch: pytest.MonkeyPa
     pytest.importorskip("dp_accounting")
     steps, rounding = 400, 400 * 2.0**-49
     release, delta = Release(2.0, steps, 0.01), rounding / 0.4
-    found = account([release], delta, accountant="pld")
+    found = account([release], delta)
     assert found.accountant == "pld"
-    assert account([release], rounding / 0.6, accountant="pld").accountant == "rdp"
+    assert account([release], rounding / 0.6).accountant == "rdp"
     with monkeypatch.context() as patch:
         accounting._epsilon.cache_clear()
         patch.setattr(accounting, "_ROUNDING", 0.0)
-        assert found == account([release], delta - rounding, accountant="pld")
-        assert found.epsilon > account([release], delta, accountant="pld").epsilon
+        assert found == account([release], delta - rounding)
+        assert found.epsilon > account([release], delta).epsilon
     accounting._epsilon.cache_clear()
 
 
@@ -336,27 +328,20 @@ def test_samples_are_kept_apart_and_restored() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accountant", ["pld", "prv"])
-def test_rounding_in_many_steps_makes_no_epsilon_too_low(accountant: str) -> None:
+def test_rounding_in_many_steps_makes_no_epsilon_too_low() -> None:
     """The transforms of a million steps are not exact to such a delta."""
     delta = 1e-11
-    pytest.importorskip({"pld": "dp_accounting", "prv": "opacus"}[accountant])
-    found = [
-        epsilon([Release(z, 10**6, 1e-4)], delta, accountant=accountant) for z in (1.0, 1.02, 1.04)
-    ]
+    pytest.importorskip("dp_accounting")
+    found = [epsilon([Release(z, 10**6, 1e-4)], delta) for z in (1.0, 1.02, 1.04)]
     assert found == sorted(found, reverse=True)
-    larger = epsilon([Release(1.04, 10**6, 1e-4)], 2e-8, accountant=accountant)
-    assert found[-1] > larger
-    if accountant == "pld":
-        replaced = epsilon([Release(1.0, 10**6, 1e-4)], delta, "replace-one", accountant)
-        assert replaced > found[0]
+    assert found[-1] > epsilon([Release(1.04, 10**6, 1e-4)], 2e-8)
+    assert epsilon([Release(1.0, 10**6, 1e-4)], delta, "replace-one") > found[0]
 
 
 @pytest.mark.slow
 def test_hardly_any_noise_and_tiny_budgets_are_accounted_all_the_same() -> None:
-    for accountant in ("pld", "prv", "rdp", "closed form"):
-        sampling = 1.0 if accountant == "closed form" else 0.1
-        assert epsilon([Release(5e-324, 3, sampling)], 1e-5, accountant=accountant) == math.inf
+    for sampling in (0.1, 1.0):
+        assert epsilon([Release(5e-324, 3, sampling)], 1e-5) == math.inf
     z = noise_multiplier(1e-200, 1e-15, steps=7)
     assert 0.999e-200 <= epsilon([Release(z, 7)], 1e-15) <= 1e-200
     with pytest.raises(ValueError, match="no number is large enough for the noise of epsilon=5e"):
@@ -383,8 +368,8 @@ def test_the_noise_for_a_budget_takes_few_calls(monkeypatch: pytest.MonkeyPatch)
         z = release.noise_multiplier
         return Cost(0.0042 / z + math.exp(min(11.0 / z, 40.0) - 25.5), "pld")
 
-    monkeypatch.setitem(accounting._BY_NAME, "pld", steep)
-    monkeypatch.setattr(accounting, "tightest", lambda *_: "pld")
+    monkeypatch.setattr(accounting, "_require_dp_accounting", lambda: None)
+    monkeypatch.setattr(accounting, "_pld", steep)
     z = noise_multiplier(3.0125, 1e-8, 100_001, 3.2e-6)
     costs = [steep((Release(z / less),), 0, "").epsilon for less in (1, 1.0006)]
     assert costs[0] <= 3.0125 < costs[1]

@@ -55,7 +55,7 @@ def test_drytorch_warm_up_by_any_operation(warmup: str) -> None:
             clipped = ours.clip(step)
         else:
             measure.clip(step)
-            ours.update(measure.last.norm)
+            ours.observe(measure.last.norm)
             clipped = other.clip(step)
         for parameter, value in zip(found, clipped.values(), strict=True):
             np.testing.assert_allclose(value, parameter.grad.numpy(), rtol=1e-9)
@@ -81,26 +81,28 @@ GATES = {"warmup_steps": 0, "min_history": 0}
 
 def fed(clip: Any, *norms: float, group: str | None = None) -> Any:
     for norm in norms:
-        clip.update(norm if group is None else {group: norm})
+        clip.observe(norm if group is None else {group: norm})
     return clip
 
 
 def test_smartclip_keys_gates_and_state() -> None:
-    clip = translated("smartclip", "ZScoreClip", ema_decay=0.8, scope="per_param")
+    clip = translated("smartclip", "ZScoreClip", ema_decay=0.8, scope="per_param", **GATES)
     fed(clip, *[1.0] * 5, group="a.w")
     fed(clip, 0.0, 2.0, 0.0, 2.0, group="b.w")
     a, b = clip.statistics("a.w"), clip.statistics("b.w")
     assert a["threshold"] != b["threshold"]
     # Where there are several keys, no threshold stands for all: smartclip answers eps.
     assert clip.statistics() == {}
-    only = fed(translated("smartclip", "ZScoreClip", scope="per_param"), 1.0, group="a.w")
+    only = translated("smartclip", "ZScoreClip", scope="per_param", **GATES)
+    assert only.statistics()["threshold"] == math.inf
+    fed(only, 1.0, 1.0, group="a.w")
     assert only.statistics()["threshold"] == only.statistics("a.w")["threshold"] == 1.0
-    again = translated("smartclip", "ZScoreClip", ema_decay=0.8, scope="per_param")
+    again = translated("smartclip", "ZScoreClip", ema_decay=0.8, scope="per_param", **GATES)
     again.set_state(clip.get_state())
     assert (again.statistics("a.w"), again.statistics("b.w")) == (a, b)
     gated = translated("smartclip", "ZScoreClip", warmup_steps=2, min_history=2)
     with pytest.warns(FedclipWarning):
-        gated.update(math.nan)
+        gated.observe(math.nan)
     assert gated.statistics()["count"] == 0
     assert [fed(gated, 1.0).statistics()["ready"] for _ in range(2)] == [False, True]
 

@@ -317,7 +317,7 @@ def test_a_check_knows_whose_the_validation_records_have_to_be(
     assert bool(found.problems) == bool(said)
     if not said:
         # To remove one record of a person may move the sum by twice as much.
-        assert "To add or remove a person moves the sum" in found.places[0]
+        assert "To zero out a person moves the sum" in found.places[0]
     assert said in " ".join(finding.message for finding in found.problems)
 
 
@@ -331,5 +331,5 @@ def test_a_budget_is_sized_for_persons() -> None:
     assert json.loads(of_persons)["unit"] == "person"
     a, b = json.loads(of_persons), json.loads(of_records)
     assert {name for name in a if a[name] != b[name]} == {"unit"}
-    assert "adding or removing one person" in sized("--persons", 200).stdout
+    assert "zeroing out one person" in sized("--persons", 200).stdout
     assert "give --records, or --persons" in sized("--persons", 200, "--records", 200).stderr

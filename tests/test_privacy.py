@@ -67,11 +67,10 @@ def test_what_can_not_be_analysed(arguments: Any, error: type, message: str) -> 
         (("normalize", {"norm": 0.2, "scope": "tensor"}), None, "0.2·√k for k tensors"),
         ("standardize", None, "√(d - k) for d elements in k tensors"),
         ("agc", None, "1·√(Σ max(|W|, 1)²)"),
-        (["norm-clip", "momentum"], 10.0, "10 times 1"),
         ([("value-clip", {}), ("norm-clip", {"scope": "tensor"})], None, "the lesser of"),
         ([("norm-clip", {"scope": "tensor"}), "norm-clip"], 1.0, "the lesser of"),
         (("zscore-clip", {"max_norm": None, "scope": "tensor"}), None, ""),
-        (["norm-clip", "adam"], None, "2.34543·√d for d elements"),
+        (["norm-clip", "adam"], None, ""),
     ],
     ids=str,
 )
@@ -161,7 +160,7 @@ class Halve(OptiModule, register=False):
 def test_a_plugin_that_is_not_known_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found = analyse(["norm-clip", Halve()], SHAPES)
     assert found.l2_bound is None
-    assert "halve: fedclip does not know what it does" in found.reasons
+    assert "halve: no bound is known of it" in found.reasons
 
     def halve(module: Any, context: Context) -> Map:
         return Map("halve", lipschitz=0.5, growth=0.5, finite=context.finite, unbounded="it halves")
@@ -194,10 +193,9 @@ def test_no_number_is_below_the_truth(limit: float, size: int, ord: Any) -> None
     [
         (
             ["norm-clip", "momentum"],
-            "norm-clip, momentum: the L2 norm is at most 10 (10 times 1). Not safe per record "
-            "(momentum: it carries the gradients of earlier steps along). On an aggregate: it can "
-            "make a sensitivity larger (momentum: gradients add up over steps, to 1 / (1 - beta) = "
-            "10 times the largest); that is then at most 10 times the one before and at most 20.",
+            "norm-clip, momentum: no L2 bound (momentum: no bound is known of it). On an "
+            "aggregate: it can make a sensitivity larger (momentum: no bound is known of it); "
+            "that is then not bounded.",
         ),
         (
             "percentile-clip",
@@ -258,7 +256,8 @@ def test_check_multiplies_a_fixed_number_of_steps(checked: Any) -> None:
 def test_check_warns_of_what_does_not_hold(checked: Any, modules: str, warning: str) -> None:
     found = checked(f"{OPTIM}{modules}")
     assert found.ok
-    assert any(warning in f.message for f in found.findings if f.level == "note")
+    level = "leak" if "noise" in modules else "note"
+    assert any(warning in f.message for f in found.findings if f.level == level)
 
 
 @pytest.mark.parametrize(

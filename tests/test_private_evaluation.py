@@ -331,10 +331,10 @@ SHARE = "{evaluation_share = 0.2, loss_bound = 3.0}"
     ("clip", "metrics", "every", "said", "unsaid"),
     [
         (SHARE, "'accuracy'", 1, "for 0.2 of epsilon and losses of at most 3", "without noise"),
-        (SHARE, "", 1, "evaluations have noise", "lowest loss"),
+        (SHARE, "", 1, "evaluations have noise", "chosen by losses"),
         (SHARE, "'accuracy', 'mse'", 1, "asks for mse too: leave that out", "without noise"),
         (SHARE, "", 2, "frequency = 2, and the noise is for", "without noise"),
-        ("{}", "'mse'", 2, "those of the lowest loss", "have noise"),
+        ("{}", "'mse'", 2, "chosen by losses or metrics without noise", "have noise"),
     ],
 )
 def test_what_is_released_besides_is_what_has_no_noise(
@@ -372,7 +372,7 @@ def test_commands_know_the_share(tmp_path: Path) -> None:
     words = "\n".join(in_words(spent.cost()))
     assert "  8 steps at noise multiplier 1.798, Poisson samples" in words
     assert "  2 evaluations at noise multiplier 11.9, without sampling" in words
-    assert " (pld)" in words
+    assert "  pld          epsilon" in words
     assert [turn[:2] for turn in turns_of(spent, 10)] == [(1, 4), (2, 4)]
 
 

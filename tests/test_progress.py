@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 
-from fedclip.tools.progress import latest, progress
+from fedclip.tools.progress import progress
 
 
 def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,17 +22,3 @@ def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -
     assert len(shown) == 2
     assert "\n" not in "".join(shown)
     assert last == "[/red]: 100 of 100 rounds done, loss \\x1b[31m\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("timestamp,accuracy,loss\n1,0.5,2.0\n2,0.6,1.5\n", "loss 1.5, accuracy 0.6"),
-        ("timestamp,loss\n1,2.0\n2", "loss 2"),
-    ],
-)
-def test_the_last_loss_is_said(tmp_path: Path, text: str, said: str) -> None:
-    file = tmp_path / "metrics.csv"
-    file.write_text(text)
-    assert latest(file) == said
-    assert latest(tmp_path / "none.csv") == ""

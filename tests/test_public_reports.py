@@ -75,7 +75,7 @@ def test_pytorch_67590_a_step_that_the_scaler_skips_is_none() -> None:
         scaler.scale(model.weight.sum() * factor).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert handle.stats()["round/steps"] == 2
+    assert handle.metrics()["round/steps"] == 2
 
 
 def test_pytorch_optimizer_431_zero_gradients_stay_zero() -> None:
@@ -140,7 +140,7 @@ def test_accelerate_641_each_accumulated_step_is_clipped_once() -> None:
             engine.backward(made(torch.ones(1, 2)).sum() * 100)
             optimizer.step()
             optimizer.zero_grad()
-    assert handle.stats()["round/steps"] == 2
+    assert handle.metrics()["round/steps"] == 2
     assert float(handle.last) == pytest.approx(100 * 3**0.5)
 
 

@@ -302,7 +302,14 @@ def test_an_unknown_name_is_an_attribute_error_with_the_nearest() -> None:
         fedclip.ZscoreClip  # noqa: B018
     assert not hasattr(fedclip, "_nothing")
     assert not hasattr(fedclip, "nothing")
-    assert set(fedclip.__all__) <= set(dir(fedclip))
+
+
+@pytest.mark.parametrize("name", ["", ".adapters.torch", ".adapters.jax", ".privacy", ".testing"])
+def test_a_module_shows_its_public_names_only(name: str) -> None:
+    module = pytest.importorskip(f"fedclip{name}")
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, shown) for shown in dir(module))
+    assert dir(fedclip.adapters)[0] == "flower"
 
 
 @pytest.mark.parametrize(

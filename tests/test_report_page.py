@@ -114,6 +114,17 @@ def test_of_many_clients_the_ends_have_names_and_are_not_in_the_band(tmp_path: P
     assert clipper["band"] == [[r, 1.01, 1.1] for r in (1, 2, 3)]
 
 
+def test_a_report_of_many_clients_and_rounds_is_one_screen(tmp_path: Path) -> None:
+    large_run(tmp_path, 60, 40)
+    lines = call("report", tmp_path).stdout.splitlines()
+    assert len(lines) < 30
+    assert lines[0].startswith("The steps of client-039 are")
+    assert lines[1].startswith("After round 60: accuracy ")
+    assert any("client-039" in line for line in lines[8:])
+    assert "12 of 40 nodes are shown" in "".join(lines)
+    assert len(call("report", tmp_path, "--summary").stdout.splitlines()) > 40
+
+
 def test_the_seeds_of_a_setting_are_one_run(tmp_path: Path) -> None:
     for seed in range(4):
         sites(tmp_path / f"seed-{seed}", 3)
@@ -207,7 +218,8 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
     assert rounds == (1, 2, 3)
     assert list(spent) == sorted(set(spent))
     assert re.search(r"b +3 +6 +2 +0\.125 +9\.57e\+05 ", shown.stdout)
-    assert "loss 0.5 after the last evaluation" in shown.stdout
+    assert shown.stdout.startswith("Noise protects this run, and no norms")
+    assert "After the last evaluation: loss 0.5." in shown.stdout
     assert call("compare", tmp_path / "run").exit_code == 0
     drawn = call("report", tmp_path / "run", "--plot", tmp_path / "r.png")
     assert "no norms to draw: all clients train by DP-SGD" in drawn.stderr

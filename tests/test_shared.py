@@ -79,7 +79,7 @@ class Federation:
         self.config: dict[str, Any] = {**CONFIGS[name], **config}
         counterpart = SharedServer.__subclasses__
         (cls,) = [c for c in counterpart() if c.name == f"{name}-server"]
-        known = {k: v for k, v in self.config.items() if k in cls.clipper.shared_settings()}
+        known = {k: v for k, v in self.config.items() if k in cls.clipper._shared_settings()}
         self.name = name
         self.server = Optimizer(1.0, modules=[(cls.name, {**known, **(server or {})}), *also])
         self.clients: dict[str, Optimizer] = {}
@@ -154,7 +154,7 @@ class Federation:
 def rule_of(fed: Federation) -> Any:
     """Return the rule that clients judge by."""
     sharing: Any = fed.clipper("client_0")
-    return sharing.sharing.rule.rule
+    return sharing._sharing.rule.rule
 
 
 def draw(rng: np.random.Generator, size: int, scale: float = 1.0) -> list[float]:

@@ -16,6 +16,7 @@ from quickruns import write_config, write_sites
 from report_runs import call
 
 from fedclip.report import Reader, read_report
+from fedclip.report.results import result_of
 from fedclip.tools import simulate
 from fedclip.tools.output import ToolError
 from fedclip.tools.quickrun import Federation
@@ -335,3 +336,41 @@ def test_clients_keep_what_their_modules_learn_apart(write: Any) -> None:
     states = [simulation.crowd.optimizer(i).modules[0].get_state() for i in range(3)]
     assert [state["round"] for state in states] == [2, 2, 2]
     assert states[0]["groups"] != states[1]["groups"]
+
+
+def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any, capsys: Any) -> None:
+    """c has another unit: its loss rises while that of the others falls."""
+    changes = {"aggregator": '"averaging"', "client": '["no-op"]', "server": "[]", "rounds": 6}
+    file = write(training="n_epoch = 1", **changes)
+    for part in ("train", "valid"):
+        data = file.parent / "data" / "c" / f"{part}_data.npy"
+        np.save(data, np.load(data) * 100)
+    done = run(file, 0)
+    told = capsys.readouterr().err.splitlines()[-1]
+    report = read_report(done.results)
+    losses = {c.node: dict(c.points) for c in report.curves if c.metric == "loss"}
+    rounds = range(1, 7)
+    healthy = [np.mean([losses[site][r] for site in "ab"]) for r in rounds]
+    pooled = [losses["server"][r] for r in rounds]
+    assert done.best == 1 + int(np.argmin(healthy)) != 1 + int(np.argmin(pooled))
+    assert f"loss {healthy[-1]:.3g}" in told
+    assert "mean of a, b; outlier c: accuracy" in told
+    assert result_of(report, "").outliers == ["c"]
+    shown = call("report", done.results).stdout.splitlines()
+    assert "bound what a client can do" in shown[0]
+    assert f"loss {healthy[-1]:.3g}" in shown[1]
+
+
+@pytest.mark.slow
+def test_a_run_over_the_network_keeps_the_same_best_weights(write: Any) -> None:
+    changes = {"aggregator": '"averaging"', "client": '["no-op"]', "server": "[]", "rounds": 6}
+    file = write(training="n_epoch = 1", port=free_port(), **changes)
+    for part in ("train", "valid"):
+        data = file.parent / "data" / "c" / f"{part}_data.npy"
+        np.save(data, np.load(data) * 100)
+    here = Path(run(file, 5, quiet=True).results, "server", "model_state_best.mpk")
+    wanted = msgpack_load(str(here))
+    asyncio.run((federation := Federation(file)).run(seed=5))
+    found = msgpack_load(str(Path(federation.results, "server", here.name)))
+    for name, values in wanted.coefs.items():
+        np.testing.assert_allclose(found.coefs[name], values, rtol=1e-5)

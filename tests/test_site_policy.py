@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from report_runs import call
 
 from fedclip.errors import FedclipWarning
+from fedclip.federation.site import replies
 from fedclip.federation.site.gate import Gate, Refused
 from fedclip.federation.site.policy import Policy
 from fedclip.privacy.ledger import Ledger
@@ -60,6 +66,8 @@ NEEDS = "[update]\nmax_norm = 0.5\n"
             "max_epsilon needs noise",
         ),
         (f"{NEEDS}ledger = 'spent.json'", "ledger must be an absolute path"),
+        (f"{NEEDS}max_replies = 9", "give ledger an absolute path"),
+        (f"{NEEDS}max_replies_per_run = 0", "max_replies_per_run must be"),
         (
             f"{NEEDS}noise_multiplier = 2\nmax_epsilon = 4\ndelta = 1e-5\nledger = '/x/y'",
             "max_epsilon = 4 allows no update: one with noise_multiplier = 2 costs 4.377",
@@ -75,26 +83,53 @@ def test_what_is_no_policy_is_refused_in_words(text: str, said: str, tmp_path: P
         Policy.read(path)
 
 
+WAY = ("folder", "folder/inner", "folder/inner/site.toml", "links", "links/last", "link")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="modes say nothing there")
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_a_policy_that_others_may_change_is_none(mode: int, tmp_path: Path) -> None:
-    path = written(tmp_path, NEEDS)
-    assert Policy.read(path).max_norm == C
-    path.chmod(mode)
-    with pytest.raises(ValueError, match=f"others than its owner may change {path}; run: chmod"):
-        Policy.read(path)
-    path.chmod(0o600)
-    # Who may write to the folder can put another file in its place; behind a link, too.
-    link = tmp_path / "link" / "policy.toml"
-    link.parent.mkdir()
-    link.symlink_to(path)
+@pytest.mark.parametrize("wrong", [0o020, 0o002, -1])
+@pytest.mark.parametrize("name", [*WAY, "folder/inner/site.toml.lock"])
+def test_what_others_may_change_on_the_way_to_a_file_is_refused(
+    name: str, wrong: int, tmp_path: Path
+) -> None:
+    """The law: each file, folder and link that decides what is read belongs to the site alone."""
+    for folder in ("folder/inner", "links"):
+        (tmp_path / folder).mkdir(parents=True)
+    path = written(tmp_path / "folder" / "inner", NEEDS)
+    path.with_name("site.toml.lock").touch(0o600)
+    # A link to a link to the folder, so that neither name nor real path has all of the way.
+    (tmp_path / "link").symlink_to(tmp_path / "links" / "last")
+    (tmp_path / "links" / "last").symlink_to(tmp_path / "folder" / "inner")
+    named, one = tmp_path / "link" / "site.toml", tmp_path / name
+    assert Policy.read(named).max_norm == C
+    if wrong == -1 and os.geteuid():
+        pytest.skip("only root can give files away")
+    if wrong == -1:
+        os.chown(one, 65534, 65534, follow_symlinks=False)
+    elif not one.is_symlink():
+        one.chmod(one.stat().st_mode | wrong)
+    if not one.is_symlink() or wrong == -1:
+        with pytest.raises(ValueError, match=f"{named} is not this site's alone: .*{one.name}[;,]"):
+            Policy.read(named)
+    if one.is_dir() and wrong > 0 and not one.is_symlink():
+        # In one like /tmp, others can not replace what is not theirs.
+        one.chmod(0o1777)
+        assert Policy.read(named).max_norm == C
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes say nothing there")
+def test_a_ledger_or_a_count_that_others_may_change_stops_the_start(tmp_path: Path) -> None:
+    Gate(with_budget(tmp_path)).admit("run")
+    lock, count = tmp_path / "spent.json.lock", tmp_path / "spent.json.replies"
+    assert lock.stat().st_mode & 0o777 == 0o600
+    for one, mode in ((lock, 0o644), (count, 0o622), (tmp_path / "spent.json", 0o666)):
+        one.chmod(mode)
+        with pytest.raises(ValueError, match=f"others than its owner may .* {one};"):
+            Gate(with_budget(tmp_path))
+        one.chmod(0o600)
     tmp_path.chmod(0o707)
-    for name in (path, link):
-        with pytest.raises(ValueError, match=f"others than its owner may change {tmp_path};"):
-            Policy.read(name)
-    # In one like /tmp they can not.
-    tmp_path.chmod(0o1777)
-    assert Policy.read(path).max_norm == C
+    with pytest.raises(ValueError, match=f"others than its owner may change {tmp_path};"):
+        Gate(with_budget(tmp_path))
 
 
 def test_a_policy_can_not_be_changed() -> None:
@@ -142,11 +177,14 @@ MODEL = {"w": np.zeros((2, 2), "float32"), "b": np.zeros(2, "float32")}
         None,
     ],
 )
-def test_what_has_not_the_models_form_stays(update: Any) -> None:
-    with pytest.raises(Refused, match="with names, shapes and dtypes of the model") as caught:
-        Gate(Policy(max_norm=C)).update(update, like=MODEL)
-    assert "data" not in str(caught.value)
-    assert caught.value.__suppress_context__
+def test_what_has_not_the_models_form_stays(update: Any, tmp_path: Path) -> None:
+    gate = Gate(with_budget(tmp_path))
+    for let in (gate.update, gate.model):
+        with pytest.raises(Refused, match="no update of the model"):
+            let(update, MODEL)
+    # Form before charge: whatever is refused costs nothing.
+    assert gate._ledger is not None
+    assert gate._ledger.spent == 0.0
 
 
 def test_names_leave_in_the_models_order() -> None:
@@ -178,15 +216,15 @@ def test_noise_is_on_every_value_and_never_twice_the_same() -> None:
 
 
 # -- the budget --------------------------------------------------------------------------------
-SPENT = "one more update would make epsilon 11.48, above max_epsilon = 10; nothing is shared"
+SPENT = "one more update would make epsilon 11.48, above max_epsilon = 10"
 
 
 def test_each_call_is_charged_and_none_is_refunded(tmp_path: Path) -> None:
     gate = Gate(with_budget(tmp_path))
     gate.update(MODEL)
-    with pytest.raises(Refused, match="must be arrays"):
+    with pytest.raises(Refused, match="no update"):
         gate.update({"w": "no array"})
-    assert [gate.update(MODEL) is not None for _ in range(2)] == [True, True]
+    assert [gate.update(MODEL) is not None for _ in range(3)] == [True] * 3
     for again in (gate, Gate(with_budget(tmp_path))):
         with pytest.raises(Refused, match=SPENT):
             again.update(MODEL)
@@ -219,8 +257,80 @@ def test_threads_share_one_budget(tmp_path: Path) -> None:
 def test_what_can_not_be_charged_does_not_leave(tmp_path: Path) -> None:
     gate = Gate(with_budget(tmp_path))
     (tmp_path / "spent.json").write_text("of another program\n")
-    with pytest.raises(Refused, match="ledger can not be used; nothing is shared"):
+    with pytest.raises(Refused, match="ledger can not be used"):
         gate.update(MODEL)
+
+
+MIXED = {"w": np.zeros(2, "float16"), "steps": np.array(7), "mask": np.array([True, False])}
+
+
+def test_whole_numbers_are_the_models(tmp_path: Path) -> None:
+    gate = Gate(with_budget(tmp_path))
+    trained = {"mask": ~MIXED["mask"], "steps": np.array(9), "w": np.full(2, 30.0, "float16")}
+    for sent, steps in ((gate.model(trained, MIXED), 7), (gate.update(trained, MIXED), 0)):
+        assert [*sent] == [*MIXED]
+        assert (sent["steps"], sent["steps"].dtype) == (steps, MIXED["steps"].dtype)
+        assert sent["mask"].tolist() == [bool(steps), False]
+
+
+STATISTICS = [
+    {"bn.running_var": np.ones(3)},
+    {"bn/moving_mean:0": np.ones(3)},
+    {str(i): np.full(3, v) for i, v in enumerate([1.0, 0.0, 0.0, 1.0])},
+]
+
+
+@pytest.mark.parametrize("more", STATISTICS)
+def test_statistics_get_no_noise(more: Any, tmp_path: Path) -> None:
+    model = {**MODEL, **more}
+    assert Gate(Policy(max_norm=C)).update(model, model).keys() == model.keys()
+    gate = Gate(with_budget(tmp_path))
+    for let in (gate.update, gate.model):
+        with pytest.raises(Refused, match="running statistics"):
+            let(model, model)
+    assert gate._ledger is not None
+    assert gate._ledger.spent == 0.0
+
+
+# -- replies -----------------------------------------------------------------------------------
+def refused(gate: Gate, run: str) -> bool:
+    try:
+        gate.admit(run)
+    except Refused:
+        return True
+    return False
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_replies_are_at_most_as_many_as_the_policy_says(data: st.DataObject) -> None:
+    """The law: over any order of runs, processes, cut and restored files, no limit is passed."""
+    per_run, most = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8))
+    with TemporaryDirectory() as folder:
+        limits = {"max_replies_per_run": per_run, "max_replies": most}
+        policy = Policy(max_norm=C, ledger=str(Path(folder, "spent")), **limits)
+        file, let = Path(folder, "spent.replies"), Counter[str]()
+        gate = Gate(policy)
+        for step in data.draw(st.lists(st.sampled_from(["a", "b", "c", "new", "gone", "cut"]))):
+            if step == "new":
+                replies._OF_THIS_PROCESS.clear()
+            elif step == "gone":
+                # While a process runs, it knows; one line more is counted then, or as many.
+                file.unlink(missing_ok=True)
+                refused(gate, "d")
+            elif step == "cut" and file.exists():
+                file.write_bytes(file.read_bytes()[:-5])
+            if step in ("new", "gone", "cut"):
+                gate = Gate(policy)
+            elif not refused(gate, step):
+                let[step] += 1
+        assert max(let.values(), default=0) <= per_run
+        assert let.total() <= most
+
+
+def test_without_a_file_a_process_counts_its_own_runs() -> None:
+    gate = Gate(Policy(max_norm=C, max_replies_per_run=2))
+    assert [refused(gate, run) for run in "aaabb"] == [False, False, True, False, False]
 
 
 # -- numbers and votes -------------------------------------------------------------------------
@@ -330,7 +440,7 @@ def test_problems_of_a_policy_are_said(tmp_path: Path) -> None:
     if sys.platform != "win32":
         found = check(path)
         assert found.exit_code == 1
-        assert "what was spent could be anybody's word" in found.stderr
+        assert "others than its owner may change" in found.stderr
     assert "nowhere.toml can not be read: No such file" in check(tmp_path / "nowhere.toml").stderr
 
 

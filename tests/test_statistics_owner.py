@@ -130,10 +130,10 @@ class Jax(Loop):
             self.check(self.now, np.asarray(self.state.limit).tolist())
 
     def load(self) -> None:
-        from fedclip.adapters.jax import load_state
+        from fedclip.adapters.jax import set_state
 
         if self.now is not None:
-            load_state(self.clipper, self.state, self.models[self.now])
+            set_state(self.clipper, self.state, self.models[self.now])
 
 
 @pytest.mark.filterwarnings("ignore::fedclip.FedclipWarning")
@@ -176,21 +176,21 @@ def test_a_state_of_another_configuration_optimizer_or_model() -> None:
     saved = train(model, optimizer)
     _, other, again = build()
     other.load_state_dict(saved)
-    assert again.state()["groups"] == handle.state()["groups"]
+    assert again.get_state()["groups"] == handle.get_state()["groups"]
     state = saved["fedclip:zscore-clip"]
     for third in (build(clipper=ZScoreClip(warmup=4)), build("SGD")):
         with pytest.warns(FedclipWarning, match="it starts anew"):
-            third[2].load_state(state)
-        assert not third[2].state()["groups"]
+            third[2].set_state(state)
+        assert not third[2].get_state()["groups"]
     wider = build(width=4)
     with pytest.raises(ValueError, match="other names or shapes of parameters"):
-        wider[2].load_state(state)
+        wider[2].set_state(state)
     # Older, or from a federation.
     del state["owner"]
     other.load_state_dict(saved)
-    assert again.state()["groups"] == handle.state()["groups"]
+    assert again.get_state()["groups"] == handle.get_state()["groups"]
     with pytest.raises(ValueError, match="'owner' must be a dict of strings"):
-        again.load_state({**state, "owner": {"model": 1}})
+        again.set_state({**state, "owner": {"model": 1}})
 
 
 def test_two_of_one_kind_get_their_own_in_any_order() -> None:
@@ -202,8 +202,8 @@ def test_two_of_one_kind_get_their_own_in_any_order() -> None:
     other, again, two = build("SGD", ZScoreClip(warmup=1))
     one = attach(again, ZScoreClip(warmup=3), other)
     again.load_state_dict(saved)
-    assert [h.state()["groups"] for h in (one, two)] == [
-        h.state()["groups"] for h in (first, second)
+    assert [h.get_state()["groups"] for h in (one, two)] == [
+        h.get_state()["groups"] for h in (first, second)
     ]
 
 
@@ -234,7 +234,7 @@ def test_steps_that_are_none_teach_nothing() -> None:
             handle = make(optimizer, EmaClip(), model)
         state_dict.get_optimizer_state_dict(model, optimizer)
         assert handle.last is None
-        assert not handle.state()["rounds"]
+        assert not handle.get_state()["rounds"]
     # A rate of zero alone, as at the begin of a warm-up, is a step.
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -282,7 +282,7 @@ def test_a_wrapper_of_optax_keeps_its_state() -> None:
     jax = require("jax")
     import optax
 
-    from fedclip.adapters.jax import as_optax, stats
+    from fedclip.adapters.jax import as_optax, metrics
 
     clipper, params = ZScoreClip(warmup=2, on_spike="skip"), {"w": jax.numpy.ones(3)}
     transform = as_optax(clipper, inner=optax.adamw(0.1))
@@ -295,6 +295,6 @@ def test_a_wrapper_of_optax_keeps_its_state() -> None:
         assert not updates["w"].any()
         assert repr(after[1]) == repr(state[1])
         state = after
-    assert stats(clipper, state, params)["round/nonfinite"] == 1
+    assert metrics(clipper, state, params)["round/nonfinite"] == 1
     with pytest.raises(NotImplementedError, match="use scope='global'"):
         as_optax(ZScoreClip(on_spike="skip", scope="tensor"), inner=optax.sgd(0.1))

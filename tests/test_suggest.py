@@ -13,6 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from declearn.optimizer import Optimizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from report_runs import Node, call
 
 from fedclip.report import read_report, seeing
@@ -143,6 +146,101 @@ def test_what_comes_first_and_why(
         assert 0.5 < first.plugins["server_opt"][1]["start_norm"] < 2.0
 
 
+def saturated(round_: int, step: int) -> float:
+    """Return the scale of a step where a model saturates: one of eight has a gradient at all."""
+    return 25.0 if step == round_ % 8 else 1e-3
+
+
+def spoilt(round_: int, place: int) -> float:
+    """Return the scale of steps where a spike at the third client spoils the model for all."""
+    return 3e3 if (round_, place) == (5, 2) else 500.0 if round_ > 5 else 1.0
+
+
+def a_run_of(folder: Path, scale: Callable[[int, int, int], float], clients: int = 5) -> Advice:
+    """Return the advice after ten rounds, given the scale of each step by round, client, step."""
+    rng, nodes = np.random.default_rng(1), [Node(folder / name, ["no-op"]) for name in CLIENTS]
+    for round_ in range(1, 11):
+        for place, node in enumerate(nodes[:clients]):
+            scales = [scale(round_, place, step) for step in range(8)]
+            node.round(np.array(scales) * rng.lognormal(0, 0.3, 8), save=round_ == 10)
+    return advice_of(folder)
+
+
+def test_an_outlier_whose_gradients_saturate_is_found_by_its_largest_norms(tmp_path: Path) -> None:
+    advice = a_run_of(tmp_path, lambda r, place, s: saturated(r, s) if place > 2 else 1.0)
+    assert advice.odd == ["site-d", "site-e"] or advice.odd == ["site-e", "site-d"]
+    assert not any("smaller" in text for text in advice.findings)
+    first = advice.proposals[0]
+    assert (advice.start, first.limit and first.limit > 1.0) == ("step.fixed", True)
+    others = [first.shares[name] for name in CLIENTS[:3]]
+    assert max(others) <= min(first.shares["site-d"], first.shares["site-e"])
+
+
+def test_a_limit_against_a_spike_is_that_of_the_rounds_before_it(tmp_path: Path) -> None:
+    advice = a_run_of(tmp_path, lambda r, place, s: spoilt(r, place))
+    first = advice.proposals[0]
+    assert (advice.start, 1.0 < (first.limit or 0.0) < 5.0) == ("step.fixed", True)
+    assert "site-c" in advice.answer
+    assert max(share for name, share in first.shares.items() if name != "site-c") < 0.1
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    scales=st.lists(st.floats(0.1, 10), min_size=3, max_size=5),
+    high=st.floats(5, 1e4),
+    rare=st.integers(1, 8),
+)
+def test_what_is_proposed_clips_no_healthy_client_more_than_an_outlier(
+    scales: list[float], high: float, rare: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def scale(round_: int, place: int, step: int) -> float:
+        last = place == len(scales) - 1
+        return scales[place] * (high if last and step % rare == 0 else 1.0)
+
+    advice = a_run_of(tmp_path_factory.mktemp("run"), scale, len(scales))
+    first = advice.proposals[0]
+    if advice.start and advice.odd and first.shares:
+        others = [share for name, share in first.shares.items() if name not in advice.odd]
+        assert max(others) <= min(first.shares[name] for name in advice.odd)
+
+
+@pytest.mark.parametrize(
+    ("own", "matrix", "said"),
+    [
+        ({"loss": 0.4, "accuracy": 0.9}, [[5, 5], [5, 5]], "Clipping will not help here"),
+        ({"loss": 8.47, "accuracy": 0.9}, [[5, 5], [5, 5]], "Only `fedclip tune` can tell"),
+        ({"loss": 0.4, "accuracy": 0.0}, [[0, 5], [5, 0]], "site-c far worse than the others"),
+        ({"loss": 0.4, "accuracy": 0.9}, [[9, 1], [0, 0]], "One class only at site-c"),
+    ],
+)
+def test_the_metric_of_each_site_is_looked_at(
+    tmp_path: Path, own: dict[str, float], matrix: list[list[int]], said: str
+) -> None:
+    a_run(tmp_path, odd(1.0), odd(1.0))
+    server = Node(tmp_path / "server", []).checkpointer
+    for name in CLIENTS:
+        found = own if name == "site-c" else {"loss": 0.4, "accuracy": 0.9}
+        cells = np.array(matrix if name == "site-c" else [[9, 1], [1, 9]])
+        server.save_metrics({**found, "confusion": cells}, f"metrics_{name}", timestamp="1")
+    server.save_metrics({"loss": 0.5}, timestamp="1")
+    server.save_optimizer(Optimizer(lrate=1.0), timestamp="1")
+    advice = advice_of(tmp_path)
+    assert said in " ".join([advice.answer, *advice.findings])
+    assert advice.start == ""
+
+
+def test_updates_of_one_class_are_no_reason_to_clip(tmp_path: Path) -> None:
+    a_run(tmp_path, odd(1.0), odd(3.0))
+    server = Node(tmp_path / "server", []).checkpointer
+    server.save_optimizer(Optimizer(lrate=1.0), timestamp="1")
+    for name in CLIENTS:
+        cells = np.array([[9, 1], [0, 0]] if name == "site-e" else [[9, 1], [1, 9]])
+        metrics = {"loss": 0.5, "accuracy": 0.9, "confusion": cells}
+        server.save_metrics(metrics, f"metrics_{name}", timestamp="1")
+    advice = advice_of(tmp_path)
+    assert (advice.start, "all of one class" in advice.answer) == ("", True)
+
+
 @pytest.mark.parametrize(
     ("module", "norms", "words"),
     [
@@ -157,6 +255,16 @@ def test_too_little_is_said(tmp_path: Path, module: str, norms: list[float], wor
     result = call("suggest", tmp_path)
     assert result.exit_code == 0
     assert words in " ".join(result.stdout.split())
+
+
+def test_with_noise_nobody_is_asked_to_measure(tmp_path: Path) -> None:
+    Node(tmp_path / "a", [["value-clip", {"max_value": 1.0}]]).round([1.0] * 40)
+    noise = {"noise_multiplier": 2.0, "expected_clients": 3, "delta": 1e-3}
+    server = Node(tmp_path / "server", [["update-clip-server", noise]])
+    server.checkpointer.save_optimizer(server.optimizer, timestamp="01")
+    shown = call("suggest", tmp_path).stdout
+    assert "plan the limit with" in " ".join(shown.split())
+    assert "no-op" not in shown
 
 
 @pytest.mark.parametrize(("use", "shown"), [("", 3), ("step.learnt", 1)])
@@ -236,7 +344,7 @@ def test_a_client_with_many_steps_is_not_odd_and_keeps_its_weight(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "name", "words"),
     [
-        ("x = [", "step.fixed", "can not be changed"),
+        ("x = [", "step.fixed", "cannot be changed"),
         ('client_opt = "other.toml"\n', "step.fixed", "in another file"),
         ("client_opt = 0.1\n", "step.fixd", "'step.fixd'; did you mean 'step.fixed'?"),
         ('client_opt = {lrate = 0.1, modules = "no-op"}\n', "step.fixed", "must be a list"),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextvars import copy_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from declearn.client_sampler import instantiate_client_sampler
+from federation_helpers import Clients, Server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,13 +22,18 @@ import fedclip
 from benchmarks import turns_audit as attack
 from fedclip.federation.quorum import MEMBERS, Members
 from fedclip.federation.serving import turns
+from fedclip.federation.update import budget
 from fedclip.federation.update.adaptive import AdaptiveBound
+from fedclip.federation.update.coupling import SERVER
 from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply
 from fedclip.federation.update.turns import Due, Schedule
+from fedclip.privacy import ledger
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.banded import Stream, coefficients, error, grown
+from fedclip.privacy.ledger import read_entries
 
+CLIPPED = {"name": "clipped-averaging"}
 BANDED: dict[str, Any] = {
     "noise_multiplier": 2.0,
     "expected_clients": 2,
@@ -161,7 +170,9 @@ def test_a_client_is_charged_for_its_turns(noise: str) -> None:
     assert "turns of each client" in bound.open(Due(3, 12)).stop
 
 
-def test_a_restart_begins_a_schedule_and_pays_for_rounds_that_may_be_lost() -> None:
+def test_a_restart_begins_a_schedule_and_an_old_state_pays_for_what_may_be_lost(
+    tmp_path: Path,
+) -> None:
     bound = seeded()
     list(played(bound, 4))
     again = seeded()
@@ -170,8 +181,17 @@ def test_a_restart_begins_a_schedule_and_pays_for_rounds_that_may_be_lost() -> N
         assert again.epsilon == bound.epsilon
     assert again.rounds_left(99) == 99
     list(played(again, 1))
-    assert again.epsilon == pytest.approx(epsilon([Release(2.0, 2 + 1 + 1)], 1e-5))
+    assert again.epsilon == pytest.approx(epsilon([Release(2.0, 2 + 1)], 1e-5))
     assert "noise" not in str(bound.get_state())
+    # A state of before there were ledgers: the turn that may have followed it is paid for, once.
+    old = bound.get_state()
+    del old["ledger"]
+    older = seeded(ledger=str(tmp_path / "spent"))
+    for _ in range(2):
+        older.set_state(old)
+        list(played(older, 1))
+    # The ledger of `bound` has the turns of `again`, too.
+    assert older.epsilon == pytest.approx(epsilon([Release(2.0, 3 + 1 + 2)], 1e-5))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +210,76 @@ def test_a_restart_begins_a_schedule_and_pays_for_rounds_that_may_be_lost() -> N
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         AdaptiveBound(**{**BANDED, **changes})
+
+
+LIFE = st.sampled_from(["round", "round", "ask", "save", "restart", "forget", "again", "newcomer"])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(["turns", "banded", "independent"]), st.lists(LIFE, max_size=25))
+def test_whatever_happens_to_a_server_what_was_asked_for_is_charged(
+    kind: str, life: list[str]
+) -> None:
+    """A restart goes on from a state or from none; or the same objects serve another run."""
+    config = {**BANDED, "separation": 2, "rounds": 9}
+    if kind != "banded":
+        del config["noise"], config["rounds"]
+    config["separation"] = 1 if kind == "independent" else 2
+    with tempfile.TemporaryDirectory() as folder:
+        copy_context().run(lived, {**config, "ledger": f"{folder}/spent"}, life)
+
+
+def lived(config: dict[str, Any], life: list[str]) -> None:
+    names, asked, saved = "abcde", Counter[str](), None
+    server, draws = Server([("update-clip-server", config)], CLIPPED), sampler(names, 2)
+    clients = Clients(6, ["update-clip-client"], CLIPPED)
+    for event in life:
+        if event in ("round", "ask"):
+            due = sorted(draws.run())
+            aux = server.start()
+            assert not aux["update-clip"].stop
+            entry = [*read_entries(Path(config["ledger"])).values()][-1]
+            sent = aux["update-clip"]
+            assert (entry.schedule, entry.round) == (sent.schedule, sent.round)
+            asked.update(due if config["separation"] > 1 else names)
+            if event == "round":
+                server.finish([clients.round(i, aux, np.ones(2)) for i, _ in enumerate(due)])
+        elif event == "save":
+            saved = server.optim.get_state()
+        else:
+            names += "f" if event == "newcomer" and len(names) < 6 else ""
+            draws = sampler(names, 2)
+            if event in ("restart", "forget"):
+                SERVER.set(None)
+                server = Server([("update-clip-server", config)], CLIPPED)
+                if event == "restart" and saved:
+                    server.optim.set_state(saved)
+        charged = server.module.budget.accountant
+        assert sum(r.steps for r in charged.spent) >= max(asked.values(), default=0)
+
+
+@pytest.mark.parametrize("how", ["gone", "another", "put back", "damaged"])
+def test_a_restart_without_its_ledger_is_refused(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "spent"
+    bound = seeded(noise="independent", rounds=None, ledger=str(path))
+    list(played(bound, 1))
+    before = path.read_bytes()
+    list(played(bound, 4))
+    state = bound.get_state()
+    again = seeded(noise="independent", rounds=None, ledger=str(path))
+    if how == "gone":
+        again = seeded(noise="independent", rounds=None)
+        budget._OF_THIS_PROCESS.clear()
+    if how == "another":
+        again = seeded(noise="independent", rounds=None, ledger=str(tmp_path / "other"))
+    if how in ("put back", "damaged"):
+        ledger._OF_THIS_PROCESS.clear()
+        path.write_bytes(before if how == "put back" else b"{" + before)
+    again.set_state(state)
+    stop = again.open(Due(3, 12)).stop
+    assert ("is damaged" if how == "damaged" else "what that server spent") in stop
+    # What is refused is not charged.
+    assert how != "put back" or path.read_bytes() == before
 
 
 # -- in declearn --------------------------------------------------------------------------------

@@ -52,10 +52,10 @@ def test_the_first_ten_minutes_in_a_fresh_environment(built: Path, tmp_path: Pat
         lines.append(line)
     python = tmp_path / "bin"
     shown = type_in(lines, folder, PATH=on_path(python), PIP_CONSTRAINT=constraints, PYTHONPATH="")
-    results = folder / "examples" / "hospitals" / "study"
+    results = folder / "examples" / "hospital" / "study"
     assert "data-norms" in (results / "report.html").read_text("utf-8")
     assert (folder / "fedclip-demo" / "demo.png").exists()
-    assert "site-c: 'mean area', 'area error', 'worst area' about 100 times" in shown
+    assert "valley: the norms of its steps are" in shown
     assert '"no-op"' not in (results / "config.toml").read_text("utf-8").partition("server_opt")[0]
     assert "before" in shown
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,10 @@ import pytest
 from federation_runs import ADAPTIVE, N, complete, running
 from test_network import until
 
+from fedclip.errors import StateError
 from fedclip.federation.restart import load_round
 from fedclip.federation.update.secagg import plan
+from fedclip.privacy.ledger import read_entries, total
 
 pytestmark = pytest.mark.slow
 
@@ -127,15 +133,20 @@ def test_all_killed_and_restarted_go_on_as_if_uninterrupted(tmp_path: Path) -> N
     optim: dict[str, Any] = {**NOISED, "client_opt": {"lrate": 0.5}}
     optim["client_opt"]["modules"] = [*shared, *OWN, "update-clip-client"]
     name, config = NOISED["server_opt"]["modules"][0]
-    noised = [name, {**config, "unnoised": [f"{name}-server" for name, _ in SHARED]}]
+    config = {**config, "unnoised": [f"{name}-server" for name, _ in SHARED]}
+    noised = [name, {**config, "ledger": str(tmp_path / "ledger")}]
     optim["server_opt"] = {"lrate": 1.0, "modules": [noised, *counterparts]}
     settings: dict[str, Any] = {"optim": optim, "run": {**EVERY, "rounds": 5}}
     killed(tmp_path / "first", 3, **settings)
+    noised[1] = {**config, "ledger": str(tmp_path / "other")}
     whole = complete(tmp_path / "whole", **settings)
+    noised[1] = {**config, "ledger": str(tmp_path / "ledger")}
     saved = str(tmp_path / "first" / "saved")
     settings["run"]["rounds"] = 2
     again = complete(tmp_path / "again", **settings, restart=saved, client_restart=saved)
-    assert_same(again.result()["modules"], whole.result()["modules"])
+    of_again, of_whole = (dict(run.result()["modules"]) for run in (again, whole))
+    of_again[name]["ledger"] = of_whole[name]["ledger"]
+    assert_same(of_again, of_whole)
     assert again.state()["spent"] == [[2.0, 5]]
     for name, weights in whole.result()["weights"].items():
         np.testing.assert_allclose(again.result()["weights"][name], weights, rtol=1e-9)
@@ -146,3 +157,50 @@ def test_all_killed_and_restarted_go_on_as_if_uninterrupted(tmp_path: Path) -> N
         for name, state in wanted.items():
             assert_same(after[name], state)
         assert "ema-clip" in wanted
+
+
+TURNS = {"separation": 2, "expected_clients": 2}
+NOISES: dict[str, dict[str, Any]] = {
+    "independent": {"expected_clients": N},
+    "turns": TURNS,
+    "banded": {**TURNS, "noise": "banded", "rounds": 6},
+    "one by one": {**TURNS, "separation": 3, "expected_clients": 1},
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", NOISES)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_clients_were_asked_for_is_charged_wherever_the_server_dies(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
+    """Killed at up to four random points, it goes on from the checkpoint that it finds."""
+    config = {**NOISES[kind], "noise_multiplier": 2.0, "ledger": str(tmp_path / "ledger")}
+    saved, asked = tmp_path / "saved", tmp_path / "asked"
+    per_round = config["expected_clients"]
+    turns = {"strategy": "round-robin", "per_round": per_round}
+    settings: dict[str, Any] = {
+        "optim": server_with(**config),
+        "sampler": {"strategy": "named-clients", "sampler": turns if per_round < N else None},
+        "checkpoint": str(saved),
+        "asked": str(asked),
+        "run": {**EVERY, "rounds": 3},
+    }
+    rng = random.Random(f"{kind} {seed}")
+    for life in range(5):
+        where: dict[str, Any] = {"killed": rng.randint(1, 50)} if life < 4 else {}
+        with contextlib.suppress(StateError):
+            load_round(saved)
+            where["restart"] = str(saved)
+        with running(tmp_path / f"life_{life}", **settings, **where) as run:
+            code = run.ended("server")
+        assert code == (-signal.SIGKILL if "killed" in where else 0), run.said("server")[-3000:]
+        ledger = Path(config["ledger"])
+        charged = [*read_entries(ledger).values()] if ledger.exists() else []
+        rounds = [(entry.schedule, entry.round) for entry in charged]
+        lines = [line.split() for line in asked.read_text().splitlines()] if asked.exists() else []
+        # Each message repeats an entry, and nobody has had more turns than were charged.
+        assert {(schedule, int(round_)) for _, schedule, round_ in lines} <= set(rounds)
+        of_clients = Counter(name for name, *_ in lines)
+        assert sum(r.steps for e in charged for r in e.spent) >= max(of_clients.values(), default=0)
+    assert run.state()["spent"] == total(charged).get_state()

@@ -13,6 +13,7 @@ import pytest
 from declearn.model.sklearn import NumpyVector
 from federation_helpers import Clients, Server
 from federation_helpers import sent as arrived
+from helpers import require
 
 from fedclip.errors import FedclipWarning
 from fedclip.federation.senders import note_senders
@@ -20,7 +21,8 @@ from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.exchange import SentBound
+from fedclip.federation.update.exchange import Reply, SentBound
+from fedclip.federation.update.running import statistics_of
 from fedclip.federation.update.shares import Shares
 
 NOISE = {"noise_multiplier": 1.0, "generator": "insecure", "seed": 7}
@@ -122,7 +124,8 @@ def test_the_core_and_the_plugins_give_the_same(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FedclipWarning)
         ours, theirs = by_the_core(bound, client, more), by_the_plugins(bound, client, more)
-    assert ours[-1] == theirs[-1]
+    # Each has a ledger of its own.
+    assert {**ours[-1], "ledger": ""} == {**theirs[-1], "ledger": ""}
     for (bound_, average), (expected, same) in zip(ours[:-1], theirs[:-1], strict=True):
         assert bound_ == expected
         for name in same:
@@ -181,8 +184,98 @@ def test_a_server_opens_before_it_closes_and_stops_when_the_budget_is_spent() ->
     server, model = UpdateServer(AdaptiveBound(1.0, **noise)), {"w": np.zeros(1)}
     with pytest.raises(RuntimeError, match="no round is open"):
         server.close([], model)
-    assert not server.open().stop
-    server.close([], model)
+    sent = server.open()
+    assert not sent.stop
+    server.close([UpdateClient().clip(model, sent)], model)
     assert "the privacy budget is spent" in server.open().stop
     with pytest.raises(RuntimeError, match="the privacy budget is spent"):
         server.close([], model)
+
+
+# -- noise is for weights ----------------------------------------------------------------------
+ONES, ZEROS, KERNEL = np.ones(4), np.zeros(4), np.ones((4, 4))
+COUNT = np.array(3)
+
+
+def nameless(*arrays: Any) -> dict[str, Any]:
+    return {str(i): array for i, array in enumerate(arrays)}
+
+
+HELD = {
+    "torch, cast": {"bn.weight": ONES, "bn.running_mean": ZEROS, "bn.num_batches_tracked": ONES[0]},
+    "keras": {"bn/gamma:0": ONES, "bn/moving_mean:0": ZEROS, "bn/moving_variance:0": ONES},
+    "nvflare's keras": {f"bn=={i}": x for i, x in enumerate([ONES, ZEROS, ZEROS, ONES])},
+    "haiku": {"bn/~/var_ema/average": ONES, "bn/~/var_ema/hidden": ONES, "bn/scale": ONES},
+    "flax": {"batch_stats/BatchNorm_0/var": ONES, "params/Dense_0/kernel": KERNEL},
+    "a pair": {"bn.mean": ZEROS, "bn.var": ONES, "bn.scale": ONES},
+    "a counter": {"norm.count": COUNT, "norm.mu": ZEROS, "norm.sigma": ONES},
+    "a list": nameless(KERNEL, ONES, ZEROS, ZEROS, ONES, KERNEL),
+    "a list without scale": nameless(KERNEL, ZEROS, ZEROS, ONES),
+    "a list with counters": nameless(KERNEL, ZEROS, ONES, COUNT),
+}
+FREE = {
+    "biases and scales": {
+        "fc.weight": KERNEL,
+        "fc.bias": ZEROS,
+        "ln.gamma": ONES,
+        "ln.beta": ZEROS,
+    },
+    "heads": {
+        "mean.weight": KERNEL,
+        "var/kernel": KERNEL,
+        "mean": ONES,
+        "average_pool.weight": ONES,
+    },
+    "layer norms": nameless(KERNEL, ZEROS, ONES, ZEROS, ONES, ZEROS, KERNEL),
+    "layer scale": nameless(KERNEL, ZEROS, ONES / 9, ONES, ZEROS, KERNEL),
+    "scikit-learn": {"coef": KERNEL, "intercept": ZEROS},
+}
+SAME = {"expected_clients": 2, "start_norm": 1.0}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_noise_on_running_statistics_is_refused_by_name_at_each_end(name: str) -> None:
+    """The law: server and client, in any loop, before anything with noise comes about."""
+    model = {key: np.asarray(array) for key, array in HELD[name].items()}
+    server = UpdateServer(AdaptiveBound(noise_multiplier=1.0, **SAME))
+    sent = server.open()
+    for refuse in (
+        lambda: server.check_model(model),
+        lambda: server.close([], model),
+        lambda: UpdateClient().clip(model, sent),
+    ):
+        with pytest.raises(ValueError, match=r"statistics \('.*Keep them at the clients.*use a"):
+            refuse()
+    assert server.bound.round == 0
+
+
+@pytest.mark.parametrize("name", [*HELD, *FREE])
+def test_what_is_free_may_have_noise_and_all_may_be_clipped_without(name: str) -> None:
+    noise = 1.0 if name in FREE else 0.0
+    server = UpdateServer(AdaptiveBound(noise_multiplier=noise, **SAME if noise else {}))
+    server.check_model((HELD | FREE)[name])
+
+
+@pytest.mark.parametrize("kind", ["BatchNorm1d", "InstanceNorm1d", "LayerNorm"])
+def test_layers_of_torch_are_told_by_what_they_hold(kind: str) -> None:
+    torch: Any = require("torch")
+    layer = getattr(torch.nn, kind)(4)
+    if kind == "InstanceNorm1d":
+        layer = torch.nn.InstanceNorm1d(4, track_running_stats=True)
+    held = layer.state_dict()
+    for model in (held, nameless(*held.values())):
+        assert bool(statistics_of(model)) == (kind != "LayerNorm")
+
+
+def test_noise_ends_if_no_reply_of_the_first_round_can_be_used() -> None:
+    server, model = UpdateServer(AdaptiveBound(noise_multiplier=1.0, **SAME)), {"w": ZEROS}
+    far = Reply({"w": 9 * ONES})
+    server.open()
+    with pytest.raises(RuntimeError, match="no reply of the first round can be used"):
+        server.close([far, far], model)
+    assert server.bound.round == 0
+    server = UpdateServer(AdaptiveBound(noise_multiplier=1.0, **SAME))
+    for replies in ([far, UpdateClient().clip({"w": ONES}, server.open())], [far, far], []):
+        # Later, whether a client replies is not to be seen.
+        server.open()
+        assert np.any(server.close(replies, model).average["w"])

@@ -120,11 +120,11 @@ def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess
         ("optax", LOOP.format("jax"), [], "jax optax"),
         ("opacus", CLIENT, [], "opacus dp-accounting"),
         ("declearn", COMMAND, ["check"], "'declearn>=2.9.1,<3'"),
-        ("dp_accounting,opacus", COMMAND, CALIBRATE, "dp-accounting"),
+        ("dp_accounting", COMMAND, CALIBRATE, "dp-accounting"),
         ("matplotlib", COMMAND, ["report", "run", "--plot", "p.png"], "matplotlib"),
         ("jinja2", COMMAND, ["report", "run", "--html", "p.html"], "jinja2 vl-convert-python"),
         # Before it runs anything: the file is not there, and it does not come to that.
-        ("jinja2", COMMAND, ["sweep", "x.toml", "--html", "p.html"], "jinja2 vl-convert-python"),
+        ("jinja2", COMMAND, ["tune", "x.toml", "--html", "p.html"], "jinja2 vl-convert-python"),
     ],
 )
 def test_what_is_missing_is_named_in_one_sentence(
@@ -238,7 +238,7 @@ def test_without_declearn(built: Path, tmp_path: Path) -> None:
         PIP_CONSTRAINT=str(ROOT / "constraints.txt"),
         PYTHONPATH="",
     )
-    assert "pld          epsilon" in shown
+    assert "closed form  epsilon" in shown
     assert "fedclip: this needs declearn" in shown
 
 

@@ -15,7 +15,7 @@ import task
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedclip.adapters.jax import as_optax, stats
+from fedclip.adapters.jax import as_optax, metrics
 
 
 def train():
@@ -50,11 +50,11 @@ def _train(mesh):
     for images, labels in task.batches():
         batch = placed(images, "devices"), placed(labels, "devices")
         params, state = step(params, state, *batch)
-        limits.append(stats(clipper, state, params).get("limit", float("inf")))
+        limits.append(metrics(clipper, state, params).get("limit", float("inf")))
     images, labels = task.data()
     weight, bias = (jax.device_get(params[name]) for name in ("weight", "bias"))
     accuracy = ((images @ weight + bias).argmax(1) == labels).mean()
-    task.report("jax mesh", accuracy, limits, stats(clipper, state, params)["round/clipped"])
+    task.report("jax mesh", accuracy, limits, metrics(clipper, state, params)["round/clipped"])
     return limits
 
 

@@ -39,7 +39,7 @@ def train():
         callbacks=[noted],
     )
     accuracy = (model.predict(images, verbose=0).argmax(1) == labels).mean()
-    task.report("keras", accuracy, noted.limits, optimizer.stats()["round/clipped"])
+    task.report("keras", accuracy, noted.limits, optimizer.metrics()["round/clipped"])
     return noted.limits
 
 

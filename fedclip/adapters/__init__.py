@@ -7,9 +7,13 @@ Each file imports its framework; of the rest of fedclip, only commands import su
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fedclip.errors import part_of
+from fedclip.errors import ADAPTERS, part_of
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> ModuleType:
         return part_of(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*ADAPTERS, "flower", "nvflare"])

@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from fedclip.arrays import Array, Backend
 from fedclip.errors import nearest
@@ -17,6 +17,7 @@ from fedclip.modules.base import Clipper
 from fedclip.modules.norm_clip import NormClip
 from fedclip.records import StepRecord
 
+T = TypeVar("T")
 Theirs: TypeAlias = Any
 """An object of the trainer that calls, as it has it."""
 
@@ -104,7 +105,29 @@ class Holder(NamedTuple):
     where: str
 
 
-_holders: weakref.WeakKeyDictionary[Clipper | AGC, Holder] = weakref.WeakKeyDictionary()
+class ByClipper(Generic[T]):
+    """Values of clippers by identity, as equal clippers may have learnt different things."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, T] = {}
+
+    def get(self, clipper: Clipper | AGC) -> T | None:
+        """Return the value of a clipper, if it has one."""
+        return self._values.get(id(clipper))
+
+    def set(self, clipper: Clipper | AGC, value: T) -> T:
+        """Return the value, which is kept until the clipper is gone."""
+        if id(clipper) not in self._values:
+            weakref.finalize(clipper, self._values.pop, id(clipper), None).atexit = False
+        self._values[id(clipper)] = value
+        return value
+
+    def remove(self, clipper: Clipper | AGC) -> None:
+        """Forget the value of a clipper."""
+        self._values.pop(id(clipper), None)
+
+
+_holders: ByClipper[Holder] = ByClipper()
 
 
 def holder_of(clipper: Clipper | AGC) -> Holder | None:
@@ -125,14 +148,14 @@ def hold(clipper: Clipper | AGC, holder: object, where: str) -> None:
         If something does already.
     """
     check_free(clipper)
-    _holders[clipper] = Holder(weakref.ref(holder), where)
+    _holders.set(clipper, Holder(weakref.ref(holder), where))
 
 
 def release(clipper: Clipper | AGC, holder: object) -> None:
     """Note that something acts with a clipper no longer."""
     found = _holders.get(clipper)
     if found is not None and found.ref() is holder:
-        del _holders[clipper]
+        _holders.remove(clipper)
 
 
 def check_free(clipper: Clipper | AGC) -> None:
@@ -144,23 +167,6 @@ def check_free(clipper: Clipper | AGC) -> None:
             "those of one: give each a clipper of its own, by copy.deepcopy(clipper), or as a "
             "name or (name, config); or remove the first"
         )
-
-
-def reset(clipper: Clipper | AGC) -> None:
-    """Forget all statistics and records."""
-    if not isinstance(clipper, AGC):
-        clipper.reset()
-
-
-def stats(clipper: Clipper | AGC, prefix: str = "") -> dict[str, float]:
-    """Return plain numbers for a logger: of the last step, and of the round (``round/...``).
-
-    They are those of `StepRecord.as_dict` and `RoundRecord.as_dict`. Where nothing begins rounds,
-    all steps are one.
-    """
-    found = {} if clipper.last is None else clipper.last.as_dict(prefix)
-    rounds = [record for record in clipper.rounds if record.group == "all"]
-    return found | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
 
 
 def unique(names: Iterable[str]) -> list[str]:

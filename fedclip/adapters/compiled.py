@@ -21,8 +21,8 @@ from fedclip.transforms import Carried, Outcome, SliceClipping, State, Transform
 class ClipState(NamedTuple):
     """State of a clipper in compiled code: small arrays, each with a buffer of its own.
 
-    `stats` gives them as plain numbers; ``optax.tree.get(state, "norm")`` finds a field inside the
-    state of a chain.
+    `metrics` gives them as plain numbers; ``optax.tree.get(state, "norm")`` finds a field inside
+    the state of a chain.
 
     Attributes
     ----------
@@ -31,11 +31,11 @@ class ClipState(NamedTuple):
     norm
         Norm of each group at the last step, before clipping.
     limit
-        Limit of each group at the last step.
+        Limit of each group at the last step; infinity before the first.
     over
         Whether each group was over its limit at the last step.
     steps
-        Number of steps.
+        Number of steps, in this round if `on_round_start` has begun one.
     clipped
         Number of steps at which some group was clipped.
     nonfinite
@@ -196,18 +196,26 @@ def load(clipper: Clipper | AGC, statistics: object, labels: Sequence[str]) -> N
 
 
 def of_state(state: ClipState, labels: tuple[str, ...], prefix: str) -> dict[str, float]:
-    """Return the plain numbers of `stats` from a state of compiled code."""
+    """Return the plain numbers of `metrics` from a state of compiled code."""
     last = StepRecord(labels, state.norm, state.limit, state.over)
     every = counted((state.steps, state.clipped, state.nonfinite), f"{prefix}round/")
-    return (last.as_dict(prefix) if int(state.steps) else {}) | every
+    # A round may have begun since the last step.
+    stepped = int(state.steps) or bool(state.norm.any())
+    return (last.as_dict(prefix) if stepped else {}) | every
 
 
-def counted(counts: Iterable[Array], prefix: str) -> dict[str, float]:
+def on_round_start(state: ClipState) -> ClipState:
+    """Return the state at the start of a round: its counts are 0, its statistics stay."""
+    counts = {name: 0 * getattr(state, name) for name in ("steps", "clipped", "nonfinite")}
+    return state._replace(**counts)
+
+
+def counted(counts: Iterable[Array], prefix: str, round_: int = 0) -> dict[str, float]:
     """Return numbers of steps, clipped and nonfinite ones as those of a round.
 
     Compiled code does not count what set its limits: these numbers are left out.
     """
     steps, clipped, nonfinite = map(int, counts)
-    every = RoundRecord(0, steps=steps, clipped=clipped, nonfinite=nonfinite).as_dict()
+    every = RoundRecord(round_, steps=steps, clipped=clipped, nonfinite=nonfinite).as_dict()
     unknown = ("fixed", "learnt", "warmup")
     return {prefix + name: number for name, number in every.items() if name not in unknown}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 try:
     import jax
@@ -25,6 +25,7 @@ from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 from fedclip.dpsgd.step import PrivateMean
+from fedclip.errors import public_names
 from fedclip.modules.agc import AGC, Axes, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.scopes import Groups, resolve
@@ -35,7 +36,36 @@ T = TypeVar("T")
 Tree: TypeAlias = Any
 """A pytree, of any containers."""
 
-__all__ = ["ClipState", "as_optax", "load_state", "private_gradients", "stats"]
+__all__ = [
+    "ClipState",
+    "ClipTransformation",
+    "as_optax",
+    "metrics",
+    "on_round_start",
+    "private_gradients",
+    "set_state",
+]
+
+__dir__ = public_names(__name__)
+
+
+class ClipUpdate(Protocol):
+    """The function `update` of a `ClipTransformation`."""
+
+    def __call__(
+        self, updates: Tree, state: ClipState | None, params: Tree | None = None, **extra: object
+    ) -> tuple[Tree, ClipState]:
+        """Return the clipped updates and the state after the step."""
+
+
+class ClipTransformation(optax.GradientTransformationExtraArgs):
+    """A clipper as optax's gradient transformation; made by `as_optax`.
+
+    optax comes without types, so this says those of its two functions.
+    """
+
+    init: Callable[[Tree], ClipState]
+    update: ClipUpdate
 
 
 def as_optax(
@@ -44,7 +74,7 @@ def as_optax(
     max_norm: object = None,
     axis_name: str | Sequence[str] | None = None,
     inner: optax.GradientTransformation | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> ClipTransformation:
     """Return the clipper as a gradient transformation.
 
     It works eagerly, under ``jit`` (compiled once, with donated states too), ``scan`` and
@@ -105,7 +135,7 @@ def as_optax(
     compiled.check_compilable(clipper)
 
     @_promoting
-    def init(params: optax.Params) -> ClipState:
+    def init(params: Tree) -> ClipState:
         leaves = _parameters(clipper, params)
         groups = groups_of(clipper, leaves) if leaves else resolve("global", None, [])
         if leaves:
@@ -118,29 +148,29 @@ def as_optax(
             first = Carried(first, one_leaf)
         # Two fields of one buffer could not be donated.
         copied = functools.partial(jnp.array, copy=True)
-        norm, limit = (copied(np.zeros(len(groups)), float) for _ in range(2))
+        norm, limit = (copied(np.full(len(groups), x), float) for x in (0.0, np.inf))
         steps, clipped, nonfinite = (copied(0, jnp.int32) for _ in range(3))
         over = copied(np.zeros(len(groups), bool))
         return ClipState(jax.tree.map(copied, first), norm, limit, over, steps, clipped, nonfinite)
 
     @_promoting
     def update(
-        updates: optax.Updates,
+        updates: Tree,
         state: ClipState | None,
-        params: optax.Params | None = None,
+        params: Tree | None = None,
         **extra: object,
-    ) -> tuple[optax.Updates, ClipState | None]:
+    ) -> tuple[Tree, ClipState]:
         leaves = _by_name(updates)
         groups = groups_of(clipper, leaves)
-        if not groups.names:
-            return updates, state
         if state is None:
             state = init(updates)
-            if jax.tree.leaves(state.statistics):
+            if groups.names and jax.tree.leaves(state.statistics):
                 raise ValueError(
                     f"{clipper.name} learns from past steps: give update the state that init, or "
                     "the last update, returned"
                 )
+        if not groups.names:
+            return updates, state
         compiled.check_state(state, compiled.kind_of(clipper, groups), clipper.name)
         weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
         outputs = _outputs(clipper, params) if weights is not None else None
@@ -165,15 +195,15 @@ def as_optax(
         outputs = jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates)
         return outputs, compiled.after(state, step)
 
-    clipping = optax.GradientTransformationExtraArgs(init, update)
+    clipping = ClipTransformation(init, update)
     return clipping if inner is None else _around(clipping, inner, clipper)
 
 
 def _around(
-    clipping: optax.GradientTransformationExtraArgs,
+    clipping: ClipTransformation,
     inner: optax.GradientTransformation,
     clipper: Clipper | AGC,
-) -> optax.GradientTransformationExtraArgs:
+) -> ClipTransformation:
     """Return both, one after the other; the second does not step where the first skips."""
     spikes, inner = skip_of_all(clipper, "inner"), optax.with_extra_args_support(inner)
 
@@ -195,7 +225,7 @@ def _around(
         nothing = jax.tree.map(lambda x: x if _is_float0(x) else jnp.zeros_like(x), stepped)
         return jax.tree.map(kept, nothing, stepped), (after, jax.tree.map(kept, old, new))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return ClipTransformation(init, update)
 
 
 def _promoting(function: Callable[P, T]) -> Callable[P, T]:
@@ -247,8 +277,8 @@ def _like(leaf: Array, clipped: Array) -> Array:
     return clipped
 
 
-def stats(
-    clipper: Clipper | AGC, state: object, params: optax.Params, prefix: str = ""
+def metrics(
+    clipper: Clipper | AGC, state: object, params: Tree, prefix: str = ""
 ) -> dict[str, float]:
     """Return plain numbers for a logger: of the last step, and of all (``round/...``).
 
@@ -262,7 +292,8 @@ def stats(
     Raises
     ------
     ValueError
-        If there is not exactly one `ClipState` in the state, or it is of other parameters.
+        If there is not exactly one `ClipState` in the state, or it is of other parameters. Of
+        several clippers, the message names the part of the state of each, to be given alone.
 
     Examples
     --------
@@ -271,13 +302,31 @@ def stats(
     >>> clipper, params = NormClip(1.0), {"w": jnp.zeros(2)}
     >>> transformation = as_optax(clipper)
     >>> _, state = transformation.update({"w": jnp.array([3.0, 4.0])}, transformation.init(params))
-    >>> stats(clipper, state, params)["norm"]
+    >>> metrics(clipper, state, params)["norm"]
     5.0
     """
     return compiled.of_state(*_labelled(clipper, state, params), prefix)
 
 
-def load_state(clipper: Clipper | AGC, state: object, params: optax.Params) -> None:
+def on_round_start(state: T) -> T:
+    """Return a state at the start of a round, such as an epoch.
+
+    The counts of each clipper in it are 0, their statistics stay.
+
+    Parameters
+    ----------
+    state
+        A transformation's state, or one that holds any number of them, such as that of a chain.
+    """
+    begun: T = jax.tree.map(
+        lambda node: compiled.on_round_start(node) if isinstance(node, ClipState) else node,
+        state,
+        is_leaf=lambda node: isinstance(node, ClipState),
+    )
+    return begun
+
+
+def set_state(clipper: Clipper | AGC, state: object, params: Tree) -> None:
     """Put the statistics of a transformation's state, or of a chain's, into a clipper.
 
     A federated client can then continue with what a notebook has learnt; ``get_state`` of the
@@ -286,7 +335,7 @@ def load_state(clipper: Clipper | AGC, state: object, params: optax.Params) -> N
     Raises
     ------
     ValueError
-        As `stats`.
+        As `metrics`.
     """
     found, labels = _labelled(clipper, state, params)
     compiled.load(clipper, found.statistics, labels)
@@ -297,14 +346,17 @@ def load_state(clipper: Clipper | AGC, state: object, params: optax.Params) -> N
 
 
 def _labelled(
-    clipper: Clipper | AGC, state: object, params: optax.Params
+    clipper: Clipper | AGC, state: object, params: Tree
 ) -> tuple[ClipState, tuple[str, ...]]:
     """Return the one `ClipState` in a state, and the labels of its groups."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ClipState))
-    found = [leaf for leaf in leaves if isinstance(leaf, ClipState)]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: isinstance(node, ClipState)
+    )
+    found = {f"state{jax.tree_util.keystr(p)}": s for p, s in leaves if isinstance(s, ClipState)}
     if len(found) != 1:
-        raise ValueError(f"the state must hold one ClipState, and it holds {len(found)}")
-    one = jax.tree.map(jnp.asarray, found[0], is_leaf=_is_variable)
+        hint = f": give the one of this clipper, {' or '.join(found)}" if found else ""
+        raise ValueError(f"the state must hold one ClipState, and it holds {len(found)}{hint}")
+    one = jax.tree.map(jnp.asarray, *found.values(), is_leaf=_is_variable)
     labels = groups_of(clipper, _parameters(clipper, params)).labels
     if one.norm.shape != (len(labels),):
         raise ValueError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from fedclip.arrays import HostView
+from fedclip.errors import public_names
 
 try:
     import keras
@@ -31,6 +32,8 @@ from fedclip.modules.base import Clipper
 from fedclip.transforms import clip_on_device
 
 __all__ = ["ClipHistory", "ClippedOptimizer"]
+
+__dir__ = public_names(__name__)
 
 Variable: TypeAlias = Array
 Optimizer: TypeAlias = Any
@@ -442,11 +445,20 @@ class ClipHistory(keras.callbacks.Callback):
         history = model.fit(x, y, callbacks=[ClipHistory()])
         history.history["clip/norm"]
 
-    The names are those of `ClippedOptimizer.stats`. Put it before callbacks that read them.
+    The names are those of `ClippedOptimizer.metrics`; an epoch is a round. Put it before callbacks
+    that read them.
     """
 
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        """Begin a round."""
+        for optimizer in self._clipped():
+            optimizer.on_round_start()
+
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Add what the clipper did in the last step, and since the first."""
-        for optimizer in _chain(self.model.optimizer):
-            if isinstance(optimizer, ClippedOptimizer) and logs is not None:
-                logs.update(optimizer.stats("clip/"))
+        """Add what the clipper did in the last step, and in this epoch."""
+        for optimizer in self._clipped():
+            if logs is not None:
+                logs.update(optimizer.metrics("clip/"))
+
+    def _clipped(self) -> list[ClippedOptimizer]:
+        return [o for o in _chain(self.model.optimizer) if isinstance(o, ClippedOptimizer)]

@@ -10,8 +10,11 @@ from importlib import import_module
 
 from fedclip.adapters.clippers import Spec, Theirs, clipper_of
 from fedclip.adapters.torch import ClipHandle, attach
+from fedclip.errors import public_names
 
 __all__ = ["ClipCallback", "LightningClipping"]
+
+__dir__ = public_names(__name__)
 
 Callback: Theirs
 # The package has two names, and users have either.

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import re
 
+from fedclip.errors import public_names
 from fedclip.records import RoundRecord, StepRecord
 
 __all__ = ["log"]
+
+__dir__ = public_names(__name__)
 
 
 def log(
@@ -19,7 +22,7 @@ def log(
     ----------
     record
         ``clipper.last``, what ``clip_`` returns, or one of ``clipper.rounds``. Nothing is sent
-        for None, which stands for a step without a gradient.
+        for None, which is ``last`` before the first step.
     to
         A ``SummaryWriter`` of TensorBoard; a run of W&B, or the module `wandb` itself; the module
         `mlflow`; or any logger of Lightning's.
@@ -31,7 +34,8 @@ def log(
     Raises
     ------
     TypeError
-        If `to` has none of the methods ``add_scalar``, ``log_metrics`` and ``log``.
+        If `record` is no record, or `to` has none of the methods ``add_scalar``,
+        ``log_metrics`` and ``log``.
 
     Examples
     --------
@@ -47,6 +51,11 @@ def log(
     """
     if record is None:
         return
+    if not isinstance(record, StepRecord | RoundRecord):
+        raise TypeError(
+            f"log takes the record of a step or a round, got {type(record).__name__}: give it "
+            "clipper.last, handle.last, or one of clipper.rounds"
+        )
     numbers = record.as_dict(prefix)
     if hasattr(to, "add_scalar"):
         for name, number in numbers.items():

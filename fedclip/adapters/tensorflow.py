@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fedclip.adapters.variables import Variable
 from fedclip.arrays import HostView
+from fedclip.errors import public_names
 
 try:
     import tensorflow as tf
@@ -18,7 +18,7 @@ except ImportError as error:
         "fedclip.adapters.tensorflow needs TensorFlow: pip install tensorflow"
     ) from error
 
-from fedclip.adapters.clippers import Spec, check_clipper, clipped, clipper_of, unique
+from fedclip.adapters.clippers import ByClipper, Spec, check_clipper, clipped, clipper_of, unique
 from fedclip.adapters.keras import ClippedOptimizer
 from fedclip.adapters.owner import begin, learns
 from fedclip.adapters.variables import (
@@ -36,6 +36,8 @@ from fedclip.modules.base import Clipper
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
+__dir__ = public_names(__name__)
+
 
 class _Seen(NamedTuple):
     """What a clipper has seen in eager code: variables, and the axes of their outputs."""
@@ -44,8 +46,8 @@ class _Seen(NamedTuple):
     outputs: dict[str, Axes]
 
 
-_seen: weakref.WeakKeyDictionary[Clipper | AGC, _Seen] = weakref.WeakKeyDictionary()
-_compiled: weakref.WeakKeyDictionary[Clipper | AGC, CompiledClipper] = weakref.WeakKeyDictionary()
+_seen: ByClipper[_Seen] = ByClipper()
+_compiled: ByClipper[CompiledClipper] = ByClipper()
 
 
 def clip(
@@ -86,7 +88,7 @@ def clip(
     seen = _seen.get(clipper)
     if seen is None or (clipper.last is None and not isinstance(clipper, AGC)):
         # Nothing has been learnt yet, or it was forgotten.
-        seen = _seen[clipper] = _Seen({}, {})
+        seen = _seen.set(clipper, _Seen({}, {}))
         begin(clipper, shapes_of(variables), "", [*variables.values()])
     if learns(clipper, {n: tuple(v.shape) for n, v in variables.items()}):
         check_known(clipper, seen.known, variables)
@@ -135,9 +137,7 @@ class CompiledClipper(Told, tf.Module):
     @classmethod
     def of(cls, clipper: Clipper | AGC) -> CompiledClipper:
         """Return the compiled form of a clipper; the first call makes it."""
-        if clipper not in _compiled:
-            _compiled[clipper] = cls(clipper)
-        return _compiled[clipper]
+        return _compiled.get(clipper) or _compiled.set(clipper, cls(clipper))
 
     # What AutoGraph would rewrite branches on no tensor.
     @tf.autograph.experimental.do_not_convert

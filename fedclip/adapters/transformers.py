@@ -12,7 +12,7 @@ import numpy as np
 
 from fedclip.adapters.clippers import Theirs
 from fedclip.arrays import Array
-from fedclip.errors import Unchecked
+from fedclip.errors import Unchecked, public_names
 from fedclip.states import Fields
 
 try:
@@ -26,13 +26,15 @@ except ImportError as error:
 from fedclip import states
 from fedclip.adapters.clippers import Spec, clipper_of, hold, release
 from fedclip.adapters.owner import begin, configuration, configuration_of, owner_of
-from fedclip.adapters.torch import load_state
+from fedclip.adapters.torch import set_state
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import check_sharding, named
 from fedclip.modules.agc import AGC
 
 __all__ = ["ClipCallback", "attach"]
+
+__dir__ = public_names(__name__)
 
 
 _TRAINING: weakref.WeakSet[ClipCallback] = weakref.WeakSet()
@@ -124,7 +126,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             # The Trainer adds the states of several callbacks to the end of one list.
             entries = saved if isinstance(saved, list) else [saved]
             ours = [_read(e["attributes"]["clipper_state"]) for e in entries if self._wrote(e)]
-            load_state(
+            set_state(
                 self.clipper, ours[-1] if ours else None, owner_of(self.clipper, shapes, kind)
             )
         begin(self.clipper, shapes, kind, [*parameters.values()])
@@ -198,7 +200,7 @@ class ClipCallback(TrainerCallback, ExportableState):
 
     @clipper_state.setter
     def clipper_state(self, state: Mapping[str, object]) -> None:
-        load_state(self.clipper, _read(state))
+        set_state(self.clipper, _read(state))
 
 
 def attach(trainer: Theirs, clipper: Spec) -> ClipCallback:

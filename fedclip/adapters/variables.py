@@ -14,7 +14,7 @@ import numpy as np
 
 from fedclip import states
 from fedclip.adapters import compiled
-from fedclip.adapters.clippers import reset, unique
+from fedclip.adapters.clippers import unique
 from fedclip.adapters.owner import begin, fitting
 from fedclip.arrays import NUMPY, Array, Backend, HostView
 from fedclip.modules.agc import AGC, Axes, Outputs
@@ -55,17 +55,21 @@ class Told:
         """What the last step did; None before the first."""
         return self.held.last
 
-    def stats(self, prefix: str = "") -> dict[str, float]:
+    def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
-        return self.held.stats(prefix)
+        return self.held.metrics(prefix)
 
-    def state(self) -> Fields:
+    def on_round_start(self) -> None:
+        """Begin a round: what ``round/...`` of `metrics` counts starts from 0."""
+        self.held.on_round_start()
+
+    def get_state(self) -> Fields:
         """Return the clipper's state, for its ``set_state``, also in a federation."""
-        return self.held.state()
+        return self.held.get_state()
 
-    def load_state(self, state: Fields) -> None:
+    def set_state(self, state: Fields) -> None:
         """Take over a state of such a clipper."""
-        self.held.load_state(state)
+        self.held.set_state(state)
 
     def reset(self) -> None:
         """Forget all steps of the clipper."""
@@ -87,7 +91,7 @@ class HeldClipper:
         # last step; the fields of the state; and the arrays that are kept for tensors.
         self.variables: list[Variable] = []
         self._kept: dict[tuple[str, str], Variable] = {}
-        self._columns = 0
+        self._columns = self._round = 0
         self._groups: Any = None
         self._known: Known = {}
         self._type: Any = None
@@ -108,7 +112,7 @@ class HeldClipper:
         self.labels, self._type = self._groups.labels, type(first)
         values = {
             "counts": np.zeros(3, np.int64),
-            "norm_limit_clipped": np.zeros((3, len(self._groups))),
+            "norm_limit_clipped": _no_step(len(self._groups)),
             **{field: np.atleast_1d(column) for field, column in first._asdict().items()},
         }
         self.variables = [self._ops.make(column, name) for name, column in values.items()]
@@ -154,7 +158,8 @@ class HeldClipper:
                 variable.assign(ops.cast(value, variable.dtype))
         after = [xp.stack([step.norms, step.limits, over]), *learnt]
         if not whole:
-            # A group without a gradient keeps what it has.
+            # A group without a gradient keeps its statistics, and has no norm and no limit.
+            before[0] = xp.asarray(_no_step(len(labels)), like=after[0])
             present = xp.asarray([float(label in groups.labels) for label in labels]) > 0
             back = [places.index(i) if i in places else 0 for i in range(len(labels))]
             pairs = zip(after, before, strict=True)
@@ -169,17 +174,26 @@ class HeldClipper:
     @property
     def last(self) -> StepRecord | None:
         """What the last step did; None before the first."""
-        if not self._counts()[0]:
+        if not self.variables:
             return None
-        norms, limits, clipped = self._numbers()[1]
+        counts, (norms, limits, clipped), *_ = self._numbers()
+        # A round may have begun since.
+        if not counts[0] and not norms.any():
+            return None
         return StepRecord(self.labels, norms, limits, clipped > 0)
 
-    def stats(self, prefix: str = "") -> dict[str, float]:
+    def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
         found = {} if self.last is None else self.last.as_dict(prefix)
-        return found | compiled.counted(self._counts(), f"{prefix}round/")
+        return found | compiled.counted(self._counts(), f"{prefix}round/", self._round)
 
-    def state(self) -> Fields:
+    def on_round_start(self) -> None:
+        """Begin a round: counts start from 0, statistics stay."""
+        self._round += 1
+        for counts in self.variables[:1]:
+            counts.assign(np.zeros_like(counts.numpy()))
+
+    def get_state(self) -> Fields:
         """Return what the clipper's own ``get_state`` would return; nothing for `agc`."""
         if isinstance(self.clipper, AGC):
             return {}
@@ -190,8 +204,8 @@ class HeldClipper:
             state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in self._kept.items()})
         return state
 
-    def load_state(self, state: Fields) -> None:
-        """Take over a state that `state`, or ``get_state`` of such a clipper, returned.
+    def set_state(self, state: Fields) -> None:
+        """Take over a state that ``get_state`` of this, or of such a clipper, returned.
 
         Raises
         ------
@@ -215,7 +229,7 @@ class HeldClipper:
             self._restart(compiled.first_numbers(self.clipper, self._groups, fresh=True), {})
         else:
             # Before the first step, a state that was loaded is the clipper's own.
-            reset(self.clipper)
+            self.clipper.reset()
 
     def _restart(self, state: State, arrays: states.Statistics) -> None:
         for (name, field), variable in self._kept.items():
@@ -224,8 +238,10 @@ class HeldClipper:
         columns = zip(self.variables[2 : self._columns], state, strict=True)
         for variable, column in columns:
             variable.assign(np.atleast_1d(column))
-        for variable in self.variables[:2]:
-            variable.assign(np.zeros_like(variable.numpy()))
+        self._round = 0
+        counts, last = self.variables[:2]
+        counts.assign(np.zeros_like(counts.numpy()))
+        last.assign(_no_step(len(self._groups)))
 
     def _numbers(self) -> list[HostView]:
         return [np.asarray(v.numpy(), np.float64) for v in self.variables[: self._columns]]
@@ -261,6 +277,11 @@ def _by_tensor(kept: Mapping[tuple[str, str], Array]) -> states.Statistics:
     for (name, field), value in kept.items():
         found.setdefault(name, {})[field] = value
     return found
+
+
+def _no_step(groups: int) -> HostView:
+    """Return norms, limits and which were clipped of groups that no step had: no limit."""
+    return np.outer([0.0, np.inf, 0.0], np.ones(groups))
 
 
 def outputs_of(clipper: Clipper | AGC, variables: Mapping[str, Variable]) -> Outputs | None:

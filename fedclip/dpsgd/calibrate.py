@@ -16,8 +16,9 @@ If evaluations have a share s of the budget, there is one for each round, on all
     z      = as above, with those evaluations: all together cost at most epsilon
 
 With twice the records, at the same rate and steps, each of the last three is half as large.
-Data sets are neighbours by adding or removing one record, or one person with all of its records:
-then n counts persons. Accountants are those of
+Data sets are neighbours by zero-out: one record, or one person with all of its records, is
+replaced by one whose gradient is zero. Their number n is public, as rate and T follow from it; for
+persons, n counts persons. Accountants are those of
 `fedclip.privacy.accounting`; z is worked out once for the same numbers, and kept.
 """
 
@@ -66,7 +67,7 @@ class Calibration:
 
     @property
     def accountant(self) -> str:
-        """Name of the accountant that has counted, one of `accounting.ACCOUNTANTS`."""
+        """Name of the accountant that has counted, as in `accounting.Cost`."""
         return self._cost.accountant
 
     @property
@@ -140,7 +141,8 @@ class Calibration:
             f"{self.steps:,} steps:",
             f"  {self._batches}",
             f"  noise multiplier {self.noise_multiplier:.4g}; all {paid} cost "
-            f"{in_words(self.spent)} by {self.accountant}, for adding or removing one {self.unit}",
+            f"{in_words(self.spent)} by {self.accountant}, for zeroing out one {self.unit} (their "
+            "number is public)",
             f"  the standard deviation of the noise, where C is the bound on a {self.unit}: "
             f"{self.noise:.3g} C on each value",
             "    of the mean gradient, which as a whole is at most C long",
@@ -208,7 +210,7 @@ def calibrate(
     TypeError, ValueError
         If a parameter is not as above.
     ModuleNotFoundError
-        If no accountant for samples is installed.
+        If records are sampled, and dp-accounting is not installed.
 
     Examples
     --------

@@ -64,7 +64,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
         If a parameter is not as above, `max_records` has no `persons`, or `require_privacy` has
         neither ledger nor checkpoint.
     ModuleNotFoundError
-        Without Opacus, which the extra ``fedclip[dp]`` brings.
+        Without Opacus, which declearn's own DP module imports (``declearn[dp]``).
     Exception
         What `train_data` raises, if it can not be read at all.
 
@@ -106,7 +106,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
     ) -> None:
         if find_spec("opacus") is None:
             raise ModuleNotFoundError(
-                "DP-SGD needs Opacus, which declearn's part of it imports: "
+                "DP-SGD on declearn needs Opacus, which declearn's own DP module imports: "
                 "pip install opacus dp-accounting",
                 name="opacus",
             )

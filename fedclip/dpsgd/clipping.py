@@ -33,6 +33,7 @@ import numpy as np
 
 from fedclip.dpsgd.persample.base import Float64
 from fedclip.privacy.accounting import default_bits_noise, split_noise
+from fedclip.privacy.noise import Normals, noised
 from fedclip.rules.adaptive import geometric_update
 from fedclip.scopes import Groups, resolve
 
@@ -89,7 +90,12 @@ class SampleClipping:
         return split_noise(noise_multiplier, bits)
 
     def next_bound(
-        self, bound: float, norms: Float64, noise_multiplier: float, expected: float, draw: float
+        self,
+        bound: float,
+        norms: Float64,
+        noise_multiplier: float,
+        expected: float,
+        normals: Normals,
     ) -> float:
         """Return the bound of the next step.
 
@@ -101,14 +107,15 @@ class SampleClipping:
             Of all records of the batch; NaN where a record was none, which votes for neither.
         noise_multiplier, expected
             The whole budget's z, and the expected size of a batch.
-        draw
-            From the standard normal distribution.
+        normals
+            Where the noise on the votes comes from; their sum lies on its grid.
         """
         if self.mode != "adaptive":
             return bound
         seen = norms[~np.isnan(norms)]
-        bits = float(np.where(seen <= bound, 0.5, -0.5).sum())
-        noisy = bits + default_bits_noise(noise_multiplier, math.ceil(expected)) * draw
+        bits = np.where(seen <= bound, 0.5, -0.5).sum(keepdims=True)
+        std = default_bits_noise(noise_multiplier, math.ceil(expected))
+        noisy = float(noised(bits, std, normals)[0])
         fraction = min(max(0.5 + noisy / expected, 0.0), 1.0)
         moved = geometric_update(bound, fraction, quantile=self.quantile, rate=self.rate)
         return float(min(max(moved, 1e-30), 1e30))

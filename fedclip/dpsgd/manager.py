@@ -100,8 +100,8 @@ class PrivateTrainingManager(DPTrainingManager):
         """
         if message.accountant == "gdp":
             raise ValueError(
-                'accountant = "gdp" is no upper bound on epsilon: take "rdp" or "prv" in '
-                "[run.privacy] (what is used here is the tightest bound that is installed)"
+                'accountant = "gdp" is no upper bound on epsilon: write "rdp" or "prv" in '
+                "[run.privacy]; fedclip counts by dp-accounting's PLD in either case"
             )
         persample.check(self.model)
         asked = parameters.positive(sclip_norm=message.sclip_norm)
@@ -155,7 +155,7 @@ class PrivateTrainingManager(DPTrainingManager):
         self.sclip_norm, self._dp_budget = asked, (epsilon, delta)
         self.logger.info(
             "DP-SGD: %d %ss, Poisson samples at rate %.4g, %d steps, noise multiplier %.4g, "
-            "budget epsilon %.4g at delta %.3g for adding or removing one %s, of which %.4g "
+            "budget epsilon %.4g at delta %.3g for zeroing out one %s, of which %.4g "
             "was spent before.",
             many,
             unit,
@@ -266,9 +266,8 @@ class PrivateTrainingManager(DPTrainingManager):
         self._tell()
         noisy = self.noise.add(sums, clipping.noise_multiplier(z, expected) * bound)
         if clipping.mode == "adaptive":
-            draw = float(self._normals(1)[0])
             # The noise above was for the old bound, as the gradients were clipped to that.
-            settings.bound = clipping.next_bound(bound, norms, z, expected, draw)
+            settings.bound = clipping.next_bound(bound, norms, z, expected, self._normals)
         scale = clipping.scale(bound) / expected
         gradients = persample.vector(self.model, {name: a * scale for name, a in noisy.items()})
         modules = self.optim.modules

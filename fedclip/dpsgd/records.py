@@ -123,13 +123,19 @@ def first_records(dataset: Data) -> list[Data]:
     Raises
     ------
     ValueError
-        If there is no data set.
+        If there is no data set, or no record in it.
     """
     if dataset is None:
         raise ValueError(
             "give valid_data: the model is tried on its records, which nobody protects"
         )
-    return [*islice(dataset.generate_batches(batch_size=1), 3)]
+    found = [*islice(dataset.generate_batches(batch_size=1, drop_remainder=False), 3)]
+    if not found:
+        raise ValueError(
+            "valid_data holds no record, and a private client tries the model on its records: keep "
+            "some of this site's records for validation"
+        )
+    return found
 
 
 def _batch(parts: Data, positions: Positions) -> Batch:

@@ -162,7 +162,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         split = f"each of the k {each} of a {unit} is clipped to {limit}/√k"
         said = how.get(self.mode, split) if isinstance(self.mode, str) else split
         return (
-            f"{said}. To add or remove a {unit} moves the sum of a batch by at most {bound}, to "
+            f"{said}. To zero out a {unit} moves the sum of a batch by at most {bound}, to "
             f"replace one by twice that; noise of z·{bound} is added to the sum, which is divided "
             "by the expected size of a batch."
         )

@@ -36,7 +36,7 @@ _LONGEST = 1 << 16
 
 
 def counted(
-    replies: Mapping[str, EvaluationReply], metrics: MetricSet
+    replies: Mapping[str, EvaluationReply], metrics: MetricSet, *, together: bool = True
 ) -> tuple[dict[str, EvaluationReply], dict[str, str]]:
     """Return the evaluations that can be counted, and why the others can not, by client.
 
@@ -46,10 +46,13 @@ def counted(
         What clients have sent: anything may be in any field.
     metrics
         The metrics that the clients were told to compute.
+    together
+        Whether they are added up, and those left out that do not go with others; not so before
+        noise, where no client may decide about another.
     """
     faults = {client: _fault(reply, metrics) for client, reply in replies.items()}
     sound = {client: reply for client, reply in replies.items() if not faults[client]}
-    while why := _trouble(sound.values(), metrics):
+    while together and (why := _trouble(sound.values(), metrics)):
         # One by one they can be counted; find the one without which the rest can be added up.
         others = ({c: r for c, r in sound.items() if c != client} for client in sound)
         kept = next((rest for rest in others if not _trouble(rest.values(), metrics)), {})

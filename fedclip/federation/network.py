@@ -482,10 +482,11 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     def _evaluations(self, replies: dict[str, Message]) -> dict[str, Message]:
         """Return the evaluations that count; none of them ends the run."""
         sent = {n: m for n, m in replies.items() if isinstance(m, EvaluationReply)}
-        sound, faults = counted(sent, self._evaluated.metrics)
+        noise = self._evaluated.noise
+        sound, faults = counted(sent, self._evaluated.metrics, together=noise is None)
         for name, why in faults.items():
             _LOGGER.warning("left out the evaluation of client %r: %s", name, why)
-        if self._evaluated.noise is not None:
+        if noise is not None:
             return {"all clients": self._evaluated.mean(sound)}
         if sound:
             return dict(sound)

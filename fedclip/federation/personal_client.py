@@ -59,7 +59,7 @@ from fedclip.federation.update.aggregator import RAISES, ClippedAveraging
 from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.coupling import SHARED
 from fedclip.federation.update.measuring import UpdateNorms
-from fedclip.federation.update.site_noise import SiteNoise
+from fedclip.federation.update.site_noise import UNENCRYPTED, SiteNoise
 from fedclip.parameters import Config
 from fedclip.privacy.maps import Plugin
 from fedclip.scopes import check_exclude, resolve
@@ -91,6 +91,7 @@ class PersonalFederatedClient(FederatedClient):
         `fedclip.federation.site.policy`. It takes no secure aggregation beside it.
     noise : table or None, default=None
         The noise with which this client shares updates: the table `noise` of `update-clip-client`.
+        It takes `secagg`: without secure aggregation, a client with noise is refused.
         A server that sets up another noise, or none, or modules that share more, is refused before
         the first step.
 
@@ -126,6 +127,8 @@ class PersonalFederatedClient(FederatedClient):
         # Read before anything could be sent.
         gate = None if policy is None else Gate(Policy.read(policy))
         super().__init__(*args, **settings)
+        if self.noise is not None and self.secagg is None:
+            raise ValueError(UNENCRYPTED)
         self._gated: GatedNetwork | None = None
         if gate is not None:
             if self.secagg is not None:

@@ -68,7 +68,7 @@ class RoundRobin(ClientSampler):
     def init_clients(self, clients: set[str]) -> None:
         """Fix the schedule for these clients."""
         super().init_clients(clients)
-        self._schedule = Schedule(self.clients, self.per_round)
+        self._schedule, self._round = Schedule(self.clients, self.per_round), 0
 
     def sample(self, eligible_clients: set[str]) -> set[str]:
         """Return whose turn it is, without those that are not eligible.
@@ -78,8 +78,8 @@ class RoundRobin(ClientSampler):
         if self._schedule is None:
             raise RuntimeError("round-robin has no clients: call init_clients() first")
         self._due = frozenset(self._schedule.due(self._round))
+        DUE.set(self._schedule.at(self._round))
         self._round += 1
-        DUE.set(self._schedule.turns)
         if found := self._due & eligible_clients:
             return set(found)
         names = ", ".join(map(repr, sorted(self._due)[:5]))

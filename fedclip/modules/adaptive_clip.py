@@ -68,8 +68,8 @@ class AdaptiveClip(SharedClipper):
 
     name = "adaptive-clip"
     guarantee = kinds.learnt_limit
-    apart = ("warmup_factor",)
-    agreed = ("max_norm", *SharedClipper.agreed)
+    _client_settings = ("warmup_factor",)
+    _common_settings = ("max_norm", *SharedClipper._common_settings)
 
     quantile: float = parameter(unit_interval, default=0.5, kw_only=False)
     """Target for the fraction of the norms that are at most the limit, in (0, 1)."""

@@ -151,8 +151,8 @@ class AGC(Core, Regularizer):
 
     def run(self, gradients: Vector[Any], weights: Vector[Any]) -> Vector[Any]:
         """Return the clipped gradients; the very same object if nothing is clipped."""
-        coefs = gradients.coefs
-        outputs = self.clip(coefs, weights.coefs)
+        coefs = self._coefs(gradients)
+        outputs = self.clip(coefs, self._coefs(weights))
         return gradients if outputs is coefs else type(gradients)(dict(outputs))
 
     def clip(
@@ -167,7 +167,8 @@ class AGC(Core, Regularizer):
 
         `outputs` holds the axes of the outputs of tensors whose layers are known, by name.
         """
-        for name, array in arrays.items():
+        self._checked(weights)
+        for name, array in self._checked(arrays).items():
             shape = getattr(weights.get(name), "shape", array.shape)
             if shape != array.shape:
                 raise ValueError(
@@ -245,10 +246,10 @@ class AGC(Core, Regularizer):
             return slices
         return replace(slices, limit=self._limits(slices.measure(arrays, xp), xp))
 
-    def limit(self, weight_norm: float) -> float:
+    def get_limit(self, weight_norm: float) -> float:
         """Return the limit of a unit whose weights have this norm.
 
-        >>> AGC(0.1).limit(2.0)
+        >>> AGC(0.1).get_limit(2.0)
         0.2
         """
         return float(self._limits(np.array([weight_norm]), NUMPY)[0])

@@ -85,7 +85,7 @@ class AutoClip(HistoryClipper):
     """Number of norms that only fill the statistics, >= 0; less than 5 counts as 5."""
 
     def build(self) -> Transform:
-        self.goes_with("window", "median", "window")
+        self._goes_with("window", "median", "window")
         exact = self.median == "window"
         median = Window(0.5, self.window or 64) if exact else Markers(0.5)
         return self.with_rule(Auto, median=median)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 
 from fedclip import privacy, states
-from fedclip.arrays import NUMPY, Array, Backend
+from fedclip.arrays import NUMPY, Array, Backend, on_host
 from fedclip.errors import StateError, nearest, shown
 from fedclip.measures import MEANS
 from fedclip.modules.core import Core
@@ -22,8 +23,7 @@ from fedclip.parameters import boolean, parameter
 from fedclip.privacy import kinds
 from fedclip.records import ALL, RoundRecord, StepRecord, read_rounds
 from fedclip.registration import OptiModule
-from fedclip.rules import Rule
-from fedclip.rules.history import History
+from fedclip.rules import Rule, known
 from fedclip.scopes import Groups, Scope, check_scope, resolve
 from fedclip.states import Statistics
 from fedclip.transforms import NormClipping, Transform
@@ -48,7 +48,7 @@ class Clipper(Core, OptiModule, register=False):
     round: at most one gradient's size, and only what nobody holds any more.
     """
 
-    common_order: ClassVar[Sequence[str]] = (
+    _common_order: ClassVar[Sequence[str]] = (
         *("dims", "inverse_dims", "min_size"),
         *("include_current", "warmup", "warmup_norm", "warmup_factor", "max_norm", "on_spike"),
         *("scope", "ord", "eps", "exclude", "on_nonfinite", "keep_memory", "shared", "shared_name"),
@@ -76,7 +76,7 @@ class Clipper(Core, OptiModule, register=False):
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: Vector[Any]) -> Vector[Any]:
         """Return the clipped gradients; the very same object if nothing is clipped."""
-        coefs = gradients.coefs
+        coefs = self._coefs(gradients)
         outputs = self.clip(coefs)
         return gradients if outputs is coefs else type(gradients)(dict(outputs))
 
@@ -159,12 +159,16 @@ class Clipper(Core, OptiModule, register=False):
         """
         return self._clip(arrays, backend)
 
-    # -- numbers in the place of tensors --------------------------------------------------------
-    def update(self, norms: float | Mapping[str, float]) -> StepRecord:
+    # -- numbers instead of tensors -----------------------------------------------------------
+    def observe(self, norms: float | Mapping[str, float]) -> StepRecord:
         """Learn norms that are given as numbers, as a step would, and return its record.
 
-        A number is the norm of the whole gradient; a dict holds the norms of tensors by name,
-        which the scope puts together. NaN and infinity are treated as `on_nonfinite` says.
+        Parameters
+        ----------
+        norms
+            A number >= 0 is the norm of the whole gradient; a dict holds the norms of tensors by
+            name, which the scope puts together. NaN and infinity are treated as `on_nonfinite`
+            says.
 
         Raises
         ------
@@ -186,37 +190,72 @@ class Clipper(Core, OptiModule, register=False):
             record = self.last
         return StepRecord(()) if record is None else record
 
-    def peek(self, norms: float | Mapping[str, float]) -> StepRecord:
-        """Return what `update` would return, and learn nothing."""
+    def _expect(self, norms: float | Mapping[str, float]) -> StepRecord:
+        """Return what `observe` would return, and learn nothing."""
         with self.lock:
             other = copy.deepcopy(self, {id(self._memory): self._memory})
         other.on_record = None
-        return other.update(norms)
+        return other.observe(norms)
 
     def should_clip(self, norms: float | Mapping[str, float]) -> bool:
-        """Whether a step with these norms would be clipped."""
-        return any(self.peek(norms).clipped)
+        """Return whether a step with these norms would be clipped; see `observe`."""
+        return any(self._expect(norms).clipped)
+
+    @overload
+    def get_limit(self, norms: float) -> float: ...
+    @overload
+    def get_limit(self, norms: Mapping[str, float]) -> dict[str, float]: ...
+    def get_limit(self, norms: float | Mapping[str, float]) -> float | dict[str, float]:
+        """Return the limit that a step with these norms would have, and learn nothing.
+
+        Parameters
+        ----------
+        norms
+            As for `observe`.
+
+        Returns
+        -------
+        float or dict
+            For a number the limit, > 0, infinity for none; for a dict the limits by group.
+
+        Examples
+        --------
+        >>> from fedclip import NormClip
+        >>> NormClip(2.0).get_limit(5.0)
+        2.0
+        """
+        record = self._expect(norms)
+        limits = dict(zip(record.groups, record.limit or repeat(math.nan), strict=False))
+        return limits if isinstance(norms, Mapping) else limits[ALL]
 
     def statistics(self, group: str = ALL) -> dict[str, Any]:
-        """Return what is known about the norms of a group: mean, count, ...; {} before the first.
+        """Return what is known about the norms of a group: mean, count, and so on.
 
-        Without a name, of the whole gradient, or of the only group that there is. Rules on past
-        norms add ``threshold``, the norm above which a norm is a spike, and ``ready``, whether they
-        judge by it yet.
+        Parameters
+        ----------
+        group
+            Label of a group. Without one, the whole gradient, or the only group that there is.
+
+        Returns
+        -------
+        dict
+            The statistics by name. Each clipper that goes by norms adds two: ``threshold``, the
+            norm above which a norm is clipped or a spike, infinity until there is one, and
+            ``ready``, whether it judges by it yet. Empty if other groups are known, and this one
+            is not.
         """
         with self.lock:
-            known = self._statistics()
-        if group == ALL and len(known) == 1:
-            (group,) = known
-        found = dict(known.get(group, {}))
-        rule = self._learning
-        if found and isinstance(rule, History):
-            one = self._transform.init(Groups((group,), (group,), ((0,),)))
-            state = states.load(one, {group: found}, (group,))
-            threshold = rule.threshold(state, NUMPY)
-            ready = rule.ready(state, threshold)
-            found |= {"threshold": float(threshold[0]), "ready": bool(ready[0])}
-        return found
+            learnt = self._statistics()
+        if group == ALL and len(learnt) == 1:
+            (group,) = learnt
+        if learnt and group not in learnt:
+            return {}
+        one = Groups((group,), (group,), ((0,),))
+        transform = self.transform(one)
+        state = states.load(transform.init(one), learnt, (group,))
+        columns = known(_rule_of(transform), state, NUMPY)
+        found = {field: on_host(column)[..., 0].tolist() for field, column in columns.items()}
+        return found | ({"count": int(found["count"])} if "count" in found else {})
 
     def set_statistics(self, group: str = ALL, **statistics: float) -> None:
         """Set statistics of a group, such as its mean; the others stay as they are.
@@ -231,22 +270,11 @@ class Clipper(Core, OptiModule, register=False):
                 if name not in known:
                     raise TypeError(f"{self.name} has no statistic {name!r}{nearest(name, known)}")
             if "count" in known:
-                rule = self._learning
+                rule = _rule_of(self._transform)
                 least = max(getattr(rule, "warmup", 0), getattr(rule, "least", 1))
                 known["count"] = max(known["count"], least)
             groups = {**held, group: {**known, **statistics}}
             self.set_state({**self.get_state(), "groups": groups})
-
-    @property
-    def _learning(self) -> Rule | None:
-        """The rule that keeps the statistics, if there is one."""
-        rule = getattr(self._transform, "rule", None)
-        return getattr(rule, "past", None) or rule
-
-    def reset(self) -> None:
-        """Forget all statistics and records."""
-        nothing = {"groups": {}, "arrays": {}, "round": 0, "rounds": []}
-        self.set_state({"clipper": self.name, **nothing})
 
     def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
         """Return which tensors of these names and shapes share a norm."""
@@ -279,6 +307,12 @@ class Clipper(Core, OptiModule, register=False):
         groups = states.check_groups(state["groups"], one)
         arrays = states.check_arrays(state["arrays"], transform.array_fields)
         return groups, arrays, round_, read_rounds(state)
+
+
+def _rule_of(transform: Transform) -> Rule | None:
+    """Return the rule that keeps the statistics of a transform, if there is one."""
+    rule = getattr(transform, "rule", None)
+    return getattr(rule, "past", None) or getattr(rule, "rule", rule)
 
 
 def _norm(name: str, norm: Any) -> float:

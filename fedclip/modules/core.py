@@ -16,9 +16,9 @@ from typing import Any, Self, TypeAlias
 from fedclip import states
 from fedclip.arrays import Array, Backend, Memory
 from fedclip.errors import FedclipWarning, NonFiniteError
-from fedclip.parameters import choice, parameter
+from fedclip.parameters import choice, config_of, parameter
 from fedclip.parameters.docstring import Documented
-from fedclip.records import Recorder, RoundRecord, StepRecord
+from fedclip.records import ALL, Recorder, RoundRecord, StepRecord
 from fedclip.scopes import Groups, Scope, check_exclude, resolve
 from fedclip.states import Statistics
 from fedclip.transforms import Gradient, NotFiniteError, Outcome, SliceClipping, Transform
@@ -99,13 +99,12 @@ class Core(Documented):
         Parameters
         ----------
         name : str
-            One of those in `fedclip.compat.presets`.
+            One of those in `fedclip.compat.PRESETS`.
         **config
             Parameters that replace the published ones.
         """
         # Imported here: hardly any program needs other packages' defaults.
-        from fedclip.compat import translate
-        from fedclip.compat.presets import PRESETS
+        from fedclip.compat import PRESETS, translate
 
         known = PRESETS.get(cls.name, {})
         return cls(**{**translate(*known[choice(tuple(known), preset=name)])[2], **config})
@@ -116,7 +115,48 @@ class Core(Documented):
             f"{type(self).__name__} must have a method build, which returns its transform"
         )
 
-    def goes_with(self, name: str, other: str, value: object) -> None:
+    def reset(self) -> None:
+        """Forget all statistics and records."""
+        with self.lock:
+            self._install({})
+            self._arrays, self._last, self._warned = {}, None, -1
+            self._recorder = Recorder()
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Return plain numbers for a logger: of the last step, and of the round (``round/...``).
+
+        They are those of `StepRecord.as_dict` and `RoundRecord.as_dict`, which leave out what is
+        not known yet. Where nothing calls `on_round_start`, all steps are one round.
+
+        Parameters
+        ----------
+        prefix
+            Put before each name, such as ``"clip/"``.
+
+        Examples
+        --------
+        >>> from fedclip import NormClip
+        >>> clipper = NormClip(1.0)
+        >>> record = clipper.observe(5.0)
+        >>> clipper.metrics("clip/")["clip/norm"], clipper.metrics()["round/steps"]
+        (5.0, 1)
+        """
+        with self.lock:
+            found = {} if self.last is None else self.last.as_dict(prefix)
+            rounds = [record for record in self.rounds if record.group == ALL]
+        return found | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other is of the same class and configuration, whatever it has learnt.
+
+        Clippers have no hash: two that are equal have statistics of their own.
+        """
+        same = type(self) is type(other)
+        return config_of(self) == config_of(other) if same else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _goes_with(self, name: str, other: str, value: object) -> None:
         """Refuse a parameter that is not at its default, unless another one has a value."""
         given, found = getattr(self, name), getattr(self, other)
         if given != self.parameters[name].default and found != value:
@@ -132,6 +172,26 @@ class Core(Documented):
             self._memory.release()
             self._recorder.start_round()
 
+    def _coefs(self, vector: object) -> dict[str, Array]:
+        """Return the arrays of a Vector of declearn."""
+        coefs = getattr(vector, "coefs", None)
+        if not isinstance(coefs, dict):
+            raise TypeError(
+                f"run takes a declearn Vector, got {type(vector).__name__}: give a dict of arrays "
+                "to clip, or make a Vector by Vector.build(arrays)"
+            )
+        return coefs
+
+    def _checked(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return a dict of arrays; raise a TypeError for anything else."""
+        # To ask for a Mapping takes longer, at each step.
+        if type(arrays) is not dict and not isinstance(arrays, Mapping):
+            raise TypeError(
+                f"clip takes a dict of arrays by name, got {type(arrays).__name__}: write "
+                'clip({"w": array}), and run(vector) for a declearn Vector'
+            )
+        return arrays
+
     def _grouped(self, arrays: Mapping[str, Array]) -> Groups:
         """Return which of some arrays share a norm."""
         return resolve(self.scope, self.exclude, tuple(arrays))
@@ -142,7 +202,7 @@ class Core(Documented):
 
     def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
         with self.lock:
-            groups = self._resolve(arrays)
+            groups = self._resolve(self._checked(arrays))
             if not arrays:
                 self._last = (groups.labels,)
                 return arrays

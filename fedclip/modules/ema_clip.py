@@ -54,12 +54,12 @@ class EmaClip(HistoryClipper):
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
     >>> round(float(out.coefs["w"][0]), 3)
-    2.0
+    2.002
     """
 
     name = "ema-clip"
     guarantee = kinds.learnt_limit
-    apart = ("action", "warmup_scope")
+    _client_settings = ("action", "warmup_scope")
 
     ratio: float = parameter(positive, default=2.0, kw_only=False)
     """A norm above this multiple of the mean is a spike, > 0; less than 1 needs

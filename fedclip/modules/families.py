@@ -107,6 +107,7 @@ class LimitedClipper(ExactClipper, register=False):
 
         The rule gets the clipper's parameters of the same names, except for those given.
         """
-        names = [name for name in inspect.signature(rule).parameters if name not in own]
+        wanted = inspect.signature(rule).parameters
+        names = [name for name in wanted if name not in own and name in self.parameters]
         made = rule(**{name: getattr(self, name) for name in names}, **own)
         return NormClipping(made, self.ord, Action(self.eps, skip=self.on_spike == "skip"))

@@ -45,7 +45,7 @@ class OwnLimit(ExactClipper, register=False):
     ...     return norm / 2 if past["ready"] and norm > past["threshold"] else math.inf
     >>> clip = OwnLimit(halve_spikes, ZScoreClip(warmup=3, warmup_factor=None))
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 10.0):
-    ...     record = clip.update(norm)
+    ...     record = clip.observe(norm)
     >>> record.limit
     (5.0,)
     """

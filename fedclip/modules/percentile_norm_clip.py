@@ -69,7 +69,7 @@ class PercentileNormClip(HistoryClipper):
 
     name = "percentile-norm-clip"
     guarantee = kinds.learnt_limit
-    apart = ("rate", "decay")
+    _client_settings = ("rate", "decay")
 
     percentile: float = parameter(up_to, 100, default=95.0, kw_only=False)
     """Percentage of the past norms that are at most the limit, in (0, 100]. The lower, the more
@@ -100,7 +100,7 @@ class PercentileNormClip(HistoryClipper):
                 f"ever rises is no limit; got history={self.history!r}"
             )
         for name, history in (("window", "window"), ("rate", "stream"), ("decay", "stream")):
-            self.goes_with(name, "history", history)
+            self._goes_with(name, "history", history)
         if self.shared and self.history == "stream":
             raise ValueError(
                 "shared=True does not go with history='stream', which depends on the order of the "

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class SharedClipper(LimitedClipper, register=False):
     """Base of the clippers that have a counterpart on the server."""
 
-    agreed: ClassVar[tuple[str, ...]] = ("warmup", "scope", "exclude", "ord")
+    _common_settings: ClassVar[tuple[str, ...]] = ("warmup", "scope", "exclude", "ord")
     """The common parameters that the counterpart must have as well, where there are any."""
-    apart: ClassVar[tuple[str, ...]] = ()
+    _client_settings: ClassVar[tuple[str, ...]] = ()
     """The parameters of its own that the counterpart need not have."""
 
     shared: bool = parameter(boolean, default=False)
@@ -32,17 +32,17 @@ class SharedClipper(LimitedClipper, register=False):
     kind."""
 
     @classmethod
-    def shared_settings(cls) -> list[str]:
+    def _shared_settings(cls) -> list[str]:
         """Return the parameters that the counterpart must have as well."""
         common = [name for name, declared in cls.parameters.items() if declared.common]
-        own = [name for name in cls.parameters if name not in (*common, *cls.apart)]
-        return own + [name for name in cls.agreed if name in common]
+        own = [name for name in cls.parameters if name not in (*common, *cls._client_settings)]
+        return own + [name for name in cls._common_settings if name in common]
 
     def __post_init__(self) -> None:
         """Build the transform, and what is shared of it."""
         super().__post_init__()
-        self.sharing: SharedStatistics | None = None
-        self.goes_with("shared_name", "shared", True)
+        self._sharing: SharedStatistics | None = None
+        self._goes_with("shared_name", "shared", True)
         if not self.shared:
             return
         if getattr(self, "include_current", False):
@@ -52,8 +52,8 @@ class SharedClipper(LimitedClipper, register=False):
             )
         # Set on the instance, where declearn looks: two pairs of one kind can have two names.
         vars(self)["aux_name"] = self.shared_name or f"{self.name}-shared"
-        settings = {key: getattr(self, key) for key in self.shared_settings()}
-        self.sharing = SharedStatistics(self.name, self._transform, settings)
+        settings = {key: getattr(self, key) for key in self._shared_settings()}
+        self._sharing = SharedStatistics(self.name, self._transform, settings)
 
     def collect_aux_var(self) -> AuxVar | None:
         """Return the counts, if they are shared; on a server, begin a round."""
@@ -61,9 +61,9 @@ class SharedClipper(LimitedClipper, register=False):
         if not self._on_client:
             # A clipper on the server shares nothing; the clients' counts are for the counterpart.
             vars(self)["aux_name"] = None
-        elif self.sharing is not None and self.sharing.heard():
+        elif self._sharing is not None and self._sharing.heard():
             with self.lock:
-                counts, statistics = self.sharing.collect(self._statistics())
+                counts, statistics = self._sharing.collect(self._statistics())
                 self._install(statistics)
             # Imported here: messages are declearn's.
             from fedclip.federation.statistics.messages import FedclipSharedCounts
@@ -81,27 +81,32 @@ class SharedClipper(LimitedClipper, register=False):
         """
         from fedclip.federation.statistics.messages import FedclipSharedState
 
-        if self.sharing is not None and isinstance(aux_var, FedclipSharedState):
+        if self._sharing is not None and isinstance(aux_var, FedclipSharedState):
             with self.lock:
-                statistics = self.sharing.receive(aux_var, self._statistics())
-                self._transform = self.sharing.transform(self.sharing.version)
+                statistics = self._sharing.receive(aux_var, self._statistics())
+                self._transform = self._sharing.transform(self._sharing.version)
                 self._install(statistics)
         else:
             super().process_aux_var(aux_var)
 
     def get_state(self) -> dict[str, Any]:
         """Return the state of every clipper, and the version of a shared state."""
-        shared = {} if self.sharing is None else {"shared": self.sharing.get_state()}
+        shared = {} if self._sharing is None else {"shared": self._sharing.get_state()}
         return {**super().get_state(), **shared}
+
+    def reset(self) -> None:
+        super().reset()
+        if self._sharing is not None:
+            self._sharing.version, self._transform = None, self._sharing.transform(None)
 
     def _take_over(self, state: object, transform: Transform) -> None:
         version = None
-        if self.sharing is not None and isinstance(state, Mapping):
-            version = self.sharing.check_state(state.get("shared"))
-            transform = self.sharing.transform(version)
+        if self._sharing is not None and isinstance(state, Mapping):
+            version = self._sharing.check_state(state.get("shared"))
+            transform = self._sharing.transform(version)
         super()._take_over(state, transform)
-        if self.sharing is not None:
-            self.sharing.version = version
+        if self._sharing is not None:
+            self._sharing.version = version
             # The server decides which groups there are, and may know more of them.
             self._loaded = self._loaded and version is None
 
@@ -113,15 +118,16 @@ class HistoryClipper(SharedClipper, register=False):
     """Let the statistics learn a norm before they judge it, not after; needs
     ``feedback="raw"``."""
     warmup: int = parameter(integer, 0, default=20)
-    """Number of norms, >= 0, that only fill the statistics, before these set the limit. The first
-    norm always does."""
+    """Number of norms, >= 0, after which the statistics set the limit; the first norm never
+    meets a limit of theirs. In a federation, the norms of all clients count, but the first of
+    each."""
     warmup_norm: float | None = parameter(parameters.limit, default=None)
     """Fixed limit during the warm-up, in the units of the gradient; None for none."""
     warmup_factor: float | None = parameter(parameters.at_least_one, default=2.25)
     """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. A norm
-    above it is a spike: the statistics learn it as 1.1 medians, and they do not learn the first
-    five norms (see `fedclip.rules.protection`). None for no limit: they learn all norms as
-    they are."""
+    above it is a spike, which the statistics learn as 1.1 medians. The first norms, up to five,
+    fill the median alone (see `fedclip.rules.protection`). None for no limit: the statistics learn
+    all norms as they are."""
 
     def __post_init__(self) -> None:
         """Check that a norm is learnt as it was seen."""

@@ -72,7 +72,7 @@ class ZScoreClip(HistoryClipper):
 
     name = "zscore-clip"
     guarantee = kinds.learnt_limit
-    apart = ("action",)
+    _client_settings = ("action",)
 
     z_max: float = parameter(positive, default=2.5, kw_only=False)
     """Number of standard deviations above which a norm is a spike, > 0."""
@@ -97,7 +97,7 @@ class ZScoreClip(HistoryClipper):
     still grow."""
 
     def build(self) -> Transform:
-        self.goes_with("factor", "action", "reciprocal")
+        self._goes_with("factor", "action", "reciprocal")
         estimators: Any = {"zclip": ZClip, "drytorch": Drytorch, "smartclip": Smartclip}
         rule = ZScore if self.action == "max" and not self.std_eps else Reciprocal
         moments = estimators[self.estimator](self.decay, self.warmup)

@@ -93,9 +93,14 @@ def limit(**values: Unchecked) -> float:
 
     Beyond, products of gradients and limits would leave the numbers of float32.
     """
+    name, value = _one(values)
+    if isinstance(value, numbers.Real) and value == math.inf:
+        raise ValueError(
+            f"{name} must be a finite number > 0, got inf: for no limit, give None to a clipper "
+            "that learns its limit; take NoOp (no-op) if you want the norms alone"
+        )
     result = positive(**values)
     if not LEAST <= result <= MOST:
-        name, value = _one(values)
         raise ValueError(
             f"{name} must be a number from {LEAST:g} to {MOST:g}, got {shown(value)}: "
             "beyond that, products leave the numbers of float32"
@@ -273,7 +278,7 @@ class Configured:
     name: ClassVar[str]
     parameters: ClassVar[Mapping[str, Parameter]] = MappingProxyType({})
     """The declared parameters, by name: a class's own first."""
-    common_order: ClassVar[Sequence[str]] = ()
+    _common_order: ClassVar[Sequence[str]] = ()
     """The order of the common ones, which follow."""
     _signature: ClassVar[inspect.Signature]
     __signature__: ClassVar[inspect.Signature]
@@ -290,7 +295,7 @@ class Configured:
                 common = not hasattr(cls, "name")
                 found[name] = value.over(found.get(name), own.get(name), common)
                 setattr(cls, name, found[name].default)
-        known = [*cls.common_order, *found]
+        known = [*cls._common_order, *found]
         place = {name: known.index(name) if p.common else -1 for name, p in found.items()}
         cls.parameters = {name: found[name] for name in sorted(found, key=place.__getitem__)}
         cls._signature = inspect.Signature([p.formal(name) for name, p in cls.parameters.items()])
@@ -321,10 +326,20 @@ class Configured:
         """Return the parameters, as they would be written in a TOML file."""
         return config_of(self)
 
+    def __repr__(self) -> str:
+        changed = changed_from_default(type(self), config_of(self))
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+
 
 def config_of(plugin: object) -> Config:
     """Return the parameters of a plug-in, which keeps them under their own names."""
     return {name: getattr(plugin, name) for name in signature_of(type(plugin))}
+
+
+def changed_from_default(cls: type, config: Mapping[str, object]) -> Config:
+    """Return the parameters of a plug-in's configuration that are not at their defaults."""
+    known = signature_of(cls)
+    return {k: v for k, v in config.items() if k not in known or v != known[k].default}
 
 
 LARGEST_WINDOW = 65_536

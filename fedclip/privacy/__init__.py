@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedclip.errors import imported_when_used
+from fedclip.errors import imported_when_used, public_names
 
 if TYPE_CHECKING:
     from fedclip.privacy.bounds import MAPS
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fedclip.privacy.sensitivity import RELATIONS, Analysis
 
 __all__ = ["MAPS", "RELATIONS", "Analysis", "Context", "Map", "analyse"]
+
+__dir__ = public_names(__name__)
 
 if not TYPE_CHECKING:
     __getattr__ = imported_when_used(

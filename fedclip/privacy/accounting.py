@@ -6,17 +6,16 @@ releases                       accountant
 =============================  ==================================================================
 all records, or clients,       the closed form (`fedclip.privacy.gaussian`): exact, and needs no
 each time                      other package
-Poisson samples                privacy loss distributions of dp-accounting, the tightest; else
-                               Opacus' PRV accountant, else its Rényi accountant
+Poisson samples                "pld": privacy loss distributions of dp-accounting
 =============================  ==================================================================
 
-Each accountant gives an upper bound. Opacus' ``gdp`` does not, and is never used. The first two
-for samples are rounded in each step; where delta is so small that this counts, a Rényi accountant
-takes their place.
+Each accountant gives an upper bound. Privacy loss distributions are rounded in each step; where
+delta is so small that this counts, Rényi's accountant of dp-accounting ("rdp") counts instead.
 
 They are right for releases that are planned before the first of them. If a later plan follows from
-what was released, they may be too low; Rényi's is right at one order, if that was fixed before
-(Feldman & Zrnic, 2021, "Individual privacy accounting via a Rényi filter", arXiv:2008.11193).
+what was released, they may be too low. Rényi's accountant is right at one order, if that was fixed
+before (Feldman & Zrnic, 2021, "Individual privacy accounting via a Rényi filter",
+arXiv:2008.11193).
 
 Let z be the noise multiplier that the accountant counts, and ``sigma_b`` the standard deviation of
 the noise on the sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1). Then::
@@ -39,9 +38,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from fedclip import parameters
@@ -54,10 +52,26 @@ if TYPE_CHECKING:
 RELATIONS = ("add-remove", "replace-one")
 """Which data sets are neighbours: one has a record more; or one record differs."""
 
-ACCOUNTANTS = ("closed form", "pld", "prv", "rdp")
-"""Upper bounds on epsilon, the tightest first; the first works only without sampling."""
+ZERO_OUT = "zero-out"
+"""The relation of DP-SGD: one record is replaced by one whose gradient is zero.
 
-# Opacus' own orders stop at 63, which is too low for small budgets.
+The number of records is public, because sampling rate and number of steps follow from it; adding
+or removing a record would change it. Epsilon is that of "add-remove": with and without the
+record's gradient, the sums have the same two distributions (dp-accounting calls it
+``REPLACE_SPECIAL``)."""
+
+
+def relation_of(relation: str, protects: str) -> str:
+    """Return the name of the relation under which a record, a person or a client is protected.
+
+    >>> relation_of("add-remove", "record"), relation_of("add-remove", "client")
+    ('zero-out', 'add-remove')
+    """
+    of_records = relation == "add-remove" and protects in ("record", "person")
+    return ZERO_OUT if of_records else relation
+
+
+# The orders of dp-accounting leave gaps where budgets are small.
 _ORDERS = (
     [1.01, 1.03]
     + [1 + x / 10 for x in range(1, 100)]
@@ -91,7 +105,7 @@ class Cost(NamedTuple):
     epsilon
         An upper bound.
     accountant
-        The one of `ACCOUNTANTS` that has counted, which may stand in for the one that was asked.
+        The accountant that has counted: "closed form", "pld" or "rdp".
     """
 
     epsilon: float
@@ -122,18 +136,16 @@ def epsilon(
     releases: Iterable[Release],
     delta: float,
     relation: str = "add-remove",
-    accountant: str | None = None,
     order: float | None = None,
 ) -> float:
     """Return the epsilon of all releases together: an upper bound, as `account` does."""
-    return account(releases, delta, relation, accountant, order).epsilon
+    return account(releases, delta, relation, order).epsilon
 
 
 def account(
     releases: Iterable[Release],
     delta: float,
     relation: str = "add-remove",
-    accountant: str | None = None,
     order: float | None = None,
 ) -> Cost:
     """Return the epsilon of all releases together, an upper bound, and which accountant says so.
@@ -146,9 +158,6 @@ def account(
         Probability with which the guarantee may fail, in (0, 1).
     relation
         "add-remove" of one record, or "replace-one", for which noise counts half.
-    accountant
-        One of `ACCOUNTANTS`; None for the tightest one installed. Where its arithmetic is too
-        coarse for the releases, another counts in its place, and is named in the result.
     order
         Rényi's order, above 1, at which releases of several plans are counted; None if all of them
         were planned before the first.
@@ -156,20 +165,18 @@ def account(
     Raises
     ------
     ModuleNotFoundError
-        If no suitable accountant is installed.
+        If records are sampled, and dp-accounting is not installed.
     TypeError, ValueError
-        If a parameter is not as above, or the accountant chosen can not account such releases.
+        If a parameter is not as above.
     """
     delta = parameters.unit_interval(delta=delta)
     parameters.choice(RELATIONS, relation=relation)
     spent = tuple(sorted(merged(_checked(release) for release in releases if release.steps)))
     if not spent:
-        return Cost(0.0, accountant or "closed form")
+        return Cost(0.0, "closed form")
     if order is not None and planned_anew(spent):
         return _at_one_order(spent, delta, relation, order)
-    if accountant is None:
-        accountant = tightest(min(r.sampling for r in spent), relation)
-    return _epsilon(spent, delta, relation, parameters.choice(ACCOUNTANTS, accountant=accountant))
+    return _epsilon(spent, delta, relation)
 
 
 def merged(releases: Iterable[Release]) -> list[Release]:
@@ -183,6 +190,16 @@ def merged(releases: Iterable[Release]) -> list[Release]:
         kind = release._replace(steps=1)
         found[kind] = found.get(kind, 0) + release.steps
     return [kind._replace(steps=steps) for kind, steps in found.items()]
+
+
+def covers(spent: Iterable[Release], others: Iterable[Release]) -> bool:
+    """Whether other releases are among those that were spent, each as often.
+
+    >>> covers([Release(2.0, 3), Release(1.0)], [Release(2.0, 4)])
+    False
+    """
+    most = {release._replace(steps=1): release.steps for release in merged(spent)}
+    return all(one.steps <= most.get(one._replace(steps=1), 0) for one in merged(others))
 
 
 def _checked(release: Release) -> Release:
@@ -200,19 +217,19 @@ def _probability(sampling: object) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(spent: tuple[Release, ...], delta: float, relation: str, accountant: str) -> Cost:
-    if accountant != "closed form":
-        # Whoever is in no batch, with this probability at least, gives nothing away.
-        if (1.0 + 1e-9) * sum(n * q for _, n, q in spent) <= delta:
-            return Cost(0.0, "closed form")
-        if _loss(spent) > _LARGEST or not all(map(_countable, spent)):
-            return _unsampled(spent, delta, relation)
-    if accountant in ("pld", "prv"):
-        rounding = _ROUNDING * sum(release.steps for release in spent)
-        if rounding > min(delta, _SLOWEST) / 2.0:
-            return _WITHOUT_TRANSFORMS[accountant](spent, delta, relation)
-        delta -= rounding
-    return _BY_NAME[accountant](spent, delta, relation)
+def _epsilon(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
+    if all(release.sampling == 1.0 for release in spent):
+        return _closed_form(spent, delta, relation)
+    _require_dp_accounting()
+    # A record that is in no batch, which has this probability at least, gives nothing away.
+    if (1.0 + 1e-9) * sum(n * q for _, n, q in spent) <= delta:
+        return Cost(0.0, "closed form")
+    if _loss(spent) > _LARGEST or not all(map(_countable, spent)):
+        return _closed_form(spent, delta, relation)
+    rounding = _ROUNDING * sum(release.steps for release in spent)
+    if rounding > min(delta, _SLOWEST) / 2.0:
+        return _renyi(spent, delta, relation)
+    return _pld(spent, delta - rounding, relation)
 
 
 def _countable(release: Release) -> bool:
@@ -254,7 +271,7 @@ def noise_multiplier(
     TypeError, ValueError
         If a parameter is not as above, or `besides` leaves nothing of the budget.
     ModuleNotFoundError
-        If records are sampled, and no accountant for sampling is installed.
+        If records are sampled, and dp-accounting is not installed.
     """
     epsilon = parameters.positive(epsilon=epsilon)
     delta = parameters.unit_interval(delta=delta)
@@ -272,12 +289,9 @@ def noise_multiplier(
         )
     if sampling == 1.0:
         return high
-    accountant = tightest(sampling, relation)
 
     def cost(z: float) -> float:
-        return _epsilon(
-            (Release(z, steps, sampling), *besides), delta, relation, accountant
-        ).epsilon
+        return _epsilon((Release(z, steps, sampling), *besides), delta, relation).epsilon
 
     while (least := cost(high)) > epsilon:
         # The accountant may be looser than the closed form.
@@ -297,41 +311,18 @@ def noise_multiplier(
 
 
 # -- the accountants --------------------------------------------------------------------------
-@cache
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def tightest(sampling: float, relation: str = "add-remove") -> str:
-    """Return the name of the tightest accountant that is installed.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If there is none for samples.
-    """
-    if sampling == 1.0:
-        return "closed form"
-    if _installed("dp_accounting"):
-        return "pld"
-    if _installed("opacus") and relation == "add-remove":
-        return "prv"
-    raise ModuleNotFoundError(
-        f"to account for samples ({relation}), dp-accounting is needed: {_INSTALL}"
-    )
+def _require_dp_accounting() -> None:
+    if importlib.util.find_spec("dp_accounting") is None:
+        raise ModuleNotFoundError(
+            f"accounting for samples needs dp-accounting, which is not installed: {_INSTALL}"
+        )
 
 
 def _closed_form(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
-    if any(r.sampling != 1.0 for r in spent):
-        raise ValueError("there is no closed form with sampling: take 'pld', 'prv' or 'rdp'")
+    """Return the cost if every record takes part in each step: an upper bound for samples."""
     mu = math.hypot(*(math.sqrt(r.steps) / r.noise_multiplier for r in spent))
     mu *= (2.0 if relation == "replace-one" else 1.0) * (1.0 + 1e-15)
     return Cost(epsilon_of(mu, delta), "closed form")
-
-
-def _unsampled(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
-    """Return what the releases would cost if everybody took part in each: an upper bound."""
-    return _closed_form(tuple(r._replace(sampling=1.0) for r in spent), delta, relation)
 
 
 def _pld(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
@@ -348,13 +339,15 @@ def _pld(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
     return Cost(_composed(accountant, spent, delta), "pld")
 
 
-def _renyi(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
+def _renyi(
+    spent: tuple[Release, ...], delta: float, relation: str, orders: Sequence[float] = _ORDERS
+) -> Cost:
     from dp_accounting.rdp import RdpAccountant
 
     if relation == "replace-one":
         # It knows samples for "add-remove" only.
-        return _unsampled(spent, delta, relation)
-    return Cost(_composed(RdpAccountant(_ORDERS), spent, delta), "rdp")
+        return _closed_form(spent, delta, relation)
+    return Cost(_composed(RdpAccountant([*orders]), spent, delta), "rdp")
 
 
 def planned_anew(spent: Iterable[Release]) -> bool:
@@ -376,14 +369,10 @@ def order_for(plan: Release, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _at_one_order(spent: tuple[Release, ...], delta: float, relation: str, order: float) -> Cost:
-    tightest(min(r.sampling for r in spent), relation)
-    if relation == "replace-one" or not all(map(_countable, spent)):
-        return _unsampled(spent, delta, relation)
-    if not _installed("dp_accounting"):
-        return _opacus("rdp", [order])(spent, delta, relation)
-    from dp_accounting.rdp import RdpAccountant
-
-    return Cost(_composed(RdpAccountant([order]), spent, delta), "rdp")
+    _require_dp_accounting()
+    if not all(map(_countable, spent)):
+        return _closed_form(spent, delta, relation)
+    return _renyi(spent, delta, relation, (order,))
 
 
 def _composed(accountant: PrivacyAccountant, spent: tuple[Release, ...], delta: float) -> float:
@@ -410,36 +399,6 @@ def _spread(z: float, sampling: float) -> float:
     """
     variance = sampling * sampling * math.expm1(min(1.0 / z**2, 9.0))
     return variance / (2.0 * sampling * math.erf(1.0 / (z * math.sqrt(8.0))))
-
-
-def _opacus(
-    name: str, orders: Sequence[float] = tuple(_ORDERS)
-) -> Callable[[tuple[Release, ...], float, str], Cost]:
-    def cost(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
-        from opacus.accountants import PRVAccountant, RDPAccountant
-
-        unsampled = all(r.sampling == 1.0 for r in spent)
-        if relation == "replace-one" and not unsampled:
-            raise ValueError("Opacus knows samples for 'add-remove' only: take 'pld'")
-        factor = 0.5 if relation == "replace-one" else 1.0
-        history = [(z * factor, sampling, steps) for z, steps, sampling in spent]
-        with warnings.catch_warnings():
-            # An order beyond these would be a little better; the result is an upper bound anyway.
-            warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)
-            rdp = RDPAccountant()
-            rdp.history = history
-            bound = Cost(float(rdp.get_epsilon(delta=delta, alphas=[*orders])), "rdp")
-            if name == "rdp" or any(r.sampling == 1.0 for r in spent):
-                return bound
-            prv = PRVAccountant()
-            prv.history = history
-            return min(bound, Cost(float(prv.get_epsilon(delta=delta)), "prv"))
-
-    return cost
-
-
-_BY_NAME = {"closed form": _closed_form, "pld": _pld, "prv": _opacus("prv"), "rdp": _opacus("rdp")}
-_WITHOUT_TRANSFORMS = {"pld": _renyi, "prv": _BY_NAME["rdp"]}
 
 
 # -- update clipping --------------------------------------------------------------------------
@@ -542,10 +501,8 @@ class Accountant:
 
     def order_of(self, history: Iterable[Release]) -> float | None:
         """Return the order at which these releases count; None if they are of one plan."""
-        most = {release._replace(steps=1): release.steps for release in self.plan}
         found = merged(history)
-        within = all(one.steps <= most.get(one._replace(steps=1), 0) for one in found)
-        return None if within or not planned_anew(found) else self.order
+        return None if covers(self.plan, found) or not planned_anew(found) else self.order
 
     def affordable(
         self, noise_multiplier: float, budget: float, most: int, sampling: float = 1.0

@@ -27,26 +27,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-__all__ = ["delta_of", "epsilon_of", "mu_of"]
+__all__ = ["epsilon_of", "mu_of"]
 
 _ROOT_2PI = math.sqrt(2.0 * math.pi)
 # More than the rounding error of a tail that is exact to a few units in the last place.
 _ROUNDING = 1e-13
-
-
-def delta_of(epsilon: float, mu: float) -> float:
-    """Return the least delta for this epsilon, rounded up.
-
-    Parameters
-    ----------
-    epsilon
-        At least 0.
-    mu
-        Sensitivity over standard deviation, above 0.
-    """
-    a = epsilon / mu - mu / 2.0
-    # Subtract the largest rounding error of the difference.
-    return _delta(a - (epsilon / mu + mu / 2.0) * 2.0**-52, mu)
 
 
 def epsilon_of(mu: float, delta: float) -> float:

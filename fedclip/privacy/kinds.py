@@ -375,5 +375,5 @@ def unchanged_or_noise(module: Plugin, context: Context) -> Map:
 
 def unknown(plugin: Plugin, context: Context) -> Map:
     """Return the map of a plug-in that states no guarantee."""
-    why = "fedclip does not know what it does"
+    why = "no bound is known of it"
     return Map(plugin.name, unbounded=why, shared=why, expands=why)

@@ -17,6 +17,9 @@ Each line stands alone: releases, delta, relation, a fingerprint of the data, ti
 fedclip, and an id, by which no two are the same. So lines of a file that was put back, deleted or
 replaced and those of this process are joined, and none is lost or counted twice.
 
+DP-SGD on a client, the policy of a site and the noise of a server write the same file. A server
+also writes the schedule and the round of each line, which its messages to the clients repeat.
+
 A plan may have releases of two kinds, steps and evaluations; its first line says how many of each.
 Several runs on the same records are several plans, of which a later one may follow from what the
 first has released. Then all are counted at one of Rényi's orders, which the first plan fixes.
@@ -33,12 +36,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -80,6 +85,8 @@ class Entry(NamedTuple):
         The most of each release, of a plan with more than one kind that this line begins.
     evaluation
         Whether an evaluation is charged, and no steps.
+    schedule, round
+        Which round of a server is charged; "" and 0 for other releases.
     """
 
     spent: tuple[Release, ...]
@@ -91,14 +98,16 @@ class Entry(NamedTuple):
     fedclip: str = ""
     plan: tuple[Release, ...] = ()
     evaluation: bool = False
+    schedule: str = ""
+    round: int = 0
 
 
 # What was spent under each path: a file that is put back takes nothing from it.
 _OF_THIS_PROCESS: dict[Path, dict[str, Entry]] = {}
 
 
-def read_entries(path: Path, *, lost: bool = False) -> dict[str, Entry]:
-    """Return what each line of a ledger says; none is left if the file may have `lost` them.
+def read_entries(path: Path, known: Mapping[str, Entry] | None = None) -> dict[str, Entry]:
+    """Return what each line of a ledger says; none is left if the file may have lost `known` ones.
 
     Raises
     ------
@@ -109,12 +118,13 @@ def read_entries(path: Path, *, lost: bool = False) -> dict[str, Entry]:
         if not path.is_file():
             raise ValueError("it is no file")
         text = path.read_bytes().decode()
-        lines = text.splitlines()
+        lines, known = text.splitlines(), known or {}
         # The last line may be cut off, but a ledger begins with a whole one.
-        if lines[not lost :] and not text.endswith(("}", "\n")):
+        if lines[not known :] and not text.endswith(("}", "\n")):
             lines.pop()
-        found = {line: _entry(line) for line in lines if line and not line.endswith(CUT)}
-        if not found and not lost:
+        complete = [line for line in lines if line and not line.endswith(CUT)]
+        found = {line: known.get(line) or _entry(line) for line in complete}
+        if not found and not known:
             raise ValueError("it is empty")
     except (OSError, RecursionError, TypeError, ValueError) as exc:
         raise ValueError(
@@ -140,13 +150,13 @@ def total(entries: Iterable[Entry]) -> Accountant:
 
 
 def protected(data: str) -> tuple[int, str]:
-    """Return how many of what a fingerprint says are protected; 0 if it says nothing of it.
+    """Return the number and the unit of what a fingerprint protects; 0 and "" if unknown.
 
-    >>> protected("9 records, features (4,)"), protected("the updates of a site")
-    ((9, 'record'), (0, ''))
+    >>> protected("9 records, features (4,)"), protected("the updates of a client")
+    ((9, 'record'), (0, 'client'))
     """
-    counted = re.match(r"(\d+) (record|person)s\b", data)
-    return (int(counted[1]), counted[2]) if counted else (0, "")
+    found = re.match(r"(?:(\d+) |the updates of a )(record|person|site|client)", data)
+    return (int(found[1] or 0), found[2]) if found else (0, "")
 
 
 def fingerprint(dataset: object, units: int, unit: str = "record") -> str:
@@ -175,7 +185,7 @@ class Ledger:
     Parameters
     ----------
     epsilon, delta
-        The budget.
+        The budget; without an epsilon, charges are counted and none is refused.
     path
         A file of lines of JSON, made if it is not there; None: the ledger ends with the process.
     spent
@@ -210,14 +220,14 @@ class Ledger:
 
     def __init__(
         self,
-        epsilon: float,
+        epsilon: float | None,
         delta: float,
         path: Path | None = None,
         spent: Sequence[Release] = (),
         data: str = "",
         relation: str = RELATIONS[0],
     ) -> None:
-        self.epsilon = parameters.positive(epsilon=epsilon)
+        self.epsilon = parameters.optional(parameters.positive, epsilon=epsilon) or math.inf
         self.delta = parameters.unit_interval(delta=delta)
         self.relation = parameters.choice(RELATIONS, relation=relation)
         # The same file by another name has the same lock.
@@ -227,8 +237,10 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
         if self.path is not None:
             self._entries = _OF_THIS_PROCESS.setdefault(self.path, self._entries)
-        elif spent:
+        else:
             self._know([self._line(spent)])
+        # What so many of the entries have spent.
+        self._summed, self._sum = 0, Entry((), self.delta, self.relation)
         self._seen = 0
         self._free = self._paid = Release(0.0, 0, 0.0)
         # A file that can not be had is found out now, and not in a round.
@@ -238,12 +250,38 @@ class Ledger:
     @property
     def accountant(self) -> Accountant:
         """All that was spent, at the budget's delta and for its relation; a copy."""
-        return total([*self._entries.values(), Entry((), self.delta, self.relation)])
+        more = [*islice(self._entries.values(), self._summed, None)]
+        found = total([self._sum, *more, Entry((), self.delta, self.relation)])
+        self._summed += len(more)
+        self._sum = self._sum._replace(
+            spent=tuple(found.spent), order=found.order, plan=tuple(found.plan)
+        )
+        return found
 
     @property
     def spent(self) -> float:
         """Epsilon of all steps so far, at the budget's delta, those reserved included."""
         return self.accountant.epsilon()
+
+    @property
+    def identity(self) -> str:
+        """By which `knows` finds the file again."""
+        return _digest(next(iter(self._entries)))
+
+    def knows(self, name: str) -> bool:
+        """Whether this is the ledger of an `identity`, or holds a schedule of that name."""
+        return any(name in (_digest(line), e.schedule) for line, e in self._entries.items())
+
+    def join(self, other: Ledger) -> None:
+        """Count together with another ledger; neither has a file."""
+        other._entries |= self._entries
+        self._entries = other._entries
+        self._summed, self._sum = 0, Entry((), self.delta, self.relation)
+
+    def add(self, spent: Sequence[Release], schedule: str) -> None:
+        """Charge what was released by a server that kept no ledger, whatever the budget is."""
+        with self._joined():
+            self._add([self._line(spent, schedule=schedule)])
 
     def reserve(
         self,
@@ -252,8 +290,12 @@ class Ledger:
         steps: int,
         planned: int = 0,
         evaluation: bool = False,
+        schedule: str = "",
+        round_: int = 0,
     ) -> int:
         """Pay for so many steps (or evaluations), as far as they fit; return for how many.
+
+        A server names the `schedule` and the round; then a line is written for no steps, too.
 
         To account takes long: what is found out for the `planned` steps of the whole run holds
         until noise or rate change, or somebody else charges something.
@@ -265,8 +307,10 @@ class Ledger:
         with self._joined():
             left = self._left(noise_multiplier, rate, steps, planned)
             paid = paid._replace(steps=min(steps, left))
-            if paid.steps:
-                self._add([self._line([paid], self._order(paid, planned), evaluation)])
+            if paid.steps or (schedule and not steps):
+                order = self._order(paid, planned)
+                spent = [paid] if paid.steps else []
+                self._add([self._line(spent, order, evaluation, schedule, round_)])
             self._free, self._paid = paid._replace(steps=left - paid.steps), paid
         return paid.steps
 
@@ -307,6 +351,8 @@ class Ledger:
         spent: Sequence[Release] = (),
         order: float | None = None,
         evaluation: bool = False,
+        schedule: str = "",
+        round_: int = 0,
     ) -> str:
         """Return a line that no other is like."""
         charged = Accountant(self.delta, self.relation)
@@ -319,6 +365,7 @@ class Ledger:
                 "order": order,
                 **({"plan": self.plan} if order is not None and self.plan else {}),
                 **({"evaluation": True} if evaluation else {}),
+                **({"schedule": schedule, "round": round_} if schedule else {}),
                 "sampling": "Poisson",
                 "data": self.data,
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -347,16 +394,16 @@ class Ledger:
             yield
 
     def _join(self, path: Path) -> None:
-        found = read_entries(path, lost=bool(self._entries)) if path.exists() else {}
+        found = read_entries(path, self._entries) if path.exists() else {}
         others = {entry.data for line, entry in found.items() if line not in self._entries}
         others -= {self.data, ""}
         unit = protected(self.data)[1]
-        known = [*found.values(), *self._entries.values()]
-        if unit and {protected(entry.data)[1] for entry in known} - {unit, ""}:
+        known = {entry.data for entry in [*found.values(), *self._entries.values()]}
+        if unit and (units := {protected(data)[1] for data in known} - {unit, ""}):
             raise ValueError(
-                f"the ledger {path} does not protect each {unit}: some of it is for records and "
-                "some for persons, of which one says nothing of the other. Name a ledger of its "
-                f"own for each {unit}"
+                f"the ledger {path} does not protect each {unit}: it has entries for each "
+                f"{max(units)}, which cannot be composed with these. Give each {unit} another "
+                "ledger"
             )
         if others:
             _LOGGER.warning(
@@ -424,8 +471,8 @@ def _entry(line: str) -> Entry:
     if not isinstance(content, dict):
         raise TypeError(f"a line must be an object of JSON, got {line[:50]!r}")
     parameters.choice(("Poisson",), sampling=content.get("sampling"))
-    texts = (content.get(name) for name in ("data", "time", "fedclip"))
-    data, time, version = (text[:500] if isinstance(text, str) else "" for text in texts)
+    texts = (content.get(name) for name in ("data", "time", "fedclip", "schedule"))
+    data, time, version, schedule = (t[:500] if isinstance(t, str) else "" for t in texts)
     order = content.get("order")
     return Entry(
         tuple(Accountant.check_state(content.get("spent"))),
@@ -437,7 +484,13 @@ def _entry(line: str) -> Entry:
         version,
         tuple(Accountant.check_state(content.get("plan", ()))),
         parameters.boolean(evaluation=content.get("evaluation", False)),
+        schedule,
+        parameters.integer(0, round=content.get("round", 0)),
     )
+
+
+def _digest(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()[:32]
 
 
 def _alike(one: Release, other: Release) -> bool:

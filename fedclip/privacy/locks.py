@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import IO
@@ -19,7 +20,8 @@ def locked(path: Path, *, wait: bool) -> IO[str]:
         If it can not be had; or, without `wait`, at once if somebody else has it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a")
+    # Whoever may read it could hold it, too.
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "a")
     try:
         if sys.platform == "win32":
             import msvcrt

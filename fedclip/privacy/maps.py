@@ -16,14 +16,11 @@ brought to a norm N (+ eps)           as a limit at N                  N / eps
 mean 0, deviation 1                   √(d - k)                         1 / eps
 mean taken away                       none of its own                  1
 limit learnt from gradients           that of max_norm                 without limit
-divided by the root of past squares   √d times a number of its betas   without limit
-momentum, moving average              1/(1-beta) times, 1 times        the same
-                                      what comes in
 ====================================  ===============================  ========================
 
 The bound of several groups is the root of the sum of their squared bounds. Bounds are rounded up,
 so that none is too low. Those of fedclip's clippers hold in every dtype, because they scale to
-a little below the limit; those of declearn's modules hold in float32 and wider. The stretching of
+a little below the limit; those of declearn's clippers hold in float32 and wider. The stretching of
 distances is that of exact arithmetic.
 """
 

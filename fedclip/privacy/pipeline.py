@@ -58,7 +58,7 @@ def analyse(
     >>> found.sensitivity("replace-one"), found.sensitivity("add-remove", "aggregate", 0.01)
     (1.0, 0.01)
     >>> print(analyse(["norm-clip", "yogi"], shapes).reasons[0])
-    yogi: it divides by the size of past gradients, which makes small ones large
+    yogi: no bound is known of it
     """
     parameters.boolean(finite=finite)
     arrays = weights.coefs if isinstance(weights, Vector) else weights

@@ -23,7 +23,7 @@ from fedclip.privacy.maps import Plugin
 from fedclip.privacy.pipeline import analyse
 from fedclip.privacy.sensitivity import Analysis
 
-__all__ = ["in_words", "warnings"]
+__all__ = ["before_noise", "in_words", "warnings"]
 
 
 def in_words(
@@ -156,17 +156,11 @@ def _aggregate(server: Sequence[object]) -> str:
 
 def warnings(plugins: Sequence[Plugin]) -> list[str]:
     """Return warnings about plug-ins of an optimizer that may not do what the user expects."""
-    names = [p.name for p in plugins]
-    if "sample-clip" in names:
-        # What is before it clips records, and what comes after acts on noise.
-        return warnings(plugins[names.index("sample-clip") + 1 :])
-    maps = analyse(plugins).maps
+    plugins = _after_records(plugins)
     said = []
-    for i, map_ in enumerate(maps):
+    for i, map_ in enumerate(analyse(plugins).maps):
         before = analyse(plugins[:i], finite=True)
-        if map_.noise:
-            said += _before_noise(before, map_.name)
-        elif before.formula and map_.growth > 1.0 + COARSEST:
+        if not map_.noise and before.formula and map_.growth > 1.0 + COARSEST:
             clip = next(m.name for m in reversed(before.maps) if m.formula)
             why = map_.expands or map_.unbounded
             said.append(
@@ -182,7 +176,23 @@ def warnings(plugins: Sequence[Plugin]) -> list[str]:
     return said
 
 
-def _before_noise(before: Analysis, noise: str) -> list[str]:
+def before_noise(plugins: Sequence[Plugin]) -> list[str]:
+    """Return why noise among the plug-ins of an optimizer gives no guarantee."""
+    plugins = _after_records(plugins)
+    said = []
+    for i, map_ in enumerate(analyse(plugins).maps):
+        if map_.noise:
+            said += _unsized(analyse(plugins[:i], finite=True), map_.name)
+    return said
+
+
+def _after_records(plugins: Sequence[Plugin]) -> Sequence[Plugin]:
+    """Return the plug-ins that do not stand before `sample-clip`, where records are clipped."""
+    names = [plugin.name for plugin in plugins]
+    return plugins[names.index("sample-clip") + 1 :] if "sample-clip" in names else plugins
+
+
+def _unsized(before: Analysis, noise: str) -> list[str]:
     if not before.maps or before.noised:
         return []
     if not before.formula:

@@ -8,6 +8,7 @@ each client besides. The rows have a time, and no round; the state files of the 
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,6 +65,18 @@ def read_curves(node: str, file: Path, last: int, at: Mapping[str, int]) -> list
         if values:
             curves.append(Curve(node, metric, points, bad))
     return curves
+
+
+def read_confusion(file: Path) -> list[list[float]] | None:
+    """Return the last confusion matrix in a file of metrics; None if it has none."""
+    try:
+        # Each evaluation has a line; the last line is a bracket.
+        line = file.read_text(encoding="utf-8").splitlines()[-2].rstrip(",")
+        (found,) = json.loads(f"{{{line}}}").values()
+        matrix = [[float(count) for count in row] for row in found["confusion"]]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return matrix if all(len(row) == len(matrix) for row in matrix) else None
 
 
 def rounds_of(stamps: Sequence[str], last: int, at: Mapping[str, int]) -> list[int]:

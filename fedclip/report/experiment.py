@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -39,6 +39,8 @@ class Report:
         The nodes that are servers.
     private
         The clients that train by DP-SGD, of whose records nothing is recorded.
+    confusions
+        The last confusion matrix of each node: records by class, and by predicted class.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class Report:
     curves: tuple[Curve, ...] = ()
     servers: frozenset[str] = frozenset()
     private: tuple[str, ...] = ()
+    confusions: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
 
     @property
     def nodes(self) -> tuple[str, ...]:

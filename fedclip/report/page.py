@@ -22,6 +22,7 @@ from fedclip.records import RoundRecord
 from fedclip.report.advice import Advice
 from fedclip.report.curves import Curve
 from fedclip.report.experiment import Report
+from fedclip.report.results import result_of
 from fedclip.report.rows import (
     Limits,
     Row,
@@ -141,6 +142,7 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
             {
                 "name": printable(run.name or experiment or report.folder.resolve().name),
                 "advice": advice,
+                "end": "" if run.together else _end(part, experiment),
                 "findings": _findings(part, advice),
                 "clippers": _clippers(part, advice),
                 "metrics": _metrics(part.curves, part.servers),
@@ -152,6 +154,12 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _end(report: Report, experiment: str) -> str:
+    """Return the last metrics of the healthy sites, with the outliers next to them."""
+    text = result_of(report, experiment).in_words()
+    return f"At the end: {text}." if text else ""
 
 
 def _merged(report: Report) -> Report:
@@ -248,6 +256,7 @@ def _clippers(report: Report, advice: Advice | None) -> list[dict[str, object]]:
             {
                 "name": printable(name),
                 "all": everybody,
+                "rows": [[str(p[0]), *map(number, p[1:8]), f"{p[8] or 0:.1%}"] for p in everybody],
                 "nodes": [(printable(n), points) for n, points in shown.items()],
                 "count": len(nodes),
                 **_series(lines if len(nodes) > 1 else {}),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ UPDATES = ("update-norms", "update-clip-client")
 """What records the norms of updates; of a simulation, the first knows whose they are."""
 FEW = {"step": 20, "update": 9}
 """Number of norms below which nothing is chosen by them; a client has one update in a round."""
+ALONE = 10.0
+"""A client whose largest norms are so many times the others' is an outlier, by these alone."""
 _UNMEASURED = {
     "step": 'no clipper by norm ran on the clients: add "no-op" to their modules',
     "update": "the norms of updates were not measured",
@@ -74,20 +77,34 @@ class Norms:
     def ratios(self) -> dict[str, float]:
         """Return how many times the norms of the median client each one's are.
 
-        In a round a client has the 95 % quantile of its norms. An update counts both as it is and
-        for each step that it took, by whichever is less unlike the others': many steps make a
-        longer update, and few one that is long for a step. Its ratio is the median over the
-        rounds, or that of the first if it is larger: where units are wrong, a model may saturate,
-        and gradients be 0 from then on.
+        In a round a client has the 95 % quantile of its norms, and its largest one. Where a model
+        saturates, gradients are 0 but for a few: the largest one decides if its ratio is
+        `ALONE` or more. Otherwise both have to be above 1, or below, and the ratio is the one
+        nearer to 1. An update counts as it is and for each step that it took, likewise: many steps
+        make a longer update, and few one that is long for a step. A ratio is the median over the
+        rounds, or that of the first round if it is larger.
         """
+        if self.place == "update":
+            whole, each = (self._ratios(1.0, per_step=own) for own in (False, True))
+            return {name: min(ratio, each.get(name, ratio)) for name, ratio in whole.items()}
+        typical, largest = self._ratios(0.95), self._ratios(1.0)
+        return {
+            name: ratio if ratio >= ALONE else statistics.median((1.0, ratio, typical.get(name, 1)))
+            for name, ratio in largest.items()
+        }
+
+    def _ratios(self, q: float, per_step: bool = False) -> dict[str, float]:
         found: dict[str, list[float]] = {}
         for round_, records in self.by_round().items():
-            whole = {name: record.norm_quantile(0.95) or 0.0 for name, record in records.items()}
-            each = {n: level / self.effort.get((n, round_), 1) for n, level in whole.items()}
-            middles = [statistics.median_low(levels.values()) for levels in (whole, each)]
-            for name in whole if all(middles) else ():
-                least = min(whole[name] / middles[0], each[name] / middles[1])
-                found.setdefault(name, []).append(least)
+            levels = {
+                name: (record.norm_max if q == 1.0 else record.norm_quantile(q)) or 0.0
+                for name, record in records.items()
+            }
+            if per_step:
+                levels = {n: level / self.effort.get((n, round_), 1) for n, level in levels.items()}
+            if middle := statistics.median_low(levels.values()):
+                for name, level in levels.items():
+                    found.setdefault(name, []).append(level / middle)
         return {name: max(ratios[0], statistics.median(ratios)) for name, ratios in found.items()}
 
     def middle(self, q: float, first: bool = False) -> float:
@@ -99,6 +116,15 @@ class Norms:
         records = next(iter(self.by_round().values())) if first else self.clients
         found = [record.norm_quantile(q) for record in records.values()]
         return statistics.median_low([norm for norm in found if norm is not None] or [0.0])
+
+    def until(self, round_: int) -> Norms:
+        """Return the norms of the rounds up to one, or all, if those are too few."""
+        own = dataclasses.replace(self, rows=[r for r in self.rows if r.record.round <= round_])
+        return self if own.lacking else own
+
+    def usual(self, name: str) -> float:
+        """Return the largest norm of a client in the median round."""
+        return statistics.median(record.norm_max or 0.0 for record in self.by_client()[name])
 
     def above(self, limit: float) -> dict[str, float]:
         """Return the share of each client's norms that is above a limit."""

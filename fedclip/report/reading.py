@@ -12,7 +12,7 @@ from pathlib import Path
 import msgpack
 
 from fedclip.records import SERVED, read_rounds
-from fedclip.report.curves import Curve, read_curves
+from fedclip.report.curves import Curve, read_confusion, read_curves
 from fedclip.report.experiment import Report
 from fedclip.report.rows import ReportError, Row, experiment_of
 
@@ -86,7 +86,12 @@ class Reader:
             )
         found.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
         servers = frozenset(node.label for node in nodes if node.is_server)
-        return Report(folder, tuple(found), tuple(skipped), self._curves(), servers, private)
+        confusions: dict[str, list[list[float]]] = {}
+        for label, file, _ in self._metrics():
+            if matrix := read_confusion(file.with_suffix(".json")):
+                confusions.setdefault(label, matrix)
+        skipped_, curves = tuple(skipped), self._curves()
+        return Report(folder, tuple(found), skipped_, curves, servers, private, confusions)
 
     @property
     def ended(self) -> bool:
@@ -103,14 +108,19 @@ class Reader:
         for node in self._nodes.values():
             above = experiment_of(node.label)
             last[above] = max(last[above], node.last)
+        for label, file, node in self._metrics():
+            reached = node.last or last[experiment_of(node.label)]
+            for curve in read_curves(label, file, reached, node.rounds_at):
+                curves.setdefault((curve.node, curve.metric), curve)
+        return tuple(curves[key] for key in sorted(curves))
+
+    def _metrics(self) -> Iterator[tuple[str, Path, _Node]]:
+        """Yield the files of metrics, each with whose they are, and the node that wrote them."""
         for node in sorted(self._nodes.values(), key=lambda node: node.is_server):
             above, slash, _ = node.label.rpartition("/")
             for file in sorted(node.folder.glob("metrics*.csv")):
                 client = file.name.removeprefix("metrics").removesuffix(".csv").removeprefix("_")
-                label = f"{above}{slash}{client}" if client else node.label
-                for curve in read_curves(label, file, node.last or last[above], node.rounds_at):
-                    curves.setdefault((curve.node, curve.metric), curve)
-        return tuple(curves[key] for key in sorted(curves))
+                yield f"{above}{slash}{client}" if client else node.label, file, node
 
 
 class _Node:

@@ -32,16 +32,19 @@ class Seen:
     odd
         The clients with norms far above the others', and how many times.
     two
-        Whether there are two clients, of which nobody can say which one is odd.
+        Whether there are two clients, of which either may be the outlier.
     spikes
         The clients with spikes, and the rounds in which these were.
+    small
+        The clients with steps far below the others', and how many times.
     texts
-        What is worth telling, in sentences.
+        These findings, in sentences.
     """
 
     odd: dict[str, float] = field(default_factory=dict)
     two: bool = False
     spikes: dict[str, list[int]] = field(default_factory=dict)
+    small: dict[str, float] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
 
 
@@ -54,8 +57,14 @@ def seen(places: Iterable[Norms]) -> dict[str, Seen]:
     return found
 
 
+def outliers_of(found: Mapping[str, Seen]) -> list[str]:
+    """Return the clients with norms far above the others', by steps or updates; of two, none."""
+    names = dict.fromkeys(name for one in found.values() for name in one.odd)
+    return [] if any(one.two for one in found.values()) else [*names]
+
+
 def told(found: Mapping[str, Seen]) -> list[str]:
-    """Return what is worth telling of each client: the first, as updates are as odd as steps."""
+    """Return one sentence on each client: the first, as its updates follow from its steps."""
     texts: dict[str, str] = {}
     for text in (text for one in found.values() for text in one.texts):
         texts.setdefault(text.partition(":")[0], text)
@@ -72,30 +81,37 @@ def _seen(norms: Norms, beside: bool) -> Seen:
     result.two = len(ratios) == 2
     if 2 * len(odd) < len(ratios) or result.two:
         result.odd = dict(sorted(odd.items(), key=lambda item: -item[1]))
+    others = {
+        round_: statistics.median_low(record.norm_max or 0.0 for record in records.values())
+        for round_, records in norms.by_round().items()
+    }
     for name, records in norms.by_client().items():
         largest = [record.norm_max or 0.0 for record in records]
         for place, record in enumerate(records):
             near = statistics.median(largest[max(0, place - _NEAR) : place + _NEAR + 1])
             usual = max(near, statistics.median(largest))
+            # Norms after a spike are no measure if it has spoilt the model.
+            before = max(others.get(record.round, 0.0), statistics.median(largest[:place] or [0.0]))
+            usual = min(usual, before) if place > 1 and len(ratios) > 2 and before else usual
             if usual and largest[place] >= _SPIKE * usual:
                 result.spikes.setdefault(name, []).append(record.round)
-    result.texts = [*_in_words(norms, result, ratios)]
+    if norms.place == "step" and not result.two:
+        result.small = {n: 1 / r for n, r in ratios.items() if 0 < r <= 1 / _SMALL}
+    result.texts = [*_in_words(norms, result)]
     return result
 
 
-def _in_words(norms: Norms, found: Seen, ratios: dict[str, float]) -> Iterator[str]:
+def _in_words(norms: Norms, found: Seen) -> Iterator[str]:
     what = f"{norms.place}s"
     for name, times in found.odd.items():
         yield (
             f"{name}: the norms of its {what} are {number(times)} times the others': look at its "
-            "units and its data."
+            "units, its labels and its data."
         )
-    for name, ratio in ratios.items():
-        if len(ratios) > 2 and norms.place == "step" and 0 < ratio <= 1 / _SMALL:
-            yield (
-                f"{name}: the norms of its {what} are {number(1 / ratio)} times smaller than the "
-                "others'."
-            )
+    for name, times in found.small.items():
+        yield (
+            f"{name}: the norms of its {what} are {number(times)} times smaller than the others'."
+        )
     for name, rounds in [*found.spikes.items()][:5]:
         when = ", ".join(map(str, rounds[:5])) + ", …" * (len(rounds) > 5)
         yield (

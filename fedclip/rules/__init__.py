@@ -101,6 +101,19 @@ def _restored(name: str, fields: Mapping[str, Array]) -> State:
     return state_of(fields, name=name)
 
 
+def known(rule: Any, state: State, xp: Arithmetic) -> dict[str, Array]:
+    """Return the statistics of a rule by name, without those of its protection.
+
+    A rule with a `threshold` adds it, infinity until there is one, and whether it is `ready`.
+    """
+    fields = {f: getattr(state, f) for f in state._fields if not f.startswith("start_")}
+    if not hasattr(rule, "threshold"):
+        return fields
+    threshold = rule.threshold(state, xp)
+    ready = rule.ready(state, threshold)
+    return fields | {"threshold": xp.where(ready, threshold, math.inf), "ready": ready}
+
+
 def updated(
     state: State, changes: Sequence[tuple[Array, Mapping[str, Array]]], xp: Arithmetic
 ) -> State:

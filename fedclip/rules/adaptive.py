@@ -80,6 +80,15 @@ class Adaptive(Learning):
         state = zeros(groups, xp, "limit", "unclipped", "count")
         return state._replace(limit=state.limit + (self.start_norm or 0.0))
 
+    def threshold(self, state: State, xp: Arithmetic) -> Array:
+        """Return the limit of each group."""
+        limit: Array = state.limit
+        return limit
+
+    def ready(self, state: State, threshold: Array) -> Array:
+        """Return which groups have a limit."""
+        return state.limit > 0
+
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         limits, after = super().__call__(norms, state, xp)
         if self.start_norm is None:
@@ -89,9 +98,10 @@ class Adaptive(Learning):
         return limits, after
 
     def judge(self, norms: Array, state: State, xp: Arithmetic, guard: Protection) -> Judgement:
-        ready, base = state.limit > 0, norms + self.eps
+        threshold, base = self.threshold(state, xp), norms + self.eps
+        ready = self.ready(state, threshold)
         first, tamed = guard.limits(norms, state, xp)
-        limits = xp.minimum(xp.where(ready, state.limit, first), self._most)
+        limits = xp.minimum(xp.where(ready, threshold, first), self._most)
         usual = xp.where(ready | (base <= first), norms, tamed)
         learns = (norms > 0) & (ready | guard.suffices(norms, state))
         below = xp.where(base <= state.limit, 1.0, 0.0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.rules import State, state_of, zeros
@@ -60,8 +61,8 @@ class Auto(History):
             keep = xp.minimum(keep, self.decay**counted.n)
         return merged(state, counted, keep, keep, xp)._replace(count=count)
 
-    def shared(self) -> Auto:
-        return replace(self, median=self.median.given())
+    def shared(self) -> Self:
+        return replace(super().shared(), median=self.median.given())
 
     @property
     def remembered(self) -> int | None:

@@ -26,6 +26,14 @@ class Constant:
     def init(self, groups: int, xp: Arithmetic) -> NoState:
         return NoState()
 
+    def threshold(self, state: NoState, xp: Arithmetic) -> Array:
+        """Return the limits."""
+        return xp.asarray(self.limits)
+
+    def ready(self, state: NoState, threshold: Array) -> Array:
+        """Return that all groups have one."""
+        return threshold > 0
+
     def __call__(self, norms: Array, state: NoState, xp: Arithmetic) -> tuple[Array, NoState]:
         # One number needs no copy to a device.
         one = len(self.limits) == 1

@@ -42,17 +42,25 @@ class Growth:
     def init(self, groups: int, xp: Arithmetic) -> State:
         return zeros(groups, xp, "previous")
 
-    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
-        previous = state.previous
-        threshold = math.inf + previous
+    def threshold(self, state: State, xp: Arithmetic) -> Array:
+        """Return the norm of each group above which a norm has grown too much."""
+        threshold = math.inf + state.previous
         if self.mul is not None:
-            threshold = previous * self.mul
+            threshold = state.previous * self.mul
         if self.add is not None:
-            threshold = xp.minimum(threshold, previous + self.add)
+            threshold = xp.minimum(threshold, state.previous + self.add)
+        return threshold
+
+    def ready(self, state: State, threshold: Array) -> Array:
+        """Return which groups have a norm to compare with."""
+        return state.previous > 0
+
+    def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
+        previous, threshold = state.previous, self.threshold(state, xp)
         limits = xp.where(norms > threshold, threshold, xp.maximum(threshold, norms + self.eps))
         # No norm can grow from 0: the step after a norm of 0 is a first step again.
         first = math.inf if self.warmup_norm is None else self.warmup_norm
-        limits = xp.where(previous > 0, limits, first)
+        limits = xp.where(self.ready(state, threshold), limits, first)
         if self.max_norm is not None:
             limits = xp.minimum(limits, self.max_norm)
         after = xp.minimum(norms, limits)

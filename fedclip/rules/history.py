@@ -15,9 +15,10 @@
     seen   = usual | n | nothing of a spike           (feedback)
     state  = observe(seen, state)                     in the groups that learn
 
-A rule is ready when there are `warmup` norms, and at least so many as it needs, and its threshold
-is above 0. Until then `fedclip.rules.protection` protects, if there is a `warmup_factor`. If the
-current norm is included, ``state = observe(n, state)`` comes first.
+A rule is ready after `warmup` norms, or as many as it needs, if its threshold is above 0. Until
+then `fedclip.rules.protection` protects, if there is a `warmup_factor`: its median alone learns
+the first norms, which are part of the warm-up. If the current norm is included,
+``state = observe(n, state)`` comes first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -49,6 +51,8 @@ class History(Learning):
     warmup_factor: float | None
     max_norm: float | None
     eps: float
+    alone: bool = True
+    """Whether the state is of this machine alone, or else of a federation."""
 
     # -- what a rule says ---------------------------------------------------------------------
     @abstractmethod
@@ -67,7 +71,7 @@ class History(Learning):
 
     def ready(self, state: State, threshold: Array) -> Array:
         """Return which groups can be judged; a threshold of 0 is none to judge by."""
-        return (state.count >= max(self.warmup, self.least)) & (threshold > 0)
+        return (state.count >= self.needed) & (threshold > 0)
 
     def compared(self, norms: Array) -> Array:
         """Return what is compared with the threshold."""
@@ -87,16 +91,33 @@ class History(Learning):
 
     # -- what follows -------------------------------------------------------------------------
     @property
+    def needed(self) -> int:
+        """Number of norms that a group has learnt when its warm-up is over.
+
+        A server does not know which norms its clients leave to their protection.
+        """
+        return max(self.warmup, self.least) - (self._left_to_protection if self.alone else 0)
+
+    @property
+    def _left_to_protection(self) -> int:
+        if self.warmup_factor is None or self.feedback == "raw":
+            return 0
+        return min(5, max(self.warmup - self.least, 0)) if self.alone else 5
+
+    @property
     def basis(self) -> Basis:
         """Where the limits come from; a norm that is included counts before it is judged."""
         fixed = math.inf if self.max_norm is None else self.max_norm
-        return Basis(fixed, "count", max(self.warmup, self.least) - self.include_current)
+        return Basis(fixed, "count", self.needed - self.include_current)
 
     @property
     def protection(self) -> Protection:
         if self.warmup_factor is None:
             return Unprotected()
-        return Protection(self.warmup_factor, least=0 if self.feedback == "raw" else 5)
+        return Protection(self.warmup_factor, least=self._left_to_protection)
+
+    def shared(self) -> Self:
+        return replace(self, alone=False)
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         if self.include_current:

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedclip.arrays import Arithmetic, Array, on_host
-from fedclip.rules import NoState, Rule, State
-from fedclip.rules.history import History
+from fedclip.rules import NoState, Rule, State, known
 
 Limit: TypeAlias = Callable[[float, Mapping[str, float]], float]
 """From a norm, and the statistics before it, to the limit of the norm."""
@@ -58,9 +57,6 @@ class Own:
 
     def _known(self, state: State, xp: Arithmetic) -> dict[str, list[float]]:
         """Return the statistics by name, one number for each group."""
-        fields = {f: getattr(state, f) for f in state._fields if not f.startswith("start_")}
-        if isinstance(self.past, History):
-            threshold = self.past.threshold(state, xp)
-            fields |= {"threshold": threshold, "ready": self.past.ready(state, threshold)}
+        fields = known(self.past, state, xp)
         columns = {field: np.atleast_1d(on_host(value)) for field, value in fields.items()}
         return {field: column.tolist() for field, column in columns.items() if column.ndim == 1}

@@ -8,6 +8,7 @@ separation networks", arXiv:2007.14469.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
@@ -51,8 +52,8 @@ class Percentile(History):
     def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
         return self.history.observe(seen, state, xp)._replace(count=state.count + 1.0)
 
-    def shared(self) -> Percentile:
-        return replace(self, history=self.history.given())
+    def shared(self) -> Self:
+        return replace(super().shared(), history=self.history.given())
 
     @property
     def remembered(self) -> int | None:

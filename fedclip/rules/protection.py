@@ -8,7 +8,8 @@
     learnt = x, or 1.1 * median for a spike, x > limit
 
 The median learns this until the rule is ready, and then what the rule learns. The rule learns
-nothing before the median is of 5 norms; of 1, if other clients' norms count too.
+nothing before the median is of 5 norms, or of as many as a shorter warm-up can spare; of 1, if
+other clients' norms count too.
 
 Two spikes among five norms do not change the median, and more spikes hardly raise it. The
 protection has no scale: norms that are s times as large get limits that are s times as large.

@@ -46,7 +46,7 @@ class ZScore(History):
 
     def ready(self, state: State, threshold: Array) -> Array:
         # A mean of 0 is one to judge by.
-        return state.count >= max(self.warmup, self.least)
+        return state.count >= self.needed
 
     def compared(self, norms: Array) -> Array:
         return super().compared(norms) if self.moments.adds_eps else norms

@@ -9,7 +9,7 @@ import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fedclip
 
@@ -47,7 +47,12 @@ def registries() -> dict[str, Mapping[str, type]]:
 
 
 def build(kind: str, name: str, config: Mapping[str, object]) -> Plugin:
-    """Return a plug-in of fedclip or declearn, made as declearn makes it from a file."""
+    """Return a plug-in of fedclip or declearn, made as declearn makes it; or a site's policy."""
+    if kind == "policy":
+        from fedclip.federation.site.policy import Policy
+
+        policy: type[Any] = Policy
+        return policy(**config)
     return registries()[kind][name](**config)
 
 

@@ -24,10 +24,11 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from declearn.dataset.utils import load_data_array
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.optimizer import Optimizer
 from declearn.quickrun import DataSourceConfig, parse_data_folder
@@ -39,7 +40,8 @@ from fedclip.federation.quorum import unfit
 from fedclip.federation.senders import NamedClients
 from fedclip.federation.statistics.check import is_shared
 from fedclip.federation.update.check import Known, update_problems
-from fedclip.federation.update.plain import server_of
+from fedclip.federation.update.claims import Claim, voids_of
+from fedclip.federation.update.plain import server_of, settings_in
 from fedclip.parameters import Config
 from fedclip.privacy import places
 from fedclip.privacy.maps import Plugin
@@ -52,6 +54,7 @@ from fedclip.tools.findings import (
     Setting,
     brief,
     innermost,
+    read_json,
     read_toml,
     text_of,
 )
@@ -63,6 +66,8 @@ from fedclip.tools.trained import trained
 
 APP = "pyproject.toml"
 """The file with the settings of an app of Flower."""
+JOB = "config_fed_server.json"
+"""The file with the server's part of an exported job of NVFlare."""
 REQUIRED = ("network", "data", "optim", "run")
 """The sections that declearn's quickrun requires."""
 
@@ -72,8 +77,9 @@ def find_config(path: str | Path) -> Path:
     path = Path(path)
     folder = os.path.isdir(path)  # `Path.is_dir` raises where a path is too long for the system.
     file = path / "config.toml" if folder else path
-    if folder and not os.path.isfile(file) and _is_app(path / APP):
-        file = path / APP
+    if folder and not os.path.isfile(file):
+        apps = [path / APP] if _is_app(path / APP) else []
+        file = next(iter([*apps, *sorted(path.glob(f"*/config/{JOB}"))]), file)
     if not os.path.isfile(file):
         where = f"{path} holds no config.toml" if folder else f"{path} does not exist"
         raise ToolError(f"{where}; give a declearn configuration file, or its folder", code=2)
@@ -88,18 +94,22 @@ def _is_app(file: Path) -> bool:
 def check_config(
     path: str | Path, *, quickrun: bool = False, simulate: bool = False, text: str | None = None
 ) -> Check:
-    """Check a declearn configuration: a quickrun file, or one for `FLOptimConfig`; or Flower's.
+    """Check a declearn configuration: a quickrun file, or one for `FLOptimConfig`.
+
+    The file may also be Flower's, or NVFlare's.
 
     `path` is as for `find_config`. With `quickrun` it must be a quickrun file; otherwise its
     sections decide. With `simulate` it is one that is to run in one process. If there is no such
     file, raise a `ToolError`; all else is a finding. A `text` is checked in place of the file's.
     """
     check = Check(find_config(path))
-    config = read_toml(check, check.path, "the file", text)
+    read = read_json if check.path.name == JOB else read_toml
+    config = read(check, check.path, "the file", text)
     if config is None:
         return check
-    if check.path.name == APP and not (quickrun or simulate):
-        _check_app(check, config)
+    other = {APP: _check_app, JOB: _check_job}.get(check.path.name)
+    if other is not None and not (quickrun or simulate):
+        other(check, config)
         return check
     config = _with_files(check, config)
     check.config = config = _without_network(config) if simulate else config
@@ -141,17 +151,73 @@ def _check_app(check: Check, config: Section) -> None:
     if check.problems:
         return
     try:
-        bound = server_of({key.replace("-", "_"): value for key, value in given.items()}).bound
+        settings = settings_in(dict(_flat(app)))
+    except ValueError as exc:
+        check.problem(where, text_of(exc))
+        return
+    evaluates = app.get("fraction-evaluate") != 0
+    claim = Claim(
+        "flower",
+        None,
+        rounds=_count(app.get("num-server-rounds")),
+        evaluates=evaluates,
+        keeps_best=False,
+    )
+    sections = {"evaluate": "[tool.flwr.app.config]"}
+    _check_settings(check, settings, claim, where, sections)
+
+
+def _check_job(check: Check, config: Section) -> None:
+    """Check the settings of a job of NVFlare, as a recipe has exported it."""
+    workflows = [_section(one, "args") for one in _sections(config, "workflows")]
+    named = [(one, str(_section(one, "aggregator").get("path"))) for one in workflows]
+    ours = [one for one, path in named if path.startswith("fedclip.")]
+    if len(ours) != 1:
+        text = "fedclip clips nothing in this job: give its recipe add_update_clipping(recipe)"
+        check.problem("[workflows]", text)
+        return
+    selects = any(
+        "ModelSelector" in str(one.get("path")) for one in _sections(config, "components")
+    )
+    rounds = _count(ours[0].get("num_rounds"))
+    claim = Claim("nvflare", None, rounds=rounds, evaluates=selects, keeps_best=selects)
+    settings = _section(_section(_section(ours[0], "aggregator"), "args"), "settings")
+    where = "[workflows.aggregator]"
+    _check_settings(check, settings, claim, where, {"evaluate": "[components]"})
+
+
+def _check_settings(
+    check: Check,
+    settings: Section,
+    claim: Claim,
+    where: str,
+    sections: Mapping[str, str],
+) -> None:
+    """Check a flat table of settings, and what voids the guarantee of its noise."""
+    try:
+        bound = server_of(settings).bound
     except (TypeError, ValueError) as exc:
         check.problem(where, text_of(exc))
         return
-    rounds = _count(app.get("num-server-rounds"))
-    if bound.budget and rounds:
-        left = min(rounds, bound.rounds_left())
+    if bound.budget is None:
+        return
+    for severity, part, text in voids_of(claim._replace(bound=bound)):
+        check.add(severity, sections.get(part, where), text)
+    if claim.rounds:
+        left = min(claim.rounds, bound.rounds_left())
         cost = bound.budget.cost(left)
         check.note(
-            where, f"epsilon is {cost:.4g} after {left} rounds, of {rounds} that are planned"
+            where, f"epsilon is {cost:.4g} after {left} rounds, of {claim.rounds} that are planned"
         )
+
+
+def _flat(table: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    """Yield settings and their names as Flower hands them to an app."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def _check_quickrun(check: Check, config: Config) -> None:
@@ -169,6 +235,12 @@ def _check_quickrun(check: Check, config: Config) -> None:
     if isinstance(config.get("optim"), dict):
         wrong = any(finding.where.startswith("[run") for finding in check.problems)
         _check_optim(check, config["optim"], {} if wrong else run)
+    if "fairness" in _section(config, "optim"):
+        check.problem(
+            "[optim.fairness]",
+            "declearn's fairness needs a FairnessDataset, which names sensitive attributes, and "
+            "[data] gives arrays: run it by a script of your own, or remove this section",
+        )
     if isinstance(config.get("run"), dict) and "register" not in run:
         text = "this section is missing: write in min_clients how many clients to wait for"
         check.problem("[run.register]", text)
@@ -262,6 +334,12 @@ def _section(config: Section, name: str) -> Config:
     return value if isinstance(value, dict) else {}
 
 
+def _sections(config: Section, name: str) -> list[Config]:
+    """Return the sections in a list of a file; none if there is no list."""
+    value = config.get(name)
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
 def _check_folder(check: Check, folder: str) -> None:
     """Find a checkpoint folder that no system can make."""
     try:
@@ -286,6 +364,7 @@ def _check_data(check: Check, data: Section, run: Section) -> None:
     if "privacy" in run:
         for level, text in asked_for(files):
             check.add(level, "[data]", text)
+    _check_batches(check, files, run)
     count = len(files)
     register = run.get("register")
     low = high = register
@@ -295,6 +374,29 @@ def _check_data(check: Check, data: Section, run: Section) -> None:
         check.problem("[data]", f"{low} clients are waited for, and the data folder holds {count}")
     elif isinstance(high, int) and count > high:
         check.problem("[data]", f"{high} clients are admitted, and the data folder holds {count}")
+
+
+def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Section) -> None:
+    """Find sites that get no batch, as they have fewer records than one has."""
+    # DP-SGD draws batches by itself.
+    parts = () if "privacy" in run else (("training", "train", True), ("evaluate", "valid", False))
+    for section, of, default in parts:
+        effort = _section(run, section)
+        size = effort.get("batch_size", 128)
+        if not effort.get("drop_remainder", default) or not isinstance(size, int):
+            continue
+        for site, own in files.items():
+            try:
+                count = len(load_data_array(own[f"{of}_target"]))
+            except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
+                continue
+            if count < size:
+                check.problem(
+                    f"[run.{section}]",
+                    f"{site} has {count} records in {of}_target, and batch_size = {size} drops the "
+                    f"remainder, so it gets no batch: write drop_remainder = false, or a "
+                    f"batch_size of at most {count}",
+                )
 
 
 def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
@@ -349,6 +451,8 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         _clients(check.config),
         _protected(check) if check.quickrun else None,
         _section(check.config, "experiment").get("metrics") or (),
+        _population(check),
+        check.quickrun,
         _section(check.config, "network").get("protocol")
         in ("fedclip-websockets", *["websockets"] * check.quickrun),
     )
@@ -431,11 +535,12 @@ def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
             _count(_section(check.config, "run").get("rounds")),
             setting.clients,
             setting.secagg,
+            check.quickrun,
             named=check.quickrun or setting.watched or (vetted and setting.secagg is None),
         ),
     )
     for level, section, message in found:
-        check.add("note" if level == "note" else "problem", f"[optim.{section}]", message)
+        check.add(level, f"[optim.{section}]", message)
     shared = any(is_shared(p) for chosen in setting.plugins.values() for p in chosen)
     if (ours or shared) and not vetted:
         check.note(
@@ -459,6 +564,18 @@ def _clients(config: Section) -> int | None:
     return _count(innermost(_section(config, "client_sampler")).get("n_samples", most))
 
 
+def _population(check: Check) -> int | None:
+    """Return the number of all clients; None if it is not known."""
+    simulated = _section(check.config, "simulate").get("clients")
+    if simulated is not None:
+        return _count(simulated)
+    most = _section(check.config, "run").get("register")
+    if isinstance(most, dict):
+        most = most.get("max_clients", most.get("min_clients"))
+    known = [_count(most), len(_known_files(check)) if check.quickrun else None]
+    return max((count for count in known if count), default=None)
+
+
 def _secagg(check: Check) -> Section | None:
     """Return the section about secure aggregation, if there is one and its range is a number."""
     section = check.config.get("secagg")
@@ -473,11 +590,11 @@ def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
         steps = steps_of(key, run, setting.clients)
         for warning in (*places.warnings(chosen), *stuck(chosen, steps)):
             check.note(f"[optim.{key}]", warning)
+        for leak in places.before_noise(chosen):
+            check.add("leak", f"[optim.{key}]", leak)
     for level, section, message in exposures(setting):
         own = section.partition(".")[0] in ("run", "secagg", "client_sampler", "experiment")
         check.add(level, f"[{section}]" if own else f"[optim.{section}]", message)
-        if (level, section) != ("note", "run.privacy"):
-            check.exposed.append(message)
     check.places = places.in_words(
         plugins.get("client_opt", []),
         plugins.get("server_opt", []),

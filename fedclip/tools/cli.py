@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 import fedclip
-from fedclip.tools import privacy, site, studies
+from fedclip.tools import choosing, privacy, site
 from fedclip.tools.output import (
     Commands,
     ConfigPath,
@@ -99,45 +99,31 @@ def list_(
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; new or empty.")],
-    files: Annotated[
-        list[Path], typer.Argument(metavar="DATA...", help="A CSV file, or one for each site.")
-    ],
-    target: Annotated[str, typer.Option(metavar="COLUMN", help="What the model is to tell.")],
-    site: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Names the site, in a single file.")
-    ] = None,
-    sites: Annotated[
-        int | None, typer.Option(min=2, show_default="3", help="Sites to spread one file over.")
-    ] = None,
-    persons: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Says whose a record is, for DP-SGD.")
-    ] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN", help="Leave it out; may be repeated.")
-    ] = None,
     model: Annotated[
-        Literal["sklearn", "torch"], typer.Option(help="A linear model, or a small network.")
-    ] = "sklearn",
-    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn at random.")] = 0,
+        Literal["sklearn", "torch", "tensorflow", "jax"],
+        typer.Option(help="A linear model, or a small network."),
+    ],
+    privacy: Annotated[
+        Literal["records", "persons"] | None,
+        typer.Option(help="Train with DP-SGD, and protect each record or each person."),
+    ] = None,
 ) -> None:
-    """Make a folder that runs from CSV files.
+    """Write a project of your own, for CSV files at several sites.
 
-    It has the data by site, a model and a configuration.
+    It prepares data, trains with a server and clients, and predicts. You edit its files.
     """
-    from fedclip.tools.init import Plan, prepare
+    from fedclip.tools.init import write_project
 
-    if (len(files) > 1) + (site is not None) + (sites is not None) > 1:
-        fail("several files, --site or --sites: only one of them can say the sites", code=2)
-    plan = Plan(target, site, sites or 3, persons, drop or (), model, seed)
-    for line in prepare(folder, files, plan):
-        say(line)
+    missing = write_project(folder, model, privacy)
+    run = "quickrun" if privacy else "simulate"
+    say(f"{folder} is written. Start with its README.md, or try it with invented records:")
     for line in (
-        "Ready to run:",
-        f"  cd {typed(folder)}",
-        "  fedclip simulate",
-        "  fedclip suggest",
+        *(f"pip install {packages}" for packages in missing),
+        f"cd {typed(folder)}",
+        "python prepare.py --example",
+        f"fedclip {run}",
     ):
-        say(line)
+        say(f"  {line}")
 
 
 @app.command()
@@ -150,16 +136,17 @@ def check(
     from fedclip.tools.check import check_config
 
     result = check_config(config)
+    fine = result.ok and not result.leaks
     if as_json:
-        facts = {"file": str(result.path), "ok": result.ok, "places": result.places}
+        facts = {"file": str(result.path), "ok": fine, "places": result.places}
         print(json.dumps({**facts, "findings": [vars(finding) for finding in result.findings]}))
     else:
         _print_check(result)
-    raise typer.Exit(0 if result.ok and not (strict and result.notes) else 1)
+    raise typer.Exit(0 if fine and not (strict and result.notes) else 1)
 
 
 def _print_check(result: Check) -> None:
-    colours = {"ok": "green", "note": "yellow", "problem": "red"}
+    colours = {"ok": "green", "note": "yellow", "leak": "magenta", "problem": "red"}
     say(str(result.path))
     for finding in result.findings:
         typer.secho(f"  {finding.level:7}", fg=colours[finding.level], nl=False)
@@ -168,11 +155,16 @@ def _print_check(result: Check) -> None:
         typer.echo("What is clipped where:")
     for place in result.places:
         say(f"  {place}")
-    problems, notes = (
+    counts = [
         f"{len(found) or 'No'} {kind}{'s' * (len(found) > 1)}"
-        for kind, found in (("problem", result.problems), ("note", result.notes))
-    )
-    typer.echo(f"{problems}, {notes}." if result.notes else f"{problems}.")
+        for kind, found in (
+            ("problem", result.problems),
+            ("leak", result.leaks),
+            ("note", result.notes),
+        )
+        if found or kind == "problem"
+    ]
+    typer.echo(f"{', '.join(counts)}.")
 
 
 @app.command()
@@ -188,13 +180,13 @@ def quickrun(
     """Check a configuration, then run all of it on this machine."""
     result = runnable(config, quickrun=True)
 
-    from fedclip.tools.card import keep
     from fedclip.tools.quickrun import run
 
     clients, results, finished = run(result.path, verbose=verbose, seed=seed)
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
-    keep(result, results, "quickrun", seed)
+    weights = Path(results, "server", "model_state_best.mpk")
+    say(f"Best weights (lowest mean loss of the healthy sites): {typed(weights)}")
     spent = any(Path(results).rglob("privacy_spent.json"))
     also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
@@ -217,11 +209,9 @@ def simulate(
     """
     result = runnable(config, simulate=True)
 
-    from fedclip.tools.card import keep
     from fedclip.tools.simulate import EARLY, run
 
     done = run(result.path, seed, engine=engine)
-    keep(result, done.results, "simulate", seed)
     see = f"fedclip report {typed(done.results)}"
     if done.ended:
         after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
@@ -229,9 +219,12 @@ def simulate(
             say(f"fedclip: {after}")
             return
         fail(after, code=130 if done.ended == "interrupted" else 1)
+    say(f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s")
     say(
-        f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s; see  {see}"
+        f"Best weights (round {done.best}, lowest mean loss of the healthy sites): "
+        f"{typed(Path(done.results, 'server', 'model_state_best.mpk'))}"
     )
+    say(f"See  {see}")
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -270,15 +263,12 @@ def report(
     ] = False,
     rounds: Annotated[
         bool | None,
-        typer.Option("--rounds/--summary", help="A line for each round, or only for each node."),
+        typer.Option("--rounds/--summary", help="A line for each round, or for each node."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a plot as well (.png, .svg, .pdf).")
     ] = None,
     html: HtmlFile = None,
-    card: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a model card instead; - for stdout.")
-    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until the run ends, or until Ctrl-C.")
     ] = False,
@@ -286,9 +276,9 @@ def report(
     """Show what the clippers did in a run, by node and round."""
     from fedclip.tools import showing
 
-    if follow + as_json + (csv is not None) + (card is not None) > 1:
-        fail("give one of --follow, --json, --csv and --card", code=2)
-    showing.can_write(plot=plot, html=html, card=card)
+    if follow + as_json + (csv is not None) > 1:
+        fail("give one of --follow, --json and --csv", code=2)
+    showing.can_write(plot=plot, html=html)
     folder = results(folder)
     result = showing.read(folder, follow, html)
     if as_json:
@@ -297,11 +287,6 @@ def report(
         text = io.StringIO()
         result.write_csv(text)
         showing.write(csv, text.getvalue())
-    elif card is not None:
-        from fedclip.tools import card as cards
-
-        with privacy.in_one_sentence(1):
-            showing.write(str(card), cards.card(result))
     elif not follow:
         showing.show(result, groups, rounds)
     if plot is not None:
@@ -311,7 +296,7 @@ def report(
 
 
 # Commands are listed in the order in which they are added.
-studies.add_to(app)
+choosing.add_to(app)
 
 
 @app.command()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what voids a privacy guarantee, before a run: findings for `check`.
+"""Finds what voids a privacy guarantee in a configuration of declearn, before a run.
 
-For a configuration without noise, the only finding is that secure aggregation is too coarse.
+What voids the guarantee of central noise on every engine is listed in
+`fedclip.federation.update.claims`; this adds what only declearn has. For a configuration without
+noise, the only finding is that secure aggregation is too coarse.
 """
 
 from __future__ import annotations
@@ -15,6 +17,12 @@ from declearn.optimizer.regularizers import Regularizer
 from fedclip.dpsgd.sample_clip import SampleClip, unfit
 from fedclip.federation.evaluation import unfit as unfit_for_noise
 from fedclip.federation.statistics.check import is_shared
+from fedclip.federation.update.claims import (
+    Claim,
+    too_large_delta,
+    too_large_epsilon,
+    voids_of,
+)
 from fedclip.federation.update.messages import DECLEARN_RANGE
 from fedclip.federation.update.secagg import plan
 from fedclip.privacy import analyse
@@ -24,15 +32,21 @@ from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context, Plugin
 from fedclip.tools.findings import Plugins, Section, Setting, innermost
 
-__all__ = ["RELEASED", "exposures"]
+__all__ = ["exposures"]
 
 CLIENT, SERVER = "client_opt", "server_opt"
 
-Found = tuple[Literal["problem", "note"], str, str]
+Found = tuple[Literal["problem", "leak", "note"], str, str]
 """Level, section (of [optim], or "run.…", "secagg", "client_sampler"), message."""
 
-# Above this epsilon, a guarantee is one in name only. Ponomareva et al. (2023, "How to DP-fy ML")
-# draw the line there, too: whoever gave even odds may then be 99.995 % sure.
+# The section of each part of the list in `fedclip.federation.update.claims`.
+_SECTIONS = {
+    "noise": SERVER,
+    "sampler": "client_sampler",
+    "evaluate": "run.evaluate",
+    "early_stop": "run.early_stop",
+}
+# Above this epsilon, one step alone guarantees nothing.
 _ABSURD = 10.0
 
 _WEIGHTS = (
@@ -43,12 +57,6 @@ _UNITS = (
     "agc limits what leads to one output: it takes axis 0 for the outputs in torch and "
     "scikit-learn, and the last axis in TensorFlow and JAX. Put transposed convolutions, and "
     "embeddings of torch, into exclude, or use unit = 'tensor'"
-)
-RELEASED = (
-    "declearn sends each client's evaluation loss and metrics, its number of steps and of samples, "
-    "without noise: epsilon does not cover them",
-    "the weights that declearn keeps in the end are those of the lowest loss: a choice made by "
-    "what has no noise; take the last checkpoint instead",
 )
 _NOISED = (
     "evaluations have noise, for {share:g} of {whole} and losses of at most {bound:g}: loss and "
@@ -71,19 +79,6 @@ _NOT_WATCHED = (
     "evaluation_share needs the server's protocol 'fedclip-websockets', which receives evaluations "
     "before they are added up and written: without it, the run ends before its first round"
 )
-_CHOSEN = (
-    "a criterion chooses clients by what they have sent before, without noise: one client decides "
-    "who else takes part, so that the noise does not cover what it changes; take another strategy"
-)
-_STOPPED = (
-    "training is stopped by losses without noise: the number of rounds tells of them; what is "
-    "stated afterwards has to be the epsilon of all planned rounds"
-)
-_NO_TURNS = (
-    "separation charges each client for its own turns, which only the strategy 'round-robin' "
-    "gives it, alone or within 'named-clients': with another one, each has to be charged for "
-    "every round"
-)
 _NO_EVALUATION = (
     "where clients take turns, declearn's secure aggregation does not survive a round with all of "
     "them: set the evaluation's frequency above the number of rounds, and no checkpoint"
@@ -97,11 +92,12 @@ def exposures(setting: Setting) -> Iterator[Found]:
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
     privacy, per_record = _part(run, "privacy"), isinstance(run.get("privacy"), Mapping)
     if central is not None:
-        yield from _central(central, server, run.get("rounds"))
-        if _chooses(setting.sampler):
-            yield "problem", "client_sampler", _CHOSEN
-        if central.separation > 1:
-            yield from _by_turns(setting)
+        yield from _unnoised(central, server)
+        if central.separation > 1 and setting.secagg is not None:
+            frequency, rounds = _part(run, "evaluate").get("frequency", 1), run.get("rounds")
+            known = type(frequency) is int and type(rounds) is int
+            fails = known and frequency <= rounds
+            yield "problem" if fails else "note", "secagg", _NO_EVALUATION
     if any(isinstance(p, SampleClip) for side in plugins.values() for p in side):
         yield from _records_clipped(plugins, run, setting.fairness)
     elif per_record:
@@ -114,7 +110,7 @@ def exposures(setting: Setting) -> Iterator[Found]:
     averaged = getattr(aggregator, "name", None) == "clipped-averaging"
     for side, chosen in plugins.items():
         for text in _own_noise(side, chosen, per_record if side == CLIENT else averaged):
-            yield "note", side, text
+            yield "leak", side, text
     own = any(look_up(p, Context()).noise for side in plugins.values() for p in side)
     if central is not None or per_record or own:
         if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):
@@ -122,13 +118,23 @@ def exposures(setting: Setting) -> Iterator[Found]:
         markers = [p for p in plugins.get(CLIENT, ()) if isinstance(p, SampleClip)]
         # Noise for records is none for clients.
         noised = markers[0] if per_record and central is None and markers else central
-        if noised is not None and noised.evaluation_share:
+        covered = noised is not None and bool(noised.evaluation_share)
+        every, rounds = _part(run, "evaluate").get("frequency", 1), _whole(run.get("rounds"))
+        rare = rounds is not None and type(every) is int and every > rounds
+        claim = Claim(
+            "declearn",
+            central,
+            rounds=rounds,
+            population=setting.population,
+            evaluates=not covered and (setting.checkpoints or not rare),
+            stops_early=run.get("early_stop") is not None,
+            chooses_clients=_chooses(setting.sampler),
+            by_turns=innermost(setting.sampler).get("strategy", "round-robin") == "round-robin",
+        )
+        for severity, part, text in voids_of(claim):
+            yield severity, _SECTIONS[part], text
+        if covered:
             yield from _evaluated(noised, setting)
-        else:
-            for text in RELEASED:
-                yield "note", "run.evaluate", text
-            if run.get("early_stop") is not None:
-                yield "note", "run.early_stop", _STOPPED
     adaptive = next((p for p in server if p.name == "update-clip-server"), None)
     limit = getattr(aggregator, "max_norm", None) if adaptive is None else adaptive.bound
     yield from _resolution(setting.secagg, limit, run)
@@ -140,46 +146,23 @@ def _part(run: Section, name: str) -> Section:
 
 
 # -- noise on the average ---------------------------------------------------------------------
-def _central(module: Plugin, server: Sequence[Plugin], rounds: object) -> Iterator[Found]:
-    """Check what else goes out besides the noised average, and the numbers."""
+def _unnoised(module: Plugin, server: Sequence[Plugin]) -> Iterator[Found]:
+    """Check which statistics go out besides the noised average."""
     for plugin in server:
         if plugin is module or not _tells(plugin):
             continue
         if plugin.name in (module.unnoised or ()):
             text = f"{plugin.name} goes out without noise, as unnoised says: epsilon is not of it"
-            yield "note", SERVER, text
+            yield "leak", SERVER, text
         else:
             yield "problem", SERVER, module.refusal_of(plugin.name)
     for name in module.unnoised or ():
         if name not in [p.name for p in server]:
             yield "note", SERVER, f"unnoised names {name!r}, which is not in server_opt"
-    if module.generator == "insecure":
-        text = (
-            "update-clip-server draws its noise from a generator that can be predicted, for "
-            "experiments: there is no guarantee without generator = 'secure'"
-        )
-        yield "problem", SERVER, text
-    clients = module.expected_clients
-    if module.delta * clients >= 1:
-        text = (
-            f"delta = {module.delta:g} is not below 1 / expected_clients = {1 / clients:.3g}: to "
-            "publish one client, drawn at random, would pass; take a hundredth of that or less"
-        )
-        yield "problem", SERVER, text
-    known = rounds if type(rounds) is int and rounds > 0 else None
-    planned, most = known or 1, module.max_epsilon
-    spent, what = module.budget.cost(planned), f"{planned} round{'s' * (planned > 1)}"
-    if most is not None and (spent > most or known is None):
-        spent, what = most, "max_epsilon"
-    yield from _absurd(spent, what, SERVER)
 
 
-def _by_turns(setting: Setting) -> Iterator[Found]:
-    """Check that clients take turns, if that is what they are charged for."""
-    if innermost(setting.sampler).get("strategy", "round-robin") != "round-robin":
-        yield "problem", "client_sampler", _NO_TURNS
-    if setting.secagg is not None:
-        yield "note", "secagg", _NO_EVALUATION
+def _whole(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None
 
 
 def _chooses(sampler: object) -> bool:
@@ -197,18 +180,6 @@ def _chooses(sampler: object) -> bool:
 def _tells(plugin: Plugin) -> bool:
     """Whether a module of the server sends to clients what it has learnt from them."""
     return bool(getattr(plugin, "aux_name", None)) and plugin.name != "update-clip-server"
-
-
-def _absurd(spent: float, what: str, section: str) -> Iterator[Found]:
-    if spent > _ABSURD:
-        how = "fedclip privacy " + ("calibrate" if section == "run.privacy" else "plan")
-        text = (
-            f"epsilon = {spent:.4g} for {what} is a guarantee in name only, as each above "
-            f"{_ABSURD:g} is: who gave even odds that somebody took part may be "
-            f"{1.0 / (1.0 + math.exp(-_ABSURD)):.3%} sure at {_ABSURD:g}, and the odds rise by a "
-            f"factor of exp({spent:.4g}) here; `{how}` says which noise would do"
-        )
-        yield "problem", section, text
 
 
 # -- noise on the gradient of a batch ---------------------------------------------------------
@@ -329,22 +300,19 @@ def _budget(privacy: Section, run: Section, protected: tuple[int, str] | None) -
     of = f"{unit}s of the smallest client" if protected else "of a batch"
     match privacy.get("budget"):
         case [int() | float() as spent, int() | float() as delta]:
-            yield from _absurd(spent, "each client's budget", where)
+            if text := too_large_epsilon(spent, "each client's budget", "calibrate"):
+                yield "problem", where, text
             if not 0.0 < delta < 1.0:
                 text = f"budget is [epsilon, delta], and delta must be in (0, 1), got {delta:g}"
                 yield "problem", where, text
-            elif type(least) is int and delta * least >= 1.0:
-                text = (
-                    f"delta = {delta:g} is not below 1 / {least:,} {of}: to publish one {unit}, "
-                    "drawn at random, would pass; take a hundredth of that or less"
-                )
+            elif type(least) is int and (text := too_large_delta(delta, least, of, unit)):
                 yield "problem", where, text
             elif delta >= 1e-3:
                 text = (
                     f"delta = {delta:g} has to be far below 1 / number of {unit}s of the smallest "
                     f"client: to publish one {unit}, drawn at random, would pass"
                 )
-                yield "note", where, text
+                yield "leak", where, text
 
 
 # -- noise modules ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,11 +35,15 @@ class Setting(NamedTuple):
     """How many records or persons the smallest client has, and which of the two, if known."""
     metrics: Sequence[object] = ()
     """What is measured besides the loss."""
+    population: int | None = None
+    """The number of all clients, as far as it is known."""
+    checkpoints: bool = True
+    """Whether the server keeps checkpoints, and so evaluates after the last round."""
     watched: bool = True
     """Whether the server has the protocol ``fedclip-websockets``, or `quickrun` gives it that."""
 
 
-Level = Literal["ok", "note", "problem"]
+Level = Literal["ok", "note", "leak", "problem"]
 
 LONGEST = 120
 
@@ -66,8 +71,6 @@ class Check:
         In the order of the file.
     places
         What is clipped where, and what that guarantees: a line for each place.
-    exposed
-        What voids a privacy guarantee, or is not covered by it.
     quickrun
         Whether the optimizers are in [optim], as in a quickrun file; else they are alone in it.
     """
@@ -76,7 +79,6 @@ class Check:
     config: Config = dataclasses.field(default_factory=dict)
     findings: list[Finding] = dataclasses.field(default_factory=list)
     places: list[str] = dataclasses.field(default_factory=list)
-    exposed: list[str] = dataclasses.field(default_factory=list)
     quickrun: bool = True
 
     @property
@@ -88,6 +90,11 @@ class Check:
     def problems(self) -> list[Finding]:
         """The findings that would stop a run, or make it differ from what is written."""
         return [finding for finding in self.findings if finding.level == "problem"]
+
+    @property
+    def leaks(self) -> list[Finding]:
+        """The findings about what leaves without being covered by a guarantee."""
+        return [finding for finding in self.findings if finding.level == "leak"]
 
     @property
     def notes(self) -> list[Finding]:
@@ -136,6 +143,18 @@ def text_of(exc: BaseException) -> str:
     """Return an exception's message; a KeyError would quote its own."""
     text = str(exc.args[0]) if isinstance(exc, KeyError) and exc.args else str(exc)
     return text if len(text) <= 400 else text[:399] + "…"
+
+
+def read_json(check: Check, path: Path, where: str, text: str | None = None) -> Config | None:
+    """Parse a file of JSON that holds an object; report what is wrong with it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8") if text is None else text)
+        if isinstance(found, dict):
+            return found
+        check.problem(where, f"{path.name} must hold an object, got a {type(found).__name__}")
+    except (OSError, ValueError, RecursionError) as exc:
+        check.problem(where, f"{path.name} is not valid JSON: {text_of(exc)}")
+    return None
 
 
 def read_toml(check: Check, path: Path, where: str, text: str | None = None) -> Config | None:

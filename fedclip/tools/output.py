@@ -56,7 +56,7 @@ class Commands(TyperGroup):
             say(f"fedclip: {exc}", err=True)
             raise typer.Exit(exc.code) from None
         except ImportError as exc:
-            if exc.name not in ("declearn", "pandas"):  # the one brings the other
+            if exc.name != "declearn":
                 raise
             from fedclip.tools.catalogue import NEEDS_DECLEARN
 

@@ -8,6 +8,7 @@ named like an identifier, and in which values come back, says that it may be wan
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,10 +16,16 @@ from declearn.dataset.utils import load_data_array
 
 from fedclip.dpsgd.persons import numbered
 from fedclip.tools.findings import Level
-from fedclip.tools.init_tables import NAMED
 from fedclip.tools.quickrun import PERSONS
 
 __all__ = ["asked_for", "units", "unnamed"]
+
+_NAMED = re.compile(
+    r"(^|[\W_])(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"
+    r"s?([\W_]*(id|no|nr|num|number|code|key|name))?\W*$",
+    re.IGNORECASE,
+)
+"""Names of columns that may say whose a record is."""
 
 
 def units(files: Mapping[str, str], of: str = "train") -> tuple[int, str]:
@@ -92,5 +99,5 @@ def _identifiers(file: Path) -> Iterator[str]:
         heads, *rows = csv.reader(lines)
     for place, name in enumerate(heads):
         values = [row[place] for row in rows if len(row) > place]
-        if NAMED.search(name.strip()) and len({*values}) < len(values):
+        if _NAMED.search(name.strip()) and len({*values}) < len(values):
             yield name.strip()

@@ -181,6 +181,7 @@ def calibrate(
     """Size the noise of DP-SGD on one client's records or persons; print the lines of TOML."""
     from fedclip import parameters
     from fedclip.dpsgd import calibrate as dpsgd
+    from fedclip.privacy.accounting import ZERO_OUT
     from fedclip.toml import toml_line, toml_value
 
     if (records is None) == (persons is None):
@@ -216,7 +217,7 @@ def calibrate(
     extra: Config = {
         **{name: getattr(found, name) for name in ("noise", "spent", "accountant", "sampling")},
         **({} if values is None else {"drift": found.drift(values)}),
-        "relation": "add-remove",
+        "relation": ZERO_OUT,
     }
     _print(found, text, lines, extra, as_json)
 
@@ -253,7 +254,7 @@ def spent(
         typer.Option(metavar="FILE", help="Write CSV, a line for each round; - for stdout."),
     ] = None,
 ) -> None:
-    """Show the epsilon that was spent, or that a plan would cost, by each accountant."""
+    """Show the epsilon that was spent, or that a plan would cost."""
     from fedclip.report import printable
     from fedclip.report.rows import write_csv
     from fedclip.tools.showing import write
@@ -294,16 +295,15 @@ def audit(
     as_json: JsonFlag = False,
 ) -> None:
     """Attack the privacy that a configuration claims, with its own model and data."""
-    result = runnable(config, simulate=True)
+    checked = runnable(config, simulate=True)
 
     from fedclip.tools import audit as attack
 
-    found = attack.audit(result.path, seed)
+    found = attack.audit(checked.path, seed)
     if as_json:
-        names = ("protects", "claimed", "delta", "least", "fault")
-        told = {name: getattr(found, name) for name in names}
-        told |= {"guesses": found.guesses._asdict(), "membership": found.membership._asdict()}
-        print(json.dumps(told))
+        result = found._asdict() | {"fault": found.fault, "audited": found.audited}
+        result |= {name: result[name]._asdict() for name in ("guesses", "membership")}
+        print(json.dumps(result))
     else:
         print(*found.in_words(), sep="\n")
-    raise typer.Exit(int(found.fault))
+    raise typer.Exit(int(found.fault or not found.audited))

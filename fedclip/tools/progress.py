@@ -8,22 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeAlias
 
-from fedclip.report import number, printable
-from fedclip.report.curves import read_curves
+from fedclip.report import printable
 
 Tell: TypeAlias = Callable[[str, int, str], None]
 """Takes the name of a task, how many rounds of it are done, and what to say of it."""
-
-
-def latest(file: Path) -> str:
-    """Return the last loss and metrics in a file of declearn's, in words; "" without any."""
-    curves = read_curves("", file, 0, {})
-    named = {curve.metric: number(curve.last[1]) for curve in curves}
-    first = [name for name in ("loss", "accuracy", "r2") if name in named]
-    return ", ".join(f"{name} {named[name]}" for name in first or list(named)[:1])
 
 
 def progress(tasks: Mapping[str, int], quiet: bool = False) -> Tell:

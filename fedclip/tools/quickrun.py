@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import math
 import os
 import random
 import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,13 @@ import fedclip
 from fedclip.federation.generics import AnyModel
 from fedclip.federation.quorum import Members
 from fedclip.federation.serving import guarded, watchful
+from fedclip.federation.update.server import UpdateClipServer
+from fedclip.privacy.ledger import FILE
+from fedclip.report import Reader, ReportError
+from fedclip.report.results import best_round, result_of
 from fedclip.tools.linear import quicken
 from fedclip.tools.output import ToolError
-from fedclip.tools.progress import latest, progress
+from fedclip.tools.progress import progress
 from fedclip.tools.trained import label
 
 PERSONS = "train_persons.csv"
@@ -117,6 +123,11 @@ class Experiment:
         file = Path(self.files[site][f"{of}_data"]).with_name(PERSONS.replace("train", of))
         return file if file.exists() else None
 
+    def ledger(self, site: str = "") -> Path:
+        """Return the ledger of a client's records, next to them; or that of all clients."""
+        records = Path(self.files[site or next(iter(self.files))]["train_data"])
+        return (records if site else records.parent).resolve().with_name(FILE)
+
     def model(self) -> AnyModel:
         """Return a new model, as its file makes it."""
         folder, name = os.path.split(os.path.abspath(self._file))
@@ -129,17 +140,43 @@ class Experiment:
 
 
 class _Watched(FederatedServer):
-    """A server that tells of each round that it has ended, and labels its checkpoints."""
+    """A server that tells how each round ended, and labels its checkpoints.
 
-    told: Callable[[int], None]
+    Its best weights are those of the lowest mean loss of the healthy sites. Where noise protects
+    clients, whose norms it does not cover, they are declearn's: of the lowest loss of all.
+    """
+
+    told: Callable[[int, str], None]
+    results: str
+    noised: bool
+    reader: Reader | None = None
 
     async def evaluation_round(self, round_i: int, *args: Any, **kwargs: Any) -> None:
         """Run the evaluation that ends a round."""
         # By now the model knows its shapes.
         if round_i == 1 and self.ckptr and (said := label(self.ckptr.folder, self.model)):
             _LOGGER.warning("Checkpoints of the server: %s.", said)
+        before, count = self._best, len(self._losses)
         await super().evaluation_round(round_i, *args, **kwargs)
-        self.told(round_i)
+        self.told(round_i, self._look(before) if len(self._losses) > count else "")
+
+    def _look(self, before: Any) -> str:
+        """Keep the best weights, and return the metrics of the sites as text."""
+        try:
+            self.reader = self.reader or Reader(self.results)
+            report = self.reader.read()
+        except ReportError:
+            return ""
+        # An earlier run may lie in a folder of this one.
+        result = result_of(report, "")
+        if not self.noised and result.outliers:
+            curves = [c for c in report.curves if c.metric == "loss" and not c.experiment]
+            losses = {c.node: dict(c.points) for c in curves}
+            rounds = sorted({r for points in losses.values() for r in points})
+            own = [{s: points.get(r, math.nan) for s, points in losses.items()} for r in rounds]
+            last = best_round(own, result.healthy) == len(own) - 1
+            self._best = self.model.get_weights(trainable=True) if last else before
+        return result.in_words()
 
 
 class _Quick(fedclip.PersonalFederatedClient):
@@ -165,7 +202,7 @@ class Federation:
     Attributes
     ----------
     told
-        Called with the number of each round that has ended.
+        Called with the number of each round that has ended, and the metrics of the sites.
     clients
         The names of the clients whose data is in the data folder.
     results
@@ -179,7 +216,7 @@ class Federation:
 
     def __init__(self, file: Path, *, verbose: bool = False) -> None:
         self.verbose = verbose
-        self.told: Callable[[int], None] = lambda round_: None
+        self.told: Callable[[int, str], None] = lambda round_, text: None
         self.members: Callable[[], Members] = Members
         self.toml = str(file)
         self.network = watchful(NetworkServerConfig.from_toml(self.toml, False, "network"))
@@ -196,6 +233,9 @@ class Federation:
         setup_server_loggers(level=logging.INFO, fpath=os.path.join(checkpoint, "logs.txt"))
         self._hush("declearn.server", logging.INFO)
         optim = FLOptimConfig.from_toml(self.toml, False, "optim")
+        for module in optim.server_opt.modules:
+            if isinstance(module, UpdateClipServer) and not module.ledger:
+                module.charge_to(self.experiment.ledger())
         server = _Watched(
             model=self.experiment.model(),
             optim=optim,
@@ -203,7 +243,8 @@ class Federation:
             checkpoint=checkpoint,
             **guarded(self.network, optim),
         )
-        server.told = self.told
+        server.told, server.results = self.told, self.results
+        server.noised = any(getattr(m, "noise_multiplier", 0) for m in optim.server_opt.modules)
         self.members = lambda: getattr(server.netwk, "members", Members())
         await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
 
@@ -229,7 +270,12 @@ class Federation:
         kind: Any = _Quick
         if private:
             of_valid = self.experiment.persons(name, "valid") if persons else None
-            kind = partial(fedclip.PrivateFederatedClient, persons=persons, valid_persons=of_valid)
+            kind = partial(
+                fedclip.PrivateFederatedClient,
+                persons=persons,
+                valid_persons=of_valid,
+                ledger=self._ledger(name, Path(checkpoint)),
+            )
         client = kind(
             netwk=NetworkClientConfig.from_params(
                 protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
@@ -240,6 +286,20 @@ class Federation:
             verbose=False,
         )
         await client.async_run()
+
+    def _ledger(self, name: str, results: Path) -> Path:
+        """Return the ledger of a client's records; the one in a folder of results leads there."""
+        ledger, link = self.experiment.ledger(name), results / FILE
+        if link.exists() and not link.is_symlink():
+            # Each line stands alone; those of a run before are of the same records.
+            with ledger.open("ab") as file:
+                file.write(link.read_bytes() + b"\n")
+            link.unlink()
+        if not link.is_symlink():
+            results.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # a disk may know no links
+                link.symlink_to(ledger)
+        return ledger
 
     def _hush(self, logger: str, level: int) -> None:
         """Let only what is of this level get to the console, or only warnings."""
@@ -287,8 +347,7 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
     finished = True
     tell = progress({"quickrun": rounds}, quiet=verbose)
-    server = Path(federation.results, "server", "metrics.csv")
-    federation.told = lambda done: tell("quickrun", done, latest(server))
+    federation.told = lambda done, text: tell("quickrun", done, text)
     try:
         asyncio.run(federation.run(seed))
     except KeyboardInterrupt:

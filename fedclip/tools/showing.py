@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -25,7 +26,8 @@ from fedclip.report import (
     read_report,
 )
 from fedclip.report.advice import Advice
-from fedclip.report.rows import Key, experiment_of
+from fedclip.report.results import result_of
+from fedclip.report.rows import Key, experiment_of, site_of
 from fedclip.tools.output import fail, say
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# Above this number of rounds, all nodes together, one line for each node is shown.
-_LONG = 200
+# So many nodes fit on one screen.
+_SHOWN = 12
 _PAUSE = 1.0
 # A browser reads the page of a run that goes on after so many seconds again.
 _REFRESH = 5
@@ -97,30 +99,38 @@ def _newest(report: Report, quiet: bool = False) -> Report:
 
 
 def show(report: Report, groups: bool, rounds: bool | None) -> None:
-    """Print the table and the sentences; None shows rounds unless there are very many."""
-    count = len(report.rows if groups else report.whole)
-    short = count > _LONG if rounds is None else not rounds
-    if report.rows:
-        console().print(report.table(groups, not short))
-    if short and rounds is None:
-        say(f"The table has a line for each node; --rounds shows all {count:,} rounds.")
+    """Print the answer, what was measured, and the table.
+
+    None of `rounds` shows a line for each node: of many nodes, the outliers and some others.
+    """
     spendings = _spent(report.folder, words=False) if report.private else []
-    if any(spending.turns for spending in spendings):
-        console().print(_budget(spendings, short or rounds is False))
-    for sentence in (*report.in_words(), *_last(report)):
+    advice = _advice(report)
+    for sentence in (*([advice.answer] if advice else []), *_last(report), *report.in_words()):
         say(sentence)
+    nodes = [row.node for row in (report.rows if groups else report.whole)]
+    if rounds is None and len(dict.fromkeys(nodes)) > _SHOWN:
+        odd = {name for run in report.experiments for name in result_of(report, run).outliers}
+        order = sorted(dict.fromkeys(nodes), key=lambda node: site_of(node) not in odd)
+        say(f"{_SHOWN} of {len(order)} nodes are shown; --summary shows all.")
+        rows = tuple(row for row in report.rows if row.node in order[:_SHOWN])
+        report = dataclasses.replace(report, rows=rows)
+    if report.rows:
+        console().print(report.table(groups, bool(rounds)))
+    if any(spending.turns for spending in spendings):
+        console().print(_budget(spendings, not rounds))
 
 
 def _last(report: Report) -> Iterator[str]:
-    """Yield the last loss and metrics of each server."""
-    for server in sorted(report.servers):
-        curves = [curve for curve in report.curves if curve.node == server]
-        shown = [f"{c.metric} {number(c.last[1])}" for c in curves]
-        if curves:
+    """Yield the last loss and metrics of each federation, by the healthy sites."""
+    for experiment in report.experiments:
+        text = result_of(report, experiment).in_words()
+        curves = [curve for curve in report.curves if curve.experiment == experiment]
+        if curves and text:
             round_ = max(curve.last[0] for curve in curves)
             # Without records, nothing says in which round an evaluation was.
             when = f"round {round_}" if report.rows else "the last evaluation"
-            yield f"{server}: {', '.join(shown)} after {when}."
+            about = f"{experiment}: " if len(report.experiments) > 1 else ""
+            yield f"{about}After {when}: {text}."
 
 
 def _budget(spendings: Sequence[Spending], short: bool) -> Table:
@@ -184,7 +194,7 @@ def _followed(folder: Path, html: Path | None = None) -> Report:
     if screen.is_terminal and result.rows:
         screen.print(_view(result))
     else:
-        for sentence in (*result.in_words(), *_last(result)):
+        for sentence in (*_last(result), *result.in_words()):
             say(sentence)
     return result
 
@@ -194,7 +204,7 @@ def _view(report: Report) -> Group:
     from rich.text import Text
 
     rounds = max((row.record.round for row in report.rows), default=0)
-    said = [*[f"Round {rounds}"] * bool(rounds), *report.in_words(), *_last(report)]
+    said = [*[f"Round {rounds}"] * bool(rounds), *_last(report), *report.in_words()]
     return Group(*[report.table(rounds=False)] * bool(rounds), *map(Text, said))
 
 
@@ -232,14 +242,11 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
         say(f"wrote {file}")
 
 
-def can_write(
-    *, plot: Path | None = None, html: Path | None = None, card: Path | None = None
-) -> None:
+def can_write(*, plot: Path | None = None, html: Path | None = None) -> None:
     """End with a sentence if a picture or a page could not be written, before what takes long."""
     for option, file, name, packages, installed in (
         ("--plot", plot, "report.png", ("matplotlib",), "matplotlib"),
         ("--html", html, "report.html", ("jinja2", "vl_convert"), "jinja2 vl-convert-python"),
-        ("--card", card, "card.md", ("jinja2",), "jinja2"),
     ):
         if file is None:
             continue
@@ -284,7 +291,7 @@ def save_page(
 
 def _advice(report: Report) -> Advice | None:
     """Return what is advised after the run of one federation."""
-    if len(report.experiments) > 1 or not report.rows:
+    if len(report.experiments) != 1:
         return None
     try:
         from fedclip.tools.suggest import advised
@@ -292,7 +299,7 @@ def _advice(report: Report) -> Advice | None:
         return advised(report, *report.experiments)
     except (ModuleNotFoundError, TypeError, ValueError) as exc:
         # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
-        say(f"fedclip: nothing is advised on the page: {exc}", err=True)
+        say(f"fedclip: nothing is advised: {exc}", err=True)
         return None
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgpack
+import numpy as np
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.main.utils import Checkpointer
 from declearn.optimizer.modules import AuxVar
@@ -38,10 +39,15 @@ from fedclip.federation.update.engine import UpdateServer
 from fedclip.federation.update.exchange import Reply, SentBound
 from fedclip.federation.update.limits import norms_of
 from fedclip.federation.update.turns import Schedule
+from fedclip.records import ALL
+from fedclip.report.place import places_of
+from fedclip.report.results import Result, best_round
+from fedclip.report.rows import Row
+from fedclip.report.seeing import outliers_of, seen
 from fedclip.scopes import resolve
 from fedclip.tools.crowd import Ask, Crowd, Kept, SimulateConfig, Task, Trained
 from fedclip.tools.output import ToolError
-from fedclip.tools.progress import latest, progress
+from fedclip.tools.progress import progress
 from fedclip.tools.quickrun import Experiment, draw_from
 from fedclip.tools.trained import label
 
@@ -63,6 +69,8 @@ class Simulated(NamedTuple):
     """The folder of records, metrics and the model."""
     ended: str
     """Why it ended early, if it did."""
+    best: int = 0
+    """The round of the best weights: those with the lowest mean loss of the healthy sites."""
 
 
 class Simulation:
@@ -103,6 +111,9 @@ class Simulation:
         )
         self.model = self.crowd.model
         self.bound = _bound(optim)
+        if self.bound is not None:
+            # Nothing of a simulation is released.
+            self.bound.charge_to(None)
         self.server = self._server() if self.bound else None
         self.schedule = _schedule(self.bound, self.crowd.names, self.settings)
         # The bound acts first, by the core; what stands after it acts on what the core releases.
@@ -111,7 +122,9 @@ class Simulation:
         self.records = UpdateClipClient()
         self.norms = {client: UpdateNorms() for client in range(len(self.crowd.names))[:_MEASURED]}
         self.losses: list[float] = []
-        self.rounds = 0
+        self.by_site: list[dict[str, float]] = []
+        self.result = Result()
+        self.rounds = self.best_round = 0
         self.best: AnyVector = self.model.get_weights(trainable=True)
         self.folder = Path(self.experiment.results, "simulated")
 
@@ -139,8 +152,8 @@ class Simulation:
         for module in self.rest.modules:
             if self.bound and module.aux_name in aux:
                 self.bound.admit(module.name)
-        turns = self.schedule.turns if self.schedule else None
-        sent = self.server.open(turns) if self.server else None
+        turn = self.schedule.at(self.rounds) if self.schedule else None
+        sent = self.server.open(turn) if self.server else None
         if sent and sent.stop:
             return sent.stop
         for records in (self.records, *self.norms.values()):
@@ -201,14 +214,32 @@ class Simulation:
         for site, found in sites.items():
             checkpoints.save_metrics(found, f"metrics_{site}", timestamp=stamp)
         self.losses.append(float(metrics["loss"]))
-        if self.losses[-1] == min(self.losses):
-            self.best = weights
+        plain = {s: {k: v for k, v in own.items() if np.ndim(v) == 0} for s, own in sites.items()}
+        confusions = {s: own["confusion"] for s, own in sites.items() if "confusion" in own}
+        outliers = [site for site in self._outliers() if site in sites]
+        self.result = Result(plain, outliers, confusions=confusions)
+        self.by_site.append({site: own["loss"] for site, own in plain.items()})
+        if best_round(self.by_site, self.result.healthy) == len(self.by_site) - 1:
+            self.best, self.best_round = weights, self.rounds
         if self.bound:
             state = {"modules": [(UpdateClipClient.name, self.records.get_state())]}
             file = self.folder / "clients" / f"optimizer_state_{self._part}.mpk"
             file.write_bytes(msgpack.packb(state))
         elif len(self.norms) <= _LIVE:
             self._keep_records()
+
+    def _outliers(self) -> list[str]:
+        """Return the clients with norms far above the others'; none beside noise for clients."""
+        if self.bound and self.bound.noise_multiplier:
+            return []
+        rows = [
+            Row(self.crowd.names[client], 0, module.name, record, place=place)
+            for client, norms in self.norms.items()
+            for place, module in enumerate([*self.crowd.optimizer(client).modules, norms])
+            for record in getattr(module, "rounds", ())
+            if record.group == ALL
+        ]
+        return outliers_of(seen(places_of(rows)))
 
     def finish(self) -> None:
         """Keep the best model, as a run does at its end."""
@@ -312,7 +343,7 @@ def _run(simulation: Simulation, quiet: bool) -> Simulated:
                 done += 1
                 if done % config.evaluate.frequency == 0 or done == config.rounds:
                     simulation.evaluate()
-                tell("simulate", done, latest(folder / "server" / "metrics.csv"))
+                tell("simulate", done, simulation.result.in_words())
                 if stop and simulation.losses and not stop.update(simulation.losses[-1]):
                     ended = EARLY
                     break
@@ -320,7 +351,8 @@ def _run(simulation: Simulation, quiet: bool) -> Simulated:
             ended = "interrupted"
     seconds = (time.monotonic() - begun) / max(done, 1)
     simulation.finish()
-    return Simulated(len(simulation.crowd.names), done, seconds, str(folder), ended)
+    count, best = len(simulation.crowd.names), simulation.best_round
+    return Simulated(count, done, seconds, str(folder), ended, best)
 
 
 def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:

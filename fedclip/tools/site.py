@@ -38,8 +38,8 @@ ENGINES = {
     ("NVFlare", "nvflare"): (
         "SitePolicy in each scope of privacy.json, and allow_log_streaming off: the results of "
         "all tasks",
-        "aux messages, event streams, and code of a job in the process: it needs byoc off, and "
-        "scripts that are installed beforehand",
+        "aux messages, event streams, and code in the process: jobs with byoc are refused, unless "
+        "the policy allows them",
     ),
 }
 """Where a policy acts, and what it can not see there, for each engine and its package."""
@@ -100,6 +100,10 @@ def _explained(policy: Policy) -> Iterator[str]:
         )
     elif policy.noise_multiplier:
         yield "without a budget: the noise of many updates averages out"
+    runs = f" and {policy.max_replies or 10_000:,} in all" if policy.ledger else ""
+    yield f"at most {policy.max_replies_per_run:,} replies in a run{runs}, refusals included"
+    if policy.allow_job_code:
+        yield "whatever the code of NVFlare jobs sends by other ways: allow_job_code is on"
     names = ", ".join(policy.allow_metrics) or "none"
     yield f"and these numbers, which nothing limits or counts: {names}"
     if os.name == "nt":
@@ -108,19 +112,21 @@ def _explained(policy: Policy) -> Iterator[str]:
 
 def _problems(policy: Policy) -> Iterator[str]:
     from fedclip.federation.site.gate import spent
-    from fedclip.federation.site.policy import open_to_others
+    from fedclip.federation.site.policy import check_owned
 
-    if policy.ledger is None or policy.max_epsilon is None:
+    if policy.ledger is None:
         return
     path = Path(policy.ledger)
-    if not spent(policy).affordable(policy.noise_multiplier, policy.max_epsilon, 1):
+    limit = policy.max_epsilon
+    if limit and not spent(policy).affordable(policy.noise_multiplier, limit, 1):
         yield "this site's budget is spent: no update leaves any more"
     if not path.parent.is_dir():
         yield f"there is no folder {path.parent} for the ledger: make it, for who runs the client"
         return
-    for one in (path.parent, path):
-        if one.exists() and (wrong := open_to_others(one)):
-            yield f"{wrong}: what was spent could be anybody's word"
+    try:
+        check_owned(path)
+    except ValueError as exc:
+        yield str(exc)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -131,7 +137,7 @@ def supernode(context: typer.Context, file: PolicyPath) -> None:
     try:
         from fedclip.adapters.flower.supernode import run
     except ImportError as exc:
-        fail(f"a site's SuperNode needs flwr 1.41.0, no other: pip install flwr==1.41.0 ({exc})")
+        fail(f"a site's SuperNode needs flwr 1.41.0 or 1.42.0: pip install flwr==1.42.0 ({exc})")
     try:
         run(file, context.args)
     except (OSError, RuntimeError, ValueError) as exc:

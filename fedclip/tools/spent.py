@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was spent of a privacy budget, read from ledgers and checkpoints, by each accountant."""
+"""What was spent of a privacy budget, read from ledgers and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedclip import parameters
-from fedclip.federation.site.gate import UNIT
 from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.plain import server_of
-from fedclip.federation.update.served import read
+from fedclip.federation.update.served import read, server_in
 from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.parameters import Config
-from fedclip.privacy.accounting import ACCOUNTANTS, Accountant, Release, account, merged
+from fedclip.privacy.accounting import (
+    ZERO_OUT,
+    Accountant,
+    Release,
+    account,
+    merged,
+    relation_of,
+)
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.privacy.prices import by_silent
 from fedclip.privacy.prices import in_words as told
@@ -36,7 +41,7 @@ __all__ = [
     "turns_of",
 ]
 
-_COUNTED_BY = ("fedclip", "dp-accounting", "opacus")
+_COUNTED_BY = ("fedclip", "dp-accounting")
 
 
 class NothingSpent(ValueError):
@@ -67,57 +72,40 @@ class Spent(NamedTuple):
         return [*dict.fromkeys(found)]
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
-        """Return what it costs by each accountant, or why one can not say.
+        """Return what it costs, and by which accountant; or why it cannot be counted.
 
         Delta and relation are those of the file, unless others are given.
         """
         spent = self.accountant.spent
         delta = self.accountant.delta if delta is None else delta
         relation = self.accountant.relation if relation is None else relation
-        sampled = {release.sampling != 1 for release in spent}
-        # There is no closed form with samples, and no other bound of Opacus' PRV without.
-        useless = ["closed form"] * (True in sampled) + ["prv"] * (False in sampled)
-        found: dict[str, float | str] = {}
         order = self.accountant.order_of(spent)
-        if order is not None:
-            # The others are right for what was planned before the first release.
-            useless = list(ACCOUNTANTS)
-            found[f"rdp at order {order:.4g}"] = account(
-                spent, delta, relation, order=order
-            ).epsilon
-        for name in ACCOUNTANTS if spent else ():
-            if name in useless:
-                continue
-            try:
-                cost = account(spent, delta, relation, name)
-                if cost.accountant != name:
-                    found[name] = f"can not count these releases; {cost.accountant} does"
-                # JSON has no infinity.
-                finite = math.isfinite(cost.epsilon)
-                found[cost.accountant] = cost.epsilon if finite else "no finite epsilon"
-            except ModuleNotFoundError:
-                package = "opacus" if name in ("prv", "rdp") else "dp-accounting"
-                found[name] = f"not installed: pip install {package}"
-            except ValueError as exc:
-                if name not in ("prv", "rdp") or relation == "add-remove":
-                    raise
-                found[name] = str(exc)
+        try:
+            cost = account(spent, delta, relation, order)
+            ordered = order is not None and cost.accountant == "rdp"
+            name = f"rdp at order {order:.4g}" if ordered else cost.accountant
+            # JSON has no infinity.
+            finite = math.isfinite(cost.epsilon)
+            found: dict[str, float | str] = {name: cost.epsilon if finite else "no finite epsilon"}
+        except ModuleNotFoundError as exc:
+            found = {"epsilon": str(exc)}
         return {
             "evaluated": self.evaluated,
             "where": self.where,
             "protects": self.protects,
             "delta": delta,
-            "relation": relation,
+            "relation": relation_of(relation, self.protects),
             "separation": self.separation,
             "planned": self.planned,
             "silent": self.site and self._by_silent(self.site, spent, delta, relation),
+            "rounds": sum(entry.round > 0 for entry in self.entries),
             "releases": [r._asdict() for r in merged(spent)],
             "entries": [
                 {"time": e.time, **r._asdict(), "data": e.data, "fedclip": e.fedclip}
                 for e in self.entries
                 for r in e.spent
             ],
-            "epsilons": found,
+            "epsilons": found if spent else {},
             "versions": {name: version(name) for name in _COUNTED_BY},
         }
 
@@ -135,14 +123,19 @@ class Spent(NamedTuple):
 
 def in_words(cost: Config) -> Iterator[str]:
     """Yield what `Spent.cost` has found, line by line."""
-    verb = {"add-remove": "adding or removing", "replace-one": "replacing"}[cost["relation"]]
-    yield f"{cost['where']}: what {verb} one {cost['protects']} may change"
+    relation, unit = cost["relation"], cost["protects"]
+    verb = {"add-remove": "adding or removing", "replace-one": "replacing", ZERO_OUT: "zeroing out"}
+    yield f"{cost['where']}: what {verb[relation]} one {unit} may change"
+    if relation == ZERO_OUT:
+        yield f"  zero-out: the number of {unit}s is public, as rate and steps follow from it"
     for z, steps, rate in (release.values() for release in cost["releases"]):
         how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
         what = "evaluations" if z in cost["evaluated"] else "steps"
         yield f"  {steps:,} {what} at noise multiplier {z:.4g}, {how}"
     if cost["separation"] > 1:
         yield f"  for its own turns, one in {cost['separation']} rounds"
+    if cost["rounds"]:
+        yield f"  in {cost['rounds']:,} rounds of a server"
     if not cost["releases"]:
         yield "  nothing was spent"
     for data in dict.fromkeys(entry["data"] for entry in cost["entries"]):
@@ -153,10 +146,6 @@ def in_words(cost: Config) -> Iterator[str]:
         yield f"  {name:12} " + (
             f"epsilon {value:.4g} at delta {cost['delta']:g}" if sure else value
         )
-    known = {n: value for n, value in cost["epsilons"].items() if not isinstance(value, str)}
-    if len(known) > 1:
-        least = min(known, key=lambda n: known[n])
-        yield f"  each of them is an upper bound; quote the smallest, {known[least]:.4g} ({least})"
     if cost["silent"]:
         yield "  the clients have added the noise:"
         yield from told(cost["silent"]).split("\n")
@@ -202,7 +191,8 @@ def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
     The last epsilon is what `Spent.cost` says by the same accountant.
     """
     own = one.accountant
-    so_far = Accountant(cost["delta"], cost["relation"], own.order)
+    relation = "add-remove" if cost["relation"] == ZERO_OUT else cost["relation"]
+    so_far = Accountant(cost["delta"], relation, own.order)
     so_far.plan = own.plan
     each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
     rounds = not cost["entries"] and one.separation == 1
@@ -243,25 +233,30 @@ def read_spent(path: Path) -> Iterator[Spent]:
     """
     path = path.parent if path.name == SERVED else path
     folder = path.is_dir()
-    none = True
-    for file in sorted(path.rglob(FILE)) if folder else [path]:
-        none = False
-        entries = [*read_entries(file).values()]
-        where = str(file.relative_to(path)) if folder else path.name
-        last = entries[-1].data
-        protects = "site's data set" if last == UNIT else protected(last)[1] or "record"
-        yield Spent(where, protects, total(entries), entries)
+    found: list[Spent] = []
+    servers: list[Spent] = []
+    known: set[Path | None] = set()
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
         bound = _of_engine(config) if config.name == SERVED else _of_server(config.parent)
         budget = None if bound is None else bound.budget
         if bound is not None and budget is not None:
-            none = False
             where = str(config.parent.relative_to(path))
             noise = "correlated " * (len(budget.coefficients) > 1)
             noise += "discrete " * (bound.site is not None) + "Gaussian"
             kept = budget.separation, budget.max_epsilon, noise, bound.site
-            yield Spent(where, "client", budget.accountant, (), *kept)
-    if none:
+            servers.append(Spent(where, "client", budget.accountant, (), *kept))
+            known.add(budget.path)
+    for file in sorted(path.rglob(FILE)) if folder else [path]:
+        if (real := file.resolve()) in known:
+            continue
+        known.add(real)
+        entries = [*read_entries(file).values()]
+        where = str(file.relative_to(path)) if folder else path.name
+        unit = protected(entries[-1].data)[1] or "record"
+        protects = "site's data set" if unit == "site" else unit
+        found.append(Spent(where, protects, total(entries), entries))
+    yield from (found := found + servers)
+    if not found:
         raise NothingSpent(
             f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
             f"nor a checkpoint or {SERVED} of a server with update-clip-server and noise"
@@ -271,7 +266,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
 def _of_engine(file: Path) -> AdaptiveBound:
     """Return the bound of a server on another engine, and what was spent."""
     kept = read(file)
-    server = server_of(kept.settings)
+    server = server_in(file.parent, kept.settings)
     server.set_state(dict(kept.state))
     return server.bound
 

@@ -1,35 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries proposals over seeds, side by side, beside a configuration without any clipping.
+"""Tries settings over seeds, several runs at a time, against a configuration without clipping.
 
-The first runs are those without clipping, which measure: what is tried is advised by their norms.
-From the second seed on, what is hopeless is given up. Runs are planned, and done, as in a sweep.
+The settings are named, or those that `suggest` proposes by the norms of the first runs, which are
+those without clipping. What failed or diverged gets no more seeds.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
+import itertools
+import json
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tomlkit
 
 from fedclip.errors import nearest
-from fedclip.report import Report, read_report
-from fedclip.report.advice import Advice, Proposal
-from fedclip.tools.compare import by_site, judged_by
-from fedclip.tools.editing import rewritten, unclipped
+from fedclip.parameters import Config
+from fedclip.report import read_report
+from fedclip.report.advice import Advice
+from fedclip.report.results import Result, result_of
+from fedclip.toml import value_of
+from fedclip.tools.editing import rewritten, set_value, unclipped
 from fedclip.tools.output import ToolError
-from fedclip.tools.standings import AS_IS, NONE, Standings
+from fedclip.tools.ranking import AS_IS, NONE, Ranking
+from fedclip.tools.runner import Planned, planned_run, refuse
 from fedclip.tools.suggest import advised
-from fedclip.tools.sweep import Planned, placed, refuse
+
+
+def parse(setting: str) -> tuple[str, list[object]]:
+    """Return key and values of ``key=v1,v2``; values are TOML, or else words.
+
+    Examples
+    --------
+    >>> parse("zscore-clip.z_max=1.5,2")
+    ('zscore-clip.z_max', [1.5, 2])
+    >>> parse('optim.client_opt.modules=["no-op"],["auto-clip"]')
+    ('optim.client_opt.modules', [['no-op'], ['auto-clip']])
+    >>> parse("zscore-clip.action=max,mean")
+    ('zscore-clip.action', ['max', 'mean'])
+    """
+    key, equals, values = setting.partition("=")
+    if not equals or not key.strip() or not values.strip():
+        raise ToolError(f"{setting!r} must be KEY=VALUE,VALUE")
+    try:
+        found = tomllib.loads(f"x = [{values}]")["x"]
+    except (ValueError, RecursionError):
+        found = [value_of(word.strip()) for word in values.split(",")]
+    return key.strip(), found
+
+
+def combined(text: str, settings: Sequence[str]) -> dict[str, str]:
+    """Return a configuration with each combination of the values, by a name for it.
+
+    Raises
+    ------
+    ToolError
+        If a key is not in the configuration, or two values are the same.
+    """
+    parsed, found = [parse(setting) for setting in settings], dict[str, str]()
+    for values in itertools.product(*(values for _, values in parsed)):
+        document: Config = tomlkit.parse(text)
+        words = []
+        for (key, _), value in zip(parsed, values, strict=True):
+            set_value(document, key, value)
+            plain = value if isinstance(value, str) else json.dumps(value)
+            words.append(f"{key.rpartition('.')[2]}={plain}")
+        # A folder can have this name.
+        plain = re.sub(r'[][{}"]', "", ",".join(words))
+        name = re.sub(r"[^\w.=,+-]+", "_", plain).strip("_.")[:120]
+        if name in (*found, ""):
+            raise ToolError(f"two settings have the same name, {name!r}: give each value once")
+        found[name] = tomlkit.dumps(document)
+    return found
 
 
 @dataclass
 class Tuning:
-    """The settings that are tried, their runs, and how they stand.
+    """The settings that are tried, their runs, and their ranking.
 
     Parameters
     ----------
@@ -39,8 +89,10 @@ class Tuning:
         Runs of each setting, and rounds in place of the file's.
     command
         "simulate" or "quickrun".
-    jobs
-        How many runs go on side by side.
+    settings
+        Keys and values to try, as ``KEY=V1,V2``; without any, what `suggest` proposes.
+    sites
+        The sites that count; without any, all but the outliers.
     """
 
     file: Path
@@ -48,104 +100,100 @@ class Tuning:
     seeds: int
     rounds: int | None
     command: str
-    jobs: int
+    settings: Sequence[str] = ()
+    sites: Sequence[str] = ()
     runs: dict[str, list[Planned]] = field(default_factory=dict)
-    proposals: dict[str, Proposal] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    """The configuration of each setting."""
+    results: dict[str, dict[str, Result]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.text = self.file.read_text(encoding="utf-8")
         bare, clipped = unclipped(self.text)
         self._add(NONE, bare)
-        if clipped:
+        for name, text in combined(self.text, self.settings).items() if self.settings else ():
+            self._add(name, text)
+        if clipped and not self.settings:
             self._add(AS_IS, self.text)
-        refuse(self.file, [run for runs in self.runs.values() for run in runs[:1]], self.command)
 
     def _add(self, name: str, text: str) -> None:
         folder = self.out / name.replace(" ", "-")
-        self.runs[name] = [
-            placed(tomlkit.parse(text), self.file, folder / f"seed-{seed}", self.rounds)._replace(
-                label=name
-            )
+        runs = [
+            planned_run(tomlkit.parse(text), self.file, folder / f"seed-{seed}", self.rounds)
             for seed in range(1, self.seeds + 1)
         ]
+        runs = [run._replace(label=name) for run in runs]
+        refuse(self.file, runs[0], self.command)
+        self.runs[name], self.texts[name] = runs, text
 
-    def advised(self, chosen: Sequence[str] = ()) -> Advice:
-        """Take up what is advised by the norms of the first run; `chosen` sites are counted.
+    def advised(self) -> tuple[Advice, dict[str, str]]:
+        """Take up what is advised by the first run; return the advice, and what cannot be tried."""
+        report, left_out = read_report(self.runs[NONE][0].folder), dict[str, str]()
+        advice = advised(report, min(report.experiments))
+        self.start = advice.start
+        for proposal in advice.proposals:
+            try:
+                text = rewritten(self.text, proposal)
+                # The file may have it already.
+                if tomllib.loads(text) != tomllib.loads(self.text):
+                    self._add(proposal.name, text)
+            except (ToolError, ValueError) as exc:
+                left_out[proposal.name] = str(exc)
+        return advice, left_out
+
+    def agreement(self) -> str:
+        """Return whether `suggest` starts with the winner as well, and if not, why it lost."""
+        first, winner, ranking = self.start, self.ranking.winner, self.ranking
+        if first == winner:
+            return "`fedclip suggest` names the same." * bool(first)
+        if first not in ranking.results:
+            text = (
+                f"would start with {first}, which is not tried" if first else "has no first choice"
+            )
+            return f"`fedclip suggest` {text}; these runs decide."
+        why = "it diverges" if ranking.lost(first) else f"here: {ranking.against(first)}"
+        return f"`fedclip suggest` would start with {first}, by the norms of one run; {why}."
+
+    def waves(self) -> Iterator[list[Planned]]:
+        """Yield runs to be made and judged: those without clipping first, then seed by seed.
+
+        Where their seeds do not differ, the other settings are run once. What has diverged, or
+        failed, gets no more seeds.
+        """
+        yield self.runs[NONE][:2]
+        seeds = 1 if self.ranking.alike else self.seeds
+        first = [name for name in self.runs if name != NONE]
+        yield [self.runs[name][seed] for seed in range(min(2, seeds)) for name in first]
+        for seed in range(2, seeds):
+            yield [self.runs[name][seed] for name in self._going]
+
+    @property
+    def left(self) -> int:
+        """How many rounds are still to be run, at most."""
+        return sum(run.rounds for name in self._going for run in self.runs[name] if not run.done)
+
+    @property
+    def _going(self) -> list[str]:
+        tried = [name for name in self.results if name != NONE]
+        return [n for n in self.runs if n not in tried or not self.ranking.lost(n)]
+
+    def judge(self, runs: Sequence[Planned], failures: Collection[Planned]) -> None:
+        """Rank the results so far.
 
         Raises
         ------
         ValueError
-            If sites have no metrics, or a chosen one is none of them.
+            If no site has evaluated the model, or one of `sites` does not exist.
         """
-        report, experiment, sites = _read(self.runs[NONE][0])
-        if not sites:
-            raise ValueError("no site has evaluated the model: there is nothing to rank by")
-        for site in chosen:
-            if site not in sites:
-                there = nearest(site, sites) or f" (there are: {', '.join(sorted(sites))})"
-                raise ValueError(f"there is no site {site!r}{there}")
-        advice = advised(report, experiment)
-        # Of two, either may be the odd one.
-        odd = advice.odd if len(sites) > 2 else ()
-        counted = [site for site in sites if site in chosen or (not chosen and site not in odd)]
-        self.standings = Standings(
-            *judged_by(next(iter(sites.values()))), sorted(sites), sorted(counted or sites)
-        )
-        self.standings.left_out = "" if chosen else ", with norms unlike those of the others"
-        for proposal in advice.proposals:
-            try:
-                text = rewritten(self.text, proposal)
-                # It may have been taken up before.
-                if tomllib.loads(text) != tomllib.loads(self.text):
-                    self._add(proposal.name, text)
-                    refuse(self.file, self.runs[proposal.name][:1], self.command)
-                    self.proposals[proposal.name] = proposal
-            except (ToolError, ValueError) as exc:
-                self.runs.pop(proposal.name, None)
-                self.left_out[proposal.name] = str(exc)
-        return advice
-
-    def waves(self) -> Iterator[list[Planned]]:
-        """Yield the runs of the first two seeds, then of one seed each."""
-        for start, end in ((0, 2), *((n, n + 1) for n in range(2, self.seeds))):
-            names = [name for name in self.runs if name not in self.standings.ended]
-            yield [self.runs[name][seed] for seed in range(start, end) for name in names]
-
-    @property
-    def left(self) -> list[Planned]:
-        """The runs that are still to be made."""
-        kept = (runs for name, runs in self.runs.items() if name not in self.standings.ended)
-        return [run for runs in kept for run in runs if not run.done]
-
-    def seconds(self) -> float:
-        """Return how long what is left takes, if nothing is given up."""
-        each = statistics.fmean(run.seconds for run in self.runs[NONE] if run.done)
-        return each * math.ceil(len(self.left) / self.jobs)
-
-    def judge(self, runs: Sequence[Planned], failures: Mapping[Planned, str]) -> dict[str, str]:
-        """Take up what came out; return which settings are given up, and why."""
-        standings, found = self.standings, {}
         for run in runs:
-            values = standings.values.setdefault(run.label, {})
-            if run in failures:
-                values[run.seed] = {}
-                found[run.label] = failures[run]
-                continue
-            _, _, sites = _read(run)
-            if run.label == NONE:
-                standings.losses.append({site: own.get("loss", 0.0) for site, own in sites.items()})
-            values[run.seed] = {
-                # A model that has diverged may still have an accuracy: it says the same of all.
-                site: own.get(standings.metric, math.nan) + 0.0 * own.get("loss", 0.0)
-                for site, own in sites.items()
-            }
-        standings.ended |= found
-        return found | standings.give_up()
-
-
-def _read(planned: Planned) -> tuple[Report, str, dict[str, dict[str, float]]]:
-    """Return the report of a run, the name of its only experiment, and what each site measured."""
-    report = read_report(planned.folder)
-    experiment = min(report.experiments)
-    return report, experiment, by_site(report, experiment)
+            report = None if run in failures else read_report(run.folder)
+            found = result_of(report, min(report.experiments)) if report else Result()
+            self.results.setdefault(run.label, {})[str(run.seed)] = found
+        known = self.results[NONE]["1"].sites
+        if not any(known.values()):
+            raise ValueError("no site has evaluated the model: there is nothing to rank by")
+        for site in self.sites:
+            if site not in known:
+                hint = nearest(site, known) or f" (there are: {', '.join(sorted(known))})"
+                raise ValueError(f"there is no site {site!r}{hint}")
+        self.ranking = Ranking(self.results, NONE, self.sites)

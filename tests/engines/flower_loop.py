@@ -36,6 +36,29 @@ def context(node: int, settings: Mapping[str, Any] = {}) -> Context:
     return Context(1, node, {"partition-id": node}, RecordDict(), run_config)
 
 
+def rewritten(change: Callable[[RecordDict], None]) -> Callable[[Message], Message]:
+    def rewrite(message: Message) -> Message:
+        change(message.content)
+        return message
+
+    return rewrite
+
+
+def app_that_takes_the_bound(size: int) -> ClientApp:
+    """Return an app without `UpdateClipMod`, which leaves the bound where it is."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        content = {
+            "arrays": record({"w": np.ones(size)}),
+            "metrics": MetricRecord({"num-examples": 10}),
+        }
+        return Message(RecordDict(content), reply_to=message)
+
+    return app
+
+
 class Loop:
     """Nodes 1 to n, and what `Strategy.start` asks of a grid."""
 

@@ -143,9 +143,8 @@ class Federation:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
                 start_new_session=True,
-                **options,
+                **{"env": self._environment, **options},
             )
         self._processes.append(process)
         return process
@@ -169,7 +168,9 @@ class Federation:
         command = [sys.executable, *NODE, str(policy)] if policy else ["flower-supernode"]
         port = str(free_port())
         near = ("--superlink", self.tap(), "--host", "127.0.0.1", "--port", port)
-        node = self.start(name, *command, "--insecure", *near, *words)
+        # By its absolute path, it finds Flower's other programs nowhere but beside itself.
+        env = {**self._environment, **({"PATH": os.defpath} if policy else {})}
+        node = self.start(name, *command, "--insecure", *near, *words, env=env)
         until(lambda: "SuperNode ID" in self.log(name), node)
         return node, f"127.0.0.1:{port}"
 

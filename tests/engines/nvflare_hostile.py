@@ -32,6 +32,8 @@ class Hostile(Executor):
     """Answers each round's task in another way; all have the secret in them."""
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: Any, abort_signal: Any) -> Any:
+        # NVFlare sends a task's cookies back with the reply, whatever they have become.
+        shareable.add_cookie("note", SECRET)
         return answer(WAYS[shareable.get_header(AppConstants.CURRENT_ROUND)], shareable)
 
 

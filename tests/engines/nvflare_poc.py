@@ -80,12 +80,21 @@ def provisioned(folder: Path) -> Path:
 
 
 def protect(site: Path, policy: Path) -> None:
-    """Write the page's privacy.json; logs stay, unless a file `logs-leave` is there."""
+    """Write the page's privacy.json; logs stay, unless a file `logs-leave` is there.
+
+    With a file `short-lists`, server and site allow no classes but those of the page.
+    """
     resources = json.loads((site / "local" / "resources.json.default").read_text())
     if not (policy.parent / "logs-leave").exists():
         resources["allow_log_streaming"] = False
-    (site / "local" / "resources.json").write_text(json.dumps(resources))
     page = (Path(__file__).parents[2] / "docs" / "nvflare.md").read_text(encoding="utf-8")
+    if (policy.parent / "short-lists").exists():
+        found = re.findall(r'^"class_allow_list": (\[.*?^\])$', page, re.MULTILINE | re.DOTALL)
+        resources["class_allow_list"], of_server = map(json.loads, found)
+        file = site.parent / "server" / "local" / "resources.json"
+        own = json.loads(file.with_suffix(".json.default").read_text())
+        file.write_text(json.dumps({**own, "class_allow_list": of_server}))
+    (site / "local" / "resources.json").write_text(json.dumps(resources))
     (block,) = re.findall(r"^```text\n(\{.*?^\})$", page, re.MULTILINE | re.DOTALL)
     shown = block.replace("/etc/fedclip/site.toml", str(policy))
     (site / "local" / "privacy.json").write_text(shown)

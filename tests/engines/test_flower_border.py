@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +66,7 @@ class Link:
         self.durations: list[float] = []
         self.replies: list[Message] = []
         self.pull: Any = lambda _, name: self.objects[name].deflate()
+        self.confirmed: list[str] = []
         self._came: dict[str, bytes] = {}
 
     def receive(self) -> Any:
@@ -91,7 +94,8 @@ class Link:
 
     @property
     def connection(self) -> tuple[Any, ...]:
-        return 1, self.receive, self.send, self.get_run, None, self.pull, self.push, None
+        confirm = lambda run, message: self.confirmed.append(message)  # noqa: E731
+        return 1, self.receive, self.send, self.get_run, None, self.pull, self.push, confirm
 
 
 class Node:
@@ -157,7 +161,7 @@ def test_nothing_leaves_but_what_the_policy_says(name: str) -> None:
     (reply,) = link.replies
     assert reply.metadata.message_type == kind
     if reply.has_error():
-        assert reply.error.code == 6
+        assert refusal(link) == REFUSAL
         return
     records = plain(reply)
     assert set(records) <= {"arrays", "metrics"}
@@ -181,10 +185,26 @@ def test_an_honest_update_leaves_as_it_is(name: str, leaving: bool) -> None:
         )
 
 
+REFUSAL = Error(6, "refused by this site, whose log says why")
+
+
+def refusal(link: Link) -> Error:
+    """Return the one error that a link got; there must be nothing else but its metadata."""
+    (reply,) = link.replies
+    assert link.durations == [0.0]
+    proto = message_to_proto(reply)
+    proto.ClearField("metadata")
+    assert proto == message_to_proto(Message(REFUSAL, reply_to=asked())).__class__(
+        error=proto.error
+    )
+    assert get_object_tree(reply).children == []
+    return reply.error
+
+
 @pytest.mark.parametrize("error", [Error(666, SECRET), Error(2, None), Error(2**60, "x")])
 def test_an_error_leaves_without_its_words(error: Error) -> None:
     link = exchanged(asked(), replying(error))
-    assert plain(link.replies[0]) == (2, "the app of this site has failed; nothing else leaves it")
+    assert refusal(link) == REFUSAL
     assert not leaks(link.left)
 
 
@@ -231,20 +251,29 @@ def test_arrays_leave_in_replies_to_training_only(kind: str) -> None:
     assert exchanged(asked("train.again"), replying(trained(MODEL))).replies[0].has_content()
 
 
-def test_without_the_model_nothing_leaves() -> None:
+def test_without_the_model_nothing_leaves(caplog: Any) -> None:
     link = Link(asked())
     link.pull = None
     node = Node(Border(Gate(PLAIN), link.connection).connection())
     message, _ = node.connection[1]()
     node.push(Message(trained(MODEL), reply_to=message))
-    code, said = plain(link.replies[0])
-    assert code == 6
-    assert said.startswith("the model that this replies to has not been seen")
+    assert refusal(link) == REFUSAL
+    assert "the model that this replies to has not been seen" in caplog.text
 
 
 def test_two_models_in_a_message_are_refused() -> None:
-    link = exchanged(asked(more=record(MODEL)), replying(trained(MODEL)))
-    assert plain(link.replies[0])[0] == 6
+    assert refusal(exchanged(asked(more=record(MODEL)), replying(trained(MODEL)))) == REFUSAL
+
+
+def test_beyond_max_replies_no_app_sees_a_message(caplog: Any) -> None:
+    messages = [asked(run=run) for run in (1, 1, 1, 2)]
+    link = Link(*messages)
+    connection = Border(Gate(Policy(max_norm=0.5, max_replies_per_run=2)), link.connection)
+    seen = [connection.receive() is not None for _ in messages]
+    assert seen == [True, True, False, True]
+    assert refusal(link) == REFUSAL
+    assert link.confirmed == [messages[2].metadata.message_id]
+    assert "max_replies_per_run = 2" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -309,13 +338,15 @@ def test_the_real_mod_and_server_work_through_a_border_without_noise(noise: floa
         assert np.linalg.norm(update["w"]) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_a_budget_that_is_spent_says_so(tmp_path: Path) -> None:
+def test_a_budget_that_is_spent_says_so_in_the_log(tmp_path: Path, caplog: Any) -> None:
     budget = {"max_epsilon": 3.0, "delta": 1e-5, "ledger": str(tmp_path / "ledger")}
     rules = Policy(max_norm=0.5, noise_multiplier=3.0, **budget)
     (first,) = exchanged(asked(), attacking("huge"), rules).replies
     assert first.content["arrays"]["w"].numpy().std() > 0
-    (second,) = exchanged(asked(), attacking("huge"), rules).replies
-    assert second.error.reason.startswith("this site's budget is spent")
+    # What has not the model's form costs nothing.
+    assert refusal(exchanged(asked(), attacking("shapes"), rules)) == REFUSAL
+    assert refusal(exchanged(asked(), attacking("huge"), rules)) == REFUSAL
+    assert "this site's budget is spent" in caplog.text
 
 
 def test_nothing_runs_as_an_agent() -> None:
@@ -337,7 +368,7 @@ def as_installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_it_tests_itself(as_installed: pytest.MonkeyPatch) -> None:
-    supernode._check(Gate(PLAIN))
+    supernode._check()
     around = start_client_internal._init_connection
 
     @contextmanager
@@ -348,27 +379,61 @@ def test_it_tests_itself(as_installed: pytest.MonkeyPatch) -> None:
 
     as_installed.setattr(start_client_internal, "_init_connection", another_way)
     with pytest.raises(RuntimeError, match="another way"):
-        supernode._check(Gate(PLAIN))
+        supernode._check()
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("package_version", "1.41.1"), ("SOURCES", {start_client_internal: "0" * 64})],
+    [("package_version", "1.41.1"), ("KNOWN", {"1.41.0": "0" * 64, "1.42.0": "1" * 64})],
 )
 def test_another_flwr_is_refused(as_installed: pytest.MonkeyPatch, name: str, value: Any) -> None:
     as_installed.setattr(supernode, name, value)
-    with pytest.raises(RuntimeError, match=r"flwr 1\.41\.0, and those installed"):
-        supernode._check(Gate(PLAIN))
+    with pytest.raises(
+        RuntimeError,
+        match=r"flwr 1\.41\.0 or 1\.42\.0 as it is on PyPI, and .* or changed: run pip",
+    ):
+        supernode._check()
+
+
+@pytest.mark.parametrize("file", ["supercore/servicer/runtime/runtime_handlers.py", "new.py"])
+def test_any_file_of_flwr_that_was_changed_is_noticed(
+    as_installed: pytest.MonkeyPatch, file: str, tmp_path: Path
+) -> None:
+    root = Path(str(supernode.flwr.__file__)).parent
+    copy = shutil.copytree(root, tmp_path / "flwr", ignore=shutil.ignore_patterns("__pycache__"))
+    as_installed.setattr(supernode.flwr, "__file__", str(copy / "__init__.py"))
+    supernode._check()
+    with (copy / file).open("a") as changed:
+        changed.write("# a comment")
+    with pytest.raises(RuntimeError, match="or changed"):
+        supernode._check()
 
 
 def test_the_command_says_why_it_starts_nothing(
     as_installed: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    as_installed.setattr(supernode, "package_version", "1.42.0")
+    as_installed.setattr(supernode, "package_version", "1.40.0")
     for name in ("FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK"):
         as_installed.setenv(name, "not set")
     result = CliRunner().invoke(app, ["site", "supernode", str(policy(tmp_path)), "--insecure"])
     assert result.exit_code == 1
-    assert "pip install --force-reinstall flwr==1.41.0" in result.stderr
+    assert "pip install --force-reinstall flwr==1.42.0" in result.stderr
     assert os.environ["FLWR_TELEMETRY_ENABLED"] == "0"
     assert os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+
+
+def test_a_node_that_fails_ends(as_installed: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Threads of flwr would keep the process, and its port open."""
+
+    def fails() -> None:
+        assert shutil.which("flower-superexec")
+        raise FileNotFoundError("flower-superexec")
+
+    ended: list[Any] = []
+    as_installed.setattr(supernode, "flower_supernode", fails)
+    as_installed.setattr(supernode, "flwr_exit", lambda *args: ended.append(args))
+    as_installed.setattr(supernode.fleet_http_connection, "http_request_response", None)
+    as_installed.setattr(sys, "argv", ["fedclip"])
+    as_installed.setenv("PATH", os.defpath)
+    supernode.run(policy(tmp_path), ["--insecure"])
+    assert "flower-superexec" in ended[0][1]

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flower_loop import Loop, context, record
+from flower_loop import Loop, app_that_takes_the_bound, context, record, rewritten
 from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import FedAvg
@@ -37,14 +39,6 @@ def outcome(loop: Loop, settings: Any = FIXED, rounds: int = 1) -> tuple[Any, An
     strategy = UpdateClipStrategy(FedAvg(), settings)
     found, _ = loop.run(strategy, ZEROS, rounds)
     return found["w"], strategy
-
-
-def rewritten(change: Callable[[RecordDict], None]) -> Callable[[Message], Message]:
-    def rewrite(message: Message) -> Message:
-        change(message.content)
-        return message
-
-    return rewrite
 
 
 # -- hostile clients -----------------------------------------------------------------------------
@@ -163,11 +157,22 @@ def _bound(strategy: UpdateClipStrategy) -> ConfigRecord:
 # -- who is told what ----------------------------------------------------------------------------
 def test_a_client_without_the_mod_counts_as_zero_and_is_named(caplog: Any) -> None:
     loop = Loop(FIVE, steady, mods=lambda node: [] if node == 4 else [UpdateClipMod()])
-    loop.apps[4] = _app_that_takes_the_bound()
+    loop.apps[4] = app_that_takes_the_bound(4)
     with caplog.at_level(logging.WARNING, "fedclip.server"):
         w, _ = outcome(loop)
     np.testing.assert_allclose(w, 4 * 0.4 / 5)
     assert "'4' counts as zero: its app has no UpdateClipMod" in caplog.text
+
+
+def test_noise_on_nothing_ends_the_run_in_its_first_round() -> None:
+    """As where the mod was forgotten everywhere: what is released would be noise alone."""
+    noise = {"noise_multiplier": 1.0, "expected_clients": 5}
+    loop = Loop(FIVE, steady, mods=lambda node: [])
+    loop.apps = {node: _app_that_takes_the_bound() for node in FIVE}
+    strategy = UpdateClipStrategy(FedAvg(), {**FIXED, **noise})
+    with pytest.raises(RuntimeError, match=r"none of the 5 replies .* has no UpdateClipMod"):
+        loop.run(strategy, ZEROS, 5)
+    assert strategy.server.bound.budget.accountant.rounds == 1
 
 
 def _app_that_takes_the_bound() -> ClientApp:
@@ -341,6 +346,23 @@ def test_an_app_that_raises_is_left_to_flower() -> None:
 
     with pytest.raises(ValueError, match=r"^no data$"):
         asked(sent(**ZEROS), app_of(fails))
+
+
+class Older(NumPyClient):  # type: ignore[misc]
+    """A client of Flower's older API."""
+
+
+def test_apps_of_the_older_api_get_a_sentence() -> None:
+    older = ClientApp(lambda context: Older().to_client(), mods=[UpdateClipMod()])
+    newer = ClientApp(mods=[UpdateClipMod(), secaggplus_mod])
+    newer.train()(lambda message, context: message)
+    legacy = {"fitins.parameters": record(ZEROS), "fitins.config": ConfigRecord()}
+    for reply in (
+        asked(sent(**ZEROS), older),
+        asked(sent(**ZEROS), newer),
+        asked(legacy, app_of(dict)),
+    ):
+        assert "are of Flower's older API" in reply.error.reason
 
 
 def test_an_app_that_has_failed_is_left_as_it_is() -> None:

@@ -22,7 +22,7 @@ from hostile.hostile.server_app import MODEL
 from fedclip.privacy.accounting import Accountant
 
 ALL = [*ATTACKS, "code", "metadata", "twice"]
-FAILED = (2, "the app of this site has failed; nothing else leaves it")
+REFUSED = (6, "refused by this site, whose log says why")
 
 
 def test_what_a_hostile_app_sends_stays_in_the_site(tmp_path: Path) -> None:
@@ -33,14 +33,14 @@ def test_what_a_hostile_app_sends_stays_in_the_site(tmp_path: Path) -> None:
     assert norm(huge["arrays"]) == pytest.approx(0.5, rel=1e-5)
     assert huge["metrics"] == {"num-examples": 8}
     assert norm(twice["arrays"]) <= 0.5 * (1 + 1e-6)
-    assert failed == FAILED
+    assert failed == REFUSED
 
 
 def judge(name: str, reply: Any) -> None:
     """Check what a server has received."""
     if isinstance(reply, tuple):
         assert name not in ("honest", "huge"), reply
-        assert reply[0] in (2, 6)
+        assert reply == REFUSED
         return
     assert set(reply) <= {"arrays", "metrics", "fedclip"}, name
     assert set(reply.get("metrics", {})) <= {"num-examples"}, name
@@ -96,9 +96,9 @@ def budget(folder: Path, updates: int) -> Path:
 
 
 def paid(replies: list[Any]) -> int:
-    """Return how many updates were let out; check that the others say why they were not."""
+    """Return how many updates were let out; check that the others were refused alike."""
     refused = [reply for reply in replies if isinstance(reply, tuple)]
-    assert all(said.startswith("this site's budget is spent") for _, said in refused)
+    assert set(refused) <= {REFUSED}
     return len(replies) - len(refused)
 
 
@@ -147,8 +147,8 @@ def test_an_app_in_a_subprocess_reaches_all(tmp_path: Path) -> None:
 def test_an_app_in_a_network_of_its_own_reaches_nothing(tmp_path: Path) -> None:
     if os.geteuid() or not all(map(shutil.which, ("ip", "setpriv"))):
         pytest.skip("only root can lay a cable")
-    # In the place of the new user stands root without any right, who may run this interpreter,
-    # and the policy is somebody else's; names and addresses are of this test alone.
+    # In the place of the new user stands root without any right, who may run this interpreter
+    # and may not read the policy; names and addresses are of this test alone.
     name, net = f"fc{os.getpid() % 10**6}", f"10.94.{os.getpid() % 250}"
     page = (Path(__file__).parents[2] / "docs" / "flower-site.md").read_text("utf-8")
     for old, new in {
@@ -164,8 +164,7 @@ def test_an_app_in_a_network_of_its_own_reaches_nothing(tmp_path: Path) -> None:
     _, add_user, *network, start, apps = lines
     assert add_user[0] == "useradd"
     rules = policy(tmp_path)
-    os.chown(rules, 65534, 65534)
-    rules.chmod(0o600)
+    rules.chmod(0)
     (tmp_path / "apps").mkdir()
     try:
         for command in network:

@@ -25,6 +25,7 @@ from nvflare.client.config import TransferType
 
 from fedclip.adapters.nvflare import add_update_clipping
 from fedclip.federation.update.plain import client_of, server_of
+from fedclip.tools.check import check_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nvflare"
 SCRIPT = str(EXAMPLE / "client.py")
@@ -43,6 +44,17 @@ def exported(job: NumpyFedAvgRecipe, folder: Path) -> tuple[dict[str, Any], dict
         for side in ("server", "client")
     )
     return server, client
+
+
+def test_an_exported_job_is_judged_before_it_runs(tmp_path: Path) -> None:
+    for metric in ("accuracy", ""):
+        job = recipe(key_metric=metric, num_rounds=2)
+        add_update_clipping(job, noise_multiplier=2.0, expected_clients=3, delta=0.4)
+        job.export(str(tmp_path / metric))
+        found = check_config(tmp_path / metric / "job")
+        levels = ["problem", *["leak"] * 2 * bool(metric), "note"]
+        assert [finding.level for finding in found.findings] == levels
+        assert "delta = 0.4 is not below 1 / 3 clients" in found.problems[0].message
 
 
 def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:

@@ -76,7 +76,9 @@ def test_rounds_are_those_of_the_core(settings: dict[str, Any], tmp_path: Path) 
         for name, array in closed.average.items():
             np.testing.assert_array_equal(found.params[name], array)
             assert found.params[name].dtype == given["site-1"][name].dtype
-        assert ours.closing._served.server.get_state() == server.get_state()
+        states = ours.closing._served.server.get_state(), server.get_state()
+        of_ours, of_core = ({**state, "ledger": ""} for state in states)
+        assert of_ours == of_core
 
 
 @pytest.mark.parametrize("start", [0.1, 10.0])
@@ -297,6 +299,42 @@ def test_noise_for_more_clients_than_were_asked_is_refused(tmp_path: Path) -> No
         if name != "site-9":
             ours.arrives(name, ours.replied(name, update, sent))
     assert ours.closing.aggregate_model().params
+
+
+def test_noise_ends_if_no_reply_of_the_first_round_can_be_used(tmp_path: Path) -> None:
+    ours = Federation(tmp_path, start_norm=1.0, **NOISE)
+    ours.closing.reset_stats()
+    for name, update in updates(0).items():
+        ours.asked(name, {k: 0 * v for k, v in update.items()})
+        ours.arrives(name, result(update))  # without ClipUpdate
+    with pytest.raises(RuntimeError, match="no reply of the first round can be used"):
+        ours.closing.aggregate_model()
+
+
+@pytest.mark.parametrize("name", ["bn.running_mean", "layer==moving_variance", "bn/var_ema/hidden"])
+def test_noise_on_running_statistics_ends_the_job_before_the_first_task(
+    name: str, tmp_path: Path
+) -> None:
+    for noise in ({}, NOISE):
+        ours = Federation(tmp_path / str(len(noise)), start_norm=1.0, **noise)
+        ours.closing.reset_stats()
+        if not noise:
+            ours.asked("site-1", {"w": np.zeros(2), name: np.ones(2)})
+            continue
+        with pytest.raises(RuntimeError, match=f"the job ends: .*{name}.* at the clients"):
+            ours.asked("site-1", {"w": np.zeros(2), name: np.ones(2)})
+        assert ours.aborted.triggered
+
+
+@pytest.mark.parametrize(("settings", "warned"), [(NOISE, True), ({}, False)])
+def test_noise_without_a_folder_is_warned_of(
+    settings: Any, warned: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    ours = Federation(tmp_path, start_norm=1.0, **settings)
+    ours.closing.folder = None
+    monkeypatch.setattr(ours.closing, "_run", lambda: tmp_path)
+    ours.closing.reset_stats()
+    assert ("noise without a folder" in caplog.text) == warned
 
 
 def test_a_bound_is_sent_in_open_rounds_only(tmp_path: Path) -> None:

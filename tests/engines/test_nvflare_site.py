@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.executor import Executor
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeJobError
 from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
 from nvflare.apis.utils.task_utils import apply_filters
 from nvflare.app_common.filters.exclude_vars import ExcludeVars
 from nvflare.fuel.utils import fobs
@@ -26,7 +27,8 @@ from nvflare_rounds import Federation, contexts, result, task, wire
 
 from fedclip.adapters.nvflare import ClipUpdate, ReceiveBound, SitePolicy
 from fedclip.adapters.nvflare.client import KEY
-from fedclip.federation.site.gate import Refused
+from fedclip.federation.site.gate import spent
+from fedclip.federation.site.policy import Policy
 
 SECRET = "PATIENT-1234"
 POLICY = "max_norm = 0.5\nallow_metrics = ['NUM_STEPS_CURRENT_ROUND', 'accuracy']\n"
@@ -51,26 +53,72 @@ class Site:
         if sees:
             scope.add_task_data_filter(SitePolicy(str(file)), FilterKey.IN)
         scope.add_task_result_filter(SitePolicy(str(file)), FilterKey.OUT)
-        self.context = contexts("site-1").new_context()
+        self.folder, self.scope, self.job = folder, scope, {"byoc": False}
         self.tables = {"train" + FilterKey.DELIMITER + FilterKey.OUT: list(filters)}
-        runner = SimpleNamespace(task_result_filters=self.tables if filters else {})
-        self.context.set_prop(FLContextKey.RUNNER, runner)
-        self.context.set_prop(FLContextKey.WORKSPACE_ROOT, str(folder))
-        self.context.set_prop(FLContextKey.SCOPE_OBJECT, scope)
+        self.executor = Returns()
+        self.arrived = Shareable()
+        self._fresh()
+
+    def _fresh(self) -> None:
+        """Begin a task, as NVFlare does: with a context of its own."""
+        self.context = contexts("site-1").new_context()
+        runner = SimpleNamespace(
+            task_result_filters=self.tables if any(self.tables.values()) else {},
+            find_executor=lambda name: self.executor,
+        )
+        for name, value in (
+            (FLContextKey.RUNNER, runner),
+            (FLContextKey.WORKSPACE_ROOT, str(self.folder)),
+            (FLContextKey.SCOPE_OBJECT, self.scope),
+            (FLContextKey.JOB_META, self.job),
+            (FLContextKey.TASK_NAME, "train"),
+        ):
+            self.context.set_prop(name, value)
 
     def receives(self, sent: Shareable) -> Shareable:
-        return apply_filters("task_data_filters", sent, self.context, {}, "train", FilterKey.IN)
+        self._fresh()
+        self.arrived = apply_filters(
+            "task_data_filters", sent, self.context, {}, "train", FilterKey.IN
+        )
+        return self.arrived
 
-    def sends(self, reply: Shareable) -> Shareable:
-        """Return what leaves; it must not hold the secret, in any place."""
+    def sends(self, reply: Any) -> Shareable:
+        """Return what leaves if the executor returns or raises this."""
+        self.executor.reply, signal = reply, Signal()
+        reply = self.executor.execute("train", self.arrived, self.context, signal)
+        assert not signal.triggered
+        return self.leaves(reply)
+
+    def leaves(self, reply: Shareable) -> Shareable:
+        """Return what leaves of a result; it must not hold the secret, in any place."""
         kind = "task_result_filters"
         left = apply_filters(kind, reply, self.context, self.tables, "train", FilterKey.OUT)
+        # As NVFlare's runner does: the task's cookies go back with the reply.
+        left.set_cookie_jar(self.arrived.get_cookie_jar())
         assert SECRET.encode() not in fobs.dumps(left)
         return wire(left)
 
-    def trained(self, reply: Shareable) -> Shareable:
-        self.receives(task(MODEL))
+    def trained(self, reply: Any) -> Shareable:
+        sent = task(MODEL)
+        sent.add_cookie("round", {"number": 3})
+        self.receives(sent)
         return self.sends(reply)
+
+
+class Returns(Executor):
+    """An executor that puts the secret where it can, and returns or raises what it is given."""
+
+    reply: Any
+    runs = 0
+
+    def execute(self, name: str, task: Shareable, fl_ctx: FLContext, signal: Signal) -> Any:
+        self.runs += 1
+        signal.trigger(SECRET)
+        task.add_cookie("round", SECRET)
+        task.add_cookie(SECRET, 1)
+        if isinstance(self.reply, BaseException):
+            raise self.reply
+        return self.reply
 
 
 def moved(by: float) -> dict[str, Any]:
@@ -111,8 +159,8 @@ def test_a_difference_is_clipped_and_the_rest_stays(tmp_path: Path) -> None:
         MetaKey.INITIAL_METRICS: {"accuracy": 0.5},
     }
     fresh = DXO(DataKind.WEIGHT_DIFF, data=dxo.data, meta=dxo.meta).to_shareable()
-    assert sorted(left) == sorted(wire(fresh))
-    assert set(left["__headers__"]) == {"__content_type__"}
+    fresh.set_cookie_jar({"round": {"number": 3}})
+    assert fobs.dumps(left) == fobs.dumps(wire(fresh))
 
 
 def test_weights_are_clipped_as_a_difference(tmp_path: Path) -> None:
@@ -138,54 +186,85 @@ def test_large_weights_let_no_more_out(dtype: str, tmp_path: Path) -> None:
     assert norm({"w": left - weights}) <= 0.5
 
 
-@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
-@pytest.mark.parametrize(
-    "data",
-    [
-        {SECRET: MODEL["a"], "b": MODEL["b"]},
-        {"a": MODEL["a"]},
-        {**MODEL, SECRET: MODEL["b"]},
-        {"a": np.array([SECRET]), "b": MODEL["b"]},
-        {"a": MODEL["a"].astype(object), "b": MODEL["b"]},
-        {"a": MODEL["a"][0], "b": MODEL["b"]},
-        {"a": SECRET, "b": [SECRET]},
-    ],
-    ids=str,
-)
-def test_what_is_not_like_the_model_does_not_leave(
-    kind: str, data: dict[str, Any], tmp_path: Path
+OTHERS: dict[str, dict[str, Any]] = {
+    "names": {SECRET: MODEL["a"], "b": MODEL["b"]},
+    "one missing": {"a": MODEL["a"]},
+    "one more": {**MODEL, SECRET: MODEL["b"]},
+    "a text": {"a": np.array([SECRET]), "b": MODEL["b"]},
+    "objects": {"a": MODEL["a"].astype(object), "b": MODEL["b"]},
+    "a shape": {"a": MODEL["a"][0], "b": MODEL["b"]},
+    "dtypes": {name: array.astype("i8") for name, array in MODEL.items()},
+    "no arrays": {"a": SECRET, "b": [SECRET]},
+}
+
+
+def failed(code: str) -> Shareable:
+    reply = everything(DataKind.WEIGHT_DIFF, moved(1.0))
+    reply.set_return_code(code)
+    return reply
+
+
+UPDATES = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
+REPLIES = {
+    **{f"{kind}: {name}": result(data, kind) for kind in UPDATES for name, data in OTHERS.items()},
+    **{
+        kind: everything(kind, {"accuracy": 0.5, "x": SECRET})
+        for kind in set(DataKind) - {*UPDATES, DataKind.METRICS}
+    },
+    "empty": Shareable(),
+    "raw": Shareable({"data": SECRET}),
+    "no reply": SECRET,
+    **{code: failed(code) for code in (ReturnCode.ERROR, ReturnCode.UNSAFE_JOB, SECRET)},
+    **{
+        type(one).__name__: one
+        for one in (ValueError(SECRET), RuntimeError(SECRET), UnsafeJobError(SECRET))
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(REPLIES))
+def test_any_two_refusals_are_the_same_bytes(name: str, tmp_path: Path) -> None:
+    """The law: whatever is refused, and why, and whatever the app has done to its task."""
+    budget = f"noise_multiplier = 9.0\nmax_epsilon = 2.0\ndelta = 1e-5\nledger = '{tmp_path}/x'\n"
+    left = Site(tmp_path, POLICY + budget).trained(REPLIES[name])
+    refused = make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
+    refused.set_cookie_jar({"round": {"number": 3}})
+    assert fobs.dumps(left) == fobs.dumps(wire(refused))
+    # Form before charge.
+    assert spent(Policy.read(tmp_path / "site.toml")).rounds == 0
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_an_update_of_no_known_model_does_not_leave(
+    sees: bool, tmp_path: Path, caplog: Any
 ) -> None:
-    with pytest.raises(Refused) as caught:
-        Site(tmp_path).trained(result(data, kind))
-    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    site = Site(tmp_path, sees=sees)
+    site.receives(Shareable())
+    assert site.leaves(result(MODEL)).get_return_code() == ReturnCode.TASK_RESULT_FILTER_ERROR
+    assert "SitePolicy belongs among the task_data_filters" in caplog.text
 
 
-def test_a_difference_of_another_dtype_does_not_leave(tmp_path: Path) -> None:
-    data = {name: array.astype("i8") for name, array in MODEL.items()}
-    with pytest.raises(Refused, match="arrays of floats with names, shapes and dtypes"):
-        Site(tmp_path).trained(result(data))
+def test_beyond_max_replies_no_executor_runs(tmp_path: Path, caplog: Any) -> None:
+    site = Site(tmp_path, f"{POLICY}max_replies_per_run = 2\n")
+    codes = [site.trained(result(moved(0.1))).get_return_code() for _ in range(2)]
+    site.executor.reply = None
+    refused = site.trained(result(moved(0.1)))
+    assert [*codes, refused.get_return_code()] == ["OK", "OK", "TASK_RESULT_FILTER_ERROR"]
+    assert "max_replies_per_run = 2" in caplog.text
+    assert site.executor.runs == 2
 
 
-@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
-def test_an_update_of_no_known_model_does_not_leave(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no model has arrived with this task"):
-        Site(tmp_path).sends(result(MODEL, kind))
-    # Another instance, that sees what arrives, is needed.
-    with pytest.raises(Refused, match="among the task_data_filters"):
-        Site(tmp_path, sees=False).trained(result(MODEL, kind))
-
-
-@pytest.mark.parametrize("kind", sorted(set(DataKind) - {"WEIGHTS", "WEIGHT_DIFF", "METRICS"}))
-def test_other_kinds_do_not_leave(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="of a kind that the site's policy does not let out"):
-        Site(tmp_path).trained(everything(kind, {"accuracy": 0.5, "x": SECRET}))
-
-
-@pytest.mark.parametrize("reply", [Shareable(), Shareable({"data": SECRET})], ids=["empty", "raw"])
-def test_what_is_no_dxo_does_not_leave(reply: Shareable, tmp_path: Path) -> None:
-    reply.set_header("content_type", SECRET)
-    with pytest.raises(Refused, match="none that the site's policy knows"):
-        Site(tmp_path).trained(reply)
+@pytest.mark.parametrize("kind", UPDATES)
+def test_counters_stay_as_the_server_has_them(kind: str, tmp_path: Path) -> None:
+    model = {**MODEL, "bn.num_batches_tracked": np.array(5), "used": np.array([True, False])}
+    site = Site(tmp_path)
+    site.receives(task(model))
+    # NVFlare's own differences of arrays without dimensions are scalars.
+    reply = {k: x + (kind == "WEIGHTS") * 1 if x.dtype == int else x for k, x in model.items()}
+    left = from_shareable(site.sends(result(reply, kind))).data
+    assert int(left["bn.num_batches_tracked"]) == (5 if kind == "WEIGHTS" else 0)
+    assert left["used"].tolist() == [kind == "WEIGHTS", False]
+    assert {k: x.dtype for k, x in left.items()} == {k: x.dtype for k, x in model.items()}
 
 
 def test_metrics_leave_if_they_are_named(tmp_path: Path) -> None:
@@ -195,36 +274,26 @@ def test_metrics_leave_if_they_are_named(tmp_path: Path) -> None:
     assert type(left.data["accuracy"]) is float
 
 
-@pytest.mark.parametrize(
-    ("code", "sent"),
-    [
-        (ReturnCode.EXECUTION_EXCEPTION, ReturnCode.EXECUTION_EXCEPTION),
-        (SECRET, ReturnCode.EXECUTION_EXCEPTION),
-    ],
-)
-def test_an_error_leaves_without_data(code: str, sent: str, tmp_path: Path) -> None:
-    reply = everything(DataKind.WEIGHT_DIFF, moved(1.0))
-    reply.set_return_code(code)
-    left = Site(tmp_path).trained(reply)
-    assert left == wire(make_reply(sent))
-
-
-def test_a_job_with_filters_of_its_own_is_refused(tmp_path: Path) -> None:
-    site = Site(tmp_path, filters=[ClipUpdate({}), ExcludeVars(["a"])])
-    with pytest.raises(UnsafeJobError, match=r"filters of its own \(ExcludeVars\)"):
+@pytest.mark.parametrize("how", ["filters", "byoc", "no meta", "logs", "no logs", "no JSON"])
+def test_a_job_that_could_get_around_the_policy_ends(how: str, tmp_path: Path) -> None:
+    filters = [ClipUpdate({}), ExcludeVars(["a"])] if how == "filters" else []
+    site = Site(tmp_path, filters=filters)
+    site.job = {"byoc": {"byoc": True}, "no meta": None}.get(how, site.job)
+    said = {"logs": '{"allow_log_streaming": true}', "no logs": "{}", "no JSON": "no JSON"}
+    if how in said:
+        (tmp_path / "local" / "resources.json").write_text(said[how])
+    why = {"filters": r"filters of its own \(ExcludeVars\)", "byoc": "byoc", "no meta": "byoc"}
+    with pytest.raises(UnsafeJobError, match=why.get(how, '"allow_log_streaming": false')):
         site.receives(task(MODEL))
-    with pytest.raises(UnsafeJobError, match="runs after the site's"):
-        site.sends(result(moved(0.1)))
+    # What comes about while an executor runs is refused as all else.
+    code = site.leaves(result(moved(0.1))).get_return_code()
+    assert code == ReturnCode.TASK_RESULT_FILTER_ERROR
 
 
-@pytest.mark.parametrize("said", ['{"allow_log_streaming": true}', "{}", "no JSON"])
-def test_a_site_that_sends_its_logs_is_refused(said: str, tmp_path: Path) -> None:
-    site = Site(tmp_path)
-    (tmp_path / "local" / "resources.json").write_text(said)
-    with pytest.raises(UnsafeJobError, match='"allow_log_streaming": false'):
-        site.receives(task(MODEL))
-    with pytest.raises(UnsafeJobError, match="errors can hold data"):
-        site.sends(result(moved(0.1)))
+def test_an_operator_may_let_jobs_bring_code(tmp_path: Path) -> None:
+    site = Site(tmp_path, f"{POLICY}allow_job_code = true\n")
+    site.job = {"byoc": True}
+    assert site.trained(result(moved(0.1))).get_return_code() == ReturnCode.OK
 
 
 def test_a_job_can_not_play_the_site(tmp_path: Path) -> None:
@@ -266,19 +335,13 @@ def test_noise_is_added_and_the_budget_is_one_for_all_jobs(tmp_path: Path) -> No
     policy = "max_norm = 0.5\nnoise_multiplier = 2.0\nmax_epsilon = 10.0\ndelta = 1e-5\n"
     policy += f"ledger = '{ledger}'\n"
     sites = [Site(tmp_path, policy), Site(tmp_path, policy)]
-    sent: list[dict[str, Any]] = []
-
-    def turn(n: int) -> None:
-        sent.append(from_shareable(sites[n % 2].trained(result(moved(10.0)))).data)
-
-    with pytest.raises(Refused, match=r"this site's budget is spent: one more update"):
-        list(map(turn, range(100)))
-    assert 1 < len(sent) < 100
+    replies = [sites[n % 2].trained(result(moved(10.0))) for n in range(9)]
+    sent = [from_shareable(one).data for one in replies if one.get_return_code() == "OK"]
+    assert len(sent) == 4
+    assert len({fobs.dumps(one) for one in replies[4:]}) == 1
     # 8 normal numbers of deviation 1 beside an update of norm 0.5.
     assert all(0.01 < norm(one) < 20 for one in sent)
     assert len({norm(one) for one in sent}) == len(sent)
-    # An error costs nothing, and leaves.
-    assert sites[0].trained(make_reply(ReturnCode.EXECUTION_EXCEPTION)).get_return_code()
 
 
 @pytest.mark.parametrize(

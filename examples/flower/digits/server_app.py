@@ -28,6 +28,8 @@ def main(grid: Grid, context: Context) -> None:
     settings = context.run_config
     nodes = int(settings["nodes"])
     inner = FedAvg(min_train_nodes=nodes, min_available_nodes=nodes, fraction_evaluate=0.0)
-    strategy = UpdateClipStrategy.from_run_config(inner, settings, folder=settings["folder"])
+    strategy = UpdateClipStrategy.from_run_config(
+        inner, settings, folder=settings["folder"] or None
+    )
     model = ArrayRecord({name: Array(array) for name, array in task.initial().items()})
     strategy.start(grid, model, int(settings["num-server-rounds"]), evaluate_fn=evaluate)

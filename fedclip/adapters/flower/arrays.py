@@ -11,27 +11,8 @@ from flwr.app import Array, ArrayRecord, RecordDict
 
 RECORD = "fedclip"
 """The name of fedclip's own record in a message: the bound in one, the votes in the other."""
-SETTINGS = "update-clip."
-"""What the names of fedclip's settings begin with in an app's run configuration."""
 
 Record = Mapping[str, Any]
-
-
-def settings_of(run_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``[tool.flwr.app.config.update-clip]`` holds, with its tables.
-
-    Examples
-    --------
-    >>> settings_of({"rounds": 9, "update-clip.start-norm": 0.5, "update-clip.weights.7": 2.0})
-    {'start_norm': 0.5, 'weights': {'7': 2.0}}
-    """
-    found: dict[str, Any] = {}
-    for name, value in run_config.items():
-        if name.startswith(SETTINGS):
-            key, dot, inner = name.removeprefix(SETTINGS).partition(".")
-            key = key.replace("-", "_")
-            found[key] = {**found.get(key, {}), inner: value} if dot else value
-    return found
 
 
 def one_record(content: RecordDict, who: str) -> tuple[str, Record]:

@@ -23,12 +23,16 @@ from fedclip.adapters.flower.arrays import (
     floats_of,
     one_record,
     record_of,
-    settings_of,
 )
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.limits import OTHER_TENSORS, alike
-from fedclip.federation.update.plain import bound_from, client_of, reply_to
+from fedclip.federation.update.plain import bound_from, client_of, reply_to, settings_in
+
+OLDER_API = (
+    "NumPyClient, client_fn and SecAgg+ (secaggplus_mod) are of Flower's older API, whose messages "
+    "hold other records: write a function with @app.train(), and leave secaggplus_mod out"
+)
 
 
 class UpdateClipMod:
@@ -44,6 +48,9 @@ class UpdateClipMod:
 
     Notes
     -----
+    Apps of Flower's older API (``client_fn``, `NumPyClient`) and SecAgg+, which is a part of it,
+    get an error that says so: their messages hold other records.
+
     Only messages of training are touched. Tensors of whole numbers, which count something, do not
     leave the client; the server keeps its own.
 
@@ -69,11 +76,17 @@ class UpdateClipMod:
         if not message.metadata.message_type.startswith("train"):
             return call_next(message, context)
         try:
-            client = self.client or client_of(settings_of(context.run_config))
+            client = self.client or client_of(settings_in(context.run_config))
             sent, received = self._taken(message)
         except (TypeError, ValueError) as exc:
             return self._refused(message, exc)
-        reply = call_next(message, context)
+        try:
+            reply = call_next(message, context)
+        except KeyError as exc:
+            # Of its own records, which Flower looks for in this message.
+            if not any(word in str(exc) for word in ("fitins", "secagg")):
+                raise
+            return self._refused(message, ValueError(OLDER_API))
         if reply.has_error():
             return reply
         try:
@@ -91,9 +104,12 @@ class UpdateClipMod:
     def _taken(message: Message) -> tuple[SentBound, Record]:
         """Take the bound out of a message; return it, and the model."""
         if RECORD not in message.content:
+            legacy = any("fitins" in name or "secagg" in name for name in message.content)
             raise ValueError(
-                "the message has no bound: put UpdateClipStrategy around the server's strategy, "
-                "and UpdateClipMod once into the mods"
+                OLDER_API
+                if legacy
+                else "the message has no bound: put UpdateClipStrategy around the server's "
+                "strategy, and UpdateClipMod once into the mods"
             )
         sent = bound_from(message.content[RECORD])
         # The app may empty the record.

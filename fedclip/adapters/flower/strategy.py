@@ -25,11 +25,16 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, strategy
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedclip.adapters.flower.arrays import RECORD, floats_of, one_record, record_of, settings_of
+from fedclip.adapters.flower.arrays import RECORD, floats_of, one_record, record_of
 from fedclip.federation.update.exchange import Closed, Reply
-from fedclip.federation.update.plain import bound_to, reply_from, server_of
+from fedclip.federation.update.plain import bound_to, reply_from, server_of, settings_in
 from fedclip.federation.update.served import Served
 from fedclip.federation.update.turns import Schedule
+
+_AVERAGES = {
+    *("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedProx", "FedYogi", "QFedAvg"),
+}
+"""Flower's own whose next model follows from the average of the replies."""
 
 _NOT_AROUND = {
     "FedXgbBagging": "trees have no norm",
@@ -38,8 +43,32 @@ _NOT_AROUND = {
         (name for name in strategy.__all__ if name.startswith("DifferentialPrivacy")),
         "it clips and adds noise itself: set noise_multiplier here in its place",
     ),
+    **dict.fromkeys(
+        ("Bulyan", "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum"),
+        "it looks at each reply, and here all of them are one average: take FedAvg, and set "
+        'combine = "trimmed" or "arc" with n_hostile',
+    ),
     "UpdateClipStrategy": "once is enough",
 }
+
+
+def _check_inner(inner: object) -> None:
+    """Refuse what is no strategy of this API, or is or holds one that this can not go around."""
+    if not isinstance(inner, Strategy):
+        raise TypeError(
+            f"got {type(inner).__module__}.{type(inner).__name__}: take a strategy of "
+            "flwr.serverapp.strategy; those of flwr.server.strategy are of Flower's older API"
+        )
+    for cls in type(inner).__mro__:
+        if why := _NOT_AROUND.get(cls.__name__):
+            raise ValueError(f"UpdateClipStrategy does not go around {cls.__name__}: {why}")
+    owner = next(cls for cls in type(inner).__mro__ if "aggregate_train" in vars(cls))
+    if not (owner.__module__.startswith("flwr.") and owner.__name__ in _AVERAGES):
+        text = "%s.aggregate_train gets the averaged model as each reply: for medians, set combine"
+        log(WARNING, text, owner.__name__)
+    for held in vars(inner).values():
+        if isinstance(held, Strategy):
+            _check_inner(held)
 
 
 class UpdateClipStrategy(Strategy):
@@ -49,23 +78,27 @@ class UpdateClipStrategy(Strategy):
     ----------
     inner : Strategy
         What chooses nodes, evaluates, and makes the next model of the average: any strategy for
-        arrays. It sees the averaged model as everybody's reply, so that its own weights, medians
-        and distances change nothing; weights and means that resist are settings of this one.
+        arrays. It sees the averaged model as everybody's reply, whose weights change nothing. One
+        that looks at each reply, such as Krum or a median, is refused, and so is one that holds
+        such a strategy; ``combine`` is the setting that resists.
     settings
         The parameters of `update-clip-server` and `clipped-averaging`, in one table.
         ``weights = "steps"`` weighs by the number that `inner` weighs by, ``num-examples``, up to
         ``max_steps``. A table of weights names nodes by their numbers.
     folder
         Where state and records of the rounds are kept, for ``fedclip report`` and ``fedclip privacy
-        spent``. A state that is there is taken over. None: neither outlasts the process.
+        spent``: an absolute path. A state that is there is taken over. None: neither outlasts the
+        process, and with noise a warning says so.
 
     Raises
     ------
     TypeError, ValueError
         At construction, if a setting is none or does not go with another one or with `inner`.
+        Before messages are sent: with noise, if the model holds running statistics.
     RuntimeError
         Before messages are sent: with noise, if they are not for as many nodes as
-        ``expected_clients``; or if everybody whose turn it is has left.
+        ``expected_clients``; or if everybody whose turn it is has left. After the first round: with
+        noise, if none of its replies can be used.
 
     Notes
     -----
@@ -94,9 +127,14 @@ class UpdateClipStrategy(Strategy):
         bound = server_of(settings).bound
         self._private = bound.budget is not None
         self._key = str(getattr(inner, "weighted_by_key", "num-examples"))
-        for cls in type(inner).__mro__:
-            if why := _NOT_AROUND.get(cls.__name__):
-                raise ValueError(f"UpdateClipStrategy does not go around {cls.__name__}: {why}")
+        _check_inner(inner)
+        if folder is not None and not Path(folder).is_absolute():
+            raise ValueError(
+                f"folder must be an absolute path on the server, got {str(folder)!r}: another one "
+                "would be a new budget in each folder that a server is started in"
+            )
+        if self._private and folder is None:
+            log(WARNING, "noise without a folder: a restart spends the budget again; give folder")
         if self._private and isinstance(inner, strategy.QFedAvg):
             raise ValueError(
                 "QFedAvg weighs by the clients' losses, which noise on the average does not cover: "
@@ -119,8 +157,27 @@ class UpdateClipStrategy(Strategy):
     def from_run_config(
         cls, inner: Strategy, run_config: Mapping[str, Any], *, folder: str | Path | None = None
     ) -> Self:
-        """Return a strategy with the settings of ``[tool.flwr.app.config.update-clip]``."""
-        return cls(inner, settings_of(run_config), folder=folder)
+        """Return a strategy with the settings of ``[tool.flwr.app.config.update-clip]``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As at construction; and if there is no setting, or one that nobody would read.
+        """
+        settings = settings_in(run_config)
+        if not settings:
+            raise ValueError(
+                "the run configuration has no update-clip.… setting: give one at least in "
+                "[tool.flwr.app.config.update-clip] of pyproject.toml"
+            )
+        return cls(inner, settings, folder=folder)
+
+    def initialize_parameters(self, client_manager: object) -> None:
+        """Say why Flower's older API, which calls this, can not run update clipping."""
+        raise RuntimeError(
+            "server_fn, workflows and SecAgg+ are of Flower's older API: call "
+            "strategy.start(grid, …) in a function with @app.main()"
+        )
 
     def summary(self) -> None:
         """Log the settings."""
@@ -140,6 +197,8 @@ class UpdateClipStrategy(Strategy):
     ) -> Iterable[Message]:
         """Return the messages of the round; none if the training is over."""
         self._asked = {}
+        if self._private:
+            self.server.check_model({name: array.numpy() for name, array in arrays.items()})
         floats_of(arrays)
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         if not messages:
@@ -147,7 +206,7 @@ class UpdateClipStrategy(Strategy):
         messages = self._chosen(messages)
         for message in messages:
             one_record(message.content, "the message of the server's strategy")
-        sent = self.served.open(self._schedule.turns if self._schedule else None)
+        sent = self.served.open(self._schedule.at(self._rounds) if self._schedule else None)
         if sent.stop:
             self._over = True
             return []

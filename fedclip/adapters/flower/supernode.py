@@ -8,7 +8,8 @@
 
 In both of its isolation modes, a SuperNode talks to its SuperLink by the eight functions of one
 connection, and `Border` stands in their place. It keeps the model that comes with a message, holds
-back all parts of the reply until the last is there, and sends a message that it makes itself.
+back all parts of the reply until the last is there, and sends a message that it makes itself. What
+must not leave is replaced by one error, the same for all.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
+import flwr
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.app.message.message import make_message
@@ -54,23 +57,18 @@ from flwr.supernode.nodestate import NodeStateFactory
 
 from fedclip.adapters.flower.arrays import RECORD
 from fedclip.errors import shown
-from fedclip.federation.site.gate import Gate, Refused, beside
+from fedclip.federation.site.gate import REFUSED, Gate, Refused
 from fedclip.federation.site.policy import Policy
 
 __all__ = ["Border", "passed", "run"]
 
 _LOGGER = logging.getLogger("fedclip.site")
 
-FLOWER = "1.41.0"
-"""The one version of flwr between whose functions this file stands."""
-
-Floats = np.ndarray[Any, Any]
-
-SOURCES: dict[ModuleType, str] = {
-    start_client_internal: "d6342f743fdf768f63305b88414ae2654e9a21bda153739da19c608e8d375067",
-    fleet_http_connection: "8b90826f407ab5d30564379fd1d475f66565b87547ff612eb5672277e92a33c8",
+KNOWN = {
+    "1.41.0": "c92a946057b8fee676c67bcb1f9e636539574d71050745282c4148a7bf12bb18",
+    "1.42.0": "5a388aca5684c7cf99f26ef1c6929229b73439172d8bab993d93ba5d642533aa",
 }
-"""SHA-256 of that version's files that pull and push messages."""
+"""The versions of flwr between whose functions this file stands, and SHA-256 of all their files."""
 
 WAITING = 16
 """How many messages may wait for a reply; flwr hands out one at a time."""
@@ -87,9 +85,10 @@ class Border:
 
     ::
 
-        message m               -> kept, with the model in it
+        message m               -> counted, and kept with the model in it
+                                   beyond max_replies: the error at once, and no app sees it
         first reply to m        -> a new message: update and named numbers that the gate lets out
-        an error, or unknown    -> a new error, in none of the app's words
+                                   or one error, the same for all that must not leave
         any other reply         -> nothing
 
     Parameters
@@ -118,14 +117,21 @@ class Border:
         if (received := self._receive()) is None:
             return None
         message, tree = received
+        metadata = message.metadata
+        try:
+            self._gate.admit(metadata.run_id)
+        except Refused as exc:
+            self._deliver(_refusal(message, exc))
+            self._confirm(metadata.run_id, metadata.message_id)
+            return None
         ids = [node.object_id for node in iterate_object_tree(tree)]
         try:
-            objects = pull_objects(ids, partial(self._pull, message.metadata.run_id))
+            objects = pull_objects(ids, partial(self._pull, metadata.run_id))
         except Exception as exc:
             # flwr will ask for them again. What it gets this time has not been seen.
             _LOGGER.error("a message came without its model: %s", shown(exc))
             objects = {}
-        self._asked[message.metadata.message_id] = message, objects
+        self._asked[metadata.message_id] = message, objects
         while len(self._asked) > WAITING:
             del self._asked[next(iter(self._asked))]
         return message, tree
@@ -162,7 +168,10 @@ class Border:
             if held.objects.keys() != held.ids:
                 return
             del self._held[replied_to]
-        reply = self._answer(held)
+        self._deliver(self._answer(held))
+
+    def _deliver(self, reply: Message) -> None:
+        """Send a message that was made here."""
         reply.metadata.__dict__["_message_id"] = reply.object_id
         # How long the app has worked is not said: an app can work as long as it likes.
         wanted, session = self._send(reply, get_object_tree(reply), 0.0)
@@ -174,28 +183,24 @@ class Border:
 
     def _answer(self, held: _Held) -> Message:
         """Return a message of what the gate lets out, or an error."""
-        code, said = ErrorCode.MOD_FAILED_PRECONDITION, "a reply that is not understood"
         try:
             if not held.seen:
                 raise Refused("the model that this replies to has not been seen at the border")
             asked: Any = inflate_object_from_contents(held.message.metadata.message_id, held.seen)
             reply: Any = inflate_object_from_contents(held.reply_id, held.objects)
             if reply.has_error():
-                _LOGGER.error("the app has failed: %s", shown(reply.error.reason))
-                code, said = (
-                    ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
-                    "the app of this site has failed",
-                )
-            else:
-                content = passed(
-                    held.message.metadata.message_type, asked.content, reply.content, self._gate
-                )
-                return Message(content, reply_to=held.message)
-        except Refused as exc:
-            said = str(exc)
+                raise Refused(f"the app has failed: {shown(reply.error.reason)}")
+            kind = held.message.metadata.message_type
+            content = passed(kind, asked.content, reply.content, self._gate)
+            return Message(content, reply_to=held.message)
         except Exception as exc:  # its text may hold data
-            _LOGGER.error("not sent: a reply that is not understood: %s", shown(exc))
-        return Message(Error(code, f"{said}; nothing else leaves it"), reply_to=held.message)
+            return _refusal(held.message, exc)
+
+
+def _refusal(message: Message, why: Exception) -> Message:
+    """Return what leaves in the place of all that does not; only the log says why."""
+    _LOGGER.error("not sent: %s", shown(why))
+    return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, REFUSED), reply_to=message)
 
 
 class _Held(NamedTuple):
@@ -233,7 +238,7 @@ def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> Recor
     Raises
     ------
     Refused
-        If nothing may leave; the text holds nothing of the data.
+        If nothing may leave.
     """
     kind = kind.partition(".")[0]
     if kind not in ("train", "evaluate", "query"):
@@ -259,21 +264,12 @@ def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> Recor
 def _update(model: ArrayRecord, trained: ArrayRecord, gate: Gate, *, full: bool) -> ArrayRecord:
     """Return the model, moved as far as the gate lets it; or, if not full, the update alone."""
     before = {name: array.numpy() for name, array in model.items()}
-    if any(array.dtype.kind not in "fiub" for array in before.values()):
-        raise Refused("the model must be arrays of floats, integers or booleans")
-    floats = {name: array for name, array in before.items() if array.dtype.kind == "f"}
     after = {name: array.numpy() for name, array in trained.items()}
-    if not full:
-        before = floats = {name: np.zeros_like(array) for name, array in floats.items()}
-    if _form(after) != _form(before):
-        raise Refused("names, shapes and dtypes of the arrays must be those of the model")
-    steps = gate.update({name: after[name].astype(float) - old for name, old in floats.items()})
-    moved = {name: beside(old, steps[name]) for name, old in floats.items()}
-    return ArrayRecord({name: Array(moved.get(name, old)) for name, old in before.items()})
-
-
-def _form(arrays: Mapping[str, Floats]) -> dict[str, Any]:
-    return {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    if full:
+        left = gate.model(after, before)
+    else:
+        left = gate.update(after, {k: x for k, x in before.items() if x.dtype.kind == "f"})
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in left.items()})
 
 
 def _guard(gate: Gate, connect: Callable[..., Any]) -> None:
@@ -289,14 +285,21 @@ def _guard(gate: Gate, connect: Callable[..., Any]) -> None:
     runtime_handlers.TASK_TYPES_ALLOWED_TO_CREATE_TASKS = frozenset()
 
 
-def _check(gate: Gate) -> None:
-    """Raise unless flwr is the version known here, and sends through a border what it sends."""
-    sources = {m: hashlib.sha256(Path(str(m.__file__)).read_bytes()).hexdigest() for m in SOURCES}
-    if package_version != FLOWER or sources != SOURCES:
+def _check() -> None:
+    """Raise unless flwr is a version known here, and sends through a border what it sends."""
+    root = Path(str(flwr.__file__)).parent
+    found = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(file.relative_to(root).as_posix().encode() + b"\0")
+        found.update(hashlib.sha256(file.read_bytes()).digest())
+    if KNOWN.get(package_version) != found.hexdigest():
         raise RuntimeError(
-            f"fedclip stands between functions of flwr {FLOWER}, and those installed are of "
-            f"{package_version}, or changed: run pip install --force-reinstall flwr=={FLOWER}"
+            f"a site's SuperNode needs flwr {' or '.join(KNOWN)} as it is on PyPI, and what is "
+            f"installed is {package_version}, or changed: run pip install --force-reinstall "
+            f"flwr=={[*KNOWN][-1]}"
         )
+    # The site's own gate would count this reply.
+    gate = Gate(Policy(max_norm=1.0))
     word, left = "fedclip-must-not-leave", list[bytes]()
     asked = make_message(Metadata(1, "", 1, 1, "", "", time.time(), 60.0, "evaluate"), RecordDict())
     asked.metadata.__dict__["_message_id"] = asked.object_id
@@ -314,8 +317,8 @@ def _check(gate: Gate) -> None:
     _guard(gate, connect)
     state = NodeStateFactory(ObjectStoreFactory()).state()
     reply = Message(RecordDict({word: ConfigRecord({word: word})}), reply_to=asked)
-    flwr = logging.getLogger("flwr")
-    flwr.disabled = True
+    logger = logging.getLogger("flwr")
+    logger.disabled = True
     try:
         with start_client_internal._init_connection("127.0.0.1:1", True) as connected:
             connected[1]()
@@ -323,7 +326,7 @@ def _check(gate: Gate) -> None:
             parts = state, state.object_store, connected[2], connected[6]
             start_client_internal._push_messages(*parts)
     finally:
-        flwr.disabled = False
+        logger.disabled = False
     if not left or word.encode() in b"".join(left):
         raise RuntimeError("flwr sends replies by another way than fedclip's border; not started")
 
@@ -343,15 +346,22 @@ def run(policy: Path, words: Sequence[str]) -> None:
     OSError, ValueError
         If the policy can not be read, or its ledger not be used.
     RuntimeError
-        If flwr is not the version that is known here, or does not send through the border.
+        If flwr is not a version that is known here, or does not send through the border.
     """
     gate = Gate(Policy.read(policy))
-    _check(gate)
+    _check()
     _guard(gate, fleet_http_connection.http_request_response)
     _LOGGER.addHandler(console_handler)
     _LOGGER.setLevel(logging.INFO)
     sys.stderr.write(NOT_FORCED)
     sys.argv = ["fedclip site supernode", *words]
-    flower_supernode()
-    # It returns if flwr has failed, and a thread of its own would keep the process.
-    flwr_exit(ExitCode.SUPERNODE_CONNECTION_ERROR, "The SuperNode has failed; the log says why.")
+    # flwr starts others of its programs by their names.
+    scripts = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
+    os.environ["PATH"] = os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])
+    why = "the log says why"
+    try:
+        flower_supernode()
+    except Exception as exc:
+        why = str(exc)
+    # It is back if flwr has failed, and a thread of its own would keep the process.
+    flwr_exit(ExitCode.SUPERNODE_CONNECTION_ERROR, f"The SuperNode has failed: {why}")

@@ -79,6 +79,9 @@ class CloseRound(ModelAggregator):
         """Open a round; if there is to be none, end the job in good order, and say why."""
         if self._served is None:
             self._served = Served(self.settings, self.folder or self._run())
+            if self._served.server.bound.budget and self.folder is None:
+                text = "noise without a folder: the next job spends the budget again; give folder"
+                self.log_warning(self.fl_ctx, text)
         self._model, self._asked, self._replies = None, set(), []
         sent = self._served.open()
         self.fl_ctx.set_prop(KEY, self, private=True, sticky=True)
@@ -92,11 +95,17 @@ class CloseRound(ModelAggregator):
         Raises
         ------
         RuntimeError
-            If no round is open.
+            If no round is open; if noise must not be added to this model, which ends the job.
         """
         sent = self._served and self._served.server.bound.sent
-        if not sent or sent.stop:
+        if self._served is None or not sent or sent.stop:
             raise RuntimeError(sent.stop if sent else "no round is open")
+        try:
+            self._served.server.check_model(model)
+        except ValueError as exc:
+            # NVFlare would offer the task again and again.
+            self.fl_ctx.get_prop(FLContextKey.RUN_ABORT_SIGNAL).trigger(True)
+            raise RuntimeError(f"the job ends: {exc}") from exc
         self._model = model
         self._asked.add(client)
         return sent

@@ -13,14 +13,13 @@ try:
 except ImportError as error:
     raise ImportError("fedclip.adapters.torch needs PyTorch: pip install torch") from error
 
-from fedclip.adapters.clippers import reset, stats
 from fedclip.adapters.torch.clip import clip_, clip_grad_norm_
 from fedclip.adapters.torch.handle import ClipHandle, attach, handles
 from fedclip.adapters.torch.names import Parameters
 from fedclip.adapters.torch.pure import PureClipping
-from fedclip.adapters.torch.statistics import load_state, state
+from fedclip.adapters.torch.statistics import get_state, set_state
 from fedclip.adapters.torch.update import UpdateHandle, attach_update
-from fedclip.errors import imported_when_used
+from fedclip.errors import imported_when_used, public_names
 
 if TYPE_CHECKING:
     from fedclip.adapters.torch.private import private_gradients
@@ -34,14 +33,14 @@ __all__ = [
     "attach_update",
     "clip_",
     "clip_grad_norm_",
+    "get_state",
     "handles",
-    "load_state",
     "private_gradients",
-    "reset",
-    "state",
-    "stats",
+    "set_state",
 ]
 
 # DP-SGD, which most loops have no use for.
 if not TYPE_CHECKING:
     __getattr__ = imported_when_used(__name__, {"private_gradients": "private"})
+
+__dir__ = public_names(__name__)

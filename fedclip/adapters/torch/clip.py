@@ -25,7 +25,7 @@ __all__ = ["clip_", "clip_grad_norm_", "clip_named"]
 _IN_PLACE = TorchInPlace()
 
 
-def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord | None:
+def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
     """Clip the gradients of parameters, in place on ``.grad``.
 
     Parameters
@@ -41,10 +41,10 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord 
 
     Returns
     -------
-    StepRecord or None
+    StepRecord
         What the step did: norms before clipping, limits, and which groups were clipped; as a
         ``float()`` the norm of the whole gradient. The numbers stay on the device until you look
-        at them. None if there was no gradient.
+        at them. If there was no gradient, the record has no groups, and the norm is 0.
 
     Raises
     ------
@@ -67,10 +67,12 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord 
     >>> layer.weight.grad.norm() <= 1.0
     tensor(True)
     """
-    fixed = isinstance(clipper, int | float)
-    clipper = _fixed(clipper, 2.0, False) if fixed else check_clipper(clipper)
+    if isinstance(clipper, int | float):
+        clipper = _fixed(clipper, 2.0, False)
+    clipper = check_clipper(clipper)
     found = _checked(parameters, clipper)
-    return clip_named(found, clipper, outputs_of(parameters, found, clipper), given=True)
+    outputs = outputs_of(parameters, found, clipper)
+    return clip_named(found, clipper, outputs, given=True) or StepRecord(())
 
 
 def _checked(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:

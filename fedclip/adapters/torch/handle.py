@@ -23,16 +23,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from fedclip.adapters.clippers import (
-    Spec,
-    check_free,
-    clipper_of,
-    hold,
-    holder_of,
-    release,
-    reset,
-    stats,
-)
+from fedclip.adapters.clippers import Spec, check_free, clipper_of, hold, holder_of, release
 from fedclip.adapters.owner import begin, clipper_in, configuration, has_learnt, learns, owner_of
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.layers import outputs_of
@@ -46,7 +37,7 @@ from fedclip.adapters.torch.optimizers import (
     levels_of,
 )
 from fedclip.adapters.torch.saving import MARK, Saving, is_in
-from fedclip.adapters.torch.statistics import load_state, state
+from fedclip.adapters.torch.statistics import get_state, set_state
 from fedclip.adapters.torch.steps import Steps, is_within, uncompiled
 from fedclip.adapters.torch.watch import Watch, forget
 from fedclip.errors import FedclipWarning
@@ -130,21 +121,25 @@ class ClipHandle:
         """What the last step did."""
         return self.clipper.last
 
-    def state(self) -> Fields:
-        """Return the clipper's statistics; see `fedclip.adapters.torch.state`."""
-        return state(self.clipper)
+    def on_round_start(self) -> None:
+        """Begin a round of the records, such as an epoch; the statistics stay."""
+        self.clipper.on_round_start()
 
-    def load_state(self, state: Mapping[str, object] | None) -> None:
+    def get_state(self) -> Fields:
+        """Return the clipper's statistics; see `fedclip.adapters.torch.get_state`."""
+        return get_state(self.clipper)
+
+    def set_state(self, state: Mapping[str, object] | None) -> None:
         """Take over statistics of this model and optimizer; see `fedclip.adapters.owner`."""
         optimizer = self._others.optimizer()
         if optimizer is None or isinstance(self.clipper, AGC):
-            load_state(self.clipper, state)
+            set_state(self.clipper, state)
             return
         # What an optimizer loads may be other parameters, until its own loading is over.
         with suppress(ValueError):
             self._resolve(optimizer)
         shapes, kind = self._shapes(), type(optimizer).__name__
-        load_state(self.clipper, state, owner_of(self.clipper, shapes, kind))
+        set_state(self.clipper, state, owner_of(self.clipper, shapes, kind))
         begin(self.clipper, shapes, kind, [*self._parameters.values()])
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -152,21 +147,34 @@ class ClipHandle:
 
     def reset(self) -> None:
         """Forget all statistics and records."""
-        reset(self.clipper)
+        self.clipper.reset()
 
-    def stats(self, prefix: str = "") -> dict[str, float]:
-        """Return plain numbers for a logger; see `fedclip.adapters.torch.stats`."""
-        return stats(self.clipper, prefix)
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Return plain numbers for a logger; see `fedclip.Clipper.metrics`."""
+        return self.clipper.metrics(prefix)
+
+    def __repr__(self) -> str:
+        optimizer = type(self._others.optimizer()).__name__
+        return f"{type(self).__name__}({optimizer}, {self.clipper!r})"
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other has an equal clipper, for parameters of the same names."""
+        if type(self) is not type(other):
+            return NotImplemented
+        return self.clipper == other.clipper and [*self._parameters] == [*other._parameters]
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return how to make the handle again: it is one of its optimizer's, also of a copy's."""
         optimizer = self._others.optimizer()
-        if optimizer is None or self not in self._others.handles:
+        places = [place for place, h in enumerate(self._others.handles) if h is self]
+        if optimizer is None or not places:
             raise TypeError(
                 f"the handle of {self.clipper.name} is in no optimizer any more, and can not be "
-                "copied or pickled: keep handle.state(), or the clipper"
+                "copied or pickled: keep handle.get_state(), or the clipper"
             )
-        return _handle_of, (optimizer, self._others.handles.index(self))
+        return _handle_of, (optimizer, places[0])
 
     def _resolve(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters that the optimizer holds now, by name."""
@@ -253,9 +261,10 @@ class _Attached:
     def leave(self, handle: ClipHandle) -> None:
         """Forget a handle, and with the last one the optimizer."""
         optimizer = self.optimizer()
-        if handle not in self.handles or optimizer is None:
+        others = [other for other in self.handles if other is not handle]
+        if len(others) == len(self.handles) or optimizer is None:
             return
-        self.handles.remove(handle)
+        self.handles = others
         handle._release()
         if not self.handles:
             for hook in self._hooks:
@@ -308,7 +317,7 @@ class _Attached:
 
     def _states(self) -> dict[str, Fields]:
         # AGC has no state to save.
-        return {h._key: saved for h in self.handles if (saved := h.state())}
+        return {h._key: saved for h in self.handles if (saved := h.get_state())}
 
     def _load(self, states: Mapping[str, Fields]) -> None:
         """Give each handle the next state of its configuration; else that of its key, if left."""
@@ -319,7 +328,7 @@ class _Attached:
             same = (key for key, saved in left.items() if clipper_in(saved) == config)
             found.append(left.pop(next(same, ""), None))
         for handle, own in zip(self.handles, found, strict=True):
-            handle.load_state(left.pop(handle._key, None) if own is None else own)
+            handle.set_state(left.pop(handle._key, None) if own is None else own)
 
 
 def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
@@ -405,11 +414,11 @@ def attached(
     handle = kind(levels[-1], clipper, parameters)
     for level in filter(is_hooked, levels[:-1]):
         _ATTACHED[levels[-1]].saving.add(level)
-    if len(levels) > 1 and handle.state() and not _saves(levels[0], handle):
+    if len(levels) > 1 and handle.get_state() and not _saves(levels[0], handle):
         warnings.warn(
             f"the state_dict() of {type(levels[0]).__name__} is without the statistics of "
-            f"{handle.clipper.name}: save handle.state() beside it, and give it to "
-            "handle.load_state()",
+            f"{handle.clipper.name}: save handle.get_state() beside it, and give it to "
+            "handle.set_state()",
             FedclipWarning,
             stacklevel=3,
         )

@@ -20,12 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fedclip.adapters.clippers import unique
+from fedclip.adapters.clippers import ByClipper, unique
 from fedclip.adapters.owner import begin
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
@@ -130,7 +129,7 @@ class _Remembered:
         self.homes: Any = WeakIdKeyDictionary()
 
 
-_remembered: WeakKeyDictionary[Clipper, _Remembered] = WeakKeyDictionary()
+_remembered: ByClipper[_Remembered] = ByClipper()
 
 
 def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -> None:
@@ -141,13 +140,13 @@ def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | 
     """
     if isinstance(clipper, AGC):
         return
-    past = _remembered.setdefault(clipper, _Remembered())
+    past = _remembered.get(clipper) or _remembered.set(clipper, _Remembered())
     now = [*map(id, parameters.values())]
     if now == past.last:
         return
     if clipper.last is None:
         # Nothing has been learnt yet, or it was forgotten.
-        past = _remembered[clipper] = _Remembered()
+        past = _remembered.set(clipper, _Remembered())
     shapes = {name: tensor.shape for name, tensor in parameters.items()}
     tensors = [*parameters.values()]
     # Loops that make their tensors at each step have no Parameters.

@@ -28,11 +28,11 @@ class PureClipping:
         pure = PureClipping(clipper)
         state = pure.init(gradients)
         gradients, state = torch.compile(pure.update, fullgraph=True)(gradients, state)
-        pure.stats(state, gradients)
+        pure.metrics(state, gradients)
 
     The state is a `ClipState` of tensors: a few numbers for each group, and for clippers that keep
     the past of each element as much as the model; save it with the model. It starts from the
-    clipper's statistics, and no step changes the clipper; `load_state` gives them back to it.
+    clipper's statistics, and no step changes the clipper; `set_state` gives them back to it.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class PureClipping:
         check_owner(self.clipper, {name: g.shape for name, g in gradients.items()})
         first = compiled.first_state(self.clipper, groups, gradients, _PLAIN)
         like = next(iter(gradients.values()), None)
-        norm, limit = (_PLAIN.asarray(np.zeros(len(groups)), like=like) for _ in range(2))
+        norm, limit = (_PLAIN.asarray(np.full(len(groups), x), like=like) for x in (0.0, np.inf))
         steps, clipped, nonfinite = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
         return ClipState(first, norm, limit, norm > 0, steps, clipped, nonfinite)
 
@@ -83,7 +83,7 @@ class PureClipping:
         )
         return clipped, compiled.after(state, step)
 
-    def stats(
+    def metrics(
         self, state: ClipState, gradients: Mapping[str, torch.Tensor], prefix: str = ""
     ) -> dict[str, float]:
         """Return plain numbers for a logger: of the last step, and of all (``round/...``).
@@ -92,7 +92,11 @@ class PureClipping:
         """
         return compiled.of_state(state, self._groups(gradients).labels, prefix)
 
-    def load_state(self, state: ClipState, gradients: Mapping[str, torch.Tensor]) -> None:
+    def on_round_start(self, state: ClipState) -> ClipState:
+        """Return the state at the start of a round: its counts are 0, its statistics stay."""
+        return compiled.on_round_start(state)
+
+    def set_state(self, state: ClipState, gradients: Mapping[str, torch.Tensor]) -> None:
         """Put the statistics of a state into the clipper, from which `init` then starts."""
         compiled.load(self.clipper, state.statistics, self._groups(gradients).labels)
         if isinstance(self.clipper, Clipper):

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 
 from fedclip import states
-from fedclip.adapters.clippers import reset
 from fedclip.adapters.owner import fitting
 from fedclip.errors import FedclipWarning
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
 from fedclip.states import Fields
 
-__all__ = ["load_state", "state"]
+__all__ = ["get_state", "set_state"]
 
 
-def state(clipper: Clipper | AGC) -> Fields:
+def get_state(clipper: Clipper | AGC) -> Fields:
     """Return the statistics and records: numbers, strings, lists and tensors.
 
     ``torch.load(weights_only=True)`` reads them. `AGC` has none: its limits follow from the
@@ -33,12 +32,12 @@ def state(clipper: Clipper | AGC) -> Fields:
     return found
 
 
-def load_state(
+def set_state(
     clipper: Clipper | AGC,
     state: Mapping[str, Any] | None,
     owner: Mapping[str, str] | None = None,
 ) -> None:
-    """Take over what `state` returned; None, from before there was a clipper, starts anew.
+    """Take over what `get_state` returned; None, from before there was a clipper, starts anew.
 
     Parameters
     ----------
@@ -60,12 +59,12 @@ def load_state(
             FedclipWarning,
             stacklevel=3,
         )
-        reset(clipper)
+        clipper.reset()
         return
     if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
         state = {**state, "arrays": states.each(state["arrays"], _array)}
     if owner is not None and fitting(clipper, state, dict(owner)) is None:
-        reset(clipper)
+        clipper.reset()
         return
     clipper.set_state(dict(state))
 

@@ -3,12 +3,14 @@
 
 ::
 
-    Update:   charge the ledger, or refuse
-              names, shapes and dtypes are those of the model, or refuse
+    Message:  count it, before an app sees it; refuse it beyond max_replies
+    Update:   names, shapes and dtypes are those of the model, or refuse
               zeros if it is not finite, else clipped to max_norm
+              charge the ledger, or refuse
               + normal(0, noise_multiplier * max_norm), from the secure generator
     Numbers:  those that the policy names, if they are finite and plain
     Votes:    the bits that fedclip knows; none where the site adds noise
+    Refusal:  one sentence, the same for all; the site's log says why
 
 It knows no engine. What an engine would send besides, it must not send.
 """
@@ -19,7 +21,8 @@ import logging
 import math
 import numbers
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,15 +31,18 @@ from numpy.typing import NDArray
 
 from fedclip.arrays import Array, backend_of
 from fedclip.errors import shown
-from fedclip.federation.site.policy import Policy
+from fedclip.federation.site.policy import Policy, check_owned
+from fedclip.federation.site.replies import Replies
+from fedclip.federation.update.averaging import zeros
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.exchange import COUNTS, VOTES, Arrays, is_one_of
 from fedclip.federation.update.limits import alike, signature
+from fedclip.federation.update.running import refuse_statistics
 from fedclip.privacy.accounting import Accountant
 from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import add_noise, secure_normals
 
-__all__ = ["UNIT", "Gate", "Refused", "beside", "plain", "spent"]
+__all__ = ["REFUSED", "UNIT", "Gate", "Refused", "plain", "spent"]
 
 AnyArray: TypeAlias = NDArray[Any]
 
@@ -47,12 +53,18 @@ _CHARGING = threading.Lock()
 UNIT = "the updates of a site"
 """What a ledger of a site says that it protects, where others have a fingerprint of records."""
 
+# Without a ledger, nothing counts the replies of other processes.
+_MOST_PROCESS = 2**63
 # The largest whole number that is plain: others can hold any text.
 _LARGEST = 2**63
 
 
+REFUSED = "refused by this site, whose log says why"
+"""What leaves in the place of all that does not, whatever the reason."""
+
+
 class Refused(RuntimeError):
-    """What does not leave; the text holds nothing of the data, and may be sent in its place."""
+    """What does not leave; the text is for the site's own log."""
 
 
 def spent(policy: Policy) -> Accountant:
@@ -74,13 +86,13 @@ def spent(policy: Policy) -> Accountant:
     return total([*entries, Entry((), policy.delta or 0.5, policy.relation)])
 
 
-def beside(array: AnyArray, step: AnyArray) -> AnyArray:
+def _beside(array: AnyArray, step: AnyArray) -> AnyArray:
     """Return an array plus a step, in the array's dtype; rounding makes no step longer.
 
     Examples
     --------
     >>> weights = np.array([2048.0], np.float16)  # where half precision has even numbers only
-    >>> [float(beside(weights, np.array([step]))[0]) for step in (1.5, 2.5)]
+    >>> [float(_beside(weights, np.array([step]))[0]) for step in (1.5, 2.5)]
     [2048.0, 2050.0]
     """
     with np.errstate(all="ignore"):
@@ -100,7 +112,7 @@ class Gate:
     Raises
     ------
     OSError, ValueError
-        If its ledger can not be used.
+        If its ledger can not be used, or others may change it.
 
     Notes
     -----
@@ -128,16 +140,39 @@ class Gate:
         self.policy = policy
         self._clipper = UpdateClient()
         self._ledger: Ledger | None = None
-        if policy.max_epsilon and policy.delta and policy.ledger:
-            path = Path(policy.ledger)
+        self._replies = Replies(policy.max_replies_per_run, _MOST_PROCESS)
+        if policy.ledger is None:
+            return
+        path = Path(policy.ledger)
+        counted = path.with_name(f"{path.name}.replies")
+        for one in (path, counted):
+            check_owned(one)
+        self._replies = Replies(policy.max_replies_per_run, policy.max_replies or 10_000, counted)
+        if policy.max_epsilon and policy.delta:
             spent(policy)
             if not path.exists():
                 _LOGGER.warning("there is no ledger %s: it begins now, with nothing spent", path)
             limits = policy.max_epsilon, policy.delta
             self._ledger = Ledger(*limits, path, data=UNIT, relation=policy.relation)
 
+    def admit(self, run: object) -> None:
+        """Count a message of a run, before an app sees it: whatever is replied says something.
+
+        Raises
+        ------
+        Refused
+            If the run, or all runs together, have had as many as the policy allows, or if they
+            cannot be counted.
+        """
+        try:
+            limit = self._replies.admit(str(run))
+        except OSError as exc:
+            raise Refused(f"replies cannot be counted ({exc})") from None
+        if limit:
+            raise Refused(f"the policy allows no more replies: {limit}")
+
     def update(self, arrays: Arrays, like: Arrays | None = None) -> Arrays:
-        """Return what may leave of an update; each call is charged, whatever becomes of it.
+        """Return what may leave of an update; each that has the model's form is charged.
 
         Parameters
         ----------
@@ -146,28 +181,44 @@ class Gate:
         like
             That model, as the server sent it, or any arrays of its names, shapes and dtypes. None
             only where the site trusts the code that has named the arrays: a name can be anything.
+            Arrays of whole numbers, which count something, leave as zeros.
 
         Raises
         ------
         Refused
-            If the budget is spent, the ledger can not be written, or the arrays are not floats
-            with the model's names, shapes and dtypes. Nothing may leave then.
+            If the arrays are not floats with the model's names, shapes and dtypes; if the policy
+            has noise and the model running statistics; if the budget is spent, or the ledger
+            cannot be written. Nothing may leave then.
         """
-        with _CHARGING:
-            self._charge()
-        try:
+        with _read():
             if like is not None:
                 arrays = _as_in(like, arrays)
-            clipped = self._clipper.outcome(arrays, self.policy.max_norm, None).arrays
-            std = self.policy.noise_multiplier * self.policy.max_norm
-            sent = add_noise(clipped, std, secure_normals) if std else clipped
-            return {name: _plainest(array) for name, array in sent.items()}
-        except Exception as exc:  # its text may hold data
-            _LOGGER.error("an update that can not be clipped: %r", exc)
-            raise Refused(
-                "the update must be arrays of floats with names, shapes and dtypes of the model; "
-                "the site's log says what it is"
-            ) from None
+            floats = _floats(arrays) if like is not None else arrays
+            return {**zeros(arrays), **self._sent(floats, like or arrays)}
+
+    def model(self, trained: Arrays, before: Arrays) -> Arrays:
+        """Return what may leave of a trained model: the one before, moved by what may leave.
+
+        Rounding to the dtype of the model makes no update longer. Arrays of whole numbers are those
+        of the model before. Both are arrays of NumPy; see `update` for what is refused.
+        """
+        with _read():
+            trained, floats = _as_in(before, trained), _floats(before)
+            left = self._sent(
+                {n: np.asarray(trained[n], float) - floats[n] for n in floats}, before
+            )
+            return {n: _beside(x, left[n]) if n in left else x for n, x in before.items()}
+
+    def _sent(self, update: Arrays, model: Arrays) -> Arrays:
+        std = self.policy.noise_multiplier * self.policy.max_norm
+        if std:
+            refuse_statistics(model)
+        sent = self._clipper.outcome(update, self.policy.max_norm, None).arrays
+        with _CHARGING:
+            self._charge()
+        if std:
+            sent = add_noise(sent, std, secure_normals)
+        return {name: _plainest(array) for name, array in sent.items()}
 
     def metrics(self, found: Mapping[str, object]) -> dict[str, float]:
         """Return those numbers that the policy names, as plain ones; the log names the others."""
@@ -204,15 +255,25 @@ class Gate:
             # What was reserved is charged, in the file already.
             paid = ledger.reserve(policy.noise_multiplier, 1.0, 1)
         except (OSError, ValueError) as exc:
-            _LOGGER.error("%s", exc)
-            raise Refused("this site's ledger can not be used; nothing is shared") from None
+            raise Refused(f"this site's ledger can not be used ({exc})") from None
         if not paid:
             cost, most = ledger.accountant.epsilon(policy.noise_multiplier, 1), ledger.epsilon
             digits = 4 if cost > 1.001 * most else 12
             raise Refused(
                 f"this site's budget is spent: one more update would make epsilon "
-                f"{cost:.{digits}g}, above max_epsilon = {most:g}; nothing is shared"
+                f"{cost:.{digits}g}, above max_epsilon = {most:g}"
             )
+
+
+@contextmanager
+def _read() -> Iterator[None]:
+    """Refuse what can not be read or clipped, whatever is raised."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as exc:
+        raise Refused(f"no update of the model: {exc!s:.300}") from None
 
 
 def _as_in(like: Arrays, arrays: Arrays) -> Arrays:
@@ -224,6 +285,12 @@ def _as_in(like: Arrays, arrays: Arrays) -> Arrays:
         if found != wanted:
             raise ValueError(f"{name!r} is {found}, not {wanted}")
     return {name: arrays[name] for name in like}
+
+
+def _floats(arrays: Arrays) -> dict[str, Array]:
+    """Return all arrays but those of whole numbers, which count something."""
+    whole = ("int", "uint", "bool")
+    return {n: x for n, x in arrays.items() if not backend_of(x).dtype(x).startswith(whole)}
 
 
 def _plainest(array: Array) -> Array:

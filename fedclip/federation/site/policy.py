@@ -6,16 +6,25 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from fedclip import parameters
 from fedclip.errors import nearest
-from fedclip.parameters import Configured, limit, non_negative, parameter, positive, unit_interval
+from fedclip.parameters import (
+    Configured,
+    boolean,
+    integer,
+    limit,
+    non_negative,
+    parameter,
+    positive,
+    unit_interval,
+)
 from fedclip.privacy.accounting import Release, epsilon
 
-__all__ = ["Policy", "open_to_others"]
+__all__ = ["Policy", "check_owned"]
 
 
 def _names(**values: Any) -> tuple[str, ...]:
@@ -46,6 +55,8 @@ class Policy(Configured):
                   each of the scalars in allow_metrics
                   without noise: the bits of fedclip's vote
         budget:   epsilon(all updates that have left) <= max_epsilon, at delta
+        replies:  of any kind, refusals included: at most max_replies_per_run in a run,
+                  max_replies in all runs
 
     Parameters
     ----------
@@ -59,9 +70,18 @@ class Policy(Configured):
     delta
         Probability with which that may fail, in (0, 1).
     ledger
-        Absolute path of the file that says what was spent, one for each site.
+        Absolute path of the file that says what was spent, one for each site. Replies are counted
+        in a second file of that name with ``.replies``.
     allow_metrics
         Names of the only other numbers that may leave.
+    max_replies_per_run
+        Largest number of messages of one run that are answered, >= 1.
+    max_replies
+        The same for all runs together, >= 1; it needs `ledger`. None: 10,000 if there is a
+        `ledger`; without one, each process counts the replies of its own runs only.
+    allow_job_code
+        Whether NVFlare jobs may bring code of their own (``byoc``), which can send anything by
+        other ways than the results of tasks.
 
     Raises
     ------
@@ -85,15 +105,21 @@ class Policy(Configured):
     delta: float | None = parameter(unit_interval, default=None)
     ledger: str | None = parameter(_absolute, default=None)
     allow_metrics: Sequence[str] = parameter(_names, default=())
+    max_replies_per_run: int = parameter(integer, 1, default=1_000)
+    max_replies: int | None = parameter(integer, 1, default=None)
+    allow_job_code: bool = parameter(boolean, default=False)
 
     def __post_init__(self) -> None:
         """Refuse what does not go together."""
-        missing = [n for n in ("max_epsilon", "delta", "ledger") if getattr(self, n) is None]
-        if missing and len(missing) < 3:
+        budget = ("max_epsilon", "delta", "ledger")
+        missing = [name for name in budget if getattr(self, name) is None]
+        if missing and missing not in ([*budget], [*budget[:2]]):
             raise ValueError(
                 "max_epsilon, delta and ledger are one budget: give all of them or none; "
                 f"{' and '.join(missing)} is missing"
             )
+        if self.max_replies is not None and self.ledger is None:
+            raise ValueError("max_replies counts in a file: give ledger an absolute path")
         if self.max_epsilon is None or self.delta is None:
             return
         if not self.noise_multiplier:
@@ -121,17 +147,11 @@ class Policy(Configured):
         OSError
             If the file can not be read.
         ValueError
-            If it says anything else, or if others than its owner may change it.
+            If it says anything else, or if others than this process's user and root may change it.
         """
         path = Path(path)
-        with path.open("rb") as file:
-            # Of the file that is read, whatever its name leads to a moment later.
-            wrong = open_to_others(path, os.fstat(file.fileno()))
-            text = file.read()
-        folders = {path.absolute().parent, Path(os.path.realpath(path)).parent}
-        for one in [wrong, *(open_to_others(folder) for folder in folders)]:
-            if one:
-                raise ValueError(f"{one}: then this policy is not the site's own word")
+        check_owned(path)
+        text = path.read_bytes()
         try:
             found = tomllib.loads(text.decode())
             for section in found:
@@ -148,13 +168,43 @@ class Policy(Configured):
             raise ValueError(f"{path}: {exc}") from exc
 
 
-def open_to_others(path: Path, known: os.stat_result | None = None) -> str:
-    """Return a sentence if others than the owner may change a file, or the names in a folder.
+def check_owned(path: Path) -> None:
+    """Refuse a file that others than root and the user of this process may change or replace.
 
-    On Windows, modes do not say who may change what: nothing is found out there.
+    Looked at are the file, its lock, and each folder above them, of its name and of what that
+    leads to. On Windows, modes do not say who may change what: nothing is refused there.
+
+    Raises
+    ------
+    ValueError
+        The message names the first of them, and the command that puts it right.
     """
-    mode = (known or path.stat()).st_mode
-    # In a folder with the sticky bit, such as /tmp, others can not replace what is not theirs.
-    if os.name == "nt" or not mode & 0o022 or (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+    if os.name == "nt":
+        return
+    for name in dict.fromkeys([*_steps(path.absolute()), Path(os.path.realpath(path))]):
+        lock = name.with_name(f"{name.name}.lock")
+        for one in (*name.parents, name, lock):
+            if one.exists() and (wrong := _open_to_others(one, 0o077 if one == lock else 0o022)):
+                raise ValueError(f"{path} is not this site's alone: {wrong}")
+
+
+def _steps(path: Path) -> Iterator[Path]:
+    """Yield a path, and what it is after each link on the way is followed."""
+    yield path
+    for one in (*reversed(path.parents), path):
+        if one.is_symlink() and one.exists():
+            yield from _steps(one.parent / one.readlink() / path.relative_to(one))
+            return
+
+
+def _open_to_others(path: Path, bits: int) -> str:
+    # Of a link itself: its owner decides where it leads.
+    found = path.lstat()
+    if found.st_uid not in (0, os.geteuid()):
+        return f"user {found.st_uid} owns {path}, and not root; run: chown root {path}"
+    # In a folder with the sticky bit, such as /tmp, only owners replace files; links have no mode.
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if sticky or stat.S_ISLNK(found.st_mode) or not found.st_mode & bits:
         return ""
-    return f"others than its owner may change {path}; run: chmod go-w {path}"
+    may, mode = ("change", "go-w") if bits == 0o022 else ("lock", "go=")
+    return f"others than its owner may {may} {path}; run: chmod {mode} {path}"

@@ -8,8 +8,7 @@
     MetadataReply       if each field is named, and of numbers, or a dtype
     InitReply,
     PrivacyReply        they are empty
-    Error               why this site refuses, or that something went wrong
-    anything else       is refused
+    anything else       one error, the same for all; the site's log says why
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import numpy as np
 from declearn import messaging
@@ -24,7 +24,7 @@ from declearn.aggregator import AveragingAggregator, ModelUpdates
 from declearn.communication.api import NetworkClient
 from declearn.metrics._mean import MeanState
 
-from fedclip.federation.site.gate import Gate, Refused, plain
+from fedclip.federation.site.gate import REFUSED, Gate, Refused, plain
 from fedclip.federation.update.aggregator import ClippedAveraging
 from fedclip.federation.update.messages import AUX_NAME, ClippedUpdates, UpdateClipVotes
 
@@ -47,15 +47,13 @@ class GatedNetwork(NetworkClient, register=False):
     def __init__(self, inner: NetworkClient, gate: Gate) -> None:
         super().__init__(inner.server_uri, inner.name)
         self._inner, self._gate = inner, gate
-        self._why = "something went wrong at this site, whose log says what"
+        self._run = uuid4().hex
         self._known: dict[type[messaging.Message], Callable[[Any], messaging.Message]] = {
             messaging.TrainReply: self._training,
             messaging.EvaluationReply: self._evaluation,
             messaging.MetadataReply: self._metadata,
             messaging.InitReply: lambda message: messaging.InitReply(),
             messaging.PrivacyReply: lambda message: messaging.PrivacyReply(),
-            # The text of an exception may hold data.
-            messaging.Error: lambda message: messaging.Error(self._why),
         }
 
     @staticmethod
@@ -75,24 +73,31 @@ class GatedNetwork(NetworkClient, register=False):
         return await self._inner.register()
 
     async def recv_message(self, timeout: float | None = None) -> messaging.SerializedMessage[Any]:
-        """Return the next message of the server."""
-        return await self._inner.recv_message(timeout)
+        """Return the next message of the server; it is counted, as it may be replied to.
+
+        Raises
+        ------
+        Refused
+            If the policy allows no more replies; the client then leaves the run.
+        """
+        message = await self._inner.recv_message(timeout)
+        if not issubclass(message.message_cls, (messaging.StopTraining, messaging.CancelTraining)):
+            self._gate.admit(self._run)
+        return message
 
     async def _send_message(self, bin_msg: bytes) -> NoReturn:
         raise Refused("a client behind a gate sends messages, and no bytes")
 
     async def send_message(self, message: messaging.Message) -> None:
-        """Send what may leave of a message, or else why nothing does."""
+        """Send what may leave of a message, or else that this site refuses."""
         kind = type(message)
         try:
             if kind not in self._known:
-                raise Refused(f"a site's policy does not know {kind.__name__}")
+                raise Refused(f"{getattr(message, 'message', 'no policy lets it out')!s:.500}")
             sent = self._known[kind](message)
-        except Exception as exc:  # what can not be looked at does not leave
+        except Exception as exc:  # its text may hold data
             self.logger.error("%s is not sent: %s", kind.__name__, exc)
-            sent = messaging.Error(
-                f"refused by fedclip: {exc}" if type(exc) is Refused else self._why
-            )
+            sent = messaging.Error(REFUSED)
         await self._inner.send_message(sent)
 
     def check(self, aggregator: object, modules: Iterable[Any]) -> None:
@@ -101,7 +106,7 @@ class GatedNetwork(NetworkClient, register=False):
         Raises
         ------
         Refused
-            With a sentence, which the server gets for each error from then on.
+            With a sentence for the site's log.
         """
         why = self._unfit(aggregator)
         for module in modules:
@@ -110,7 +115,6 @@ class GatedNetwork(NetworkClient, register=False):
             if getattr(module, "site", None) is not None:
                 why = why or "a site's policy would clip the noise that update-clip-client adds"
         if why:
-            self._why = f"refused by fedclip: {why}"
             raise Refused(why)
 
     def _unfit(self, aggregator: Any) -> str:

@@ -13,7 +13,7 @@ CLIENT, SERVER = "client_opt", "server_opt"
 
 def is_shared(plugin: object) -> bool:
     """Whether a plug-in is a clipper with ``shared = true``, or the counterpart of one."""
-    return isinstance(plugin, SharedServer) or getattr(plugin, "sharing", None) is not None
+    return isinstance(plugin, SharedServer) or getattr(plugin, "_sharing", None) is not None
 
 
 def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> list[tuple[str, str]]:

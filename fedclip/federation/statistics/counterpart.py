@@ -91,7 +91,7 @@ class SharedServer(OptiModule[FedclipSharedState], register=False):
         cls.__doc__ = _DOC.format(summary=summary, clipper=cls.clipper.name, notes=notes)
         theirs = inspect.signature(cls.clipper).parameters
         own = inspect.signature(SharedServer.__init__).parameters
-        chosen = [theirs[name] for name in cls.clipper.shared_settings()] + [own[n] for n in _OWN]
+        chosen = [theirs[name] for name in cls.clipper._shared_settings()] + [own[n] for n in _OWN]
         keyword = inspect.Parameter.KEYWORD_ONLY
         cls.__signature__ = inspect.Signature(
             [parameter.replace(kind=keyword) for parameter in chosen]
@@ -108,8 +108,8 @@ class SharedServer(OptiModule[FedclipSharedState], register=False):
         clipper = self.clipper(shared=True, shared_name=shared_name, **settings)
         self.shared_name = clipper.shared_name
         vars(self)["aux_name"] = clipper.aux_name
-        self.settings: Config = clipper.sharing.settings
-        self.shared_state = SharedState(clipper.sharing.rule.rule, self.max_steps)
+        self.settings: Config = clipper._sharing.settings
+        self.shared_state = SharedState(clipper._sharing.rule.rule, self.max_steps)
         self._refused = 0
         if self.settings["scope"] == "global":
             self.shared_state.begin(("all",))

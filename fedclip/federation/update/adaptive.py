@@ -3,8 +3,8 @@
 
 ::
 
-    open       say which bound the clients clip to
-    count      charge the round, and set the next bound by the votes
+    open       charge the round, and say which bound the clients clip to
+    count      set the next bound by the votes
     release    the average with noise, scaled to the bound that was sent; zeros if that was too high
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -56,6 +58,11 @@ def _start(start_norm: float | str) -> float | str:
 def _names(unnoised: str | Sequence[str]) -> list[str]:
     names = [unnoised] if isinstance(unnoised, str) else unnoised
     return [parameters.name(unnoised=name) for name in names]
+
+
+def _path(**values: str | PathLike[str]) -> str:
+    ((name, path),) = values.items()
+    return parameters.name(**{name: fspath(path) if isinstance(path, PathLike) else path})
 
 
 def _share(momentum: float) -> float:
@@ -110,6 +117,10 @@ class AdaptiveBound(Documented):
     """Probability with which the guarantee may fail; below 1 / number of clients."""
     max_epsilon: float | None = parameter(positive, default=None)
     """Stop before a round that would exceed this epsilon."""
+    ledger: str | None = parameter(_path, default=None)
+    """A file to which each round is charged before it begins, made if needed: one for a set of
+    clients, whatever they are used for. A restart, a second server and another run read it first.
+    None: what was spent ends with the process, and no server goes on from a checkpoint."""
     relation: str = parameter(choice, ("add-remove", "replace-one"), default="add-remove")
     """Which federations are neighbours: those with and without one client (whose reply is empty),
     or those with another client in its place, which needs twice the noise."""
@@ -206,7 +217,7 @@ class AdaptiveBound(Documented):
                 "leave evaluation_share or separation out"
             )
         if self.noise_multiplier == 0:
-            for name in ("bits_noise", "max_epsilon", "unnoised", "evaluation_share"):
+            for name in ("bits_noise", "max_epsilon", "ledger", "unnoised", "evaluation_share"):
                 if value := getattr(self, name):
                     raise ValueError(f"{name} goes with noise_multiplier > 0, got {value!r} with 0")
             if self.separation > 1 or self.noise == "banded":
@@ -233,7 +244,14 @@ class AdaptiveBound(Documented):
             separation=self.separation,
             coefficients=self._coefficients(),
             evaluation_share=self.evaluation_share,
+            path=self.ledger,
         )
+
+    def charge_to(self, ledger: str | Path | None) -> None:
+        """Charge the rounds to another ledger, if there is noise: before the first of them."""
+        if self.budget is not None:
+            self.ledger = None if ledger is None else str(ledger)
+            self.budget = self._budget()
 
     def _site(self) -> SiteNoise | None:
         """Return the noise that clients add; None if the server adds it."""
@@ -271,9 +289,10 @@ class AdaptiveBound(Documented):
 
     # -- a round --------------------------------------------------------------------------------
     def open(self, due: Due | None = None) -> SentBound:
-        """Return the bound of the next round, or why there is none.
+        """Charge the next round, and return its bound; or why there is none.
 
-        `due` is what a schedule says of the clients that are asked, if they take turns.
+        `due` is what a schedule says of the round, if clients take turns. A round that does not
+        follow the one before, in the same schedule, is charged as the first of another schedule.
         """
         if self.separation > 1 and self.expected_clients is not None:
             self.halt(
@@ -282,8 +301,8 @@ class AdaptiveBound(Documented):
                 else f"separation={self.separation} charges each client for its own turns, and the "
                 f"clients take none: {self.takes_turns.format(self.expected_clients)}"
             )
-        if self.budget is not None:
-            self.halt(self.budget.refusal())
+        if self.budget is not None and not self.stop:
+            self.halt(self.budget.reserve(self.round + 1, due))
         if self.stop:
             self.logger.error("%s stops the training: %s", self.name, self.stop)
         self.withheld = False
@@ -293,6 +312,7 @@ class AdaptiveBound(Documented):
             private=self.budget is not None,
             round=self.round + 1,
             stop=self.stop,
+            schedule=self.budget.schedule if self.budget else "",
         )
         return self.sent
 
@@ -306,7 +326,7 @@ class AdaptiveBound(Documented):
         assert self.sent is not None
         self.round += 1
         if self.budget is not None:
-            self.budget.spend()
+            self.budget.unevaluated = True
         share = self._share(votes, within, clients, noised)
         if share is not None:
             self.bound, self.search, too_high, self.evidence = self.rule.after(
@@ -359,6 +379,15 @@ class AdaptiveBound(Documented):
     def halt(self, why: str) -> None:
         """Remember why to stop, if there is no reason yet."""
         self.stop = self.stop or why
+
+    def unheard(self, void: str) -> str:
+        """Return why noise must not go on after its first round; "" if it may.
+
+        `void` says why no reply of the round can be used. Later rounds go on with noise alone:
+        whether a single client replies is not to be seen.
+        """
+        first = self.sent is not None and self.sent.round == 1
+        return void if self.budget is not None and first else ""
 
     def admit(self, name: str) -> bool:
         """Return whether other statistics may go out without noise.
@@ -421,9 +450,10 @@ class AdaptiveBound(Documented):
     # -- state ----------------------------------------------------------------------------------
     def get_state(self) -> dict[str, object]:
         """Return the bound, the number of rounds, and what was spent of the budget."""
-        spent = [] if self.budget is None else self.budget.accountant.get_state()
         search = None if self.search is None else list(self.search)
-        state = {"bound": self.bound, "round": self.round, "spent": spent, "search": search}
+        state = {"bound": self.bound, "round": self.round, "spent": [], "search": search}
+        if self.budget is not None:
+            state |= {"ledger": self.budget.identity(), "spent": self.budget.accountant.get_state()}
         return state | {"evidence": self.evidence}
 
     def set_state(self, state: Mapping[str, object]) -> None:
@@ -447,5 +477,5 @@ class AdaptiveBound(Documented):
         self.search, self.evidence = search, evidence
         self.bound, self.round = self.rule.within(bound), round_
         if self.budget is not None:
-            self.budget.resume(spent)
+            self.budget.resume(spent, state)
         self.stop = ""

@@ -23,6 +23,7 @@ from fedclip.federation.update.coupling import CLIENT, under_way
 from fedclip.federation.update.exchange import Reply, SentBound
 from fedclip.federation.update.limits import check_whole, signature
 from fedclip.federation.update.messages import ClippedUpdates, zeros_like
+from fedclip.federation.update.running import refuse_statistics
 from fedclip.federation.update.shares import Shares, Weights
 from fedclip.federation.version import VERSION, Versioned
 from fedclip.measures import Order
@@ -128,8 +129,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
 
     In cleartext the server measures each reply again. A malformed reply, or one beyond the limit,
     counts as a zeroed one, so that a client that does not clip moves the average no more than one
-    that sends nothing. Under secure aggregation the server sees only the sum, and refuses a sum
-    that honest clients could not have made.
+    that sends nothing. Under secure aggregation the server sees only the sum, and projects it
+    onto the norm that the clients can reach together.
 
     ====================  ================================================================
     update                shared
@@ -229,6 +230,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         by_steps = self.shares.kind == "steps"
         if sent.private and (why := self.closing.beside_noise()):
             raise ValueError(why)
+        if sent.private:
+            refuse_statistics(updates.coefs)
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
         same = outcome.arrays is updates.coefs
         vector = updates if same else type(updates)(dict(outcome.arrays))
@@ -309,6 +312,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if round_ is not None:
             round_.average, round_.exact = average, vetted.exact
             round_.trouble = self.closing.beside_noise()
+            if module is not None:
+                round_.trouble = round_.trouble or module.unheard(vetted.void)
             if module is not None and module.site is not None:
                 there = sum(reply.clients for reply in vetted.sound)
                 counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed

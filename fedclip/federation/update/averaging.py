@@ -40,6 +40,11 @@ def _values(array: Array) -> HostView:
     return backend.to_host(backend.dense(array))
 
 
+def finite_values(array: Array) -> Float64:
+    """Return an array in float64, with the ends of its dtype in place of infinity."""
+    return np.asarray(np.nan_to_num(_values(array)), np.float64)
+
+
 def _add(total: Float64, arrays: Sequence[HostView], factors: Sequence[float]) -> None:
     """Add arrays times factors, in float64."""
     if set(factors) == {1.0}:

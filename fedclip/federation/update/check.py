@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fedclip.federation.update.aggregator import RAISES, ClippedAveraging
 from fedclip.federation.update.arc import brought
@@ -27,8 +27,8 @@ _EASY = 0.1
 
 _MODULES = (UpdateClipClient, UpdateClipServer)
 
-Problem = tuple[str, str, str]
-"""Level ("problem" or "note"), section, message."""
+Problem = tuple[Literal["problem", "leak", "note"], str, str]
+"""Severity, section, message."""
 
 
 class Known(NamedTuple):
@@ -39,6 +39,8 @@ class Known(NamedTuple):
     clients: object = None
     """The largest number in a round."""
     secagg: Mapping[str, Any] | None = None
+    whole: bool = True
+    """Whether secure aggregation would be in this file, if there is any."""
     named: bool = True
     """Whether the server knows who sends which reply, and clients their names."""
 
@@ -138,11 +140,13 @@ def _sites(
         )
         found.append(("problem", SERVER, text))
     if known.secagg is None:
-        notes.append(
-            "without secure aggregation, of which nothing is said here, the server sees each "
-            "update with the noise of its client only: against the server it is local privacy, "
-            f"and {rounds} epsilon = {cost(site.expected_clients - 1)}"
+        text = (
+            "the clients' noise is for a secure sum, and nothing here sets up secure aggregation: "
+            "clients refuse to share, as the server would see each update with the noise of its "
+            f"client alone, where {rounds} epsilon = {cost(site.expected_clients - 1)}; write "
+            "[secagg], or set noise_at = 'server'"
         )
+        found.append(("problem" if known.whole else "note", SERVER, text))
     else:
         if why := site.unsafe(known.secagg, {}):
             found.append(("problem", SERVER, why))
@@ -275,8 +279,15 @@ def _noise(
         found.append(("problem", AGGREGATOR, text))
     if aggregator.on_nonfinite == "raise":
         # A server is trusted with its own noise, and so with errors.
-        found.append(("problem" if module.site else "note", AGGREGATOR, RAISES))
+        found.append(("problem" if module.site else "leak", AGGREGATOR, RAISES))
     found += _search(module)
+    if module.ledger is None:
+        text = (
+            "update-clip-server has no ledger: what was spent ends with the process, and no server "
+            "goes on from a checkpoint. Set ledger to a file that belongs to these clients; "
+            "`fedclip quickrun` keeps one in their data folder"
+        )
+        found.append(("note", SERVER, text))
     if module.separation > 1:
         found += _turns(module, rounds, clients)
         clients = None

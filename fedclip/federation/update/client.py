@@ -11,7 +11,7 @@ from fedclip.federation.update.coupling import CLIENT, SHARED, ClientRound
 from fedclip.federation.update.exchange import SentBound
 from fedclip.federation.update.measuring import UpdateNorms
 from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
-from fedclip.federation.update.site_noise import SiteNoise
+from fedclip.federation.update.site_noise import UNENCRYPTED, SiteNoise
 from fedclip.federation.version import VERSION, Versioned
 from fedclip.parameters import Config
 
@@ -56,9 +56,9 @@ class UpdateClipClient(Versioned, UpdateNorms):
     The records of the rounds (norm before, bound, clipped or not) stay on the client.
 
     With `noise`, update and vote leave as integers with discrete Gaussian noise
-    (`fedclip.federation.update.site_noise`). It takes a `PersonalFederatedClient`. For a secure
-    sum with fewer clients than expected nothing is sent; Joye-Libert's protocol does not tell a
-    client how many there are.
+    (`fedclip.federation.update.site_noise`). It takes a `PersonalFederatedClient` and secure
+    aggregation: without it, or with fewer clients in the sum than expected, nothing is sent.
+    Joye-Libert's protocol does not tell a client how many there are.
 
     References
     ----------
@@ -124,6 +124,8 @@ class UpdateClipClient(Versioned, UpdateNorms):
                 "tell; nothing is shared"
             )
         model, encrypter = known
+        if encrypter is None:
+            raise ValueError(f"update-clip-client: {UNENCRYPTED}; nothing is shared")
         weights = model.get_weights(trainable=True).coefs
         return ClientRound(sent, site, encrypter, site.step(weights, sent.bound, encrypter))
 

@@ -25,6 +25,7 @@ from fedclip.errors import FedclipWarning, NonFiniteError
 from fedclip.federation.update.averaging import zeros
 from fedclip.federation.update.exchange import Arrays, Reply, SentBound
 from fedclip.federation.update.limits import Limits, norms_of
+from fedclip.federation.update.running import refuse_statistics
 from fedclip.measures import Order, check_order
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
@@ -113,7 +114,8 @@ class UpdateClient:
         RuntimeError
             If the server has decided to stop.
         ValueError
-            If the bound is none, or for another scope.
+            If the bound is none, or for another scope; with noise, if the update is also of running
+            statistics.
         NonFiniteError
             If the update is not finite and ``on_nonfinite="raise"``; the message names the tensors.
         """
@@ -124,6 +126,8 @@ class UpdateClient:
                 f"the server's bound is for scope={sent.scope!r}, and this client has "
                 f"{self.scope!r}: write the same in both"
             )
+        if sent.private:
+            refuse_statistics(update)
         reply = self.outcome(update, parameters.positive(bound=sent.bound), steps).reply(sent)
         return replace(reply, steps=steps) if sent.steps else reply
 

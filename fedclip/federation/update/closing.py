@@ -5,6 +5,7 @@
 
     for each reply:
         fault = its weight is none, or no honest client can have sent it
+    a secure sum of m clients: the nearest one of norm m * C
     exact = the mean of those without a fault, by their shares; or what resists hostile ones
             the others are zeros
 """
@@ -31,6 +32,13 @@ class Vetted(NamedTuple):
     """Those without a fault."""
     exact: dict[str, Float64] | None
     """The average; None if no reply is sound, so that it is zeros."""
+
+    @property
+    def void(self) -> str:
+        """Why the average holds no update; "" if it holds some, or nobody replied."""
+        if self.sound or not self.faults:
+            return ""
+        return f"none of the {len(self.faults)} replies of the round can be used: {self.faults[0]}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Closing:
         unfit = self.of_sums(replies) or self.combining.too_few(len(replies))
         shares = self.shares.of(replies)
         faults = [
-            unfit or share.fault or self.limits.fault(reply, like, bound, whole, share.mass)
+            unfit or share.fault or self.limits.fault(reply, like, bound, whole)
             for reply, share in zip(replies, shares, strict=True)
         ]
         there = sum(reply.clients for reply in replies)
@@ -95,5 +103,11 @@ class Closing:
         factors = [share.factor for share, fault in zip(shares, faults, strict=True) if not fault]
         # Other shares than equal ones add up to 1 already.
         divisor = (clients or there) if self.shares.kind == "equal" else 1
-        arrays = [reply.arrays for reply in sound]
+        arrays = [
+            reply.arrays
+            if reply.clients == 1
+            else self.limits.projected(reply.arrays, bound, whole, reply.clients, share.mass)
+            for reply, share, fault in zip(replies, shares, faults, strict=True)
+            if not fault
+        ]
         return Vetted(faults, sound, self.combining.of(arrays, divisor, factors))

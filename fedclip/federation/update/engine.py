@@ -31,6 +31,7 @@ from fedclip.federation.update.exchange import (
     is_one_of,
 )
 from fedclip.federation.update.limits import Limits, check_whole
+from fedclip.federation.update.running import refuse_statistics
 from fedclip.federation.update.shares import Shares
 from fedclip.federation.update.site_noise import SITES_ELSEWHERE
 from fedclip.federation.update.turns import Due
@@ -93,6 +94,17 @@ class UpdateServer:
         if why:
             raise ValueError(why)
 
+    def check_model(self, model: Arrays) -> None:
+        """Refuse a model that noise must not be added to; an engine asks before the first round.
+
+        Raises
+        ------
+        ValueError
+            If it holds running statistics, such as those of BatchNorm.
+        """
+        if self.bound.budget:
+            refuse_statistics(model)
+
     def open(self, due: Due | None = None) -> SentBound:
         """Return the message to each client, which may say why the training ends.
 
@@ -118,10 +130,12 @@ class UpdateServer:
         Raises
         ------
         RuntimeError
-            If no round is open, or the open one must not be released.
+            If no round is open, or the open one must not be released; with noise, if no reply of
+            the first round can be used.
         ValueError
-            If a secure sum is not to become a mean.
+            If a secure sum is not to become a mean; see `check_model`.
         """
+        self.check_model(like)
         bound, sent = self.bound, self.bound.sent
         if sent is None or sent.stop:
             raise RuntimeError(sent.stop if sent else "no round is open: call open() first")
@@ -131,6 +145,9 @@ class UpdateServer:
         fixed = bound.budget.clients if bound.budget else None
         replies = [_vetted(reply) for reply in replies]
         vetted = self.closing.of(replies, like, sent.bound, bound.warn, clients=fixed)
+        if why := bound.unheard(vetted.void):
+            bound.halt(why)
+            raise RuntimeError(why)
         said = [
             (r.votes, r.within)
             for r in replies

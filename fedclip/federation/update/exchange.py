@@ -46,6 +46,8 @@ class SentBound:
         Whether the clients should say how many steps they took, as these are their weights.
     fedclip
         The version that the server runs.
+    schedule
+        The identity of the schedule in the ledger to which the round is charged; "" without noise.
     """
 
     bound: float
@@ -56,6 +58,7 @@ class SentBound:
     stop: str = ""
     steps: bool = False
     fedclip: str = VERSION
+    schedule: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedclip.arrays import backend_of, on_host
+from fedclip.arrays import Float64, backend_of, on_host
+from fedclip.federation.update.averaging import finite_values
 from fedclip.federation.update.exchange import Arrays, Reply
 from fedclip.measures import Order
 from fedclip.rules import NoState
@@ -22,8 +23,6 @@ OTHER_TENSORS = "its tensors are not the model's"
 
 # A clipped update is below its limit by more than float32 rounding adds to the norm.
 _SLACK = 1.0 + 1e-5
-# Under secure aggregation the sum has rounding errors, too: look for gross lies only.
-_SUM_SLACK = 2.0
 
 
 def signature(arrays: Arrays) -> Signature:
@@ -96,19 +95,18 @@ class Limits:
         like: Arrays,
         bound: float,
         whole: bool = True,
-        mass: float | None = None,
     ) -> str:
         """Return why no honest client can have sent a reply; "" if one can.
 
-        It must have the names and shapes of `like`, and be within `mass` bounds; None: within one
-        for each client. What clients send may be anything.
+        It must have the names and shapes of `like`, and be within its bound, unless it is a sum of
+        several clients: `projected` brings that within theirs. What clients send may be anything.
         """
         if reply.fault:
             return reply.fault
         if not alike(reply.arrays, like):
             return OTHER_TENSORS
         try:
-            return self.excess(reply.arrays, bound, whole, reply.clients, mass)
+            return self.excess(reply.arrays, bound, whole, reply.clients)
         except Exception as exc:
             return f"it can not be measured ({exc!r:.200})"
 
@@ -118,27 +116,46 @@ class Limits:
         bound: float,
         whole: bool = True,
         clients: int = 1,
-        mass: float | None = None,
     ) -> str:
-        """Return by how much an update, or a sum of several clients', is beyond its limit."""
-        mass = clients if mass is None else mass
+        """Return by how much an update is beyond its limit; of a sum, only what its dtypes are."""
         for name, array in arrays.items():
             dtype = backend_of(array).dtype(array)
             if not dtype.startswith(("float", "bfloat", "int", "uint")):
                 return f"its tensor {name!r:.60} is of {dtype}"
+        if clients > 1:
+            return ""
         groups = self.groups(arrays)
         norms = norms_of(arrays, groups, self.called)
         if norms is None:
             return "it holds NaN or infinity"
-        slack = _SLACK if clients == 1 else _SUM_SLACK
         columns = groups.labels, norms, self.of(groups, bound, whole)
-        # Such noise is longer than that once in 10^31 times.
-        size = sum(math.prod(array.shape) for array in arrays.values())
-        noise = self.noise * bound * math.sqrt(clients) * (math.sqrt(size) + 12)
+        noise = self._noise(arrays, bound, 1)
         for label, norm, limit in zip(*columns, strict=True):
-            if norm > limit * mass * slack + noise:
+            if norm > limit * _SLACK + noise:
                 return f"its norm of {label!r} is {norm:.4g}, beyond the limit of {limit:.4g}"
         return ""
+
+    def _noise(self, arrays: Arrays, bound: float, clients: int) -> float:
+        """Return the length that the noise of clients has at most, but for once in 10^31 times."""
+        size = sum(math.prod(array.shape) for array in arrays.values())
+        return self.noise * bound * math.sqrt(clients) * (math.sqrt(size) + 12)
+
+    def projected(
+        self, arrays: Arrays, bound: float, whole: bool, clients: int, mass: float
+    ) -> dict[str, Float64]:
+        """Return the nearest sum within `mass` bounds, group by group, in float64.
+
+        No two sums are further apart after it than before, whatever some of the clients sent. To
+        refuse a sum would move it by the updates of all clients where that of one is beyond.
+        """
+        sums = {name: finite_values(array) for name, array in arrays.items()}
+        groups = self.groups(sums)
+        noise = self._noise(arrays, bound, clients)
+        limits = tuple(limit * mass + noise for limit in self.of(groups, bound, whole))
+        transform = NormClipping(Constant(limits))
+        gradient = Gradient.of(self.called, sums, groups, transform)
+        found = gradient.clipped(transform, NoState(), "raise")
+        return dict(gradient.result(sums, found.outputs, gradient.rest))
 
 
 def norms_of(arrays: Arrays, groups: Groups, called: str, ord: Order = 2) -> list[float] | None:

@@ -57,6 +57,8 @@ class UpdateClipBound(FromServer):
         Why training has to end, as a sentence; empty if it goes on.
     noise
         The noise that the server expects clients to add; empty if they add none.
+    schedule, round
+        The entry of the server's ledger to which the round is charged; "" without noise.
     """
 
     kinds = MappingProxyType(
@@ -68,6 +70,8 @@ class UpdateClipBound(FromServer):
     private: Unchecked = False
     stop: Unchecked = ""
     noise: Unchecked = field(default_factory=dict)
+    schedule: Unchecked = ""
+    round: Unchecked = 0
 
 
 @dataclass

@@ -4,6 +4,7 @@
 ::
 
     settings    one table for server and clients     server_of, client_of
+                among those of an app                settings_in
     message     server -> client                     bound_to, bound_from
     vote        client -> server, beside the arrays  reply_to, reply_from
 """
@@ -14,6 +15,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from difflib import get_close_matches
 from typing import Any
 
 from fedclip import parameters
@@ -28,6 +30,11 @@ from fedclip.federation.update.site_noise import SITES_ELSEWHERE
 from fedclip.scopes import check_scope
 
 _PARTS: tuple[Callable[..., Any], ...] = (AdaptiveBound, UpdateClient, Shares, Combining)
+# Those that an app may have for itself, too, outside of the table.
+_ANYBODYS = {
+    *("combine", "delta", "exclude", "generator", "learning_rate", "max_steps", "momentum"),
+    *("noise", "quantile", "relation", "rounds", "scope", "seed", "weights"),
+}
 _COUNTS = ("votes", "within", "clipped", "zeroed")
 
 
@@ -45,6 +52,50 @@ def _of(part: Callable[..., Any], settings: Mapping[str, object]) -> dict[str, A
                 f"{nearest(name, known) or '; its parameters are ' + ', '.join(sorted(known))}"
             )
     return {name: settings[name] for name in settings if name in _known(part)}
+
+
+def settings_in(run_config: Mapping[str, object]) -> dict[str, Any]:
+    """Return what an app's run configuration has in its table ``update-clip``.
+
+    Parameters
+    ----------
+    run_config
+        Settings by name, such as ``"update-clip.start-norm"``; ``-`` and ``_`` are the same.
+
+    Raises
+    ------
+    ValueError
+        If a setting of update clipping is given twice, or elsewhere, where nobody would read it.
+
+    Examples
+    --------
+    >>> settings_in({"rounds": 9, "update-clip.start-norm": 0.5, "update-clip.weights.7": 2.0})
+    {'start_norm': 0.5, 'weights': {'7': 2.0}}
+    >>> settings_in({"update_clip.noise-multiplier": 1.0})
+    Traceback (most recent call last):
+    ...
+    ValueError: nobody reads 'update_clip.noise-multiplier': write update-clip.noise-multiplier
+    """
+    found: dict[str, Any] = {}
+    ours = set[str]().union(*map(_known, _PARTS)) - _ANYBODYS
+    for name, value in run_config.items():
+        table, dot, key = name.rpartition(".")
+        if not name.startswith("update-clip."):
+            meant = "clip" in table.lower() and nearest(table, ["update-clip", "updateclip"])
+            if meant or get_close_matches(_snake(key), ours, n=1, cutoff=0.9):
+                own = "" if dot else ", or give a setting of the app itself another name"
+                raise ValueError(f"nobody reads {name!r}: write update-clip.{key}{own}")
+            continue
+        key, dot, inner = name.removeprefix("update-clip.").partition(".")
+        key = _snake(key)
+        if key in found and not (dot and isinstance(found[key], dict) and inner not in found[key]):
+            raise ValueError(f"update-clip.{key.replace('_', '-')} is given twice: keep one")
+        found[key] = {**found.get(key, {}), inner: value} if dot else value
+    return found
+
+
+def _snake(key: str) -> str:
+    return key.lower().replace("-", "_")
 
 
 def server_of(settings: Mapping[str, object]) -> UpdateServer:
@@ -113,6 +164,7 @@ def bound_from(message: Mapping[str, object]) -> SentBound:
             stop=_text(message, "stop"),
             steps=parameters.boolean(steps=message.get("steps")),
             fedclip=_text(message, "fedclip"),
+            schedule=_text(message, "schedule"),
         )
     except (TypeError, ValueError) as exc:
         raise ValueError(

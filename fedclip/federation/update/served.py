@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's rounds and what they have spent, kept in a file over restarts, for any engine.
+"""A server's rounds and state, kept in a file over restarts, for any engine.
 
 ::
 
     Served(settings, folder):
         lock the file; take over the state that it holds
         write the file                       one that can not be written is found out now
+    Open a round:
+        charge it to the ledger in the same folder, if there is noise
     Close a round:
-        charge it; write the file            then its average may leave
-    A server that was killed:
-        what it released is in the file; what it did not release was not spent
+        write the file                       then its average may leave
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from fedclip.federation.update.exchange import Arrays, Closed, Reply, SentBound
 from fedclip.federation.update.plain import server_of
 from fedclip.federation.update.turns import Due
 from fedclip.federation.version import VERSION
+from fedclip.privacy.ledger import FILE
 from fedclip.privacy.locks import locked
 from fedclip.records import SERVED, RoundRecord
 
-__all__ = ["Served", "read"]
+__all__ = ["Served", "read", "server_in"]
 
 
 @dataclass
@@ -64,6 +65,13 @@ def read(path: Path) -> Kept:
     return kept
 
 
+def server_in(folder: Path | None, settings: Mapping[str, object]) -> UpdateServer:
+    """Return the server that settings describe; its ledger is in the folder, unless they say."""
+    if folder is None or not settings.get("noise_multiplier"):
+        return server_of(settings)
+    return server_of({"ledger": str(folder / FILE), **settings})
+
+
 class Served:
     """An `UpdateServer` whose state is in a file before anything of a round is released.
 
@@ -72,8 +80,8 @@ class Served:
     settings
         Those of `server_of`.
     folder
-        Where the file is kept, made if it is not there; None: nothing is kept, and a budget ends
-        with the process.
+        Where the file is kept, and the ledger of the settings if they name none; made if it is
+        not there. None: nothing is kept, and a budget ends with the process.
 
     Raises
     ------
@@ -86,8 +94,8 @@ class Served:
 
     Notes
     -----
-    Guarantee: epsilon in the file is never less than that of the averages that `close` has
-    returned. A file that is put back to an earlier one while no process uses it can not be seen.
+    Guarantee: epsilon in the ledger is never less than that of the rounds that `open` has begun.
+    A ledger that is put back to an earlier one can not be seen, unless the state is later.
 
     Examples
     --------
@@ -104,10 +112,11 @@ class Served:
     """
 
     def __init__(self, settings: Mapping[str, object], folder: str | Path | None = None) -> None:
-        self.server: UpdateServer = server_of(settings)
+        place = None if folder is None else Path(folder)
+        self.server: UpdateServer = server_in(place, settings)
         self.settings = dict(settings)
         self.rounds: list[dict[str, Any]] = []
-        self.path = None if folder is None else Path(folder, SERVED)
+        self.path = None if place is None else place / SERVED
         self.leave: Callable[[], object] = lambda: None
         """Let others serve from the file; the end of this object does so, too."""
         if self.path is None:

@@ -32,6 +32,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
         Init(start_norm):
             C = start_norm, or 0.1 and search
         Round:
+            charge it to the ledger
             send C                             clients clip to C and vote: b = (norm <= C)
             u    = sum of the updates / m
             b    = sum(b - 1/2) / m + 1/2      clamped to [0, 1]
@@ -60,8 +61,12 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
     -----
     Guarantees: the noise is scaled to the bound that was *sent out*, to which the clients clipped,
     not to the next one; a vote says that the update was not clipped, and a norm equal to the bound
-    is within it; the spent budget and the bound are part of the state, so that a server restarted
-    from a checkpoint continues with both; no round runs that would exceed `max_epsilon`.
+    is within it; no round runs that would exceed `max_epsilon`.
+
+    A round is in the `ledger` before its first message leaves, and a charge is never taken back.
+    Wherever and however often a server dies, the ledger holds at least what was released. A server
+    that goes on from a checkpoint needs the ledger, and is refused without it. A checkpoint of an
+    earlier version, which names no ledger, is charged to the new one with a turn more.
 
     A round of a search costs as much as any round. If its votes say that the bound is too high,
     and there is noise, its average is not released (the model does not change), because the noise
@@ -133,7 +138,9 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
         SERVER.set(self._round)
         expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
         noise = {} if self.site is None else self.site.get_config()
-        self._message = UpdateClipBound(sent.bound, sent.adaptive, sent.private, sent.stop, noise)
+        self._message = UpdateClipBound(
+            sent.bound, sent.adaptive, sent.private, sent.stop, noise, sent.schedule, sent.round
+        )
         return self._message
 
     def _take_evaluations(self) -> None:

@@ -14,10 +14,10 @@ more than one Gaussian mechanism of multiplier z, for update and votes together
 (`fedclip.privacy.discrete` says why). What is rounded *after* continuous noise has no such proof,
 once others are added to it.
 
-In cleartext the server gets ``k * step``, where step is a power of two for which the dtype holds
-all k. declearn's secure aggregation sends integers: there step is ``2 clipval / (2^bits - 1)``, and
-a client shares ``(k + 1/2) * step``, which declearn's quantizer takes to k exactly. Whether it does
-is looked at before anything leaves, with the quantizer that encrypts.
+A client without secure aggregation refuses to share. declearn's sends integers: step is
+``2 clipval / (2^bits - 1)``, and a client shares ``(k + 1/2) * step``, which declearn's quantizer
+takes to k exactly. Whether it does is checked before anything leaves, with the quantizer that
+encrypts.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ SITES_ELSEWHERE = (
     "the table noise; here leave the noise to the server, or let a site's policy add its own"
 )
 """Why another engine does not take noise from the clients."""
+
+
+UNENCRYPTED = (
+    "noise is for a secure sum, and this client has no secure aggregation: the server would see "
+    "its update with this client's share of the noise alone. Set up secure aggregation, or leave "
+    "the noise to the server"
+)
+"""Why a client without secure aggregation adds no noise."""
 
 
 UNSURE_MASKS = (
@@ -152,7 +160,7 @@ class SiteNoise(Configured):
         Noise has come from so many clients. A sum in which clients are `counted` as clipped is
         none: with noise they do not say so.
         """
-        if counted:
+        if counted or not 0 <= clients < 2**31:
             return (
                 "the masks of the clients do not cancel: they were sent unlike bounds or ranges, "
                 "or set up with unlike noise"
@@ -182,7 +190,7 @@ class SiteNoise(Configured):
     def step(self, arrays: Arrays, bound: float, encrypter: Any) -> float:
         """Return the distance of the integers in which an update like these arrays is shared.
 
-        Of the arrays, shapes and dtypes count; the `encrypter` is declearn's, None in cleartext.
+        Of the arrays, shapes and dtypes count; the `encrypter` is declearn's.
 
         Raises
         ------
@@ -190,15 +198,11 @@ class SiteNoise(Configured):
             If its values with their noise can not be such integers, or fewer clients than expected
             are in the sum.
         """
-        most = _bits(arrays)
-        if encrypter is None:
-            step = 2.0 ** (math.ceil(math.log2(self.reach(bound))) + 1 - most)
-        else:
-            clipval, integers = encrypter.quantizer.val_range, encrypter.quantizer.int_range
-            why = self.unfit(int(integers).bit_length(), clipval, most) or self._few(encrypter)
-            if why:
-                raise ValueError(why)
-            step = 2 * clipval / integers
+        clipval, integers = encrypter.quantizer.val_range, encrypter.quantizer.int_range
+        bits = int(integers).bit_length()
+        if why := self.unfit(bits, clipval, _bits(arrays)) or self._few(encrypter):
+            raise ValueError(why)
+        step: float = 2 * clipval / integers
         self._room(sum(math.prod(array.shape) for array in arrays.values()), bound, step)
         self._variance_of(bound, step)
         return step
@@ -240,21 +244,14 @@ class SiteNoise(Configured):
             If the dtypes, or the quantizer of the `encrypter`, do not hold the integers.
         """
         found = self.integers(arrays, bound, step)
-        if encrypter is None:
-            shared = rounded({name: np.asarray(k * step) for name, k in found.items()}, arrays)
-            arrived = {name: _values(array) / step for name, array in shared.items()}
-        else:
-            quantizer = encrypter.quantizer
-            if not hasattr(encrypter, "biprime"):
-                self._agree(encrypter, [bound, quantizer.val_range, quantizer.int_range])
-            middles = {name: np.asarray((k + 0.5) * step) for name, k in found.items()}
-            shared, zero = rounded(middles, arrays), (int(quantizer.int_range) + 1) // 2
-            arrived = {
-                name: quantizer.quantize_array(_values(array)).astype(np.int64) - zero
-                for name, array in shared.items()
-            }
+        quantizer = encrypter.quantizer
+        if not hasattr(encrypter, "biprime"):
+            self._agree(encrypter, [bound, quantizer.val_range, quantizer.int_range])
+        middles = {name: np.asarray((k + 0.5) * step) for name, k in found.items()}
+        shared, zero = rounded(middles, arrays), (int(quantizer.int_range) + 1) // 2
         for name, k in found.items():
-            if (arrived[name] != k).any():
+            arrived = quantizer.quantize_array(_values(shared[name])).astype(np.int64) - zero
+            if (arrived != k).any():
                 raise ValueError(f"{name!r} would arrive as other integers than were drawn")
         return shared
 

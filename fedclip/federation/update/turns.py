@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
+from uuid import uuid4
 
 from fedclip import parameters
 
@@ -24,12 +25,21 @@ __all__ = ["DUE", "Due", "Schedule"]
 
 
 class Due(NamedTuple):
-    """What a sampler says of the round that it has drawn."""
+    """What a schedule says of a round."""
 
     separation: int
     """The number of rounds from one turn of a client to its next."""
     clients: int
     """How many clients take turns."""
+    schedule: str = ""
+    """An identity that no other schedule has; "" for the only one that an object will serve."""
+    round: int = 0
+    """The round of the schedule, from 0 on."""
+
+    def follows(self, other: Due) -> bool:
+        """Whether this is the next round of the same schedule."""
+        wanted = other.round + bool(self.schedule)
+        return (self.schedule, self.round) == (other.schedule, wanted)
 
     @classmethod
     def of(cls, clients: int, per_round: int) -> Due:
@@ -61,6 +71,8 @@ class Schedule:
     ----------
     turns : Due
         How far a client's turns are from each other, and how many clients take them.
+    identity : str
+        A name that no other schedule has.
 
     Raises
     ------
@@ -70,7 +82,7 @@ class Schedule:
     Examples
     --------
     >>> schedule = Schedule(["a", "b", "c", "d", "e"], per_round=2)
-    >>> schedule.turns.separation, [schedule.due(t) for t in range(4)]
+    >>> schedule.at(0).separation, [schedule.due(t) for t in range(4)]
     (3, [['a', 'd'], ['b', 'e'], ['c'], ['a', 'd']])
     """
 
@@ -84,6 +96,11 @@ class Schedule:
                 "a schedule needs clients of different names: one would have two turns"
             )
         self.turns = Due.of(len(self.clients), per_round)
+        self.identity = uuid4().hex
+
+    def at(self, round_: int) -> Due:
+        """Return what `AdaptiveBound.open` has to know of a round, from 0 on."""
+        return self.turns._replace(schedule=self.identity, round=round_)
 
     def due(self, round_: int) -> Sequence[str]:
         """Return who has a turn in a round, from 0 on."""

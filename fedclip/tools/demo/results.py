@@ -5,40 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.report import Report
-from fedclip.report.rows import grouped, site_of
-from fedclip.tools.compare import Outcome, compared, interval
+from fedclip.report.results import result_of
 from fedclip.tools.demo.data import SITES
 from fedclip.tools.output import typed
+from fedclip.tools.ranking import Ranking
 
-GAIN = "gain over fixed-bound"
 
+def ranked(reports: Mapping[str, Report]) -> Ranking:
+    """Return the ranking of the ways against the fixed bound, over the same splits.
 
-def outcomes(reports: Mapping[str, Report]) -> list[Outcome]:
-    """Return accuracy and loss of each way, and the accuracies above those of the fixed bound.
-
-    All ways have the same splits, so that gains vary less from split to split than accuracies do.
+    All sites count: what they validate with has the right unit.
     """
-    found = {way: _accuracies(report)["server"] for way, report in reports.items()}
-    gains = {way: np.subtract(some, found["fixed-bound"]).tolist() for way, some in found.items()}
-    return [
-        outcome._replace(values={**outcome.values, GAIN: interval(gains[outcome.name])})
-        for outcome in compared(reports.items(), ("accuracy", "loss"))
-    ]
-
-
-def _accuracies(report: Report) -> dict[str, list[float]]:
-    """Return the last accuracy of the server, and of each site on its own records, by split."""
-    curves = (curve for curve in sorted(report.curves) if curve.metric == "accuracy")
-    return {
-        site: [curve.last[1] for curve in own]
-        for site, own in grouped(curves, lambda curve: site_of(curve.node)).items()
+    results = {
+        way: {run: result_of(report, run) for run in report.experiments}
+        for way, report in reports.items()
     }
+    return Ranking(results, "fixed-bound", SITES)
 
 
 def pulls(report: Report) -> NDArray[np.float64]:
@@ -57,8 +44,8 @@ def _updates(report: Report, run: str, site: str) -> NDArray[np.float64]:
     return np.array([[r.norm_median for r in records], [r.limit for r in records]], np.float64)
 
 
-def sentences(reports: Mapping[str, Report]) -> Iterator[str]:
-    """Yield what the table and the picture say, in words."""
+def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
+    """Yield what the table and the picture show."""
     found = (pulls(reports[way]) for way in ("fixed-bound", "adaptive-bound"))
     late = [np.median(some[:, some.shape[1] * 2 // 3 :]) for some in found]
     yield (
@@ -66,12 +53,11 @@ def sentences(reports: Mapping[str, Report]) -> Iterator[str]:
         f"rounds, it pulls the model {late[0]:.1f} times as hard as the median site with the fixed "
         f"bound, and {late[1]:.1f} times with the adaptive one."
     )
-    sites = [_accuracies(report) for report in reports.values()]
-    low = min(SITES, key=lambda site: fmean(sites[-1][site]))
-    none, fixed, adaptive = (fmean(site[low]) for site in sites)
+    low = ranking.worst([*reports][-1])
+    none, fixed, adaptive = (ranking.mean(way, low)[0] for way in reports)
     yield (
-        f"The lowest of the sites with the adaptive bound is {low}: {adaptive:.1%} of its records "
-        f"are told right, {fixed:.1%} with the fixed bound, {none:.1%} without clipping."
+        f"With the adaptive bound, the lowest site is {low}: accuracy {adaptive:.1%}, "
+        f"with the fixed bound {fixed:.1%}, without clipping {none:.1%}."
     )
 
 

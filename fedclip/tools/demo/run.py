@@ -14,13 +14,13 @@ from typing import NamedTuple
 import tomlkit
 
 from fedclip.parameters import Config
-from fedclip.tools.compare import Outcome, drawn, table_of
 from fedclip.tools.demo.data import FACTOR, SITES, write_data
-from fedclip.tools.demo.results import outcomes, plot, sentences
+from fedclip.tools.demo.results import plot, ranked, sentences
 from fedclip.tools.output import ToolError, say, typed
 from fedclip.tools.progress import progress
+from fedclip.tools.ranking import Ranking, drawn
+from fedclip.tools.runner import Planned, planned_run, reports, run_all
 from fedclip.tools.showing import console
-from fedclip.tools.sweep import Planned, placed, reports, run_all
 
 MARKER = ".fedclip-demo"
 
@@ -48,7 +48,7 @@ WAYS = {
 """The three ways to train, each in a folder of its name."""
 
 
-def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0) -> list[Outcome]:
+def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0) -> Ranking:
     """Train in all three ways, print the table, write the plot.
 
     The folder is new, empty, or that of an earlier demo, which goes on if it was interrupted. Every
@@ -77,10 +77,10 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
         raise ToolError(why)
     say("")
     read = {name: report for name, _, report in reports(runs)}
-    found = outcomes(read)
-    title = f"After {rounds} rounds, on records that nobody trained on: mean ± 95 % interval"
-    console().print(drawn(table_of(found, title)))
-    for sentence in (*sentences(read), plot(folder, read)):
+    found = ranked(read)
+    table = found.tables()[0]
+    console().print(drawn(table | {"name": f"After {rounds} rounds"}))
+    for sentence in (table["caption"], *sentences(read, found), plot(folder, read)):
         say(sentence)
     # `make demo` does not put the environment's scripts on the path.
     command = "fedclip" if shutil.which("fedclip") else f"{typed(sys.executable)} -m fedclip"
@@ -111,4 +111,4 @@ def planned(folder: Path, way: str, seed: int, rounds: int, bound: float) -> Pla
     document["data"]["data_folder"] = str(folder / "data" / f"seed-{seed}")
     place = folder / way / f"seed-{seed}"
     # The splits differ, and the order of the records in them does not.
-    return placed(document, folder / "config.toml", place, rounds)._replace(seed=0)
+    return planned_run(document, folder / "config.toml", place, rounds)._replace(seed=0)

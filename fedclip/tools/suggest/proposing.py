@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from fedclip import MadClip, ZScoreClip
 from fedclip.report.advice import Lines, Proposal
@@ -52,14 +52,17 @@ _TEXTS = {
 """What each proposal does, where it helps, and what it reveals of the data."""
 
 
-def proposals(norms: Norms, early: bool = False) -> Iterator[Proposal]:
+def proposals(norms: Norms, early: bool = False, cut: Collection[str] = ()) -> Iterator[Proposal]:
     """Yield the proposals for one place.
 
     Fixed limits are above about 95 % of the norms of the median client; or, if the norms of later
-    rounds are of no use (`early`), above half of those of the first.
+    rounds are of no use (`early`), above half of those of the first. Where that would clip another
+    client more than those to be clipped (`cut`), they are above what is usual for all others.
     """
     if norms.lacking or not (limit := norms.middle(0.5 if early else 0.95, early)):
         return
+    if cut and not early:
+        limit = _spared(norms, limit, cut)
     limit, order = rounded(limit), norms.order
     shares, sections = norms.above(limit), ("client_opt", "server_opt")
     if norms.place == "step":
@@ -82,6 +85,19 @@ def proposals(norms: Norms, early: bool = False) -> Iterator[Proposal]:
         "server_opt": ("update-clip-server", follows),
     }
     yield _proposal(norms, "adaptive", lines, norms.above_the_median())
+
+
+def _spared(norms: Norms, limit: float, cut: Collection[str]) -> float:
+    """Return a limit that clips no other client more than those in `cut`, if there is one."""
+    others = [record for name, record in norms.clients.items() if name not in cut]
+    tails = max((record.norm_quantile(0.95) or 0.0 for record in others), default=limit)
+    usual = max((norms.usual(name) for name in norms.clients if name not in cut), default=limit)
+    for higher in (limit, tails, usual, *(norms.usual(name) for name in cut if len(cut) == 1)):
+        shares = norms.above(rounded(higher)) if higher > 0 else {}
+        least = min((shares[name] for name in cut if name in shares), default=0.0)
+        if higher >= limit and 0 < least >= max(s for n, s in shares.items() if n not in cut):
+            return higher
+    return limit
 
 
 def _proposal(

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 
 from fedclip.parameters import Config
 from fedclip.report import Report, Row, number, printable
-from fedclip.report.advice import Advice
+from fedclip.report.advice import Advice, Proposal
 from fedclip.report.place import Norms, places_of
+from fedclip.report.results import Result, result_of
 from fedclip.report.rows import listed
 from fedclip.report.seeing import Seen, seen, told
 from fedclip.tools.suggest.proposing import proposals
@@ -24,15 +26,20 @@ _ORDER = ("step.fixed", "step.learnt", "update.adaptive", "step.shared", "update
 _ANSWERS = {
     "step": "The steps of {} the others': bound what a client can do, with {}.",
     "update": "The updates of {} the others': bound what a client can do, with {}.",
-    "two": "The norms of {} the other's; of two, none is the usual one: try {}.",
+    "two": "The norms of {} the other's; of two, either may be the outlier: try {}.",
     "diverged": "The model has diverged: start with {1}, by the norms of the first round.",
-    "spikes": "Single norms are far above the others, on {}: cut them, and start with {}.",
-    "": "Clipping will not help here: no client's norms, and no single norm, are far above others.",
+    "spikes": "Single norms are far above the others, on {}: clip them, and start with {}.",
+    "tune": "Only `fedclip tune` can tell whether a limit helps: {}.",
+    "private": "Noise protects this run, and no norms are recorded to choose by: plan the limit "
+    "with `fedclip privacy`.",
+    "none": "There are no norms to choose by.",
+    "": "Clipping will not help here: no client's norms, and no single norm, are far above others. "
+    "Noise that all sites share does not show in norms: there, `fedclip tune` decides.",
 }
 
 
 def advised(report: Report, experiment: str) -> Advice:
-    """Return what to clip first and why, by the norms of one federation of a report.
+    """Return what to clip first and why, by the norms and metrics of one federation of a report.
 
     Parameters
     ----------
@@ -44,24 +51,50 @@ def advised(report: Report, experiment: str) -> Advice:
     Raises
     ------
     ValueError
-        If a node's configuration can not be read, so that the order of its norms is unknown.
+        If a node's configuration cannot be read, so that the order of its norms is unknown.
     """
+    report = report.only([experiment])
     places = read_norms(report, experiment)
-    found = seen(places)
-    bad = {f.kind: f.text for f in report.only([experiment]).findings()}
+    found, result = seen(places), result_of(report, experiment)
+    bad = {f.kind: f.text for f in report.findings()}
     lost = [bad[kind] for kind in ("diverged", "nonfinite") if kind in bad]
-    findings = [*lost, *told(found), *_clipped(places)]
+    findings = [*lost, *told(found), *result.told()]
+    findings += [] if _protected(report) else _clipped(places)
     # Norms of later rounds are then of no use.
     early = "diverged" in bad
-    case, who = _case(found, early)
+    case, who = _case(found, early, result)
+    if not found:
+        case = "private" if _protected(report) else "none"
+    if case == "spikes":
+        # A spike may spoil the model, and with it the norms of all clients from then on.
+        first = min(min(rounds) for rounds in found["step"].spikes.values())
+        places = [norms.until(first) for norms in places]
     ranked = sorted(
-        (proposal for norms in places for proposal in proposals(norms, early)),
+        (proposal for norms in places for proposal in proposals(norms, early, cut_of(found))),
         key=lambda proposal: _ORDERS.get(case, _ORDER).index(proposal.name),
     )
-    start = ranked[0].name if case else ""
-    answer = _ANSWERS[case].format(who, start) if found else "There are no norms to choose by."
+    fit = ranked if early else [p for p in ranked if spares_healthy(p, cut_of(found))]
+    if case in ("step", "update", "two", "diverged", "spikes"):
+        ranked = [*fit, *(p for p in ranked if p not in fit)]
+        if not fit:
+            case, who = "tune", f"{who} the others', and each limit would clip those more"
+    start = ranked[0].name if case in ("step", "update", "two", "diverged", "spikes") else ""
+    answer = _ANSWERS[case].format(who, start)
     odd = [*dict.fromkeys(name for one in found.values() for name in one.odd)]
     return Advice(printable(answer), [*map(printable, findings)], ranked, start, odd)
+
+
+def cut_of(found: Mapping[str, Seen]) -> list[str]:
+    """Return the clients that a limit is to clip: outliers, or without any those with spikes."""
+    odd = dict.fromkeys(name for one in found.values() for name in one.odd)
+    return [*(odd or found.get("step", Seen()).spikes)]
+
+
+def spares_healthy(proposal: Proposal, cut: Collection[str]) -> bool:
+    """Whether it clips no other client more often than those that it is to clip, if known."""
+    others = [share for name, share in proposal.shares.items() if name not in cut]
+    wanted = [share for name, share in proposal.shares.items() if name in cut]
+    return not wanted or max(others, default=0.0) <= min(wanted)
 
 
 def read_norms(report: Report, experiment: str) -> list[Norms]:
@@ -71,6 +104,17 @@ def read_norms(report: Report, experiment: str) -> list[Norms]:
     )
     order = _order(report, steps.rows[0]) if steps.rows else {}
     return [dataclasses.replace(steps, order=order), updates]
+
+
+def _protected(report: Report) -> bool:
+    """Whether clients train by DP-SGD, or a server adds noise to their updates."""
+    for node in report.servers:
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            text = (report.folder / node / "optimizer_config.json").read_text(encoding="utf-8")
+            modules = json.loads(text)["modules"]
+            if any(config.get("noise_multiplier") for _, config in modules):
+                return True
+    return bool(report.private)
 
 
 def _order(report: Report, row: Row) -> Config:
@@ -93,16 +137,25 @@ def _order(report: Report, row: Row) -> Config:
     return {} if order == 2 else {"ord": order}
 
 
-def _case(found: Mapping[str, Seen], early: bool) -> tuple[str, str]:
-    """Return what decides the order, "" where nothing is unusual, and who shows it."""
+def _case(found: Mapping[str, Seen], early: bool, result: Result) -> tuple[str, str]:
+    """Return what decides, "" where nothing is unusual, and whom it is about."""
+    single = result.single()
     for place, one in found.items():
-        if one.odd:
-            times = f"{'up to ' * (len(one.odd) > 1)}{number(max(one.odd.values()))} times"
-            return "two" if one.two else place, f"{listed([*one.odd])} are {times}"
+        if odd := [name for name in one.odd if place == "step" or name not in single]:
+            times = f"{'up to ' * (len(odd) > 1)}{number(max(one.odd[n] for n in odd))} times"
+            return "two" if one.two else place, f"{listed(odd)} are {times}"
     if found and early:
         return "diverged", ""
-    spiky = [*found.get("step", Seen()).spikes]
-    return ("spikes", listed(spiky)) if spiky else ("", "")
+    steps = found.get("step", Seen())
+    if steps.spikes:
+        return "spikes", listed([*steps.spikes])
+    if odd := [name for one in found.values() for name in one.odd]:
+        return "tune", f"the updates of {listed(odd)} are longer, and all of one class"
+    if worse := result.worse():
+        return "tune", f"{listed([*worse])} far worse than the others, with usual norms"
+    if steps.small:
+        return "tune", f"the norms of {listed([*steps.small])} are far smaller than the others'"
+    return "", ""
 
 
 def _clipped(places: list[Norms]) -> Iterator[str]:

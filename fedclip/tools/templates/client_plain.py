@@ -1,0 +1,57 @@
+"""The client of a site: it trains on the records of the site, which never leave it.
+
+    python client.py north                                                 for a try on one machine
+    python client.py north --server wss://server.example.org:8765 --certificate ca.crt
+
+Its name is that of the site's folder in data/, and no two clients have the same.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+import model  # noqa: F401 (declearn learns of the kind of model that the server sends)
+from declearn.communication import NetworkClientConfig
+from declearn.dataset import InMemoryDataset
+from declearn.main import FederatedClient
+from declearn.utils import set_device_policy, setup_client_loggers
+
+import fedclip  # noqa: F401 (declearn learns of the clippers that the server sends)
+
+HERE = Path(__file__).resolve().parent
+
+
+def read_data(folder: Path, part: str) -> InMemoryDataset:
+    """Return the records of one part of a site's data."""
+    target = str(folder / f"{part}_target.npy")
+    return InMemoryDataset(str(folder / f"{part}_data.npy"), target=target)
+
+
+def main() -> None:
+    """Take part in the training."""
+    parser = argparse.ArgumentParser(description="Run the client of a site.")
+    parser.add_argument("name", help="the site, as you named it for prepare.py")
+    parser.add_argument("--server", default="ws://127.0.0.1:8765", help="address of the server")
+    parser.add_argument("--certificate", help="of the authority that signed the server's")
+    given = parser.parse_args()
+    data, results = HERE / "data" / given.name, HERE / "results" / given.name
+    if not data.is_dir():
+        parser.error(f"{data} is missing: run prepare.py, with --site {given.name}")
+    if given.server.startswith("wss:") != bool(given.certificate):
+        parser.error("TLS needs both an address wss://… and --certificate")
+    set_device_policy(gpu=False)
+    setup_client_loggers(given.name, logging.INFO, str(results / "logs.txt"))
+    client = FederatedClient(
+        netwk=NetworkClientConfig(
+            "websockets", given.server, given.name, certificate=given.certificate
+        ),
+        train_data=read_data(data, "train"),
+        valid_data=read_data(data, "valid"),
+        checkpoint=str(results),
+        verbose=False,
+    )
+    client.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The model: a Keras network with one hidden layer, as large as columns.toml says."""
+
+import tomllib
+from pathlib import Path
+
+import keras
+from declearn.model.tensorflow import TensorflowModel
+
+columns = tomllib.loads(Path(__file__).with_name("columns.toml").read_text("utf-8"))
+inputs = len(columns["number"]) + sum(map(len, columns["text"].values()))
+
+keras.utils.set_random_seed(0)
+network = keras.Sequential(
+    [
+        keras.layers.Input((inputs,)),
+        keras.layers.Dense(32, activation="relu"),
+        keras.layers.Dense(len(columns["classes"])),
+    ]
+)
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+model = TensorflowModel(network, loss)
