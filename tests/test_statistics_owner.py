@@ -190,7 +190,7 @@ def test_a_state_of_another_configuration_optimizer_or_model() -> None:
     other.load_state_dict(saved)
     assert again.get_state()["groups"] == handle.get_state()["groups"]
     with pytest.raises(ValueError, match="'owner' must be a dict of strings"):
-        again.set_state({**state, "owner": {"model": 1}})
+        again.clipper.set_state({**state, "owner": {"model": 1}})
 
 
 def test_two_of_one_kind_get_their_own_in_any_order() -> None:
