@@ -15,7 +15,7 @@ from helpers import require
 
 import fedclip
 from fedclip import compat
-from fedclip.compat.base import REQUIRED
+from fedclip.compat.values import REQUIRED
 from fedclip.testing import apply, to_numpy, to_vector
 
 DOCS = Path(__file__).parent.parent / "docs"
