@@ -88,9 +88,9 @@ def test_without_shapes(spec: Any, bound: float | None, formula: str) -> None:
 
 # -- weights ----------------------------------------------------------------------------------
 def test_agc_is_judged_at_its_weights() -> None:
-    weights = {"w": np.array([[3.0, 0.0], [4.0, 0.0]]), "b": np.array([0.0, 0.0])}
+    weights = {"w": np.array([[3.0, 4.0], [0.0, 0.0]]), "b": np.array([0.0, 0.0])}
     agc = AGC(ratio=0.1, min_norm=0.5)
-    # Columns of w of norms 5 and 0, and a vector of zeros: units of 0.5, 0.05 and 0.05.
+    # Rows of w of norms 5 and 0, and a vector of zeros: units of 0.5, 0.05 and 0.05.
     wanted = math.hypot(0.5, 0.05, 0.05)
     for given_ in (weights, NumpyVector(weights)):
         found = analyse(agc, weights=given_)

@@ -340,18 +340,17 @@ def weight_limit(regularizer: Plugin, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula)
 
 
-def _unit_axes(regularizer: Plugin) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
-    if regularizer.unit == "output":
-        axes: Callable[[tuple[int, ...]], tuple[int, ...] | None] = regularizer.axes
-        return axes
+def _unit_axes(regularizer: Plugin, framework: str = "") -> Callable[..., tuple[int, ...] | None]:
+    if regularizer.unit in ("output", "optax"):
+        return lambda shape: regularizer.axes(shape, regularizer.usual_outputs(framework))
     return lambda shape: tuple(range(len(shape or (1,))))
 
 
 def _unit_limits(regularizer: Plugin, weights: Mapping[str, Array]) -> list[tuple[float, int]]:
     """Return the limits of the units at these weights, and how many units have each."""
     norms = []
-    axes_of = _unit_axes(regularizer)
     for array in weights.values():
+        axes_of = _unit_axes(regularizer, backend_of(array).name)
         view = np.atleast_1d(decode(bits(backend_of(array).to_host(array))))
         axes = axes_of(view.shape)
         if axes is not None and view.size:
