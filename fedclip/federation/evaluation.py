@@ -114,15 +114,13 @@ def unfit(metrics: Iterable[str], secure: bool = False, clients: int = 0, expect
         which number their sum is divided.
     """
     if other := [name for name in metrics if name != "accuracy"]:
-        return (
-            "evaluation_share puts noise on the loss and on 'accuracy', and the server asks for "
-            f"{', '.join(other)} too: leave that out of its metrics"
-        )
+        text = f"the server asks for {', '.join(other)} too: leave that out of its metrics"
+        return f"evaluation_share puts noise on the loss and on 'accuracy', and {text}"
     if secure:
-        return (
-            "secure aggregation hides the evaluations of single clients, which have to be clipped: "
-            "leave evaluation_share out"
+        text = (
+            "secure aggregation hides the evaluations of single clients, which have to be clipped"
         )
+        return f"{text}: leave evaluation_share out"
     if clients > expected:
         return (
             f"evaluations ask all {clients} clients, and their sum is divided by expected_clients "

@@ -23,21 +23,32 @@ UPDATES = "updates"
 
 
 class Sender(NamedTuple):
-    """A client whose message has arrived."""
+    """A client whose message has arrived.
+
+    Attributes
+    ----------
+    faulty
+        Whether the message was found to be invalid.
+    summed
+        Whether only the sum of several messages is known, which is nobody's.
+    """
 
     name: str
     faulty: bool = False
-    """Whether the message was found to be invalid."""
     summed: bool = False
-    """Whether only the sum of several messages is known, which is nobody's."""
 
 
 class Expected(NamedTuple):
-    """The message that a module of the server expects."""
+    """The message that a module of the server expects.
+
+    Attributes
+    ----------
+    abstention
+        Makes the replacement for a message of another kind.
+    """
 
     kind: type[AuxVar]
     abstention: Callable[[], AuxVar]
-    """Makes the replacement for a message of another kind."""
 
 
 _EXPECTED: ContextVar[Mapping[str, Expected]] = ContextVar(

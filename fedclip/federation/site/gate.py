@@ -42,8 +42,6 @@ from fedclip.privacy.accounting import Accountant
 from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import add_noise, secure_normals
 
-__all__ = ["REFUSED", "UNIT", "Gate", "Refused", "plain", "spent"]
-
 AnyArray: TypeAlias = NDArray[Any]
 
 _LOGGER = logging.getLogger("fedclip.site")
@@ -78,10 +76,7 @@ def spent(policy: Policy) -> Accountant:
     path = Path(policy.ledger or "")
     entries = [*read_entries(path).values()] if policy.ledger and path.exists() else []
     if any(entry.data != UNIT for entry in entries):
-        raise ValueError(
-            f"{path} is the ledger of records, of which each has a budget: a site, which shares "
-            "updates made of all of them, needs a ledger of its own"
-        )
+        raise ValueError(f"{path} is a ledger of records: a site needs a ledger of its own")
     # At the delta that is in force now.
     return total([*entries, Entry((), policy.delta or 0.5, policy.relation)])
 
@@ -145,8 +140,8 @@ class Gate:
             return
         path = Path(policy.ledger)
         counted = path.with_name(f"{path.name}.replies")
-        for one in (path, counted):
-            check_owned(one)
+        check_owned(path)
+        check_owned(counted)
         self._replies = Replies(policy.max_replies_per_run, policy.max_replies or 10_000, counted)
         if policy.max_epsilon and policy.delta:
             spent(policy)
@@ -204,9 +199,8 @@ class Gate:
         """
         with _read():
             trained, floats = _as_in(before, trained), _floats(before)
-            left = self._sent(
-                {n: np.asarray(trained[n], float) - floats[n] for n in floats}, before
-            )
+            moves = {n: np.asarray(trained[n], float) - floats[n] for n in floats}
+            left = self._sent(moves, before)
             return {n: _beside(x, left[n]) if n in left else x for n, x in before.items()}
 
     def _sent(self, update: Arrays, model: Arrays) -> Arrays:
@@ -259,10 +253,8 @@ class Gate:
         if not paid:
             cost, most = ledger.accountant.epsilon(policy.noise_multiplier, 1), ledger.epsilon
             digits = 4 if cost > 1.001 * most else 12
-            raise Refused(
-                f"this site's budget is spent: one more update would make epsilon "
-                f"{cost:.{digits}g}, above max_epsilon = {most:g}"
-            )
+            more = f"one more update would make epsilon {cost:.{digits}g}"
+            raise Refused(f"this site's budget is spent: {more}, above max_epsilon = {most:g}")
 
 
 @contextmanager

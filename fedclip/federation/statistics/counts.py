@@ -63,14 +63,20 @@ _MOMENT_ROWS = 2 * _DIGITS + _SQUARE_DIGITS
 
 
 class Round(NamedTuple):
-    """The counts of one or more clients for one group."""
+    """The counts of one or more clients for one group.
+
+    Attributes
+    ----------
+    first
+        Sum of ``u - c``.
+    second
+        Sum of ``(u - c)^2``.
+    """
 
     n: int
     unclipped: int = 0
     first: Fraction = Fraction(0)
-    """Sum of ``u - c``."""
     second: Fraction = Fraction(0)
-    """Sum of ``(u - c)^2``."""
     buckets: Integers | None = None
 
     def moments(self, centre: float) -> tuple[float, float]:
@@ -193,14 +199,21 @@ class Tally:
 
 
 class Bounds(NamedTuple):
-    """What the server knows about the groups before it reads the clients' counts."""
+    """What the server knows about the groups before it reads the clients' counts.
+
+    Attributes
+    ----------
+    centre
+        Centres of the sums.
+    highest
+        Largest norm that can have been learnt.
+    above
+        Which buckets of a sketch are above that, of shape (buckets, groups).
+    """
 
     centre: Float64
-    """Centres of the sums."""
     highest: Float64
-    """Largest norm that can have been learnt."""
     above: NDArray[np.bool_]
-    """Which buckets of a sketch are above that, of shape (buckets, groups)."""
 
     @classmethod
     def of(cls, centre: Float64, highest: Float64) -> Bounds:

@@ -252,7 +252,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         weight = self.shares.counted(n_steps) if self.shares.kind == "steps" else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
         result.secagg_range = self.secagg_range
-        result.noised = site is not None
+        result.noised = bool(site)
         result.factor = self.shares.factor(self.client, n_steps)
         limit = None if site else self.secagg_range
         if limit is not None and (why := result.beyond(limit)):

@@ -52,13 +52,19 @@ def share_within(votes: int, within: int, clients: int | None, noise: float) -> 
 
 
 class Search(NamedTuple):
-    """State of a search."""
+    """State of a search.
+
+    Attributes
+    ----------
+    direction
+        Direction of the last full step: 1 up, -1 down; 0 before the first one.
+    turned
+        Whether both nearly all and nearly none have been within the bound.
+    """
 
     step: float = _STEP
     direction: int = 0
-    """Direction of the last full step: 1 up, -1 down; 0 before the first one."""
     turned: bool = False
-    """Whether both nearly all and nearly none have been within the bound."""
 
     @classmethod
     def of(cls, state: object) -> Search | None:
@@ -74,15 +80,22 @@ class Search(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The bound after a round."""
+    """The bound after a round.
+
+    Attributes
+    ----------
+    search
+        State of the search, if it is not over.
+    too_high
+        Whether, during a search, nearly all updates were within the bound.
+    evidence
+        How clearly the votes have been on one side, above 0 if too many were within the bound.
+    """
 
     bound: float
     search: Search | None
-    """State of the search, if it is not over."""
     too_high: bool = False
-    """Whether, during a search, nearly all updates were within the bound."""
     evidence: float = 0.0
-    """How clearly the votes have been on one side, above 0 if too many were within the bound."""
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,22 @@ from fedclip.transforms import Gradient, NormClipping, NotFiniteError
 
 
 class Outcome(NamedTuple):
-    """What became of an update; all but the arrays stays on the client."""
+    """What became of an update; all but the arrays stays on the client.
+
+    Attributes
+    ----------
+    norm
+        The smallest bound that would leave the update alone; None without a valid update.
+    clipped
+        Whether the update was above the bound.
+    zeroed
+        Why zeros take its place, if they do.
+    """
 
     arrays: Arrays
     norm: float | None = None
-    """The smallest bound that would leave the update alone; None without a valid update."""
     clipped: bool = False
-    """Whether the update was above the bound."""
     zeroed: str = ""
-    """Why zeros take its place, if they do."""
 
     def reply(self, sent: SentBound) -> Reply:
         """Return what the server is told."""

@@ -24,14 +24,21 @@ from fedclip.federation.update.shares import WITH_NOISE, Shares
 
 
 class Vetted(NamedTuple):
-    """What the replies of a round are."""
+    """What the replies of a round are.
+
+    Attributes
+    ----------
+    faults
+        Why each counts as zeros; "" if it does not.
+    sound
+        Those without a fault.
+    exact
+        The average; None if no reply is sound, so that it is zeros.
+    """
 
     faults: list[str]
-    """Why each counts as zeros; "" if it does not."""
     sound: list[Reply]
-    """Those without a fault."""
     exact: dict[str, Float64] | None
-    """The average; None if no reply is sound, so that it is zeros."""
 
     @property
     def void(self) -> str:

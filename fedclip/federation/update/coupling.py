@@ -34,15 +34,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClientRound:
-    """One round of one client; the outcome is None until the aggregator has seen the update."""
+    """One round of one client; the outcome is None until the aggregator has seen the update.
+
+    Attributes
+    ----------
+    site
+        The noise that the client adds, if it does.
+    encrypter
+        declearn's, which encrypts the reply; None in cleartext.
+    step
+        The distance of the integers in which the update is shared, if the client adds noise.
+    """
 
     sent: SentBound
     site: SiteNoise | None = None
-    """The noise that the client adds, if it does."""
     encrypter: object = None
-    """declearn's, which encrypts the reply; None in cleartext."""
     step: float = 0.0
-    """The distance of the integers in which the update is shared, if the client adds noise."""
     outcome: Outcome | None = None
 
 

@@ -64,13 +64,18 @@ def check_whole(scope: Scope) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for the groups of a scope; `called` is what messages call this kind of clipping."""
+    """Limits for the groups of a scope; `called` is what messages call this kind of clipping.
+
+    Attributes
+    ----------
+    noise
+        Standard deviation of the noise that each client adds to each value, in bounds.
+    """
 
     scope: Scope
     exclude: Sequence[str] | None
     called: str
     noise: float = 0.0
-    """Standard deviation of the noise that each client adds to each value, in bounds."""
 
     def of(self, groups: Groups, bound: float, whole: bool) -> tuple[float, ...]:
         """Return the limit of each group.

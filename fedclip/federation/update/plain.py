@@ -45,12 +45,9 @@ def _known(part: Callable[..., Any]) -> set[str]:
 def _of(part: Callable[..., Any], settings: Mapping[str, object]) -> dict[str, Any]:
     """Return those of the settings that a part takes; refuse one that none takes."""
     known = set[str]().union(*map(_known, _PARTS))
-    for name in settings:
-        if name not in known:
-            raise TypeError(
-                f"update clipping has no parameter {name!r}"
-                f"{nearest(name, known) or '; its parameters are ' + ', '.join(sorted(known))}"
-            )
+    for name in settings.keys() - known:
+        hint = nearest(name, known) or f"; its parameters are {', '.join(sorted(known))}"
+        raise TypeError(f"update clipping has no parameter {name!r}{hint}")
     return {name: settings[name] for name in settings if name in _known(part)}
 
 
@@ -157,10 +154,10 @@ def bound_from(message: Mapping[str, object]) -> SentBound:
     try:
         return SentBound(
             parameters.positive(bound=message.get("bound")),
-            adaptive=parameters.boolean(adaptive=message.get("adaptive")),
-            private=parameters.boolean(private=message.get("private")),
             scope=check_scope(json.loads(_text(message, "scope")), limits=True),
             round=parameters.integer(1, round=message.get("round")),
+            adaptive=parameters.boolean(adaptive=message.get("adaptive")),
+            private=parameters.boolean(private=message.get("private")),
             stop=_text(message, "stop"),
             steps=parameters.boolean(steps=message.get("steps")),
             fedclip=_text(message, "fedclip"),
@@ -199,14 +196,9 @@ def reply_from(arrays: Arrays, said: object, sender: str = "") -> Reply:
     >>> reply_from({}, {"votes": 10}, "b").fault
     'it says nothing that update clipping does: the client has no update clipping, or another one'
     """
-    said = said if isinstance(said, Mapping) else {}
+    said = dict[str, Any](said) if isinstance(said, Mapping) else {}
     counts: dict[str, Any] = {name: said.get(name) for name in _COUNTS}
     if not all(type(count) is int for count in counts.values()) or set(said) - {*counts, "steps"}:
-        return Reply(
-            arrays,
-            sender=sender,
-            fault="it says nothing that update clipping does: the client has no update clipping, "
-            "or another one",
-        )
-    steps: Any = said.get("steps")
-    return Reply(arrays, **counts, sender=sender, steps=steps)
+        fault = "it says nothing that update clipping does: the client has no update clipping, "
+        return Reply(arrays, sender=sender, fault=f"{fault}or another one")
+    return Reply(arrays, **counts, sender=sender, steps=said.get("steps"))

@@ -134,15 +134,13 @@ def plan(
     tolerance = parameters.positive(tolerance=tolerance)
     if clipval is None:
         clipval = 2.0 ** math.ceil(math.log2(limit))
-    clipval = parameters.positive(clipval=clipval)
-    if clipval < limit:
+    if parameters.positive(clipval=clipval) < limit:
+        got = f"got {clipval!r} < {limit!r}"
         raise ValueError(
-            f"clipval must be at least the bound, got {clipval!r} < {limit!r}: what is beyond it "
-            "would be clipped value by value"
+            f"clipval must be at least the bound, {got}: what is beyond it would be clipped"
         )
-    candidates = _BITS if bitsize is None else (parameters.integer(1, bitsize=bitsize),)
     found = None
-    for bits in candidates:
+    for bits in _BITS if bitsize is None else (parameters.integer(1, bitsize=bitsize),):
         left = bits - (math.ceil(math.log2(clients)) if kind == "masking" else 0)
         if left < 1:
             continue
@@ -174,7 +172,7 @@ def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
     for name, array in arrays.items():
         backend = backend_of(array)
         dtype = backend.dtype(array)
-        if dtype not in _MANTISSA:
+        if (bits := _MANTISSA.get(dtype)) is None:
             continue
         (prepared,) = backend.prepared([array])
         like = backend.dense(prepared)
@@ -183,7 +181,6 @@ def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
             continue
         # Find the largest number of the dtype that is inside.
         part, exponent = math.frexp(clipval * _EDGE)
-        bits = _MANTISSA[dtype]
         edge = math.ldexp(math.floor(math.ldexp(part, bits)), exponent - bits)
         kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
         clipped = encode(np.clip(values, -edge, edge), kind)

@@ -18,9 +18,9 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedclip.errors import StateError
 from fedclip.federation.update.engine import UpdateServer
@@ -32,16 +32,13 @@ from fedclip.privacy.ledger import FILE
 from fedclip.privacy.locks import locked
 from fedclip.records import SERVED, RoundRecord
 
-__all__ = ["Served", "read", "server_in"]
 
-
-@dataclass
-class Kept:
+class Kept(NamedTuple):
     """What a file holds: settings, the server's state, and the record of each round."""
 
     settings: Mapping[str, object]
     state: Mapping[str, object]
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[dict[str, Any]]
 
 
 def read(path: Path) -> Kept:
@@ -55,7 +52,7 @@ def read(path: Path) -> Kept:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         kept = Kept(found["settings"], found["state"], found["rounds"])
-        if not isinstance(kept.settings, dict) or not all(isinstance(r, dict) for r in kept.rounds):
+        if not all(isinstance(table, dict) for table in (kept.settings, *kept.rounds)):
             raise TypeError("settings must be a table, and rounds tables")
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise StateError(
@@ -168,19 +165,16 @@ class Served:
     def _write(self) -> None:
         if self.path is None:
             return
-        text = json.dumps(
-            {
-                "fedclip": VERSION,
-                "settings": self.settings,
-                "state": self.server.get_state(),
-                "rounds": self.rounds,
-                "modules": [("update-clip-server", {"rounds": [*self._records()]})],
-            },
-            default=list,
-        )
+        content = {
+            "fedclip": VERSION,
+            "settings": self.settings,
+            "state": self.server.get_state(),
+            "rounds": self.rounds,
+            "modules": [("update-clip-server", {"rounds": [*self._records()]})],
+        }
         fresh = self.path.with_name(f"{SERVED}.new")
         with fresh.open("w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(json.dumps(content, default=list))
             file.flush()
             os.fsync(file.fileno())
         # A crash leaves the old file or the new one.

@@ -12,14 +12,10 @@ from declearn.optimizer.modules import OptiModule
 from fedclip.federation.evaluation import EVALUATIONS
 from fedclip.federation.generics import AnyVector
 from fedclip.federation.replies import expect, faulty_senders
+from fedclip.federation.update import messages
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.coupling import SERVER, ServerRound, under_way
-from fedclip.federation.update.messages import (
-    AUX_NAME,
-    UpdateClipBound,
-    UpdateClipVotes,
-    zeros_like,
-)
+from fedclip.federation.update.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
 from fedclip.federation.update.turns import DUE
 from fedclip.privacy import kinds
 
@@ -145,15 +141,11 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
 
     def _take_evaluations(self) -> None:
         """Let nothing but means with noise be told of evaluations; halt where that can not be."""
-        run = EVALUATIONS.get()
-        if run is None:
-            self.halt(
-                "evaluation_share needs the server's protocol 'fedclip-websockets', which has the "
-                "evaluations before they are added up and written"
-            )
-            return
-        self.halt(run.unfit(self.expected_clients or 0))
-        run.noise = self.evaluated
+        if (run := EVALUATIONS.get()) is None:
+            self.halt("evaluation_share needs the server's protocol 'fedclip-websockets'")
+        else:
+            self.halt(run.unfit(self.expected_clients or 0))
+            run.noise = self.evaluated
 
     def process_aux_var(self, aux_var: object) -> None:
         """Count the votes and set the next bound; this round's noise still uses the one sent."""
@@ -169,9 +161,8 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
         self.count(aux_var.n_votes, aux_var.n_within, there, aux_var.noised)
         if 0 < aux_var.n_faults <= aux_var.n_clients:
             senders = ", ".join(map(repr, faulty_senders(self.aux_name)[:5]))
-            told = f"no proper vote in {aux_var.n_faults} of {aux_var.n_clients} replies"
-            told += f" (of {senders})" if senders else ""
-            self.warn(f"{told}; taken as abstention")
+            text = f"no proper vote in {aux_var.n_faults} of {aux_var.n_clients} replies"
+            self.warn(f"{text}{f' (of {senders})' * bool(senders)}; taken as abstention")
 
     def run(self, gradients: AnyVector) -> AnyVector:
         """Return the average with noise; zeros if the bound does not hold."""
@@ -181,7 +172,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
         if trouble or round_ is None:
             self.halt(trouble)
             self.logger.error("update-clip-server: the round is void, %s", self.stop)
-            return zeros_like(gradients)
+            return messages.zeros_like(gradients)
         average = self.release(gradients.coefs, round_.exact)
         return gradients if average is gradients.coefs else type(gradients)(dict(average))
 

@@ -64,14 +64,21 @@ def shares_of(weights: Sequence[float], max_share: float | None = None) -> list[
 
 
 class Share(NamedTuple):
-    """What a reply is in the average."""
+    """What a reply is in the average.
+
+    Attributes
+    ----------
+    factor
+        By what it is multiplied.
+    mass
+        How many bounds it may reach: the sum of the factors in a secure sum.
+    fault
+        Why it can not be weighed.
+    """
 
     factor: float
-    """By what it is multiplied."""
     mass: float
-    """How many bounds it may reach: the sum of the factors in a secure sum."""
     fault: str = ""
-    """Why it can not be weighed."""
 
 
 class Shares:
@@ -86,9 +93,8 @@ class Shares:
         self.table: dict[str, float] = {}
         if isinstance(weights, Mapping):
             for name, weight in weights.items():
-                self.table[parameters.name(weights=name)] = parameters.positive(
-                    **{f"weights[{name!r}]": weight}
-                )
+                checked = parameters.positive(**{f"weights[{name!r}]": weight})
+                self.table[parameters.name(weights=name)] = checked
             if not self.table:
                 raise ValueError("weights must name at least one client, got an empty table")
         else:
@@ -101,20 +107,16 @@ class Shares:
         if self.max_steps is not None and self.kind != "steps":
             raise ValueError(f"max_steps goes with weights='steps', got {max_steps!r}")
         if self.max_share is not None and self.kind == "equal":
+            raise ValueError(f"max_share goes with weights, got {max_share!r} and equal ones")
+        size = len(self.table)
+        if self.table and size * (self.max_share or 1.0) < 1 - 1e-9:
             raise ValueError(
-                f"max_share goes with weights, got {max_share!r}: with equal weights, one of n "
-                "clients has 1 / n"
-            )
-        if self.table and len(self.table) * (self.max_share or 1.0) < 1 - 1e-9:
-            raise ValueError(
-                f"max_share={max_share!r} is less than 1 / {len(self.table)}: the {len(self.table)}"
-                " clients of weights would have less than the whole together"
+                f"max_share={max_share!r} is less than 1 / {size}: the {size} clients of weights "
+                "would have less than the whole together"
             )
         # Capped over the whole table, and relative to the largest: what a client knows beforehand.
         shares = shares_of(list(self.table.values()), self.max_share)
-        self.factors = {
-            name: share / max(shares) for name, share in zip(self.table, shares, strict=True)
-        }
+        self.factors = {n: part / max(shares) for n, part in zip(self.table, shares, strict=True)}
 
     def unfit(self, secure: bool) -> str:
         """Return why these weights can not be those of a secure sum; "" if they can."""
@@ -150,14 +152,12 @@ class Shares:
             return [Share(1.0, reply.clients) for reply in replies]
         if len(replies) == 1 and replies[0].clients > 1:
             return [self._of_sum(replies[0])]
-        faults, weights = [], []
-        seen: set[str] = set()
+        faults, weights, seen = list[str](), list[float](), set[str]()
         for reply in replies:
-            fault = self._fault(reply, seen)
+            faults.append(fault := self._fault(reply, seen))
             seen.add(reply.sender)
-            faults.append(fault)
-            weight = self.table[reply.sender] if self.table and not fault else 0.0
-            weights.append(weight if self.table or fault else self.counted(reply.steps or 0))
+            known = 0.0 if fault else self.table.get(reply.sender)
+            weights.append(self.counted(reply.steps or 0) if known is None else known)
         shares = shares_of(weights, self.max_share)
         return [Share(share, 1.0, fault) for share, fault in zip(shares, faults, strict=True)]
 

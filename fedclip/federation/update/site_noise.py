@@ -71,8 +71,7 @@ UNSURE_MASKS = (
 UNSURE_PEERS = (
     "joye-libert tells no client how many others are in a sum, nor whether they have the same "
     "bound: against a server that does not keep to the protocol, only the noise of each client "
-    "alone is left. With masking, clients count the others, and masks with another bound do not "
-    "cancel"
+    "alone is left. With masking, clients count the others"
 )
 """What the sums rest on."""
 
@@ -161,10 +160,7 @@ class SiteNoise(Configured):
         none: with noise they do not say so.
         """
         if counted or not 0 <= clients < 2**31:
-            return (
-                "the masks of the clients do not cancel: they were sent unlike bounds or ranges, "
-                "or set up with unlike noise"
-            )
+            return "masks do not cancel: clients have been sent unlike bounds, ranges or noise"
         if clients < self.sure:
             return f"noise has come from {clients} clients, and {self.sure} were to be sure of it"
         return ""
@@ -199,8 +195,8 @@ class SiteNoise(Configured):
             are in the sum.
         """
         clipval, integers = encrypter.quantizer.val_range, encrypter.quantizer.int_range
-        bits = int(integers).bit_length()
-        if why := self.unfit(bits, clipval, _bits(arrays)) or self._few(encrypter):
+        why = self.unfit(int(integers).bit_length(), clipval, _bits(arrays))
+        if why := why or self._few(encrypter):
             raise ValueError(why)
         step: float = 2 * clipval / integers
         self._room(sum(math.prod(array.shape) for array in arrays.values()), bound, step)
@@ -265,10 +261,8 @@ class SiteNoise(Configured):
         The dtypes hold `most` bits.
         """
         if bits > most:
-            return (
-                f"integers of {bits} bits for each client are not summed exactly, as the model's "
-                f"dtypes hold {most}: lower bitsize"
-            )
+            text = f"integers of {bits} bits for each client are not summed exactly"
+            return f"{text}, as the model's dtypes hold {most}: lower bitsize"
         if clipval < (reach := self.reach(self.max_norm)):
             return (
                 f"updates of norm max_norm={self.max_norm:g} with a client's noise reach "

@@ -25,16 +25,24 @@ __all__ = ["DUE", "Due", "Schedule"]
 
 
 class Due(NamedTuple):
-    """What a schedule says of a round."""
+    """What a schedule says of a round.
+
+    Attributes
+    ----------
+    separation
+        The number of rounds from one turn of a client to its next.
+    clients
+        How many clients take turns.
+    schedule
+        An identity that no other schedule has; "" for the only one that an object will serve.
+    round
+        The round of the schedule, from 0 on.
+    """
 
     separation: int
-    """The number of rounds from one turn of a client to its next."""
     clients: int
-    """How many clients take turns."""
     schedule: str = ""
-    """An identity that no other schedule has; "" for the only one that an object will serve."""
     round: int = 0
-    """The round of the schedule, from 0 on."""
 
     def follows(self, other: Due) -> bool:
         """Whether this is the next round of the same schedule."""
