@@ -12,7 +12,7 @@ from federation_helpers import Clients, Server, norm
 
 import fedclip
 from fedclip.errors import StateError
-from fedclip.federation.update.bound import FIRST, BoundRule, Search, rounds_to_find, share_within
+from fedclip.federation.update.bound import FIRST, BoundRule, Search, share_within
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_round_left_open")]
 
@@ -170,7 +170,9 @@ modules = [["update-clip-server", {noise_multiplier = 1.0, expected_clients = CL
 @pytest.mark.parametrize(
     ("clients", "start", "found"), [(5, "", True), (10, "", False), (5, ", start_norm = 1", False)]
 )
-def test_check_says_how_many_rounds(tmp_path: Any, clients: int, start: str, found: bool) -> None:
+def test_check_says_that_noise_makes_a_search_long(
+    tmp_path: Any, clients: int, start: str, found: bool
+) -> None:
     from fedclip.tools.check import check_config
 
     path = tmp_path / "optim.toml"
@@ -179,15 +181,3 @@ def test_check_says_how_many_rounds(tmp_path: Any, clients: int, start: str, fou
     assert check.ok, [f.message for f in check.problems]
     said = [f.message for f in check.findings if "too much for a quick search" in f.message]
     assert bool(said) == found
-    if found:
-        assert "after 7 rounds" in said[0]
-
-
-def test_how_many_rounds_it_takes_with_more_noise() -> None:
-    rounds = [rounds_to_find(RULE, noise) for noise in (0.0, 0.1, 0.5)]
-    # From 100 times too low, or too high: 1/25, 4/25, 16/25, 64/25, and 32/25 after the fifth.
-    assert rounds[0] == 5
-    assert rounds == sorted(rounds)
-    assert rounds[1] <= 10
-    assert rounds[-1] > 10
-    assert rounds_to_find(RULE, 3.0) is None

@@ -249,9 +249,9 @@ def test_a_run_after_one_that_failed_begins_without_its_round(
 
 
 def test_other_engines_refuse_it() -> None:
-    with pytest.raises(ValueError, match="leave it out here"):
+    with pytest.raises(ValueError, match="fedclip-websockets: leave it out"):
         server_of(SETTINGS)
-    with pytest.raises(ValueError, match="leave it out here"):
+    with pytest.raises(ValueError, match="fedclip-websockets: leave it out"):
         UpdateServer(module())
 
 

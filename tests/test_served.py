@@ -176,7 +176,7 @@ def test_a_round_with_noise_in_which_nothing_came_ends_the_run(more: dict[str, A
 
 def test_turns_are_asked_for_where_they_are_charged() -> None:
     server = server_of({**NOISE, "separation": 3})
-    assert "the clients take none" in server.open().stop
+    assert "is for clients that take turns" in server.open().stop
     assert (
         "have a turn every 2 rounds" in server_of({**NOISE, "separation": 3}).open(Due(2, 4)).stop
     )

@@ -378,7 +378,7 @@ def test_own_noise_goes_with_plain_averages_and_votes_of_it_do_not_leave(
 
 def test_a_ledger_of_records_is_none_of_a_site(tmp_path: Path) -> None:
     Ledger(9.0, 1e-5, tmp_path / "spent.json", data="9 records")
-    with pytest.raises(ValueError, match="is the ledger of records"):
+    with pytest.raises(ValueError, match="is a ledger of records"):
         fedclip.PersonalFederatedClient(OFFLINE, data(), policy=budget(tmp_path))
 
 

@@ -70,8 +70,7 @@ class AdaptiveBound(Documented):
     """Bound of the first round, > 0. With "search" that is 0.1, and the bound moves by a factor
     of 4 a round as long as nearly all or nearly none of the updates are within it. From 100 times
     too low or too high, it is within a factor of 2 after 10 rounds in 95 % of searches, where the
-    noise on the votes is at most a tenth of the clients; `fedclip check` says how many rounds it
-    takes with more."""
+    noise on the votes is at most a tenth of the clients."""
     quantile: float = parameter(unit_interval, default=0.5)
     """Share of the updates that the bound should leave alone, in (0, 1)."""
     learning_rate: float = parameter(non_negative, default=0.2)
@@ -266,12 +265,9 @@ class AdaptiveBound(Documented):
         follow the one before, in the same schedule, is charged as the first of another schedule.
         """
         if self.separation > 1 and self.expected_clients is not None:
-            self.halt(
-                due.refusal(self.separation, self.expected_clients)
-                if due
-                else f"separation={self.separation} charges each client for its own turns, and the "
-                f"clients take none: {self.takes_turns.format(self.expected_clients)}"
-            )
+            why = self.takes_turns.format(self.expected_clients)
+            why = f"separation={self.separation} is for clients that take turns: {why}"
+            self.halt(due.refusal(self.separation, self.expected_clients) if due else why)
         if self.budget is not None and not self.stop:
             self.halt(self.budget.reserve(self.round + 1, due))
         if self.stop:
@@ -402,8 +398,7 @@ class AdaptiveBound(Documented):
         return spread(self.quantile, self.budget.clients, self.budget.bits_noise)
 
     def _report(self, record: Mapping[str, object], silent: int, clients: int) -> None:
-        share = record["share"]
-        parts = [f"{self.name}: round {self.round}, bound {record['bound']:.4g}"]
+        share, parts = record["share"], [f"round {self.round}, bound {record['bound']:.4g}"]
         if share is not None:
             parts.append(f"{share:.0%} of the updates within it, next bound {self.bound:.4g}")
         if self.withheld:
@@ -414,7 +409,7 @@ class AdaptiveBound(Documented):
             parts.append(f"epsilon {self.epsilon:.4g} at delta {self.delta:g}")
         elif share is not None and silent:
             parts.append(f"{silent} of {clients} clients abstained")
-        self.logger.info("%s", "; ".join(parts))
+        self.logger.info("%s: %s", self.name, "; ".join(parts))
 
     # -- state ----------------------------------------------------------------------------------
     def get_state(self) -> dict[str, object]:
@@ -442,7 +437,12 @@ class AdaptiveBound(Documented):
         except (TypeError, ValueError) as exc:
             raise StateError(str(exc)) from exc
         search = Search.of(state.get("search"))
-        spent = Budget.check_state(state["spent"], self.budget, self.name)
+        spent = Accountant.check_state(state["spent"])
+        if spent and self.budget is None:
+            raise StateError(
+                f"the state has spent a privacy budget, and this {self.name} adds no noise: its "
+                "averages would void the guarantee; set the noise_multiplier of that state"
+            )
         self.search, self.evidence = search, evidence
         self.bound, self.round = self.rule.within(bound), round_
         if self.budget is not None:

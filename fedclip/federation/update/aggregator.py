@@ -277,18 +277,12 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             # Not an error: declearn's server would wait for its clients for ever.
             module.halt(self.closing.of_sums(replies))
         budget = None if module is None else module.budget
-        closing = self.closing
-        if module is not None and module.site is not None:
-            limits = replace(closing.limits, noise=module.site.std(1.0))
-            closing = replace(closing, limits=limits)
-        vetted = closing.of(
-            replies,
-            getattr(like, "coefs", {}),
-            bound,
-            self._warn,
-            whole=round_ is not None,
-            clients=budget.clients if budget else None,
-        )
+        site, closing = None if module is None else module.site, self.closing
+        if site is not None:
+            closing = replace(closing, limits=replace(closing.limits, noise=site.std(1.0)))
+        whole, clients = round_ is not None, budget.clients if budget else None
+        tensors: Any = getattr(like, "coefs", {})
+        vetted = closing.of(replies, tensors, bound, self._warn, whole=whole, clients=clients)
         self._report(updates, vetted, counted=budget is None)
         if like is None:
             named = "; ".join(vetted.faults)
@@ -299,15 +293,13 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             sound = [p.updates for p, fault in zip(parts, vetted.faults, strict=True) if not fault]
             like = _most(sound, _dtypes) if model is None else model
             average = type(like)(rounded(vetted.exact, like.coefs))
-        if round_ is not None:
+        if round_ is not None and module is not None:
             round_.average, round_.exact = average, vetted.exact
-            round_.trouble = self.closing.beside_noise()
-            if module is not None:
-                round_.trouble = round_.trouble or module.unheard(vetted.void)
-            if module is not None and module.site is not None:
+            round_.trouble = self.closing.beside_noise() or module.unheard(vetted.void)
+            if site is not None:
                 there = sum(reply.clients for reply in vetted.sound)
                 counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed
-                round_.trouble = round_.trouble or module.site.void(there, bool(counted))
+                round_.trouble = round_.trouble or site.void(there, bool(counted))
         return average
 
     def _replies(self, parts: Sequence[ClippedUpdates], like: Any) -> list[Reply]:
@@ -332,11 +324,9 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     @staticmethod
     def _report(updates: ClippedUpdates, vetted: Vetted, counted: bool) -> None:
         counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
-        refused = sum(map(bool, vetted.faults))
         # With noise, clients do not send these counts.
-        told = counts if counted else ""
-        many = updates.n_clients
-        _LOGGER.info("clipped-averaging: %d updates, %s%d refused", many, told, refused)
+        text = f"{updates.n_clients} updates, {counts if counted else ''}"
+        _LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, vetted.faults)))
 
 
 def _most(vectors: Sequence[Any], key: Callable[[Any], Any]) -> Any:

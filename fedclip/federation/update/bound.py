@@ -22,10 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
-
-import numpy as np
 
 from fedclip.errors import StateError
 from fedclip.federation.update.pace import paced, pull_of
@@ -35,8 +32,6 @@ FIRST = 0.1
 
 _STEP = math.log(4.0)
 _FOUND = _STEP / 16
-# Number of simulated searches, and of rounds in each, to find out how long a search takes.
-_PLAYED, _LONGEST = 400, 200
 
 
 def share_within(votes: int, within: int, clients: int | None, noise: float) -> float | None:
@@ -147,26 +142,3 @@ class BoundRule:
         over = step <= _FOUND or (moved == bound and abs(pull) == 1.0)
         left = None if over else Search(step, direction, turned)
         return Moved(moved, left, too_high=pull == 1.0)
-
-
-@cache
-def rounds_to_find(rule: BoundRule, noise: float) -> int | None:
-    """Return the number of rounds after which 95 % of searches are within a factor of 2.
-
-    None if 200 rounds are not enough. The share has noise of this standard deviation. The first
-    bound is 100 times too high or too low, and all updates are alike.
-    """
-    rng, target = np.random.default_rng(0), math.sqrt(rule.lowest * rule.highest)
-    late = []
-    for first in (target / 100.0, target * 100.0):
-        ended = np.zeros(_PLAYED, dtype=int)
-        for play in range(_PLAYED):
-            bound: float = first
-            search: Search | None = Search()
-            for round_ in range(1, _LONGEST + 1):
-                share = min(max(float(bound >= target) + noise * rng.normal(), 0.0), 1.0)
-                bound, search, *_ = rule.after(bound, share, search)
-                if not target / 2 <= bound <= target * 2:
-                    ended[play] = round_
-        late.append(int(np.quantile(ended, 0.95, method="higher")) + 1)
-    return max(late) if max(late) <= _LONGEST else None

@@ -28,7 +28,6 @@ from uuid import uuid4
 import numpy as np
 
 from fedclip.arrays import Array
-from fedclip.errors import StateError
 from fedclip.federation.update.turns import Due
 from fedclip.measures import Float64
 from fedclip.privacy import accounting
@@ -295,20 +294,3 @@ class Budget:
             return found
 
         return piece
-
-    @staticmethod
-    def check_state(spent: object, budget: Budget | None, called: str) -> list[Release]:
-        """Return the releases in a state, if a budget can continue from them.
-
-        Raises
-        ------
-        StateError
-            If it is not well formed, or nothing can be spent here.
-        """
-        found = Accountant.check_state(spent)
-        if found and budget is None:
-            raise StateError(
-                f"the state has spent a privacy budget, and this {called} adds no noise: its "
-                "averages would void the guarantee; set the noise_multiplier of that state"
-            )
-        return found

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 from fedclip.federation.update.aggregator import RAISES, ClippedAveraging
 from fedclip.federation.update.arc import brought
-from fedclip.federation.update.bound import rounds_to_find
 from fedclip.federation.update.client import UpdateClipClient
 from fedclip.federation.update.messages import AUX_NAME, DECLEARN_RANGE
 from fedclip.federation.update.server import UpdateClipServer
@@ -20,7 +19,7 @@ from fedclip.privacy.accounting import Release, epsilon
 
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
 
-# Up to this noise on the share of votes, a search takes 10 rounds.
+# Up to this noise on the share of votes, 95 % of searches take 10 rounds.
 _EASY = 0.1
 
 Problem = tuple[Literal["problem", "leak", "note"], str, str]
@@ -253,11 +252,9 @@ def _noise(
     noise = budget.bits_noise / budget.clients
     if module.search is not None and noise > _EASY:
         text = (
-            f"noise of {noise:.2g} of the clients on the votes is too much for a quick search: "
-            "95 % of searches from 100 times too low or too high are within a factor of 2 after "
-            f"{rounds_to_find(module.rule, noise) or 'more than 200'} rounds, all of which are "
-            "charged; give start_norm a number near the norms of the updates, or raise "
-            "expected_clients"
+            f"noise of {noise:.2g} of the clients on the votes is too much for a quick search, and "
+            "each round of it is charged: give start_norm a number near the norms of the updates, "
+            "or raise expected_clients"
         )
         yield "note", SERVER, text
     if module.ledger is None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from fedclip.arrays import Float64
 from fedclip.federation.update.combining import Combining
 from fedclip.federation.update.exchange import Arrays, Reply
-from fedclip.federation.update.limits import Limits, warn_of
+from fedclip.federation.update.limits import Limits
 from fedclip.federation.update.shares import WITH_NOISE, Shares
 
 
@@ -98,24 +98,24 @@ class Closing:
             By how many to divide; None: by as many as replied.
         """
         unfit = self.of_sums(replies) or self.combining.too_few(len(replies))
-        shares = self.shares.of(replies)
-        faults = [
-            unfit or share.fault or self.limits.fault(reply, like, bound, whole)
-            for reply, share in zip(replies, shares, strict=True)
-        ]
-        there = sum(reply.clients for reply in replies)
-        warn_of(faults, [reply.sender for reply in replies], there, warn)
-        sound = [reply for reply, fault in zip(replies, faults, strict=True) if not fault]
-        if not sound:
-            return Vetted(faults, sound, None)
-        factors = [share.factor for share, fault in zip(shares, faults, strict=True) if not fault]
+        there, found = sum(reply.clients for reply in replies), Vetted([], [], None)
+        arrays: list[Arrays] = []
+        factors: list[float] = []
+        for reply, share in zip(replies, self.shares.of(replies), strict=True):
+            fault = unfit or share.fault or self.limits.fault(reply, like, bound, whole)
+            found.faults.append(fault)
+            if fault:
+                who = repr(reply.sender) if reply.sender else f"one of {there} replies"
+                warn(f"the update of {who} counts as zero: {fault}")
+                continue
+            found.sound.append(reply)
+            factors.append(share.factor)
+            tensors, n = reply.arrays, reply.clients
+            if n > 1:
+                tensors = self.limits.projected(tensors, bound, whole, n, share.mass)
+            arrays.append(tensors)
+        if not arrays:
+            return found
         # Other shares than equal ones add up to 1 already.
         divisor = (clients or there) if self.shares.kind == "equal" else 1
-        arrays = [
-            reply.arrays
-            if reply.clients == 1
-            else self.limits.projected(reply.arrays, bound, whole, reply.clients, share.mass)
-            for reply, share, fault in zip(replies, shares, faults, strict=True)
-            if not fault
-        ]
-        return Vetted(faults, sound, self.combining.of(arrays, divisor, factors))
+        return found._replace(exact=self.combining.of(arrays, divisor, factors))

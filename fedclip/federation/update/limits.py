@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedclip.arrays import Float64, backend_of, on_host
@@ -40,16 +40,6 @@ def alike(arrays: Arrays, like: Arrays) -> bool:
         return signature(arrays) == signature(like)
     except Exception:  # a client may have sent anything
         return False
-
-
-def warn_of(
-    faults: Sequence[str], senders: Sequence[str], replies: int, warn: Callable[[str], None]
-) -> None:
-    """Say which of so many replies count as zeros, and why."""
-    for fault, sender in zip(faults, senders, strict=True):
-        if fault:
-            who = repr(sender) if sender else f"one of {replies} replies"
-            warn(f"the update of {who} counts as zero: {fault}")
 
 
 def check_whole(scope: Scope) -> None:
