@@ -20,7 +20,7 @@ from federation_runs import running
 from helpers import each_framework, to_numpy, to_vector
 
 from fedclip.federation.evaluation import clipped
-from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
+from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
 from fedclip.federation.update.secagg import inside, plan
 
 CLIPPED = {"name": "clipped-averaging"}
@@ -127,14 +127,6 @@ def test_values_at_the_edge_of_the_range_keep_their_sign(
 
 
 # -- rounds -------------------------------------------------------------------------------------
-
-
-def test_the_servers_message_is_not_for_encryption() -> None:
-    with pytest.raises(NotImplementedError, match="from the server to its clients only"):
-        UpdateClipBound(1.0).prepare_for_secagg()
-    content, cleartext = UpdateClipVotes(1, 1, 0).prepare_for_secagg()
-    assert content == {"n_clients": 1, "n_votes": 1, "n_within": 0, "n_faults": 0}
-    assert cleartext is None
 
 
 def test_values_beyond_the_range_are_refused_by_name_where_the_server_hears_of_it() -> None:

@@ -432,7 +432,7 @@ def test_problems_of_a_policy_are_said(tmp_path: Path) -> None:
     assert "there is no folder" in check(path).stderr
     (tmp_path / "kept").mkdir(mode=0o700)
     Ledger(9.0, 1e-5, tmp_path / "kept" / "spent.json", data="9 records")
-    assert "is the ledger of records" in check(path).stderr
+    assert "is a ledger of records" in check(path).stderr
     (tmp_path / "kept" / "spent.json").write_text("")
     assert "is not a ledger" in check(path).stderr
     (tmp_path / "kept" / "spent.json").unlink()

@@ -359,12 +359,3 @@ def test_a_short_audit_finds_the_faults_and_no_others(name: str) -> None:
     found = attack.audit(case, runs=4)
     # Six standard deviations of an estimate are 0.21.
     assert found.mu > 1.1 if case.found else found.mu < 1.22
-
-
-@pytest.mark.parametrize(
-    ("clients", "most", "text"),
-    [((), 2, "at least one client"), (("a", "a"), 1, "two turns"), (("a",), 0, "per_round")],
-)
-def test_a_schedule_of_nobody_is_refused(clients: Any, most: int, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Schedule(clients, most)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from federation_helpers import Clients, Server, norm, sent
 from federation_runs import complete, running
 from helpers import each_framework, to_vector
 from test_secagg import KINDS, sent_through
-from test_update_clip_runs import killed
 
 from fedclip.federation.senders import NamedClients, note_senders
 from fedclip.federation.update.adaptive import AdaptiveBound
@@ -262,21 +260,6 @@ def test_another_name_than_its_own_gives_no_share(
     assert [bool(fault) for fault in closed.faults] == [False, False, True]
 
 
-def test_a_client_that_says_it_is_another_weighs_no_more_in_cleartext() -> None:
-    table = {"a": 1.0, "b": 3.0}
-    replies = {}
-    for name in ("a", "b"):
-        aggregator = averaging(weights=table, client="b")
-        update = NumpyVector({"w": np.array([0.0, 9.0] if name == "a" else [1.0, 0.0])})
-        shared = aggregator.prepare_for_sharing(updates=update, n_steps=10**9)
-        replies[name] = sent(reply_of(shared))
-    note_senders(replies)
-    average = averaging(weights=table).finalize_updates(
-        sum(reply.updates for reply in replies.values())
-    )
-    np.testing.assert_allclose(average.coefs["w"], [0.75, 0.25], atol=1e-6)
-
-
 # -- secure sums --------------------------------------------------------------------------------
 
 
@@ -479,48 +462,12 @@ def test_a_table_over_websockets_is_the_same_with_and_without_masking(tmp_path: 
     assert "weights of clipped-averaging does not name 'client_0.1'" in run.said("server")
 
 
-@pytest.mark.slow
-def test_no_claim_over_websockets_moves_the_model_by_more_than_the_cap(tmp_path: Path) -> None:
-    """Of all clients, only the hostile one has data that is not zero."""
-    claims = ["1000000000", "NaN", "-7", "0", "true", '"9"']
-    run = complete(
-        tmp_path,
-        optim=optim(weights="steps", max_share=0.4),
-        protocol="fedclip-websockets",
-        scale=[0.0, 0.0, 1000.0],
-        faults={"2": ["TrainReply", [f"steps={claim}" for claim in claims], 1]},
-        run={"rounds": len(claims)},
-    )
-    moved = float(np.linalg.norm(run.result()["weights"]["coef"]))
-    assert 0.11 < moved <= 0.4 * 0.3
-    refused = "the update of 'client_2' counts as zero: its number of steps is none"
-    assert run.said("server").count(refused) == 4
-
-
-@pytest.mark.slow
-def test_unlike_sites_under_attack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cell of the table in docs/update-clipping.md, over four rounds: .776 and .184."""
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
-    runs = importlib.import_module("benchmarks.unlike_runs")
-    clip, mean = (
-        runs.accuracy(row, "smallest × 1000", seed=0, rounds=4)
-        for row in ("weighted clip", "weighted mean")
-    )
-    assert clip > 0.7
-    assert mean < 0.3
-
-
 def test_shares_at_the_ends_of_float64() -> None:
     assert shares_of([]) == []
     assert shares_of([0.0, 0.0], 0.5) == [0.0, 0.0]
     assert shares_of([1.7e308] * 4) == [0.25] * 4
     assert shares_of([5e-324, 5e-324]) == [0.5, 0.5]
     assert shares_of([1e308, 1e-308]) == [1.0, 0.0]
-
-
-def test_votes_count_alike_whatever_the_weights_are() -> None:
-    bounds = [[bound for bound, _ in by_the_core(weights)] for weights in KINDS_OF_WEIGHTS]
-    assert all(one == bounds[0] for one in bounds)
 
 
 def test_a_round_without_any_step_moves_nothing() -> None:
@@ -555,27 +502,3 @@ def test_a_sum_is_projected_onto_the_bound(weights: dict[str, Any], times: float
     total = ClippedUpdates(NumpyVector({"w": np.array([times * mass])}), steps, 4)
     moved = norm(averaging(**weights).finalize_updates(total))
     assert moved == pytest.approx(min(times, 1.0))
-
-
-@pytest.mark.slow
-def test_a_federation_with_weights_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
-    """Bit for bit, after all of its processes were killed."""
-    adaptive = {"lrate": 1.0, "modules": [["update-clip-server", {"start_norm": 0.2}]]}
-    settings: dict[str, Any] = {
-        "protocol": "fedclip-websockets",
-        "optim": {
-            "aggregator": {"name": "clipped-averaging", "weights": SITES, "max_share": 0.6},
-            "client_opt": {"lrate": 0.5, "modules": ["update-clip-client"]},
-            "server_opt": adaptive,
-        },
-        "run": {"training": {"batch_size": 10}, "rounds": 4},
-    }
-    settings["run"]["evaluate"] = {"batch_size": 60, "frequency": 1}
-    killed(tmp_path / "first", 2, **settings)
-    saved = str(tmp_path / "first" / "saved")
-    settings["run"]["rounds"] = 2
-    again = complete(tmp_path / "again", **settings, restart=saved)
-    settings["run"]["rounds"] = 4
-    whole = complete(tmp_path / "whole", **settings)
-    assert again.result() == whole.result()
-    assert again.state()["round"] == 4

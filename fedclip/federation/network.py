@@ -24,6 +24,7 @@ from declearn.communication.websockets import WebsocketsClient, WebsocketsServer
 from declearn.main.utils import aggregate_clients_data_info
 from declearn.messaging import CancelTraining, Error, Message, SerializedMessage, StopTraining
 from declearn.metrics import MetricSet
+from declearn.secagg.api import SecaggSetupQuery
 from declearn.secagg.messaging import SecaggEvaluationReply, SecaggTrainReply
 from declearn.utils._register import REGISTRIES
 
@@ -131,6 +132,16 @@ class _Handler(MessagesHandler):
         return reply
 
 
+def _check_sums(request: messaging.InitRequest, query: SecaggSetupQuery) -> None:
+    """Refuse secure sums that can not hold the noise of the clients, before they are set up."""
+    kind = "joye-libert" if "jls" in query.typekey else "masking"
+    secagg, model = {"secagg_type": kind, **vars(query)}, request.model
+    for module in request.optim.modules:
+        site = getattr(module, "site", None)
+        if site and (why := site.unsafe(secagg, model.get_weights(trainable=True).coefs)):
+            raise RuntimeError(why)
+
+
 class WatchfulWebsocketsServer(WebsocketsServer):
     """declearn's websockets server, which names who is at fault, and waits for a limited time.
 
@@ -193,6 +204,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._expelled: set[str] = set()
         self._asked: dict[str, Message] = {}
         self._evaluated = Evaluations(MetricSet([]), 0, False)
+        self._begun: messaging.InitRequest | None = None
 
     # -- connections --------------------------------------------------------------------------
     async def _handle_connection(self, socket: WebSocketServerProtocol) -> None:
@@ -299,12 +311,15 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         first = next(iter(messages.values()), None)
         if isinstance(first, messaging.InitRequest):
             self._begin(first)
+        if isinstance(first, SecaggSetupQuery) and self._begun is not None:
+            _check_sums(self._begun, first)
         self._ending = self._ending or isinstance(first, StopTraining)
         await super().send_messages(messages, timeout)
 
     def _begin(self, request: messaging.InitRequest) -> None:
         """Note what the run is about; refuse a quorum where replies may not be missing."""
-        secure, clients = request.secagg is not None, len(self.members.names)
+        self._begun, secure = request, request.secagg is not None
+        clients = len(self.members.names)
         self._evaluated = Evaluations(MetricSet(request.metrics), clients, secure)
         EVALUATIONS.set(self._evaluated)
         aggregator = request.aggrg

@@ -344,24 +344,6 @@ def test_noise_is_added_and_the_budget_is_one_for_all_jobs(tmp_path: Path) -> No
     assert len({norm(one) for one in sent}) == len(sent)
 
 
-@pytest.mark.parametrize(
-    ("array", "expected"),
-    [
-        (np.array([math.nan, 1.0]), 0.0),
-        (np.array([math.inf, 1.0], "f2"), 0.0),
-        (np.array([3.0, 4.0], "f2"), 0.5),
-        (np.zeros(2, "f4"), 0.0),
-    ],
-    ids=str,
-)
-def test_what_is_not_finite_leaves_as_zeros(array: Any, expected: float, tmp_path: Path) -> None:
-    site = Site(tmp_path)
-    site.receives(task({"w": np.zeros_like(array)}))
-    left = from_shareable(site.sends(result({"w": array}))).data["w"]
-    assert left.dtype == array.dtype
-    assert expected * 0.99 <= norm({"w": left}) <= expected
-
-
 def test_a_policy_that_is_none_stops_the_job(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"site\.toml"):
         SitePolicy(str(tmp_path / "site.toml"))
