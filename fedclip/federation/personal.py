@@ -97,8 +97,7 @@ def unsent(model: AnyModel) -> str:
         return ""
     return (
         f"{listed(found)} are frozen, and declearn sends Keras' and Haiku's models without their "
-        "weights: each client would have random ones. Wrap the model, PersonalModel(model), which "
-        "brings them"
+        "weights: each client would have random ones. Wrap the model, PersonalModel(model)"
     )
 
 

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from fedclip.privacy.locks import locked
 
-__all__ = ["Replies"]
-
 _COUNTING = threading.Lock()
 # What was counted under each path: a file that is put back takes nothing from it.
 _OF_THIS_PROCESS: dict[Path, list[str]] = {}

@@ -28,8 +28,6 @@ from fedclip.federation.site.gate import REFUSED, Gate, Refused, plain
 from fedclip.federation.update.aggregator import ClippedAveraging
 from fedclip.federation.update.messages import AUX_NAME, ClippedUpdates, UpdateClipVotes
 
-__all__ = ["GatedNetwork"]
-
 _AVERAGING = 'aggregator = {name = "averaging", steps_weighted = false}'
 
 

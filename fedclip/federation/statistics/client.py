@@ -122,8 +122,7 @@ class SharedStatistics:
             warnings.warn(
                 f"{self.clipper} has shared = true and has heard from no counterpart, so that it "
                 f"clips by its own statistics and sends nothing: add {self.clipper + '-server'!r} "
-                "to the modules of server_opt, or, if it is there, give each pair a shared_name "
-                "of its own",
+                "to server_opt, or, if it is there, give each pair a shared_name of its own",
                 FedclipWarning,
                 stacklevel=2,
             )

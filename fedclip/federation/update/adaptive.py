@@ -350,8 +350,8 @@ class AdaptiveBound(Documented):
     def unheard(self, void: str) -> str:
         """Return why noise must not go on after its first round; "" if it may.
 
-        `void` says why no reply of the round can be used. Later rounds go on with noise alone:
-        whether a single client replies is not to be seen.
+        `void` says why no reply of it can be used. Later rounds go on with noise alone: whether a
+        single client replies is not to be seen.
         """
         first = self.sent is not None and self.sent.round == 1
         return void if self.budget is not None and first else ""

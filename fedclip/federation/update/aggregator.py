@@ -308,8 +308,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if self.shares.table and parts[0].n_clients == 1 and not any(names):
             raise ValueError(
                 "clipped-averaging has a table of weights, and does not know who has sent which "
-                "reply: give FederatedServer client_sampler = {'strategy': 'named-clients'}, or "
-                "its network the protocol 'fedclip-websockets'"
+                "reply: set client_sampler = {'strategy': 'named-clients'}"
             )
         senders = senders_of(UPDATES)
         return [

@@ -90,11 +90,8 @@ def update_problems(
         section = optim.get(SERVER)
         regularized = isinstance(section, Mapping) and section.get("regularizers")
         if next(iter(plugins[SERVER])) is not module or regularized:
-            text = (
-                "with noise, update-clip-server has to come first, before other modules and "
-                "without regularizers: they would change what the noise is sized on"
-            )
-            yield "problem", SERVER, text
+            text = "with noise, update-clip-server has to come first, and without regularizers"
+            yield "problem", SERVER, f"{text}: others would change what the noise is sized on"
         yield from _noise(aggregator, module, known)
     yield from _weights(aggregator.shares, noise, known)
     yield from _combining(aggregator, module, known)
@@ -145,10 +142,9 @@ def _sites(
         yield "problem", SERVER, text
     if secagg is None:
         text = (
-            "the clients' noise is for a secure sum, and nothing here sets up secure aggregation: "
-            "clients refuse to share, as the server would see each update with the noise of its "
-            f"client alone, where {rounds} epsilon = {cost(site.expected_clients - 1)}; write "
-            "[secagg], or set noise_at = 'server'"
+            "nothing here sets up secure aggregation: clients refuse to share, as the server would "
+            "see each update with the noise of its client alone, where "
+            f"{rounds} epsilon = {cost(site.expected_clients - 1)}; write [secagg]"
         )
         yield "problem" if known.whole else "note", SERVER, text
     elif why := site.unsafe(secagg, {}):
@@ -204,11 +200,8 @@ def _weights(shares: Shares, noise: bool, known: Known) -> Iterator[Problem]:
         text = "a site's weight is the number of steps that it claims"
         yield "note", AGGREGATOR, f"{text}: one that {lies}"
     if secure:
-        text = (
-            "nobody sees a single update: a site that breaks the protocol moves the average by up "
-            "to 3 times the bound, whatever its weight"
-        )
-        yield "note", AGGREGATOR, text
+        text = "a site that breaks the protocol moves the average by up to 3 times the bound"
+        yield "note", AGGREGATOR, f"nobody sees a single update: {text}, whatever its weight"
 
 
 def _combining(
@@ -232,8 +225,7 @@ def _combining(
         if module is not None and share <= 1 - module.quantile:
             text += (
                 f". About {1 - module.quantile:.0%} of the updates are as long as the bound that "
-                "follows them, so that ARC changes nothing: raise quantile, or take a max_norm "
-                "that few updates reach"
+                "follows them, so that ARC changes nothing: raise quantile, or set max_norm"
             )
     yield "note", AGGREGATOR, text
 
@@ -252,16 +244,14 @@ def _noise(
     noise = budget.bits_noise / budget.clients
     if module.search is not None and noise > _EASY:
         text = (
-            f"noise of {noise:.2g} of the clients on the votes is too much for a quick search, and "
-            "each round of it is charged: give start_norm a number near the norms of the updates, "
-            "or raise expected_clients"
+            f"noise of {noise:.2g} of the clients on the votes is too much for a quick search: "
+            "give start_norm a number near the norms of the updates, or raise expected_clients"
         )
         yield "note", SERVER, text
     if module.ledger is None:
         text = (
             "update-clip-server has no ledger: what was spent ends with the process, and no server "
-            "goes on from a checkpoint. Set ledger to a file that belongs to these clients; "
-            "`fedclip quickrun` keeps one in their data folder"
+            "goes on from a checkpoint; set ledger to a file that belongs to these clients"
         )
         yield "note", SERVER, text
     if module.separation > 1:
@@ -269,23 +259,18 @@ def _noise(
     elif clients and 2 * clients < budget.clients:
         text = (
             f"at most {clients} clients take part in a round, and their sum is divided by "
-            f"expected_clients={budget.clients}: the average is {clients} / {budget.clients} of "
-            "theirs; lower expected_clients, which takes more noise on each value"
+            f"expected_clients={budget.clients}: lower that, which takes more noise on each value"
         )
         yield "note", SERVER, text
     elif clients and clients > budget.clients:
         text = (
             f"{clients} clients may take part in a round, more than expected_clients="
-            f"{budget.clients}, which the average is divided by and the noise sized on: raise "
-            "expected_clients, or lower max_clients"
+            f"{budget.clients}, on which noise is sized: raise that, or lower max_clients"
         )
         yield "problem", SERVER, text
     if rounds and (left := module.rounds_left(rounds)) < rounds:
-        text = (
-            f"max_epsilon={module.max_epsilon:g} allows {left} rounds, and {rounds} are "
-            "planned: training ends with an error after them"
-        )
-        yield "problem", SERVER, text
+        text = f"max_epsilon={module.max_epsilon:g} allows {left} rounds, and {rounds} are planned"
+        yield "problem", SERVER, f"{text}: training ends with an error after them"
     elif rounds:
         cost = budget.cost(rounds)
         text = f"{rounds} rounds cost epsilon = {cost:.4g} at delta = {module.delta:g}"
@@ -302,16 +287,12 @@ def _turns(module: UpdateClipServer, known: Known) -> Iterator[Problem]:
         elif due.separation > module.separation:
             text = (
                 f"{known.clients} clients have a turn every {due.separation} rounds, and are "
-                f"charged for one every {module.separation}: raise separation, which takes less "
-                "noise"
+                f"charged for one every {module.separation}: raise separation"
             )
             yield "note", SERVER, text
     if module.rounds is not None and known.rounds not in (None, module.rounds):
-        text = (
-            f"banded noise is made for rounds={module.rounds}, and {known.rounds} are planned: "
-            "with the same number it is the least there can be"
-        )
-        yield "note", SERVER, text
+        text = f"banded noise is made for rounds={module.rounds}, and {known.rounds} are planned"
+        yield "note", SERVER, f"{text}: with the same number it is the least there can be"
 
 
 def _range(stated: float | None, limit: float, secagg: Mapping[str, Any] | None) -> str:

@@ -119,8 +119,7 @@ def _of_noise(claim: Claim, bound: AdaptiveBound) -> Iterator[Void]:
     if separation > 1 and not claim.by_turns:
         text = (
             "separation charges each client for its own turns, which only the strategy "
-            "'round-robin' gives it, alone or within 'named-clients': with another one, each has "
-            "to be charged for every round"
+            "'round-robin' gives it, alone or within 'named-clients'"
         )
         yield "problem", "sampler", text
 
@@ -130,10 +129,9 @@ def too_large_epsilon(spent: float, what: str, command: str) -> str:
     if spent <= _MOST:
         return ""
     return (
-        f"epsilon = {spent:.4g} for {what} is a guarantee in name only, as each above {_MOST:g} "
-        "is: even odds that somebody took part may become a certainty of "
-        f"{1.0 / (1.0 + math.exp(-_MOST)):.3%} at {_MOST:g}; `fedclip privacy {command}` says "
-        "which noise would do"
+        f"epsilon = {spent:.4g} for {what} is a guarantee in name only: at {_MOST:g}, even odds "
+        f"may become a certainty of {1.0 / (1.0 + math.exp(-_MOST)):.3%}; `fedclip privacy "
+        f"{command}` says which noise would do"
     )
 
 

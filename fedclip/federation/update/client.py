@@ -120,8 +120,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
         if known is None:
             raise ValueError(
                 "update-clip-client: noise is for what encrypts the replies, which a "
-                "fedclip.PersonalFederatedClient knows, and declearn's FederatedClient does not "
-                "tell; nothing is shared"
+                "fedclip.PersonalFederatedClient knows: use that; nothing is shared"
             )
         model, encrypter = known
         if encrypter is None:

@@ -42,10 +42,9 @@ class Vetted(NamedTuple):
 
     @property
     def void(self) -> str:
-        """Why the average holds no update; "" if it holds some, or nobody replied."""
-        if self.sound or not self.faults:
-            return ""
-        return f"none of the {len(self.faults)} replies of the round can be used: {self.faults[0]}"
+        """Why the average of a first round holds no update; "" if it holds some."""
+        why = "no reply of the first round can be used, and noise alone would be left"
+        return "" if self.sound else ": ".join([why, *self.faults[:1]])
 
 
 @dataclass(frozen=True)

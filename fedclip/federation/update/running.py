@@ -26,8 +26,6 @@ import numpy as np
 from fedclip.arrays import backend_of
 from fedclip.federation.update.exchange import Arrays
 
-__all__ = ["refuse_statistics", "statistics_of"]
-
 _MOMENT = "(?:mean|var|variance|std|avg|average)"
 _NAMED = re.compile(
     rf"(?:running|moving|ema|population|tracked)_?(?:{_MOMENT}|stats?)(?![a-z])"
@@ -49,8 +47,7 @@ def refuse_statistics(model: Arrays) -> None:
         raise ValueError(
             f"the model holds running statistics ({named:.300}), and noise is for weights only: a "
             "variance with noise turns negative. Keep them at the clients (personal layers; or "
-            "leave them out of the arrays that are exchanged), or use a layer without them, such "
-            "as GroupNorm or LayerNorm"
+            "leave them out of the exchanged arrays), or use a layer without them, as GroupNorm"
         )
 
 

@@ -21,8 +21,6 @@ from uuid import uuid4
 
 from fedclip import parameters
 
-__all__ = ["DUE", "Due", "Schedule"]
-
 
 class Due(NamedTuple):
     """What a schedule says of a round.
@@ -100,9 +98,7 @@ class Schedule:
         if not self.clients:
             raise ValueError("a schedule needs at least one client, got none")
         if len(set(self.clients)) < len(self.clients):
-            raise ValueError(
-                "a schedule needs clients of different names: one would have two turns"
-            )
+            raise ValueError("a schedule needs different names: a client would have two turns")
         self.turns = Due.of(len(self.clients), per_round)
         self.identity = uuid4().hex
 
