@@ -345,14 +345,6 @@ def test_secure_aggregation_gives_the_same_state_to_the_bit(name: str, secagg: A
     assert not secure.counterpart.refused
 
 
-@pytest.mark.parametrize(
-    ("members", "counts"), [(2, np.uint64([[0]])), (1, [[1]]), (1, np.uint64([[2**48]]))]
-)
-def test_what_encryption_would_spoil_is_refused_by_name(members: int, counts: Any) -> None:
-    with pytest.raises(ValueError, match="members" if members == 2 else "counts"):
-        FedclipSharedCounts(members, counts).prepare_for_secagg()
-
-
 # -- checkpoints ----------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "scope", "at"), pairwise(["global", "tensor"], [0, 1, 4]))
 def test_killed_and_restarted_goes_on_as_if_nothing_had_been(

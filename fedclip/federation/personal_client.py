@@ -320,10 +320,8 @@ class PersonalFederatedClient(FederatedClient):
         sent = [reply.updates, reply.aux_var] if isinstance(reply, TrainReply) else []
         if told := _named(sent, own):
             self.logger.error("Not sent, as it names %s, which stay here.", listed(told))
-            return Error(
-                "refused by fedclip: what this client would have sent names layers that stay on "
-                "it; modules that share gradients, such as scaffold, do not go with them"
-            )
+            why = "modules that share gradients, such as scaffold, do not go with personal layers"
+            return Error(f"refused by fedclip: {why}")
         return reply
 
     async def stop_training(self, message: StopTraining) -> None:

@@ -88,10 +88,9 @@ def load_round(folder: str | Path) -> SavedRound:
         for name in models.keys() - optimizers.keys() - {"best"}:
             if name > timestamp:
                 faults[name] = "its optimizer is missing"
-        for name, fault in sorted(faults.items()):
-            _LOGGER.warning(
-                "a round was not saved as a whole, and is left out: %s: %s", name, fault
-            )
+        for name in sorted(faults):
+            text = "a round was not saved as a whole, and is left out: %s: %s"
+            _LOGGER.warning(text, name, faults[name])
         _LOGGER.info("going on from round %d, saved as %s", reached[0] or reached[1], timestamp)
         return SavedRound(model, optimizer, timestamp)
     told = "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items())[:5])

@@ -370,9 +370,8 @@ class AdaptiveBound(Documented):
     def refusal_of(self, name: str) -> str:
         """Return why other statistics may not go out beside averages with noise."""
         return (
-            f"{name} sends what it has learnt from the clients without noise, while the averages "
-            "have noise: it may reveal a single client, whatever epsilon is; remove it, or allow "
-            f"it in {self.name} with unnoised = [{name!r}]"
+            f"{name} sends what it has learnt from the clients without noise, beside averages with "
+            f"noise: remove it, or allow it in {self.name} with unnoised = [{name!r}]"
         )
 
     def _share(self, votes: int, within: int, clients: int, noised: Sequence[int]) -> float | None:

@@ -122,15 +122,9 @@ class BoundRule:
         `spread` is the standard deviation of a share that is as it should be.
         """
         if search is None:
-            step, evidence = paced(
-                share,
-                evidence,
-                quantile=self.quantile,
-                learning_rate=self.learning_rate,
-                spread=spread,
-            )
-            moved = bound * math.exp(step)
-            return Moved(self.within(moved), None, evidence=evidence)
+            rule = {"quantile": self.quantile, "learning_rate": self.learning_rate}
+            step, evidence = paced(share, evidence, **rule, spread=spread)
+            return Moved(self.within(bound * math.exp(step)), None, evidence=evidence)
         pull = pull_of(share, self.quantile)
         step, direction, turned = search
         if abs(pull) == 1.0:

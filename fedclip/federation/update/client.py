@@ -93,10 +93,8 @@ class UpdateClipClient(Versioned, UpdateNorms):
         self._round = None
         CLIENT.set(None)
         if not isinstance(aux_var, UpdateClipBound):
-            raise TypeError(
-                f"update-clip-client takes its bound from update-clip-server, got "
-                f"{type(aux_var).__name__}: another module uses the name {AUX_NAME!r}"
-            )
+            got = f"got {type(aux_var).__name__}: another module uses the name {AUX_NAME!r}"
+            raise TypeError(f"update-clip-client takes its bound from update-clip-server, {got}")
         if lacking := aux_var.missing():
             raise ValueError(f"update-clip-client: {lacking}")
         if aux_var.stop:
@@ -146,8 +144,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
         sent, outcome = round_.sent, round_.outcome
         if outcome is None:
             raise RuntimeError(
-                "update-clip-client goes with the aggregator 'clipped-averaging', and the update "
-                "of this round went past it, unclipped: set aggregator = 'clipped-averaging'"
+                "this round's update was not clipped: set aggregator = 'clipped-averaging'"
             )
         if outcome.norm is not None:
             self.note(outcome.norm, sent, outcome.clipped)

@@ -93,13 +93,9 @@ class UpdateClient:
         self.scope = check_scope(scope, limits=True)
         self.exclude = check_exclude(exclude)
         self.zeroing_norm = parameters.optional(parameters.positive, zeroing_norm=zeroing_norm)
-        self.zeroing_factor = parameters.optional(
-            parameters.number,
-            "a finite number > 1",
-            1.0,
-            open_low=True,
-            zeroing_factor=zeroing_factor,
-        )
+        above = (parameters.number, "a finite number > 1", 1.0)
+        factor = parameters.optional(*above, open_low=True, zeroing_factor=zeroing_factor)
+        self.zeroing_factor = factor
         self.zeroing_ord = check_order(zeroing_ord)
         self.limits = Limits(self.scope, self.exclude, self.called)
 
@@ -169,12 +165,9 @@ class UpdateClient:
         text = f"NaN or infinity in {named}" if named else "a norm beyond float64"
         if self.on_nonfinite == "raise":
             raise NonFiniteError(f"{self.called}: {text}")
-        warnings.warn(
-            f"{self.called}: {text}; zeros are shared for the update",
-            FedclipWarning,
-            # Point to the caller of `clip`, or of `prepare_for_sharing`.
-            stacklevel=4,
-        )
+        told = f"{self.called}: {text}; zeros are shared for the update"
+        # Point to the caller of `clip`, or of `prepare_for_sharing`.
+        warnings.warn(told, FedclipWarning, stacklevel=4)
         return text
 
     def _far(self, update: Arrays, times: float) -> str:

@@ -154,8 +154,8 @@ def plan(
         raise ValueError(f"bitsize={bitsize} leaves no bit for the values of {clients} clients")
     raise ValueError(
         f"with clipval={clipval:g} and bitsize={found.bitsize}, rounding adds up to "
-        f"{found.norm_added:.3g} to a norm of {limit:g}, above the tolerance of {tolerance:g} of "
-        "it: lower clipval, raise bitsize, or clip to tight_limit with a larger tolerance"
+        f"{found.norm_added / limit:.3g} of a norm, above the tolerance: lower clipval, raise "
+        "bitsize, or clip to tight_limit with a larger tolerance"
     )
 
 
