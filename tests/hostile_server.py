@@ -14,14 +14,7 @@ from typing import Any
 import numpy as np
 import websockets
 from declearn.aggregator import AveragingAggregator
-from declearn.communication.api.backend.actions import (
-    Accept,
-    ActionMessage,
-    Join,
-    Ping,
-    Recv,
-    Send,
-)
+from declearn.communication.api.backend.actions import Accept, ActionMessage, Join, Ping, Recv, Send
 from declearn.communication.websockets import WebsocketsClient
 from declearn.communication.websockets._tools import (
     receive_websockets_message,

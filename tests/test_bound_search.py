@@ -60,11 +60,7 @@ def server_of(**config: Any) -> Server:
     return Server([("update-clip-server", config)], CLIPPED)
 
 
-NOISE: dict[str, Any] = {
-    "noise_multiplier": 1e-6,
-    "expected_clients": 4,
-    "bits_noise": 1e-5,
-}
+NOISE: dict[str, Any] = {"noise_multiplier": 1e-6, "expected_clients": 4, "bits_noise": 1e-5}
 
 
 @pytest.mark.parametrize(("noise", "first"), [({}, 1e-3), (NOISE, 0.0)], ids=["none", "noise"])

@@ -11,23 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.aggregator import Aggregator, AveragingAggregator
-from declearn.messaging import (
-    Error,
-    EvaluationRequest,
-    SerializedMessage,
-    StopTraining,
-    TrainReply,
-)
+from declearn.messaging import Error, EvaluationRequest, SerializedMessage, StopTraining, TrainReply
 from declearn.model.api import Model
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from declearn.optimizer import Optimizer
 from declearn.training import TrainingManager
-from declearn.utils.serialize import (
-    json_dump,
-    json_load,
-    msgpack_deserialize,
-    msgpack_serialize,
-)
+from declearn.utils.serialize import json_dump, json_load, msgpack_deserialize, msgpack_serialize
 from helpers import require
 from personal_runs import (
     BODY,
@@ -424,12 +413,7 @@ NOISED: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("framework", "secagg"),
-    [
-        ("torch", "masking"),
-        ("torch", "joye-libert"),
-        ("tensorflow", None),
-    ],
+    ("framework", "secagg"), [("torch", "masking"), ("torch", "joye-libert"), ("tensorflow", None)]
 )
 def test_a_federation_sends_no_name_and_no_value_of_own_layers(
     tmp_path: Path, framework: str, secagg: str | None

@@ -673,10 +673,7 @@ def run_with(**more: Any) -> dict[str, Any]:
     server = {**TABLE, "noise_at": "clients", "start_norm": 1.0, "learning_rate": 0.0}
     optim = {
         "aggregator": "clipped-averaging",
-        "client_opt": {
-            "lrate": 0.001,
-            "modules": [["update-clip-client", {"noise": WANTED}]],
-        },
+        "client_opt": {"lrate": 0.001, "modules": [["update-clip-client", {"noise": WANTED}]]},
         "server_opt": {"lrate": 1.0, "modules": [["update-clip-server", server]]},
     }
     secagg = {"secagg": "masking", "secagg_settings": {"bitsize": 32, "clipval": 512.0}}

@@ -61,10 +61,7 @@ NEEDS = "[update]\nmax_norm = 0.5\n"
         (f"{NEEDS}allow_metrics = 'loss'", "must be a list of names of scalars, got 'loss'"),
         (f"{NEEDS}allow_metrics = ['']", "each of allow_metrics must be a string that is not"),
         (f"{NEEDS}max_epsilon = 3", "give all of them or none; delta and ledger is missing"),
-        (
-            f"{NEEDS}max_epsilon = 3\ndelta = 1e-5\nledger = '/x/y'",
-            "max_epsilon needs noise",
-        ),
+        (f"{NEEDS}max_epsilon = 3\ndelta = 1e-5\nledger = '/x/y'", "max_epsilon needs noise"),
         (f"{NEEDS}ledger = 'spent.json'", "ledger must be an absolute path"),
         (f"{NEEDS}max_replies = 9", "give ledger an absolute path"),
         (f"{NEEDS}max_replies_per_run = 0", "max_replies_per_run must be"),

@@ -528,9 +528,7 @@ def test_a_budget_is_spent_to_its_very_end(rounds: int, relation: str) -> None:
         budget_of(noise_multiplier=least - 0.02, **half)
 
 
-def test_the_budget_ends_the_training_before_it_is_passed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_budget_ends_the_training_before_it_is_passed(caplog: pytest.LogCaptureFixture) -> None:
     noise = {"noise_multiplier": 2.0, "expected_clients": 2}
     server, clients = pair(2, **noise, max_epsilon=5.0)
     module = server.module

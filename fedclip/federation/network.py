@@ -188,11 +188,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     protocol: ClassVar[str] = "fedclip-websockets"
 
     def __init__(
-        self,
-        *args: Any,
-        patience: float = 3600.0,
-        min_replies: int | None = None,
-        **settings: Any,
+        self, *args: Any, patience: float = 3600.0, min_replies: int | None = None, **settings: Any
     ) -> None:
         self.patience = parameters.positive(patience=patience)
         self.min_replies = parameters.optional(parameters.integer, 1, min_replies=min_replies)

@@ -87,10 +87,7 @@ class Loop:
             model = arrays_of(message.content["arrays"])
             for name, by in self.update(node, self.round).items():
                 model[name] = np.asarray(model[name] - by, dtype=model[name].dtype)
-            content = {
-                "arrays": record(model),
-                "metrics": MetricRecord(self.metrics(node)),
-            }
+            content = {"arrays": record(model), "metrics": MetricRecord(self.metrics(node))}
             return Message(RecordDict(content), reply_to=message)
 
         @app.evaluate()
