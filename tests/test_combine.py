@@ -216,14 +216,6 @@ def test_parameters(settings: dict[str, Any], error: type[Exception], text: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_configurations_come_back(kind: str) -> None:
-    first: Any = Aggregator.from_config(config(kind, 3))
-    again: Any = Aggregator.from_config(first.get_config())
-    assert again.get_config() == first.get_config()
-    assert (again.combine, again.n_hostile) == (kind, 3)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_core_refuses_noise_weights_and_sums(kind: str) -> None:
     combining = Combining(kind, 1)
     with pytest.raises(ValueError, match="does not go with noise: that is sized on 1 / n"):

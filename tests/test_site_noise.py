@@ -27,7 +27,6 @@ from federation_helpers import Clients, Server, joye_libert, masked, sent
 from federation_runs import N, complete, running
 from helpers import each_framework, to_numpy, to_vector
 from personal_runs import client, linear, manager, request, weights
-from quickruns import write_config, write_sites
 
 import fedclip
 from benchmarks.audit import estimate
@@ -45,8 +44,6 @@ from fedclip.federation.update.site_noise import SiteNoise
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.auditing import guess, lower_bound
 from fedclip.privacy.discrete import draws
-from fedclip.tools.output import ToolError
-from fedclip.tools.simulate import Simulation
 from fedclip.tools.spent import in_words, read_spent
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
@@ -641,15 +638,6 @@ def test_check_names_a_table_that_nobody_asks_for(checked: Any) -> None:
     text = text.replace(there, "").replace(gone, "max_norm = 1.0, start")
     said = "update-clip-server expects none: leave the table out, or set noise_at = 'clients'"
     assert any(said in one.message for one in checked(text).problems)
-
-
-def test_simulate_refuses(tmp_path: Path) -> None:
-    write_sites(tmp_path)
-    server = f'[["update-clip-server", {{noise_at = "clients", start_norm = 1.0, {inline}}}]]'
-    client = f'[["update-clip-client", {{noise = {{{inline}}}}}]]'
-    file = write_config(tmp_path / "config.toml", server=server, client=client)
-    with pytest.raises(ToolError, match="noise_at='clients' is for federations of declearn"):
-        Simulation(file)
 
 
 inline = ", ".join(f"{name} = {value}" for name, value in NOISE.items())

@@ -338,17 +338,6 @@ def test_the_real_mod_and_server_work_through_a_border_without_noise(noise: floa
         assert np.linalg.norm(update["w"]) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_a_budget_that_is_spent_says_so_in_the_log(tmp_path: Path, caplog: Any) -> None:
-    budget = {"max_epsilon": 3.0, "delta": 1e-5, "ledger": str(tmp_path / "ledger")}
-    rules = Policy(max_norm=0.5, noise_multiplier=3.0, **budget)
-    (first,) = exchanged(asked(), attacking("huge"), rules).replies
-    assert first.content["arrays"]["w"].numpy().std() > 0
-    # What has not the model's form costs nothing.
-    assert refusal(exchanged(asked(), attacking("shapes"), rules)) == REFUSAL
-    assert refusal(exchanged(asked(), attacking("huge"), rules)) == REFUSAL
-    assert "this site's budget is spent" in caplog.text
-
-
 def test_nothing_runs_as_an_agent() -> None:
     link = Link()
     assert link.get_run(1).primary_task_type == TaskType.AGENT_APP
