@@ -14,25 +14,7 @@ import pytest
 from helpers import PATIENCE
 
 ROOT = Path(__file__).parent.parent
-NAMES = (
-    "__main__",
-    "adapters",
-    "averaging",
-    "bound_speed",
-    "combining",
-    "cuda",
-    "measure",
-    "merge",
-    "models",
-    "noise",
-    "simulate",
-    "training",
-    "turns",
-    "turns_audit",
-    "unlike_runs",
-    "unlike_sites",
-    "weights",
-)
+NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)

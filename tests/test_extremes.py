@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import apply, each_framework, needs, norm, specimens
+from helpers import needs, norm
 
 from fedclip import NoOp, NormClip
-from fedclip.testing import SHAPES, to_numpy, to_vector
+from fedclip.testing import to_numpy, to_vector
 
 # What one norm may lose, relatively, when an output is rounded to its dtype.
 BELOW = {"float16": 1.1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 2e-6}
@@ -91,40 +91,10 @@ def float64_norm(array: np.ndarray) -> float:
     return total**0.5
 
 
-@each_framework()
-def test_mixed_dtypes_share_a_norm(framework: str) -> None:
-    needs(framework)
-    arrays = {
-        "a": np.full(10, 300.0, "float16"),
-        "b": np.full(10, 1e15, "float32"),
-        "c": np.full(10, 1e15, "float64"),
-    }
-    clip = NormClip(1.0)
-    out = to_numpy(clip.run(to_vector(arrays, framework)))
-    assert clip.last.norm_before[0] == pytest.approx(norm(arrays), rel=1e-6)
-    assert 1 - 2e-6 <= norm(out) <= 1
-    assert [v.dtype for v in out.values()] == [v.dtype for v in arrays.values()]
-
-
 def test_a_long_array_whose_squares_underflow_is_measured() -> None:
     look = NoOp()
     look.run(to_vector({"w": np.full(5000, 1e-30)}, dtype="float32"))
     assert look.last.norm_before[0] == pytest.approx(1e-30 * 5000**0.5, rel=1e-6, abs=0)
-
-
-@specimens()
-def test_every_clipper_stays_finite(specimen: Any) -> None:
-    for dtype, magnitude in (("float32", 1e20), ("float16", 300.0)):
-        rng, clipper = np.random.default_rng(0), specimen.make()
-        for _ in range(8):
-            arrays = {
-                name: np.asarray(magnitude * rng.uniform(-1, 1, shape)).astype(dtype)
-                for name, shape in SHAPES.items()
-            }
-            out = to_numpy(apply(clipper, to_vector(arrays), to_vector(arrays)))
-            for name, value in out.items():
-                assert np.isfinite(value).all(), name
-                assert value.dtype == dtype
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 1023, 1024, 1025, 65_535, 65_536, 65_537, 200_001])
