@@ -80,7 +80,7 @@ class Analysis:
     def sensitivity(
         self, relation: str, on: str = "record", incoming: float | None = None
     ) -> float | None:
-        """Return the L2 sensitivity; None if there is none, and `explain` says why.
+        """Return the L2 sensitivity; None if there is none; printed, the analysis says why.
 
         Parameters
         ----------
@@ -112,19 +112,6 @@ class Analysis:
             found = min(found * map_.lipschitz if found else 0.0, 2.0 * bound)
         return None if math.isinf(found) else found
 
-    def explain(self, relation: str, on: str = "record", incoming: float | None = None) -> str:
-        """Return a sentence with the sensitivity, or why there is none."""
-        found = self.sensitivity(relation, on, incoming)
-        if found is not None:
-            return f"The sensitivity ({relation}, {on}) is {number(found)}."
-        if self.noised:
-            return self._noise_in_words()
-        if on == "record" and self.l2_bound is not None:
-            return f"There is no sensitivity per record: {'; '.join(_shared(self.maps))}."
-        if not self.reasons:
-            return "There is no sensitivity to state without shapes."
-        return f"There is no sensitivity: {'; '.join(self.reasons)}."
-
     @property
     def before_noise(self) -> Analysis:
         """The analysis of the maps before the first noise, whose sensitivity the noise covers."""
@@ -137,31 +124,28 @@ class Analysis:
             return "The noise comes first: what follows it is free, and bounds no sensitivity."
         return f"Before the noise: {before} What follows the noise is free."
 
-    def round_bound(self, steps: int, lrate: float | None = None) -> float | None:
+    def round_bound(self, steps: int) -> float | None:
         """Return the largest L2 norm of the sum of `steps` local steps; None if there is none.
 
         Parameters
         ----------
         steps : int
             Number of steps, >= 1.
-        lrate : float or None, default=None
-            Learning rate; None for the optimizer's own, if that is constant.
 
         Raises
         ------
         TypeError, ValueError
-            If a parameter is not as above, or the learning rate is not known.
+            If `steps` is not as above, or the learning rate is not known.
         """
         parameters.integer(1, steps=steps)
-        if lrate is None:
-            if self.lrate is None:
-                raise ValueError("round_bound needs lrate: none is known that does not change")
-            lrate = self.lrate
-        rate = abs(parameters.number("a finite number", lrate=lrate))
+        if self.lrate is None:
+            raise ValueError(
+                "round_bound needs an optimizer with a learning rate that does not change"
+            )
         # Weight decay adds a share of the weights, which may be of any size.
         if self.l2_bound is None or self.w_decay != 0.0:
             return None
-        return outwards(rate * steps * self.l2_bound)
+        return outwards(abs(self.lrate) * steps * self.l2_bound)
 
     @property
     def bound_in_words(self) -> str:
