@@ -295,13 +295,12 @@ def _batches(
     )
     for row in zip(*(column.tolist() for column in columns), strict=True):
         over, low, high, *ends, fixed, learnt, warmup, held = row
-        known = ends if math.isfinite(ends[0]) else [None] * 3
+        end, least, most = ends if math.isfinite(ends[0]) else (None, None, None)
+        found = RoundRecord(0, ALL, steps, over, 0, low, high, end, least, most, fixed)
+        found.learnt, found.warmup = learnt, warmup
         counts = Counter(held)
-        yield RoundRecord(
-            *(0, ALL, steps, over, 0, low, high, *known, fixed, learnt, warmup),
-            buckets=[*counts],
-            counts=[*counts.values()],
-        )
+        found.buckets, found.counts = [*counts], [*counts.values()]
+        yield found
 
 
 # The bucket of a norm of exactly 0, below that of the smallest float.

@@ -4,14 +4,7 @@
 from __future__ import annotations
 
 from fedclip.modules.sharing import HistoryClipper
-from fedclip.parameters import (
-    choice,
-    non_negative,
-    parameter,
-    positive,
-    unit_interval,
-    window_size,
-)
+from fedclip.parameters import choice, non_negative, parameter, positive, unit_interval, window_size
 from fedclip.privacy import kinds
 from fedclip.rules.auto import Auto
 from fedclip.rules.quantiles import Markers, Window

@@ -4,13 +4,7 @@
 from __future__ import annotations
 
 from fedclip.modules.sharing import HistoryClipper
-from fedclip.parameters import (
-    choice,
-    non_negative,
-    parameter,
-    positive,
-    window_size,
-)
+from fedclip.parameters import choice, non_negative, parameter, positive, window_size
 from fedclip.privacy import kinds
 from fedclip.rules.mad import Mad
 from fedclip.rules.quantiles import Window

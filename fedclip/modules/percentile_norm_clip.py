@@ -4,14 +4,7 @@
 from __future__ import annotations
 
 from fedclip.modules.sharing import HistoryClipper
-from fedclip.parameters import (
-    LARGEST_WINDOW,
-    choice,
-    parameter,
-    unit_interval,
-    up_to,
-    window_size,
-)
+from fedclip.parameters import LARGEST_WINDOW, choice, parameter, unit_interval, up_to, window_size
 from fedclip.privacy import kinds
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import Markers, Quantile, Stream, Window

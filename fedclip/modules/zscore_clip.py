@@ -6,13 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedclip.modules.sharing import HistoryClipper
-from fedclip.parameters import (
-    choice,
-    non_negative,
-    parameter,
-    positive,
-    unit_interval,
-)
+from fedclip.parameters import choice, non_negative, parameter, positive, unit_interval
 from fedclip.privacy import kinds
 from fedclip.rules.drytorch import Drytorch
 from fedclip.rules.reciprocal import Reciprocal
