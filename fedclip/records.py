@@ -294,10 +294,11 @@ def _batches(
         buckets.T,
     )
     for row in zip(*(column.tolist() for column in columns), strict=True):
-        over, low, high, *ends, fixed, learnt, warmup, held = row
-        end, least, most = ends if math.isfinite(ends[0]) else (None, None, None)
-        found = RoundRecord(0, ALL, steps, over, 0, low, high, end, least, most, fixed)
-        found.learnt, found.warmup = learnt, warmup
+        found = RoundRecord(0, steps=steps)
+        found.clipped, found.norm_min, found.norm_max, *ends = row[:6]
+        if math.isfinite(ends[0]):
+            found.limit, found.limit_min, found.limit_max = ends
+        found.fixed, found.learnt, found.warmup, held = row[6:]
         counts = Counter(held)
         found.buckets, found.counts = [*counts], [*counts.values()]
         yield found

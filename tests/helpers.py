@@ -102,21 +102,13 @@ SPECIMENS = [
     Specimen("norm-clip", {"max_norm": 0.2, "dims": [0]}, projection=True, label="slices"),
     Specimen("norm-clip", {"max_norm": 7.0, "ord": 1}, projection=True, label="l1"),
     Specimen(
-        "norm-clip",
-        {"max_norm": 0.1, "ord": "rms", "scope": "layer"},
-        projection=True,
-        label="rms",
+        "norm-clip", {"max_norm": 0.1, "ord": "rms", "scope": "layer"}, projection=True, label="rms"
     ),
     Specimen(
         "norm-clip", {"scope": {"enc.*": 0.3, "*scale": 0.05}}, projection=True, label="table"
     ),
     Specimen("value-clip", {"max_value": 0.2}, element_bound=0.2, projection=True),
-    Specimen(
-        "zscore-clip",
-        {"z_max": 1.5, "warmup": 3, "max_norm": 1.5},
-        bound=1.5,
-        stateful=True,
-    ),
+    Specimen("zscore-clip", {"z_max": 1.5, "warmup": 3, "max_norm": 1.5}, bound=1.5, stateful=True),
     Specimen(
         "zscore-clip",
         {"z_max": 1.5, "warmup": 3, "max_norm": None, "scope": "tensor", "std_eps": 0.0},

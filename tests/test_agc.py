@@ -71,16 +71,6 @@ def test_weights_of_zero_or_not_finite_leave_the_floor() -> None:
     np.testing.assert_allclose(unit_norms(got["w"], 0), 0.05)
 
 
-def test_empty_tensors_are_left_alone() -> None:
-    values = {"e": np.zeros((0, 3)), "w": np.ones((2, 2))}
-    got = run(AGC(0.1), values, values)
-    assert got["e"].shape == (0, 3)
-    nothing = NumpyVector({"e": np.zeros((0, 3))})
-    assert AGC().run(nothing, nothing) is nothing
-    empty = NumpyVector({})
-    assert AGC().run(empty, empty) is empty
-
-
 def test_vectors_are_skipped_whatever_their_names() -> None:
     names = ["w", "b[0]", "b*", "b"]
     grads = NumpyVector({"w": np.ones((2, 2)), **{n: np.ones(2) for n in names[1:]}})

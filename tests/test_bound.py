@@ -4,13 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
-from helpers import (
-    Specimen,
-    each_framework,
-    needs,
-    norm,
-    specimens,
-)
+from helpers import Specimen, each_framework, needs, norm, specimens
 
 from fedclip import NormClip
 from fedclip.arrays.blocks import exact_norm

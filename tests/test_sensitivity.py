@@ -122,11 +122,7 @@ PER_RECORD = [
     Bounded(("norm-clip", {"max_norm": 0.5, "scope": "layer"}), 0.5 * 2**0.5),
     Bounded(("norm-clip", {"scope": OWN}), 0.5),
     Bounded(("norm-clip", {"max_norm": 0.5, "dims": -1}), 0.5 * (3 + 1 + 2) ** 0.5),
-    Bounded(
-        ("norm-clip", {"max_norm": 0.5, "dims": 0, "ord": "inf"}),
-        0.5 * D**0.5,
-        slope=3**0.5,
-    ),
+    Bounded(("norm-clip", {"max_norm": 0.5, "dims": 0, "ord": "inf"}), 0.5 * D**0.5, slope=3**0.5),
     Bounded(("norm-clip", {"max_norm": 0.5, "ord": 0.5}), 0.5, slope=None),
     Bounded(("norm-clip", {"max_norm": 0.5, "ord": "rms", "scope": "tensor"}), 0.5 * D**0.5),
     Bounded(
@@ -152,9 +148,7 @@ PER_RECORD = [
 WITH_MEMORY = [
     Bounded(("zscore-clip", {"max_norm": 0.5, "warmup": 2}), 0.5, slope=None),
     Bounded(
-        ("ema-clip", {"max_norm": 0.5, "feedback": "raw", "include_current": True}),
-        0.5,
-        slope=None,
+        ("ema-clip", {"max_norm": 0.5, "feedback": "raw", "include_current": True}), 0.5, slope=None
     ),
     Bounded(["adam", "norm-clip"], 1.0, slope=None),
 ]
