@@ -6,15 +6,13 @@ import math
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import pytest
-from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from declearn.optimizer.modules import OptiModule
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedclip import AGC, NormClip, ValueClip, ZScoreClip
+from fedclip import NormClip, ValueClip, ZScoreClip
 from fedclip.privacy import MAPS, Context, Map, analyse
 from fedclip.privacy.lengths import l2_of, stretch
 
@@ -84,23 +82,6 @@ def test_without_shapes(spec: Any, bound: float | None, formula: str) -> None:
     assert found.formula.startswith(formula)
     assert bool(found.formula) == bool(formula)
     assert str(found)
-
-
-# -- weights ----------------------------------------------------------------------------------
-def test_agc_is_judged_at_its_weights() -> None:
-    weights = {"w": np.array([[3.0, 0.0], [4.0, 0.0]]), "b": np.array([0.0, 0.0])}
-    agc = AGC(ratio=0.1, min_norm=0.5)
-    # Columns of w of norms 5 and 0, and a vector of zeros: units of 0.5, 0.05 and 0.05.
-    wanted = math.hypot(0.5, 0.05, 0.05)
-    for given_ in (weights, NumpyVector(weights)):
-        found = analyse(agc, weights=given_)
-        assert found.l2_bound == pytest.approx(wanted, rel=1e-12)
-        assert found.l2_bound >= wanted
-    assert analyse(agc, {"w": (2, 2), "b": (2,)}).l2_bound is None
-    assert "which have to be public" in analyse(agc).formula
-    broken = {"w": np.array([[np.nan, 0.0], [4.0, 0.0]]), "b": np.zeros(2)}
-    # Weights that are not finite count as zero.
-    assert analyse(agc, weights=broken).l2_bound == pytest.approx(0.05 * 3**0.5)
 
 
 # -- a round of local steps -------------------------------------------------------------------
