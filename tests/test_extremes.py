@@ -13,8 +13,6 @@ from helpers import needs, norm
 from fedclip import NoOp, NormClip
 from fedclip.testing import to_numpy, to_vector
 
-# What one norm may lose, relatively, when an output is rounded to its dtype.
-BELOW = {"float16": 1.1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 2e-6}
 MAGNITUDES = [
     ("torch", "float16", 300.0),
     ("numpy", "float16", 6e-5),
@@ -28,8 +26,6 @@ MAGNITUDES = [
     ("numpy", "float64", 1e-28),
     ("torch", "float64", 1e200),
 ]
-# A third of a subnormal number has no precision left, and limits are from 1e-30 to 1e30.
-CLIPPED = [c for c in MAGNITUDES if {"float16": 1e-4}.get(c[1], 1e-29) < c[2] < 1e29]
 
 
 def values(magnitude: float) -> dict[str, Any]:
@@ -49,22 +45,6 @@ def test_measured_norm(framework: str, dtype: str, magnitude: float) -> None:
     clip = NoOp()
     clip.run(vector)
     assert clip.last.norm_before[0] == pytest.approx(norm(to_numpy(vector)), rel=1e-6)
-
-
-@pytest.mark.parametrize("scope", ["global", "tensor"])
-@pytest.mark.parametrize(("framework", "dtype", "magnitude"), CLIPPED)
-def test_clipped_to_a_third(framework: str, dtype: str, magnitude: float, scope: str) -> None:
-    needs(framework)
-    vector = to_vector(values(magnitude), framework, dtype)
-    before = to_numpy(vector)
-    limit = norm(before) / 3 if scope == "global" else norm(before["b"]) / 3
-    out = to_numpy(NormClip(limit, scope=scope).run(vector))
-    for name in before:
-        assert out[name].dtype == before[name].dtype
-        assert out[name].shape == before[name].shape
-    groups = [out] if scope == "global" else [out["w"], out["b"]]
-    for group in groups:
-        assert limit * (1 - BELOW[dtype]) <= norm(group) <= limit
 
 
 @pytest.mark.slow

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fedclip.arrays.jax import float64
 from fedclip.dpsgd.persample.base import Data, Float64, Host, at_once, padded, spread
 
 __all__ = ["JaxStack", "micro_batches"]
+
+# Under its name of today, or that of before.
+_float64 = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 
 
 def micro_batches(records: Data, size: int, elements: int) -> Iterator[tuple[Data, int]]:
@@ -30,7 +32,7 @@ class JaxStack:
         self._arrays, self._size = arrays, size
 
     def squares(self, names: tuple[str, ...]) -> Float64:
-        with float64(True):
+        with _float64(True):
             found = _squares([self._arrays[name] for name in names])
         return np.array(found)[: self._size]
 
@@ -41,7 +43,7 @@ class JaxStack:
         arrays = [self._arrays[name] for name in names]
         scales, rows = spread(factors, sound, len(arrays[0]))
         kept = None if sound.all() else rows
-        with float64(True):
+        with _float64(True):
             pairs = zip(names, arrays, strict=True)
             start = [totals.get(name, jnp.zeros(array.shape[1:])) for name, array in pairs]
             totals.update(zip(names, _sums(start, arrays, scales, kept), strict=True))
