@@ -84,6 +84,11 @@ class StepRecord:
         return _plain(self._clipped)
 
     @property
+    def is_finite(self) -> bool:
+        """Whether the gradient held neither NaN nor infinity."""
+        return not self.nonfinite and all(map(math.isfinite, self.norm_before))
+
+    @property
     def norm(self) -> float:
         """Norm of the whole gradient, from the norms of its groups; NaN if it was not finite."""
         norms = self.norm_before
@@ -122,7 +127,7 @@ class StepRecord:
         {'clip/norm': 5.0, 'clip/clipped': 1, 'clip/nonfinite': 0, 'clip/limit': 1.0}
         """
         norms, limits, clipped = self.norm_before, self.limit, self.clipped
-        finite = not self.nonfinite and all(map(math.isfinite, norms))
+        finite = self.is_finite
         found: dict[str, float] = {"norm": self.norm, "clipped": 0, "nonfinite": int(not finite)}
         if finite and norms:
             rows = list(zip(self.groups, norms, limits, clipped, strict=True))

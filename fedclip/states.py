@@ -65,6 +65,15 @@ def check_count(name: str, value: object) -> int:
     return value
 
 
+def check_owner(owner: object) -> dict[str, str] | None:
+    """Return what statistics are of, by a fingerprint, if a state says so."""
+    if owner is None:
+        return None
+    if not isinstance(owner, Mapping) or not all(isinstance(v, str) for v in owner.values()):
+        raise StateError(f"'owner' must be a dict of strings, got {owner!r:.80}")
+    return dict(owner)
+
+
 def check_groups(groups: object, one: Any) -> Statistics:
     """Return statistics by group if they fit `one`, the fresh state of one group."""
     checked = _rows(groups, "groups", "group", one._fields)

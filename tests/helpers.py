@@ -176,7 +176,7 @@ SPECIMENS = [
     ),
     Specimen("ema-value-clip", {"decay": 0.8}, moves=True, stateful=True),
     Specimen("growth-value-clip", moves=True, stateful=True),
-    Specimen("agc", {"ratio": 0.1}, kind="regularizer"),
+    Specimen("agc", {"ratio": 0.1, "axis": 0}, kind="regularizer"),
     Specimen("agc", {"ratio": 0.1, "unit": "tensor"}, kind="regularizer", label="tensor"),
 ]
 MODULES = [s for s in SPECIMENS if s.kind == "module"]

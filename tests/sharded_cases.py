@@ -43,7 +43,7 @@ CLIPPERS = {
     "moving average": lambda: fedclip.EmaNormClip(),
     "standardize": lambda: fedclip.Standardize(),
     "centralize": lambda: fedclip.Centralize(),
-    "agc": lambda: fedclip.AGC(0.05),
+    "agc": lambda: fedclip.AGC(0.05, axis=0),
     "agc by tensor": lambda: fedclip.AGC(0.05, unit="tensor"),
     "agc of all": lambda: fedclip.AGC(0.05, unit="global"),
 }
@@ -192,7 +192,7 @@ def nan_on_one_process_is_nan_on_all():
                 else:
                     clip_(parts, clipper)
             if policy == "skip":
-                assert all(not whole(p.grad).any() for p in parts.values()), name
+                assert all(p.grad is None for p in parts.values()), name
                 assert clipper.rounds[0].nonfinite == 1
                 same_everywhere(pickle.dumps(clipper.get_state()))
 

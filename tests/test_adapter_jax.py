@@ -111,7 +111,7 @@ def test_agc_gets_the_parameters():
         "enc": {"w": jnp.asarray(rng.standard_normal((4, 3))), "b": jnp.zeros(3)},
         "scale": jnp.asarray(2.0),
     }
-    agc, reference = AGC(ratio=0.1), AGC(ratio=0.1)
+    agc, reference = AGC(ratio=0.1), AGC(ratio=0.1, axis=-1)
     outputs, _ = run(as_optax(agc), stream(5), compiled=True, params=params)
     weights = {key: np.asarray(value) for key, value in by_name(params).items()}
     for gradient, output in zip(stream(5), outputs, strict=True):

@@ -354,7 +354,7 @@ def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
 
 
 def test_agc_takes_the_weights():
-    optimizer, agc = ClippedOptimizer(optimizers.SGD(0.1), AGC(0.1)), AGC(0.1)
+    optimizer, agc = ClippedOptimizer(optimizers.SGD(0.1), AGC(0.1)), AGC(0.1, axis=-1)
     found = trained(optimizer)
     weights = {name: v.numpy() for name, v in zip(SHAPES, variables(), strict=True)}
     for gradients in stream():

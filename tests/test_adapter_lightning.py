@@ -20,7 +20,14 @@ from helpers import PATIENCE, require
 torch = require("torch")
 lightning = pytest.importorskip("lightning.pytorch")
 
-from fedclip import AGC, EmaNormClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip import (  # noqa: E402
+    AGC,
+    EmaNormClip,
+    FedclipWarning,
+    NormClip,
+    ValueClip,
+    ZScoreClip,
+)
 from fedclip.adapters.lightning import ClipCallback, LightningClipping  # noqa: E402
 
 pytestmark = [
@@ -271,6 +278,24 @@ def test_the_loggers_get_what_the_steps_did(tmp_path: Path) -> None:
     assert [r.steps for r in callback.clippers[0].rounds if r.round] == [8, 8]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_finder_of_the_learning_rate_is_clipped(tmp_path: Path, first: bool) -> None:
+    class Finds(Model):
+        lr = 0.01
+
+        def train_dataloader(self) -> Any:
+            return batches()
+
+    clipper = ZScoreClip(max_norm=LIMIT)
+    finder = lightning.callbacks.LearningRateFinder(num_training_steps=4)
+    model, ours = Finds(), ClipCallback(clipper)
+    trainer(tmp_path, *([finder, ours] if first else [ours, finder])).fit(model)
+    assert len(model.norms[0]) > 8
+    assert max(model.norms[0]) <= LIMIT
+    # The checkpoint that the finder restores knows nothing of its steps.
+    assert sum(r.steps for r in clipper.rounds) == len(model.norms[0]) - 4
+
+
 # -- processes -----------------------------------------------------------------------------------
 def test_two_processes_clip_the_mean_of_their_gradients_alike(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("lightning_processes.py"))]
@@ -297,9 +322,11 @@ def test_a_clipper_goes_from_one_trainer_to_the_next(tmp_path: Path) -> None:
     broken = trainer(tmp_path, ClipCallback(clipper))
     with pytest.raises(AssertionError):
         broken.fit(Breaks(), batches())
-    first = fit(tmp_path, Model(), ClipCallback(clipper))
-    second = fit(tmp_path, Model(), ClipCallback(clipper))
-    assert sum(r.steps for r in clipper.rounds) == 3 + 8 + 8
+    model, anew = Model(), "of another model or optimizer: it starts anew"
+    with pytest.warns(FedclipWarning, match=anew):
+        first = fit(tmp_path, model, ClipCallback(clipper))
+    second = fit(tmp_path, model, ClipCallback(clipper))
+    assert sum(r.steps for r in clipper.rounds) == 8 + 8
     for done in (first, second):
         done.save_checkpoint(tmp_path / "done.ckpt")
         saved = torch.load(tmp_path / "done.ckpt", weights_only=True)

@@ -131,7 +131,8 @@ def test_agc_takes_the_weights_from_the_variables(unit, compiled):
     rng = np.random.default_rng(1)
     held = [tf.Variable(rng.standard_normal(s), name=n) for n, s in SHAPES.items()]
     weights = {name: v.numpy() for name, v in zip(SHAPES, held, strict=True)}
-    agc, reference = AGC(0.1, unit=unit), AGC(0.1, unit=unit)
+    agc = AGC(0.1, unit=unit)
+    reference = AGC(0.1, unit=unit, axis=-1 if unit == "output" else None)
 
     def step(*gradients):
         return [g for g, _ in clip(zip(gradients, held, strict=True), agc)]

@@ -284,11 +284,15 @@ def test_a_checkpoint_from_before_there_was_a_clipper_starts_it_anew(tmp_path: P
 
 def test_a_clipper_acts_in_one_trainer_at_a_time(tmp_path: Path) -> None:
     clipper = ZScoreClip()
-    for _ in range(2):
+    make(tmp_path, ClipCallback(clipper)).train()
+    with pytest.warns(FedclipWarning, match="of another model or optimizer: it starts anew"):
         make(tmp_path, ClipCallback(clipper)).train()
-    assert sum(r.steps for r in clipper.rounds) == 32
+    assert sum(r.steps for r in clipper.rounds) == 16
+    clipper = ZScoreClip()
     with pytest.raises(ValueError, match="zscore-clip is in the ClipCallback of a Trainer already"):
         make(tmp_path, ClipCallback(clipper), ClipCallback(clipper)).train()
+    with pytest.raises(ValueError, match="two ClipCallbacks have the same zscore-clip"):
+        make(tmp_path, ClipCallback("zscore-clip"), ClipCallback("zscore-clip")).train()
 
 
 def test_accelerate_saves_and_loads_the_statistics(accelerator: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from helpers import require
 
 from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.persample import check, clipped_sum, vector
+from fedclip.dpsgd.persample import Unfit, check, clipped_sum, vector
 
 pytestmark = pytest.mark.slow
 
@@ -253,3 +253,39 @@ def test_no_record_at_all_is_a_sum_of_zeros(name: str) -> None:
         assert all(not a.any() for a in sums.values())
         shapes = {n: a.shape for n, a in model.get_weights(trainable=True).coefs.items()}
         assert {n: a.shape for n, a in sums.items()} == {n: tuple(s) for n, s in shapes.items()}
+
+
+# -- what a trial shows ------------------------------------------------------------------------
+def test_what_is_used_and_not_followed_is_refused_and_numbers_are_trained() -> None:
+    torch = require("torch")
+    from fedclip.adapters.torch import private_gradients
+    from fedclip.dpsgd.step import PrivateMean
+
+    class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+        """Frozen layers with a gradient of their inputs, as PEFT has them, and a scale."""
+
+        def __init__(self, reentrant: bool, dropout: float = 0.0) -> None:
+            super().__init__()
+            self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+            self.frozen.register_forward_hook(lambda m, i, out: out.requires_grad_())
+            self.layer, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+            self.scale = torch.nn.Parameter(torch.tensor(0.5))
+            self.reentrant, self.drop = reentrant, torch.nn.Dropout(dropout)
+
+        def forward(self, x: Any) -> Any:
+            run = torch.utils.checkpoint.checkpoint
+            x = run(self.layer, self.frozen(x), use_reentrant=self.reentrant)
+            return (
+                self.last(self.drop(torch.nn.functional.linear(x, self.layer.weight))) * self.scale
+            )
+
+    x, y = torch.randn(4, 3), torch.randn(4, 1)
+    mean = PrivateMean(max_norm=1e6, noise_multiplier=1e-12, expected_batch_size=4)
+    net = Net(reentrant=False)
+    found = private_gradients(net, torch.nn.MSELoss(), x, y, mean)
+    torch.nn.MSELoss()(net(x), y).backward()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, net.get_parameter(name).grad)
+    private_gradients(Net(False, dropout=0.5), torch.nn.MSELoss(), x, y, mean)
+    with pytest.raises((Unfit, RuntimeError), match="use_reentrant=False"):
+        private_gradients(Net(reentrant=True), torch.nn.MSELoss(), x, y, mean)

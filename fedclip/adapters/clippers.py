@@ -6,15 +6,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from fedclip.arrays import Array, Backend
 from fedclip.errors import nearest
 from fedclip.modules import by_name
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.modules.norm_clip import NormClip
+from fedclip.records import StepRecord
 
 T = TypeVar("T")
 Theirs: TypeAlias = Any
@@ -52,11 +53,49 @@ def clipped(
     gradients: Mapping[str, Array],
     weights: Callable[[], Mapping[str, Array]],
     backend: Backend | None = None,
+    outputs: Outputs | None = None,
 ) -> Mapping[str, Array]:
-    """Return the gradients, clipped in eager code; only `agc` asks for the weights."""
+    """Return the gradients, clipped in eager code.
+
+    Only `agc` asks for the weights, and for the axes of the outputs of layers.
+    """
     if isinstance(clipper, AGC):
-        return clipper.clip(gradients, weights(), backend=backend)
+        return clipper.clip(gradients, weights(), backend=backend, outputs=outputs)
     return clipper.clip(gradients, backend=backend)
+
+
+def skips(clipper: Clipper | AGC) -> bool:
+    """Whether a clipper may skip steps, not finite ones or spikes."""
+    return clipper.on_nonfinite == "skip" or getattr(clipper, "on_spike", "clip") == "skip"
+
+
+def skipped(
+    clipper: Clipper | AGC, record: StepRecord, shapes: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """Return the names of the tensors whose step a clipper has skipped; the host waits for it."""
+    if clipper.on_nonfinite == "skip" and not record.is_finite:
+        return list(shapes)
+    if getattr(clipper, "on_spike", "clip") != "skip" or not any(over := record.clipped):
+        return []
+    groups = clipper.groups(shapes)
+    return [n for n, g in zip(groups.names, groups.owners, strict=True) if over[g]]
+
+
+def skip_of_all(clipper: Clipper | AGC, what: str) -> bool:
+    """Return whether spikes are skipped; `what` skips a step for all variables, or none.
+
+    Raises
+    ------
+    NotImplementedError
+        If each group has spikes of its own.
+    """
+    spikes = getattr(clipper, "on_spike", "clip") == "skip"
+    if spikes and getattr(clipper, "scope", "global") != "global":
+        raise NotImplementedError(
+            f"{clipper.name} with on_spike='skip' and scope={clipper.scope!r} would skip the step "
+            f"of some variables, and {what} skips that of all or none: use scope='global'"
+        )
+    return spikes
 
 
 class Holder(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedclip import states
 from fedclip.arrays import Array, Backend
-from fedclip.modules.agc import AGC, weights_of
+from fedclip.modules.agc import AGC, Outputs, weights_of
 from fedclip.modules.base import Clipper
 from fedclip.records import RoundRecord, StepRecord
 from fedclip.scopes import Groups
@@ -126,12 +126,18 @@ def groups_of(clipper: Clipper | AGC, tensors: Mapping[str, Array]) -> Groups:
 
 
 def transform_of(
-    clipper: Clipper | AGC, groups: Groups, weights: Mapping[str, Array] | None, backend: Backend
+    clipper: Clipper | AGC,
+    groups: Groups,
+    weights: Mapping[str, Array] | None,
+    backend: Backend,
+    outputs: Outputs | None = None,
 ) -> Transform:
     """Return the transform of a clipper; that of `agc` has the limits for these weights."""
     if isinstance(clipper, Clipper):
         return clipper.transform(groups)
-    return clipper.transform(weights_of(weights, groups), groups, backend, traced=True)
+    return clipper.transform(
+        weights_of(weights, groups), groups, backend, traced=True, outputs=outputs
+    )
 
 
 def first_numbers(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> State:

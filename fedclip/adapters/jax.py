@@ -18,14 +18,15 @@ except ImportError as error:
 import numpy as np
 
 from fedclip.adapters import compiled
-from fedclip.adapters.clippers import Spec, clipper_of, unique
+from fedclip.adapters.clippers import Spec, clipper_of, skip_of_all, unique
 from fedclip.adapters.compiled import ClipState, groups_of
+from fedclip.adapters.owner import check_owner, owner_of
 from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 from fedclip.dpsgd.step import PrivateMean
 from fedclip.errors import public_names
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Axes, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.scopes import Groups, resolve
 from fedclip.transforms import Carried, NormClipping, SliceClipping, Transform, clip_on_device
@@ -72,6 +73,7 @@ def as_optax(
     *,
     max_norm: object = None,
     axis_name: str | Sequence[str] | None = None,
+    inner: optax.GradientTransformation | None = None,
 ) -> ClipTransformation:
     """Return the clipper as a gradient transformation.
 
@@ -98,12 +100,16 @@ def as_optax(
         Inside a `shard_map` the leaves are shards, and norms those of each shard; with the names
         of the axes along which leaves are split, they are those of the whole, for one more
         all-reduce. With ``check_vma=False`` every leaf has to be split along all of them.
+    inner
+        What steps with the clipped gradient, such as ``optax.adamw(1e-3)``. A step that the
+        clipper skips then returns updates of zero, and the state of `inner` stays. In a chain a
+        skipped step is a gradient of zero, with which Adam still moves, decays and counts.
 
     Raises
     ------
     NotImplementedError
         If compiled code can not follow the clipper; with `axis_name`, if it is not one by L2
-        norms of whole tensors.
+        norms of whole tensors; with `inner`, if ``on_spike="skip"`` and the scope is not "global".
     TypeError
         If `max_norm` is given and the clipper has none; at an update, if the state is none of
         `init`'s, or another clipper's, or if a leaf that is not excluded has another dtype, or is
@@ -132,6 +138,8 @@ def as_optax(
     def init(params: Tree) -> ClipState:
         leaves = _parameters(clipper, params)
         groups = groups_of(clipper, leaves) if leaves else resolve("global", None, [])
+        if leaves:
+            check_owner(clipper, {name: np.shape(leaf) for name, leaf in leaves.items()})
         shown = {name: _shown(leaves[name]) for name in groups.names}
         first = compiled.first_state(clipper, groups, shown, backend)
         if not groups.names and compiled.kind_of(clipper, groups).arrays:
@@ -165,7 +173,8 @@ def as_optax(
             return updates, state
         compiled.check_state(state, compiled.kind_of(clipper, groups), clipper.name)
         weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
-        transform = compiled.transform_of(clipper, groups, weights, backend)
+        outputs = _outputs(clipper, params) if weights is not None else None
+        transform = compiled.transform_of(clipper, groups, weights, backend, outputs)
         if max_norm is not None:
             transform = _limited(transform, clipper, jnp.maximum(backend.asarray(max_norm), 0.0))
         whole = isinstance(transform, NormClipping) and transform.ord == 2
@@ -185,6 +194,36 @@ def as_optax(
         news = iter([_like(leaf, clipped[name]) for name, leaf in leaves.items()])
         outputs = jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates)
         return outputs, compiled.after(state, step)
+
+    clipping = ClipTransformation(init, update)
+    return clipping if inner is None else _around(clipping, inner, clipper)
+
+
+def _around(
+    clipping: ClipTransformation,
+    inner: optax.GradientTransformation,
+    clipper: Clipper | AGC,
+) -> ClipTransformation:
+    """Return both, one after the other; the second does not step where the first skips."""
+    spikes, inner = skip_of_all(clipper, "inner"), optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> Tree:
+        return clipping.init(params), inner.init(params)
+
+    def update(
+        updates: optax.Updates, state: Tree, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, Tree]:
+        before, old = state
+        clipped, after = clipping.update(updates, before, params, **extra)
+        stepped, new = inner.update(clipped, old, params, **extra)
+        skip = (after.nonfinite > before.nonfinite) & (clipper.on_nonfinite == "skip")
+        skip |= after.over.all() & spikes
+
+        def kept(old: Tree, new: Tree) -> Tree:
+            return new if _is_float0(new) else jnp.where(skip, old, new)
+
+        nothing = jax.tree.map(lambda x: x if _is_float0(x) else jnp.zeros_like(x), stepped)
+        return jax.tree.map(kept, nothing, stepped), (after, jax.tree.map(kept, old, new))
 
     return ClipTransformation(init, update)
 
@@ -300,6 +339,10 @@ def set_state(clipper: Clipper | AGC, state: object, params: Tree) -> None:
     """
     found, labels = _labelled(clipper, state, params)
     compiled.load(clipper, found.statistics, labels)
+    if isinstance(clipper, Clipper):
+        leaves = _parameters(clipper, params)
+        shapes = {name: np.shape(leaf) for name, leaf in leaves.items()}
+        clipper.owner = owner_of(clipper, shapes, "")
 
 
 def _labelled(
@@ -332,6 +375,42 @@ def _is_variable(node: object) -> bool:
 def _names(tree: object) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]
     return unique(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
+
+
+def _outputs(clipper: Clipper | AGC, params: object) -> Outputs | None:
+    """Return the axes that hold the outputs of layers, by name; None if the clipper asks for none.
+
+    Those of Equinox' layers, which are in the pytree, are as in torch. Queries, keys and values of
+    Flax' attention have two, transposed convolutions of Haiku the last but one, and a bias is one
+    unit; of others it is the last.
+    """
+    if not isinstance(clipper, AGC) or not clipper.asks_layers:
+        return None
+    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_variable)[0]
+    return {
+        name: _axes(params, path, np.ndim(leaf))
+        for name, (path, leaf) in zip(_names(params), paths, strict=True)
+    }
+
+
+def _axes(tree: Any, path: Sequence[Any], ndim: int) -> Axes:
+    keys = ["", *(jax.tree_util.keystr((key,), simple=True) for key in path)]
+    if ndim == 3 and keys[-1] == "kernel" and keys[-2] in ("query", "key", "value"):
+        return (-2, -1)
+    if keys[-1] in ("b", "bias"):
+        return ()
+    if keys[-1] == "w" and "transpose" in keys[-2]:
+        # Haiku's.
+        return (-2,)
+    layer, node = "", tree
+    for key in path:
+        if type(node).__module__.startswith("equinox.nn"):
+            layer = type(node).__name__
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            node = getattr(node, key.name)
+        else:
+            node = node[getattr(key, "idx", getattr(key, "key", None))]
+    return (0,) if layer and layer != "Embedding" else (-1,)
 
 
 def _parameters(clipper: Clipper | AGC, params: object) -> dict[str, Array]:

@@ -24,7 +24,7 @@ except ImportError as error:
 import numpy as np
 
 from fedclip.adapters import compiled
-from fedclip.adapters.clippers import Spec, Theirs, clipper_of, unique
+from fedclip.adapters.clippers import Spec, Theirs, clipper_of, skip_of_all, skips, unique
 from fedclip.adapters.variables import HeldClipper, Operations, Told
 from fedclip.arrays import Array, backend_named
 from fedclip.modules.agc import AGC
@@ -102,6 +102,7 @@ class _Hook:
         take = functools.partial(keras.ops.take, axis=-1)
         operations = Operations(self._make, _value, take, keras.ops.cast)
         self.held = HeldClipper(clipper, backend, operations)
+        self._spikes = skip_of_all(clipper, "a Keras optimizer")
         self._names: dict[Variable, str] = {}
         # Strategies of TensorFlow run each replica in a thread.
         self._now = threading.local()
@@ -126,7 +127,8 @@ class _Hook:
         self._names = dict(zip(keys, names, strict=True))
         pairs = zip(names, variables, strict=True)
         self.held.build(
-            {n: v for n, v in pairs if not getattr(v, "overwrite_with_gradient", False)}
+            {n: v for n, v in pairs if not getattr(v, "overwrite_with_gradient", False)},
+            type(self.stepping).__name__,
         )
 
     def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:
@@ -137,13 +139,44 @@ class _Hook:
                 "variables: let that one step, which builds the clipper"
             )
         self._now.variables, self._now.clipped = variables, False
+        restore = self._restoring(variables) if skips(self.held.clipper) else None
         self._apply(gradients, variables)
+        if restore is not None:
+            restore()
         # Eager code clips in the last of the accumulated steps only.
         if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
             raise RuntimeError(
                 f"{type(self.stepping).__name__} has stepped without a call of _clip_gradients, "
                 "where Keras' optimizers clip: call it in _backend_apply_gradients"
             )
+
+    def _restoring(self, weights: Sequence[Variable]) -> Callable[[], None]:
+        """Return what undoes the step that follows, if the clipper skips it.
+
+        Keras offers no place in which a step could be left out, after the clip.
+        """
+        stepping, held = self.stepping, self.held
+        gathered = getattr(stepping, "_accumulated_gradients", None) or ()
+        left = {*map(id, (stepping._iterations, *held.variables, *gathered))}
+        chosen = [v for v in (*weights, *stepping.variables) if id(v) not in left]
+        old, before = [keras.ops.copy(v) for v in chosen], keras.ops.copy(held.variables[0])
+        steps = stepping.gradient_accumulation_steps or 1
+
+        def restore() -> None:
+            after, over = (_value(v) for v in held.variables[:2])
+            happened = after - before
+            skip = (happened[2] > 0) if held.clipper.on_nonfinite == "skip" else happened[2] < 0
+            if self._spikes:
+                skip = skip | ((happened[0] > 0) & keras.ops.all(over[2] > 0))
+            _assign(
+                chosen,
+                [keras.ops.where(skip, o, _value(v)) for o, v in zip(old, chosen, strict=True)],
+            )
+            # Keras counts the step when it is over.
+            iterations = stepping._iterations
+            iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * steps)
+
+        return restore
 
     def clip(self, gradients: Sequence[Array]) -> Array:
         """Return the clipped gradients."""
@@ -201,6 +234,25 @@ def _of_all_replicas(
             sums = context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients))
             return sums, lambda gradient: tf.math.scalar_mul(1.0 / replicas, gradient)
     return gradients, lambda gradient: gradient
+
+
+def _assign(variables: Sequence[Variable], values: Sequence[Array]) -> None:
+    """Assign a value to each variable, the same in all replicas."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        context = tf.distribute.get_replica_context()
+        if context and context.num_replicas_in_sync > 1:
+
+            def assign(strategy: Any, values: Sequence[Array]) -> None:
+                for variable, value in zip(variables, values, strict=True):
+                    inside = getattr(variable, "value", variable)
+                    strategy.extended.update(inside, lambda v, new: v.assign(new), args=(value,))
+
+            context.merge_call(assign, args=(list(values),))
+            return
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def _inner(option: str) -> property:

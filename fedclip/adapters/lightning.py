@@ -83,6 +83,8 @@ class ClipCallback(Callback):
             raise NotImplementedError(
                 "DeepSpeed keeps the gradients to itself: use its own gradient_clip_val"
             )
+        # Finders of a learning rate or batch size step in their own on_fit_start.
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda c: not isinstance(c, ClipCallback))
 
     def on_fit_start(self, trainer: Theirs, pl_module: Theirs) -> None:
         """Attach a clipper to each optimizer, before a checkpoint is loaded."""
@@ -105,7 +107,7 @@ class ClipCallback(Callback):
                     f"a fused {type(optimizer).__name__} unscales the gradients in its step, "
                     "after the clip: make it without fused=True"
                 )
-            self._handles.append(attach(optimizer, clipper, pl_module.named_parameters()))
+            self._handles.append(attach(optimizer, clipper, pl_module))
 
     def teardown(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
         """Let go of the clippers, for another Trainer; what is saved later still has them."""

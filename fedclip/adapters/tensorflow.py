@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from fedclip.adapters.variables import Variable
 from fedclip.arrays import HostView
@@ -19,15 +20,33 @@ except ImportError as error:
 
 from fedclip.adapters.clippers import ByClipper, Spec, check_clipper, clipped, clipper_of, unique
 from fedclip.adapters.keras import ClippedOptimizer
-from fedclip.adapters.variables import HeldClipper, Operations, Told
+from fedclip.adapters.owner import begin, learns
+from fedclip.adapters.variables import (
+    HeldClipper,
+    Known,
+    Operations,
+    Told,
+    check_known,
+    outputs_of,
+    shapes_of,
+)
 from fedclip.arrays import Array, backend_named
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Axes
 from fedclip.modules.base import Clipper
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
 __dir__ = public_names(__name__)
 
+
+class _Seen(NamedTuple):
+    """What a clipper has seen in eager code: variables, and the axes of their outputs."""
+
+    known: Known
+    outputs: dict[str, Axes]
+
+
+_seen: ByClipper[_Seen] = ByClipper()
 _compiled: ByClipper[CompiledClipper] = ByClipper()
 
 
@@ -66,8 +85,21 @@ def clip(
     present, variables = _by_name(pairs)
     if not present:
         return pairs
+    seen = _seen.get(clipper)
+    if seen is None or (clipper.last is None and not isinstance(clipper, AGC)):
+        # Nothing has been learnt yet, or it was forgotten.
+        seen = _seen.set(clipper, _Seen({}, {}))
+        begin(clipper, shapes_of(variables), "", [*variables.values()])
+    if learns(clipper, {n: tuple(v.shape) for n, v in variables.items()}):
+        check_known(clipper, seen.known, variables)
+    if isinstance(clipper, AGC) and not seen.outputs.keys() >= variables.keys():
+        seen.outputs.update(outputs_of(clipper, variables) or {})
     outputs = clipped(
-        clipper, present, lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()}
+        clipper,
+        present,
+        lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()},
+        None,
+        seen.outputs or None,
     )
     return [(outputs.get(n), v) for n, v in variables.items()]
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -24,14 +25,19 @@ except ImportError as error:
 
 from fedclip import states
 from fedclip.adapters.clippers import Spec, clipper_of, hold, release
+from fedclip.adapters.owner import begin, configuration, configuration_of, owner_of
 from fedclip.adapters.torch import set_state
 from fedclip.adapters.torch.clip import clip_named
+from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import check_sharding, named
 from fedclip.modules.agc import AGC
 
 __all__ = ["ClipCallback", "attach"]
 
 __dir__ = public_names(__name__)
+
+
+_TRAINING: weakref.WeakSet[ClipCallback] = weakref.WeakSet()
 
 
 class ClipCallback(TrainerCallback, ExportableState):
@@ -69,12 +75,19 @@ class ClipCallback(TrainerCallback, ExportableState):
     def __init__(self, clipper: Spec) -> None:
         self.clipper = clipper_of(clipper)
         self._within = False
+        self._training: object = None
+
+    def _wrote(self, entry: Theirs) -> bool:
+        """Whether an entry of a checkpoint is of a clipper of this name and configuration."""
+        name, config = entry["args"]["clipper"]
+        return bool(configuration_of(name, config) == configuration(self.clipper))
 
     def on_train_begin(
         self,
         args: Theirs,
         state: Theirs,
         control: Theirs,
+        model: Theirs = None,
         optimizer: Theirs = None,
         **kwargs: object,
     ) -> None:
@@ -88,23 +101,41 @@ class ClipCallback(TrainerCallback, ExportableState):
             raise NotImplementedError(
                 "DeepSpeed keeps the gradients to itself: use its own gradient_clipping"
             )
+        for other in _TRAINING:
+            same = configuration(other.clipper) == configuration(self.clipper)
+            if other.clipper is not self.clipper and same and other._training is state:
+                raise ValueError(
+                    f"two ClipCallbacks have the same {self.clipper.name}, and would get each "
+                    "other's statistics from a checkpoint: give one, or clippers that differ"
+                )
         # Of a training that failed, the end was not seen.
+        failed = self._training is not None
         release(self.clipper, self)
         hold(self.clipper, self, "in the ClipCallback of a Trainer")
+        self._training = state
+        _TRAINING.add(self)
+        if failed and not state.global_step and not isinstance(self.clipper, AGC):
+            self.clipper.reset()
         # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
-        if state.global_step:
+        parameters = named(model, self.clipper)
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        self._within = bool(state.global_step and state.epoch % 1)
+        if state.global_step and not isinstance(self.clipper, AGC):
             # The Trainer adds the states of several callbacks to the end of one list.
             entries = saved if isinstance(saved, list) else [saved]
-            ours = [e for e in entries if e["args"]["clipper"][0] == self.clipper.name]
+            ours = [_read(e["attributes"]["clipper_state"]) for e in entries if self._wrote(e)]
             set_state(
-                self.clipper, _read(ours[-1]["attributes"]["clipper_state"]) if ours else None
+                self.clipper, ours[-1] if ours else None, owner_of(self.clipper, shapes, kind)
             )
-        self._within = bool(state.global_step and state.epoch % 1)
+        begin(self.clipper, shapes, kind, [*parameters.values()])
 
     def on_train_end(self, args: Theirs, state: Theirs, control: Theirs, **kwargs: object) -> None:
         """Let go of the clipper, for another Trainer."""
         release(self.clipper, self)
+        self._training = None
+        _TRAINING.discard(self)
 
     def on_epoch_begin(
         self, args: object, state: object, control: object, **kwargs: object
@@ -131,7 +162,8 @@ class ClipCallback(TrainerCallback, ExportableState):
                 scaler.unscale_(optimizer.optimizer)
         parameters = named(model, self.clipper)
         check_sharding(parameters.values())
-        if clip_named(parameters, self.clipper) is None:
+        outputs = outputs_of(model, parameters, self.clipper)
+        if clip_named(parameters, self.clipper, outputs) is None:
             raise RuntimeError(
                 f"{self.clipper.name} finds no gradient before the step: a layer-wise optimizer, "
                 "LOMO or the like, steps while the gradients are computed, and keeps none; take "

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,8 +14,10 @@ import numpy as np
 
 from fedclip import states
 from fedclip.adapters import compiled
+from fedclip.adapters.clippers import unique
+from fedclip.adapters.owner import begin, fitting
 from fedclip.arrays import NUMPY, Array, Backend, HostView
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Axes, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.records import StepRecord
 from fedclip.states import Fields
@@ -87,14 +93,17 @@ class HeldClipper:
         self._kept: dict[tuple[str, str], Variable] = {}
         self._columns = self._round = 0
         self._groups: Any = None
-        self._names: frozenset[str] = frozenset()
+        self._known: Known = {}
         self._type: Any = None
+        self._outputs: Outputs | None = None
 
-    def build(self, weights: Mapping[str, Array]) -> None:
+    def build(self, weights: Mapping[str, Array], optimizer: str = "") -> None:
         """Make the variables, once, for the gradients of these weights."""
         if self.variables:
             return
-        self._groups, self._names = compiled.groups_of(self.clipper, weights), frozenset(weights)
+        begin(self.clipper, shapes_of(weights), optimizer, [*weights.values()])
+        self._outputs = outputs_of(self.clipper, weights)
+        self._groups = compiled.groups_of(self.clipper, weights)
         # Not the values: Keras may fill its variables later, as ``fit`` builds a model.
         shaped = {n: np.zeros(tuple(w.shape), _wide(w)) for n, w in weights.items()}
         first, arrays = compiled.parts(
@@ -121,11 +130,7 @@ class HeldClipper:
         groups = compiled.groups_of(self.clipper, weights)
         if not groups.names:
             return gradients
-        if self._names.isdisjoint(weights):
-            raise ValueError(
-                f"this {self.clipper.name} clips {_few(self._names)}, and would take the norms of "
-                f"{_few(weights)} for theirs: give each model a clipper of its own"
-            )
+        check_known(self.clipper, self._known, weights)
         unknown = [label for label in groups.labels if label not in labels]
         if unknown:
             raise ValueError(
@@ -142,7 +147,7 @@ class HeldClipper:
         if self._kept:
             own = {k: ops.read(v) for k, v in self._kept.items() if k[0] in groups.names}
             state = Carried(state, _by_tensor(own))
-        transform = compiled.transform_of(self.clipper, groups, weights, xp)
+        transform = compiled.transform_of(self.clipper, groups, weights, xp, self._outputs)
         policy = self.clipper.on_nonfinite
         clipped, step = clip_on_device(transform, gradients, groups, xp, state, policy)
         over = xp.where(step.clipped, 1.0, 0.0)
@@ -209,8 +214,13 @@ class HeldClipper:
         """
         if isinstance(self.clipper, AGC):
             return
+        owner = self.clipper.owner if self.variables else None
+        if owner is not None and fitting(self.clipper, state, owner) is None:
+            self.reset()
+            return
         self.clipper.set_state(state)
         if self.variables:
+            self.clipper.owner = owner
             self._restart(compiled.first_numbers(self.clipper, self._groups), state["arrays"])
 
     def reset(self) -> None:
@@ -240,6 +250,28 @@ class HeldClipper:
         return [*map(int, self._numbers()[0])] if self.variables else [0, 0, 0]
 
 
+Known: TypeAlias = dict[str, "weakref.ref[Any]"]
+"""The variables that a clipper has seen, by name."""
+
+
+def shapes_of(variables: Mapping[str, Variable]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of variables, by name, without the numbers that Keras gives to layers."""
+    names = unique(re.sub(r"_\d+(?=/|$)", "", name) for name in variables)
+    return {n: tuple(v.shape) for n, v in zip(names, variables.values(), strict=True)}
+
+
+def check_known(clipper: Clipper | AGC, known: Known, variables: Mapping[str, Variable]) -> None:
+    """Note variables; raise a ValueError if a clipper has seen others, of another model."""
+    others = [n for n, v in variables.items() if n in known and known[n]() is not v]
+    if others or (known and known.keys().isdisjoint(variables)):
+        raise ValueError(
+            f"this {clipper.name} clips {_few(known)}, and would take the norms of "
+            f"{_few(others or variables)} of another model for theirs: give each model a clipper "
+            "of its own"
+        )
+    known.update({n: weakref.ref(v) for n, v in variables.items() if n not in known})
+
+
 def _by_tensor(kept: Mapping[tuple[str, str], Array]) -> states.Statistics:
     found: states.Statistics = {}
     for (name, field), value in kept.items():
@@ -250,6 +282,48 @@ def _by_tensor(kept: Mapping[tuple[str, str], Array]) -> states.Statistics:
 def _no_step(groups: int) -> HostView:
     """Return norms, limits and which were clipped of groups that no step had: no limit."""
     return np.outer([0.0, np.inf, 0.0], np.ones(groups))
+
+
+def outputs_of(clipper: Clipper | AGC, variables: Mapping[str, Variable]) -> Outputs | None:
+    """Return the axes that hold the outputs of layers, by name; None if the clipper asks for none.
+
+    ============================================  ==============================================
+    layer of Keras                                axes
+    ============================================  ==============================================
+    transposed convolution                        the last but one
+    depthwise kernel                              the last two
+    ``EinsumDense``, as attention has it          those of its equation's output
+    a bias                                        all: it is one unit
+    any other, and no layer                       the last
+    ============================================  ==============================================
+    """
+    if not isinstance(clipper, AGC) or not clipper.asks_layers:
+        return None
+    layers: dict[int, Any] = {}
+    if "keras" in sys.modules:
+        # A variable does not know its layer.
+        base = sys.modules["keras"].layers.Layer
+        alive = [o for o in gc.get_objects() if issubclass(type(o), base)]
+        layers = {
+            id(v): layer for layer in alive for v in getattr(layer, "_trainable_variables", ())
+        }
+    return {name: _axes(v, layers.get(id(v))) for name, v in variables.items()}
+
+
+def _axes(variable: Variable, layer: Any) -> Axes:
+    kind, name = type(layer).__name__, getattr(variable, "name", "")
+    if layer is None:
+        return (-1,)
+    if name == "bias":
+        return ()
+    if name == "depthwise_kernel" or kind.startswith("DepthwiseConv"):
+        return (-2, -1)
+    if kind.startswith("Conv") and kind.endswith("Transpose"):
+        return (-2,)
+    if kind == "EinsumDense" and name == "kernel":
+        kernel, _, output = layer.equation.partition(",")[2].partition("->")
+        return tuple(i for i, letter in enumerate(kernel) if letter in output)
+    return (-1,)
 
 
 def _few(names: Iterable[str]) -> str:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import glob
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -34,6 +35,10 @@ def _check_axis(axis: object) -> int:
             "several dimensions, give dims"
         )
     return axis
+
+
+Axes: TypeAlias = tuple[int, ...]
+Outputs: TypeAlias = Mapping[str, Axes]
 
 
 class AGC(Core, Regularizer):
@@ -105,14 +110,15 @@ class AGC(Core, Regularizer):
     gradient descent changes a unit by at most the learning rate times its norm. The paper uses
     0.01 for batches of 4096, larger values for smaller ones, and `min_norm` 0.001:
     ``AGC.preset("nfnets")``."""
-    unit: str = parameter(choice, ("output", "tensor", "global"), default="output")
-    """A unit has its own norm: all weights that lead to one output of a layer; one tensor; or
-    all tensors together."""
+    unit: str = parameter(choice, ("output", "tensor", "global", "optax"), default="output")
+    """A unit has its own norm: all weights that lead to one output of a layer; one tensor; all
+    tensors together; or as optax has it: "optax" sums over axis 0 of two or three dimensions and
+    over all but the last of four or more, and a tensor with only one dimension longer than 1 is
+    one unit."""
     axis: int | None = parameter(_check_axis, default=None)
-    """With "output": the axis of the outputs, 0 for the layers of torch, -1 for those of
-    TensorFlow and JAX; tensors of one dimension or less are one unit. None follows the NFNets
-    code: sums over axis 0 of two or three dimensions, over all but the last of four or more;
-    tensors that have only one dimension longer than 1 are one unit."""
+    """With "output": the axis of the outputs. None for that of the layer, where a loop knows the
+    model; else 0 for arrays of torch and NumPy (scikit-learn), -1 for those of TensorFlow and
+    JAX. Tensors of one dimension or less are one unit."""
     dims: int | Sequence[int] | None = parameter(
         check_dims, default=None, kind="int, list of int or None"
     )
@@ -137,6 +143,7 @@ class AGC(Core, Regularizer):
                 f"give axis or dims, not both; got axis={self.axis!r}, dims={self.dims!r}"
             )
         self._weights: Mapping[str, Array] = {}
+        self._outputs: Outputs | None = None
         super().__post_init__()
 
     def build(self) -> Transform:
@@ -154,8 +161,12 @@ class AGC(Core, Regularizer):
         weights: Mapping[str, Array],
         *,
         backend: Backend | None = None,
+        outputs: Outputs | None = None,
     ) -> Mapping[str, Array]:
-        """Return the clipped arrays, by name; see `fedclip.Clipper.clip`."""
+        """Return the clipped arrays, by name; see `fedclip.Clipper.clip`.
+
+        `outputs` holds the axes of the outputs of tensors whose layers are known, by name.
+        """
         self._checked(weights)
         for name, array in self._checked(arrays).items():
             shape = getattr(weights.get(name), "shape", array.shape)
@@ -165,7 +176,7 @@ class AGC(Core, Regularizer):
                     f"{tuple(shape)}"
                 )
         with self.lock:
-            self._weights = weights
+            self._weights, self._outputs = weights, outputs
             try:
                 return self._clip(arrays, backend)
             finally:
@@ -179,7 +190,8 @@ class AGC(Core, Regularizer):
         weights = weights_of(self._weights, groups)
         if not weights:
             return self._transform
-        return self.transform(weights, groups, backend or backend_of(weights[0]))
+        backend = backend or backend_of(weights[0])
+        return self.transform(weights, groups, backend, outputs=self._outputs)
 
     def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
         """Return which tensors of these names and shapes share a norm."""
@@ -194,11 +206,17 @@ class AGC(Core, Regularizer):
         return [*(self.exclude or ()), *map(glob.escape, vectors)] or None
 
     def transform(
-        self, weights: Sequence[Array], groups: Groups, backend: Backend, *, traced: bool = False
+        self,
+        weights: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        *,
+        traced: bool = False,
+        outputs: Outputs | None = None,
     ) -> NormClipping | SliceClipping:
         """Return the transform with the limits for these weights, where they are.
 
-        In code that is `traced` they are not looked at on the host.
+        In code that is `traced` they are not looked at on the host. `outputs` is as in `clip`.
 
         Raises
         ------
@@ -211,18 +229,22 @@ class AGC(Core, Regularizer):
             native = [*map(backend.constant, native)]
         views: Any = [None] if traced else backend.views(native)
         if any(view is None for view in views):
-            return self._of(Gradient(native, groups, backend))
+            return self._of(Gradient(native, groups, backend), outputs)
         with np.errstate(all="ignore"):
-            return self._of(Gradient(native, groups, backend, None, views))
+            return self._of(Gradient(native, groups, backend, None, views), outputs)
 
-    def _of(self, weights: Gradient) -> NormClipping | SliceClipping:
+    def _of(self, weights: Gradient, outputs: Outputs | None) -> NormClipping | SliceClipping:
         arrays, groups, xp = weights.arrays, weights.groups, weights.xp
-        if self.unit != "output":
+        if self.unit in ("tensor", "global"):
             limits = self._limits(xp.group_norms(arrays, groups.members), xp)
             return NormClipping(Given(limits), action=Action(self.eps))
-        if all(self.axes(tuple(weight.shape)) is None for weight in arrays):
-            return self._slices(())
-        return self._slices(self._limits(self._slices(()).measure(arrays, xp), xp))
+        usual = self.usual_outputs(weights.backend.name)
+        known = [(outputs or {}).get(name, usual) for name in groups.names]
+        spans = [self._span(a.shape or (1,), o) for a, o in zip(arrays, known, strict=True)]
+        slices = SliceClipping((), None, action=Action(self.eps), spans=spans)
+        if not slices.spans_of(arrays):
+            return slices
+        return replace(slices, limit=self._limits(slices.measure(arrays, xp), xp))
 
     def get_limit(self, weight_norm: float) -> float:
         """Return the limit of a unit whose weights have this norm.
@@ -243,23 +265,38 @@ class AGC(Core, Regularizer):
         size = xp.maximum(xp.where(xp.isfinite(norms), norms, 0.0), self.min_norm)
         return self.ratio * (size + self.eps if self.eps else size)
 
-    def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the dims over which a unit of a tensor of this shape spans; None: left alone."""
-        return self._slices(()).axes(shape)
+    def axes(self, shape: tuple[int, ...], outputs: Axes = (0,)) -> Axes | None:
+        """Return the dims over which a unit of a tensor of this shape spans; None: left alone.
 
-    def _slices(self, limits: object) -> SliceClipping:
-        return SliceClipping(limits, None, action=Action(self.eps), span=self._span)
+        >>> AGC().axes((3, 2, 5, 5), outputs=(1,))
+        (0, 2, 3)
+        """
+        shape = shape or (1,)
+        return self._span(shape, outputs) or None
 
-    def _span(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the dims over which a unit of a tensor of this shape spans."""
+    @property
+    def asks_layers(self) -> bool:
+        """Whether its units follow from the layers of a model."""
+        return self.unit == "output" and self.axis is None and self.dims is None
+
+    @staticmethod
+    def usual_outputs(framework: str) -> Axes:
+        """Return the axis of the outputs in a framework's linear layers and convolutions.
+
+        NumPy's arrays are those of scikit-learn.
+        """
+        return (-1,) if framework in ("jax", "tensorflow") else (0,)
+
+    def _span(self, shape: Sequence[int], outputs: Axes) -> Axes:
         ndim = len(shape)
         if self.dims is not None:
             return spanned(ndim, as_tuple(self.dims), False)
-        if self.axis is not None:
-            return spanned(ndim, (self.axis,), True) or (0,)
-        if sum(n > 1 for n in shape) <= 1:
-            return tuple(range(ndim))
-        return (0,) if ndim in (2, 3) else tuple(range(ndim - 1))
+        if self.unit == "optax":
+            whole = sum(n > 1 for n in shape) <= 1
+            return tuple(range(ndim if whole else 1 if ndim < 4 else ndim - 1))
+        if ndim < 2:
+            return (0,)
+        return spanned(ndim, outputs if self.axis is None else (self.axis,), True)
 
 
 def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Array]:

@@ -39,8 +39,10 @@ class Clipper(Core, OptiModule, register=False):
     It declares its parameters as fields, and has those of its bases, besides.
 
     A gradient with NaN or infinity is treated as `on_nonfinite` says. "skip": the output is zero,
-    the step is counted, one warning a round. "raise": a `NonFiniteError` that names the tensors.
-    "propagate": each group that holds one becomes NaN. No statistic ever sees such a step.
+    the step is counted, one warning a round. Loops of torch and Keras, and `as_optax` with `inner`,
+    then leave out the optimizer's step; declearn's optimizer steps with zeros. "raise": a
+    `NonFiniteError` that names the tensors. "propagate": each group that holds one becomes NaN. No
+    statistic ever sees such a step.
 
     With `keep_memory`, large outputs are written to memory that is kept between the steps of a
     round: at most one gradient's size, and only what nobody holds any more.
@@ -93,6 +95,7 @@ class Clipper(Core, OptiModule, register=False):
                 "groups": self._statistics(),
                 "arrays": states.fetched(self._arrays),
                 **self._recorder.get_state(),
+                **({"owner": dict(self.owner)} if self.owner else {}),
             }
 
     def set_state(self, state: Mapping[str, object]) -> None:
@@ -104,7 +107,9 @@ class Clipper(Core, OptiModule, register=False):
             (a `KeyError` and a `ValueError`) If anything is missing, of a wrong type, not finite,
             negative, or another clipper's. The clipper then keeps its old state.
         """
+        owner = states.check_owner(state.get("owner") if isinstance(state, Mapping) else None)
         self._take_over(state, self._transform)
+        self.owner, self.model = owner, None
 
     def _take_over(self, state: object, transform: Transform) -> None:
         statistics, arrays, round_, rounds = self._check_state(state, transform)

@@ -52,6 +52,10 @@ class Core(Documented):
         # Called after each step with its record, if set; not in compiled code.
         self.on_record: Callable[[StepRecord], object] | None = None
         self._recorder = Recorder()
+        # What the statistics are of, which the adapters for loops know (adapters/owner.py): a
+        # fingerprint, and a tensor of the model in this process.
+        self.owner: dict[str, str] | None = None
+        self.model: Callable[[], object] | None = None
         # Names, groups, and the statistics of each group; known from the first gradient on.
         self._names: tuple[str, ...] = ()
         self._groups: Groups | None = None
@@ -78,11 +82,13 @@ class Core(Documented):
         """
         with self.lock:
             changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
-            return {k: v for k, v in vars(self).items() if k != "lock"} | changing
+            return {k: v for k, v in vars(self).items() if k not in ("lock", "model")} | changing
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
-        vars(self).update({"on_record": None, **state}, lock=threading.RLock())
+        vars(self).update(
+            {"on_record": None, "owner": None, **state}, model=None, lock=threading.RLock()
+        )
 
     @classmethod
     def preset(cls, name: str, **config: object) -> Self:
@@ -360,9 +366,9 @@ class Core(Documented):
         self._tell()
         if self._warned != self._recorder.round:
             self._warned = self._recorder.round
-            done = "skipped" if self.on_nonfinite == "skip" else "passed on"
+            done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
             warnings.warn(
-                f"{self.name}: {told}; the step is {done} "
+                f"{self.name}: {told}; the gradient is {done} "
                 f"(round {self._recorder.round}; more of them are counted without a warning)",
                 FedclipWarning,
                 # Point to the caller of `run`.

@@ -99,7 +99,8 @@ class LimitedClipper(ExactClipper, register=False):
     """Fixed limit at every step, in the units of the gradient: the learnt limit is never above it.
     None for none."""
     on_spike: str = parameter(choice, ("clip", "skip"), default="clip")
-    """What becomes of a group that is over its limit: it is clipped, or set to zero ("skip")."""
+    """What becomes of a group that is over its limit: it is clipped, or set to zero ("skip"), with
+    which loops of torch and Keras leave out the step of its parameters."""
 
     def with_rule(self, rule: Callable[..., Rule], **own: object) -> NormClipping:
         """Return the transform that brings norms to the limits of a rule.

@@ -53,6 +53,11 @@ _WEIGHTS = (
     "agc limits by the norms of the weights, which are private from the second local step on: it "
     "bounds no sensitivity"
 )
+_UNITS = (
+    "agc limits what leads to one output: it takes axis 0 for the outputs in torch and "
+    "scikit-learn, and the last axis in TensorFlow and JAX. Put transposed convolutions, and "
+    "embeddings of torch, into exclude, or use unit = 'tensor'"
+)
 _NOISED = (
     "evaluations have noise, for {share:g} of {whole} and losses of at most {bound:g}: loss and "
     "accuracy, best weights and an early stop are covered for each {unit}. What declearn asks of "
@@ -99,6 +104,9 @@ def exposures(setting: Setting) -> Iterator[Found]:
         yield from _declearns(privacy, run)
     if per_record:
         yield from _budget(privacy, run, setting.protected)
+    for side, chosen in plugins.items():
+        if any(p.name == "agc" and p.asks_layers for p in chosen):
+            yield "note", side, _UNITS
     averaged = getattr(aggregator, "name", None) == "clipped-averaging"
     for side, chosen in plugins.items():
         for text in _own_noise(side, chosen, per_record if side == CLIENT else averaged):

@@ -15,7 +15,7 @@ measured nor clipped. A 0-d array counts as one of shape (1,); a sparse array is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -63,8 +63,8 @@ class SliceClipping(Transform):
     """A limit on the measure of every slice; see `fedclip.transforms.norm.NormClipping`.
 
     The limit is one for all slices; or one flat array with a limit for each, array by array, where
-    the arrays are. `span` returns the dims that a slice spans, given the shape of the array, for
-    choices that `dims` (see `spanned`) can not express.
+    the arrays are. `spans` holds the dims that the slices of each array span, where `dims` (see
+    `spanned`) does not hold for all arrays.
     """
 
     dense = True
@@ -75,7 +75,7 @@ class SliceClipping(Transform):
     min_size: int = 1
     ord: Order = 2
     action: Action = SCALE_DOWN
-    span: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
+    spans: Sequence[tuple[int, ...]] | None = None
 
     @cached_property
     def basis(self) -> Basis:
@@ -87,32 +87,32 @@ class SliceClipping(Transform):
         # What raises a slice has to know its largest element.
         return self.ord == 2 and not self.action.raises
 
-    def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the dims that the slices span; None if the array is left alone."""
+    def axes(self, shape: tuple[int, ...], place: int = 0) -> tuple[int, ...] | None:
+        """Return the dims that the slices span; None if the array at this place is left alone."""
         shape = shape or (1,)
-        if self.span is None:
+        if self.spans is None:
             axes = spanned(len(shape), self.dims, self.inverse_dims)
         else:
-            axes = self.span(shape)
+            axes = self.spans[place]
         # A list, not a generator: torch.compile can follow it.
         size = math.prod([shape[a] for a in axes])
         return axes if axes and size and math.prod(shape) and size >= self.min_size else None
 
     def measure(self, arrays: Arrays, xp: Backend, ord: Order | None = None) -> Array:
         """Return the measures of all slices, flat; of arrays of which some are not left alone."""
-        spans = self._spans(arrays)
+        spans = self.spans_of(arrays)
         some = [arrays[i] if len(arrays[i].shape) else arrays[i][None] for i in spans]
         return slice_measures(some, [*spans.values()], self.ord if ord is None else ord, xp)
 
-    def _spans(self, arrays: Arrays) -> dict[int, tuple[int, ...]]:
+    def spans_of(self, arrays: Arrays) -> dict[int, tuple[int, ...]]:
         """Return the dims that the slices span, of the arrays that are not left alone."""
-        found = ((i, self.axes(tuple(array.shape))) for i, array in enumerate(arrays))
+        found = ((i, self.axes(tuple(array.shape), i)) for i, array in enumerate(arrays))
         return {i: axes for i, axes in found if axes is not None}
 
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient; the record has the norm and limit of the worst slice of a group."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        spans = self._spans(arrays)
+        spans = self.spans_of(arrays)
         # Arrays that are not clipped are only checked for NaN and infinity.
         alone = [i for i in range(len(arrays)) if i not in spans]
         tensors, number = [groups.owners[i] for i in [*spans, *alone]], len(groups)

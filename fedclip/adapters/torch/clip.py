@@ -9,12 +9,13 @@ from functools import lru_cache
 import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
-from fedclip.adapters.clippers import check_clipper, check_free, clipped
+from fedclip.adapters.clippers import check_clipper, check_free, clipped, skipped, skips
 from fedclip.adapters.torch.apart import are_apart, part
+from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import Parameters, check_remembered, check_sharding, named
 from fedclip.adapters.torch.steps import uncompiled
 from fedclip.arrays.torch import TorchInPlace
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.modules.norm_clip import NormClip
 from fedclip.records import StepRecord
@@ -69,7 +70,9 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
     if isinstance(clipper, int | float):
         clipper = _fixed(clipper, 2.0, False)
     clipper = check_clipper(clipper)
-    return clip_named(_checked(parameters, clipper), clipper, given=True) or StepRecord(())
+    found = _checked(parameters, clipper)
+    outputs = outputs_of(parameters, found, clipper)
+    return clip_named(found, clipper, outputs, given=True) or StepRecord(())
 
 
 def _checked(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:
@@ -82,7 +85,10 @@ def _checked(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.
 # The clipper measures through NumPy, and counts in Python.
 @uncompiled
 def clip_named(
-    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC, given: bool = False
+    parameters: Mapping[str, torch.Tensor],
+    clipper: Clipper | AGC,
+    outputs: Outputs | None = None,
+    given: bool = False,
 ) -> StepRecord | None:
     """Clip the gradients of parameters that have been checked, each under one name.
 
@@ -105,17 +111,29 @@ def clip_named(
         backend = _sharded(parameters, gradients)
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
     with torch.no_grad(), clipper.lock:
-        outputs = clipped(
-            clipper, gradients, lambda: {n: parameters[n].detach() for n in gradients}, backend
+        after = clipped(
+            clipper,
+            gradients,
+            lambda: {n: parameters[n].detach() for n in gradients},
+            backend,
+            outputs,
         )
         # Of this step: another thread may have the same clipper.
         record = clipper.last
-    if outputs is not gradients:
-        for (name, gradient), output in zip(gradients.items(), outputs.values(), strict=True):
+    if after is not gradients:
+        for (name, gradient), output in zip(gradients.items(), after.values(), strict=True):
             # A sparse gradient that becomes dense is a new tensor.
             if output is not gradient:
                 parameters[name].grad = output
+    # With a gradient of zero an optimizer would still decay, count, and move by its momentum.
+    if record is not None and skips(clipper) and not _has_no_data(record.norms):
+        for name in skipped(clipper, record, {n: tuple(g.shape) for n, g in gradients.items()}):
+            parameters[name].grad = None
     return record
+
+
+def _has_no_data(norms: object) -> bool:
+    return isinstance(norms, torch.Tensor) and norms.is_meta
 
 
 def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
@@ -188,10 +206,10 @@ def clip_grad_norm_(
         if not parameters:
             return _torchs_own((p for p in parameters), 1.0)
     found = _checked(parameters, clipper)
-    record = clip_named(found, clipper, given=True)
+    gradients = [g for p in found.values() if (g := p.grad) is not None]
+    record = clip_named(found, clipper, outputs_of(parameters, found, clipper), given=True)
     if record is None:
         return torch.zeros(())
-    gradients = [g for p in found.values() if (g := p.grad) is not None]
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if not isinstance(record.norms, torch.Tensor):
         return torch.scalar_tensor(float(record), dtype=dtype)

@@ -16,21 +16,33 @@ import copyreg
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import chain, count
 from operator import is_
 from typing import Any, Self, TypeVar
 
 import torch
 
-from fedclip.adapters.clippers import Spec, clipper_of, hold, holder_of, release
+from fedclip.adapters.clippers import Spec, check_free, clipper_of, hold, holder_of, release
+from fedclip.adapters.owner import begin, clipper_in, configuration, has_learnt, learns, owner_of
 from fedclip.adapters.torch.clip import clip_named
+from fedclip.adapters.torch.layers import outputs_of
 from fedclip.adapters.torch.names import Parameters, check_sharding, named
-from fedclip.adapters.torch.optimizers import called, check_step, held, is_hooked, levels_of
-from fedclip.adapters.torch.saving import Saving, is_in
+from fedclip.adapters.torch.optimizers import (
+    called,
+    check_step,
+    has_stepped,
+    held,
+    is_hooked,
+    levels_of,
+)
+from fedclip.adapters.torch.saving import MARK, Saving, is_in
 from fedclip.adapters.torch.statistics import get_state, set_state
 from fedclip.adapters.torch.steps import Steps, is_within, uncompiled
 from fedclip.adapters.torch.watch import Watch, forget
 from fedclip.errors import FedclipWarning
+from fedclip.modules.agc import AGC, Outputs
+from fedclip.modules.base import Clipper
 from fedclip.records import StepRecord
 from fedclip.states import Fields
 
@@ -51,15 +63,29 @@ class ClipHandle:
         optimizer: torch.optim.Optimizer,
         clipper: Spec,
         parameters: Parameters | None,
+        outputs: Outputs | None = None,
     ) -> None:
         self.clipper = clipper_of(clipper)
         if parameters is not None and not isinstance(parameters, torch.nn.Module):
             parameters = named(parameters, self.clipper)
         self._source = parameters
+        self._outputs = outputs
         self._parameters: dict[str, torch.Tensor] = {}
         self._held: list[torch.Tensor] = []
         self._resolve(optimizer)
         check_step(optimizer)
+        check_free(self.clipper)
+        shapes = self._shapes()
+        begin(self.clipper, shapes, type(optimizer).__name__, self._held)
+        late = optimizer.param_groups[0].pop(MARK, False) or has_stepped(optimizer)
+        if late and learns(self.clipper, shapes) and not has_learnt(self.clipper):
+            warnings.warn(
+                f"{type(optimizer).__name__} has stepped or loaded a state before "
+                f"{self.clipper.name} was attached, which starts without statistics: attach "
+                "first, and then call load_state_dict",
+                FedclipWarning,
+                stacklevel=4,
+            )
         hold(self.clipper, optimizer, f"attached to {called(optimizer)}")
         self._others = _ATTACHED.get(optimizer) or _Attached(optimizer)
         first, taken = f"fedclip:{self.clipper.name}", {h._key for h in self._others.handles}
@@ -104,8 +130,20 @@ class ClipHandle:
         return get_state(self.clipper)
 
     def set_state(self, state: Mapping[str, object] | None) -> None:
-        """Take over statistics; see `fedclip.adapters.torch.set_state`."""
-        set_state(self.clipper, state)
+        """Take over statistics of this model and optimizer; see `fedclip.adapters.owner`."""
+        optimizer = self._others.optimizer()
+        if optimizer is None or isinstance(self.clipper, AGC):
+            set_state(self.clipper, state)
+            return
+        # What an optimizer loads may be other parameters, until its own loading is over.
+        with suppress(ValueError):
+            self._resolve(optimizer)
+        shapes, kind = self._shapes(), type(optimizer).__name__
+        set_state(self.clipper, state, owner_of(self.clipper, shapes, kind))
+        begin(self.clipper, shapes, kind, [*self._parameters.values()])
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in self._parameters.items()}
 
     def reset(self) -> None:
         """Forget all statistics and records."""
@@ -158,7 +196,13 @@ class ClipHandle:
                 "names for all, and put those to leave alone into the clipper's exclude"
             )
         check_sharding(now)
+        if self._outputs is None or isinstance(self._source, torch.nn.Module):
+            self._outputs = outputs_of(self._source, chosen, self.clipper)
         self._held, self._parameters = now, chosen
+        if hasattr(self, "_key") and isinstance(self.clipper, Clipper) and self.clipper.owner:
+            # Parameters were added: it is the same model still.
+            kind = type(optimizer).__name__
+            self.clipper.owner = owner_of(self.clipper, self._shapes(), kind)
         return chosen
 
     # What is done in a step: at its begin, with each new gradient, and at its end.
@@ -173,7 +217,7 @@ class ClipHandle:
                 "the gradients are still scaled by the GradScaler, and would be clipped at the "
                 "wrong size: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
-        clip_named(self._resolve(optimizer), self.clipper)
+        clip_named(self._resolve(optimizer), self.clipper, self._outputs)
 
     def _end(self) -> None:
         """Do nothing: the gradients are used up."""
@@ -199,7 +243,7 @@ class _Attached:
         self.called = called(optimizer)
         self.clips = 0
         self._clips_before = 0
-        self._watching = True
+        self._watching = self._is_step = True
         self._steps = Steps()
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
@@ -233,14 +277,15 @@ class _Attached:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         if self._steps.begin():
+            self._is_step = not _is_dummy(optimizer)
             self._clips_before = self.clips
             forget(optimizer)
-            for handle in self.handles:
+            for handle in self.handles if self._is_step else ():
                 handle._begin(optimizer)
         by_name = kwargs.get("closure")
         given = by_name or (args[1] if len(args) > 1 else None)
         if not callable(given):
-            if self.clips == self._clips_before:
+            if self.clips == self._clips_before and self._is_step:
                 self._clip(optimizer)
             return None
         _check_unscaled(optimizer)
@@ -266,7 +311,7 @@ class _Attached:
             handle._clip(optimizer)
 
     def _end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if self._steps.end():
+        if self._steps.end() and self._is_step:
             for handle in self.handles:
                 handle._end()
 
@@ -275,8 +320,25 @@ class _Attached:
         return {h._key: saved for h in self.handles if (saved := h.get_state())}
 
     def _load(self, states: Mapping[str, Fields]) -> None:
+        """Give each handle the next state of its configuration; else that of its key, if left."""
+        left = dict(sorted(states.items(), key=lambda item: (len(item[0]), item[0])))
+        found = []
         for handle in self.handles:
-            handle.set_state(states.get(handle._key))
+            config = configuration(handle.clipper)
+            same = (key for key, saved in left.items() if clipper_in(saved) == config)
+            found.append(left.pop(next(same, ""), None))
+        for handle, own in zip(self.handles, found, strict=True):
+            handle.set_state(left.pop(handle._key, None) if own is None else own)
+
+
+def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step moves nothing: all rates and gradients are 0, or there are none.
+
+    torch.distributed.checkpoint takes such a step to make an optimizer's state.
+    """
+    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return False
+    return not any(p.grad is not None and bool(p.grad.any()) for p in held(optimizer))
 
 
 _ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Attached]
@@ -289,7 +351,7 @@ def _reduced(optimizer: torch.optim.Optimizer) -> Any:
     found = _ATTACHED.get(optimizer)
     if found is None:
         return reduced
-    attached = [(type(h), h.clipper, h._resolve(optimizer)) for h in found.handles]
+    attached = [(type(h), h.clipper, h._resolve(optimizer), h._outputs) for h in found.handles]
     make, args, state, *_ = reduced
     return _again, (make, args, state, attached)
 
@@ -299,10 +361,10 @@ def _again(
 ) -> torch.optim.Optimizer:
     optimizer = make(*args)
     optimizer.__setstate__(state)
-    for handle, clipper, parameters in attached:
+    for handle, clipper, parameters, outputs in attached:
         # A shallow copy comes with the clipper of the original.
         own = clipper if holder_of(clipper) is None else copy.deepcopy(clipper)
-        handle(optimizer, own, parameters)
+        handle(optimizer, own, parameters, outputs)
     return optimizer
 
 

@@ -25,6 +25,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedclip.adapters.clippers import ByClipper, unique
+from fedclip.adapters.owner import begin
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
 from fedclip.scopes import resolve
@@ -146,7 +147,13 @@ def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | 
     if clipper.last is None:
         # Nothing has been learnt yet, or it was forgotten.
         past = _remembered.set(clipper, _Remembered())
-    groups = clipper.groups({name: tensor.shape for name, tensor in parameters.items()})
+    shapes = {name: tensor.shape for name, tensor in parameters.items()}
+    tensors = [*parameters.values()]
+    # Loops that make their tensors at each step have no Parameters.
+    another = not past.last or isinstance(tensors[0] if tensors else None, torch.nn.Parameter)
+    if tensors and another and all(past.homes.get(tensor) is None for tensor in tensors):
+        begin(clipper, shapes, "", tensors)
+    groups = clipper.groups(shapes)
     transform = clipper.transform(groups)
     if transform.array_fields:
         groups = resolve("tensor", None, groups.names)

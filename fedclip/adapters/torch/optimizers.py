@@ -7,7 +7,7 @@ import inspect
 
 import torch
 
-__all__ = ["called", "check_step", "held", "is_hooked", "levels_of"]
+__all__ = ["called", "check_step", "has_stepped", "held", "is_hooked", "levels_of"]
 
 
 def called(optimizer: object) -> str:
@@ -18,6 +18,15 @@ def called(optimizer: object) -> str:
 def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state of an optimizer is that after a step."""
+    return any(
+        isinstance(state, dict)
+        and (state.get("momentum_buffer") is not None or float(state.get("step", 0)) > 0)
+        for state in optimizer.state.values()
+    )
 
 
 def levels_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

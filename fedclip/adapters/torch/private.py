@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +12,16 @@ from fedclip.dpsgd.persample import torch_check, torch_records
 from fedclip.dpsgd.persample.base import Data
 from fedclip.dpsgd.persample.torch_plan import Run
 from fedclip.dpsgd.step import PrivateMean
+
+# Modules whose gradients were compared with those of a plain backward.
+_TRIED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def _like(record: torch.Tensor) -> torch.Tensor:
+    """Return a record that nobody protects."""
+    if not record.is_floating_point():
+        return torch.zeros_like(record)
+    return torch.linspace(0.1, 1.0, record.numel()).reshape(record.shape).to(record)
 
 
 def private_gradients(
@@ -51,7 +62,8 @@ def private_gradients(
     Raises
     ------
     TypeError, ValueError
-        If a parameter is not as above, or a layer, which is named, mixes records.
+        If a parameter is not as above, a layer, which is named, mixes records, or the gradient of
+        a parameter is not that of a plain backward pass.
 
     Examples
     --------
@@ -71,6 +83,9 @@ def private_gradients(
         *own, target = (x.unsqueeze(0) for x in record)
         return loss(run(tuple(own)), target).mean()
 
+    if module not in _TRIED and len(targets):
+        torch_records.check_tracked(module, of, [_like(x[:1]) for x in (*given, targets)])
+        _TRIED.add(module)
     weights = torch_records.trained(module)
     found = mean(
         torch_records.record_stacks(module, of, (*given, targets), micro_batch),

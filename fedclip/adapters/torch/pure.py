@@ -11,7 +11,9 @@ import torch
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import Spec, clipper_of
 from fedclip.adapters.compiled import ClipState, Kind
+from fedclip.adapters.owner import check_owner, owner_of
 from fedclip.arrays.torch import TorchBackend, TorchRecorded, recorded
+from fedclip.modules.base import Clipper
 from fedclip.scopes import Groups
 from fedclip.transforms import clip_on_device
 
@@ -49,6 +51,7 @@ class PureClipping:
     def init(self, gradients: Mapping[str, torch.Tensor]) -> ClipState:
         """Return the state before the first step, on the device of the gradients."""
         groups, _ = self._looked_up(gradients)
+        check_owner(self.clipper, {name: g.shape for name, g in gradients.items()})
         first = compiled.first_state(self.clipper, groups, gradients, _PLAIN)
         like = next(iter(gradients.values()), None)
         norm, limit = (_PLAIN.asarray(np.full(len(groups), x), like=like) for x in (0.0, np.inf))
@@ -96,6 +99,9 @@ class PureClipping:
     def set_state(self, state: ClipState, gradients: Mapping[str, torch.Tensor]) -> None:
         """Put the statistics of a state into the clipper, from which `init` then starts."""
         compiled.load(self.clipper, state.statistics, self._groups(gradients).labels)
+        if isinstance(self.clipper, Clipper):
+            shapes = {name: gradient.shape for name, gradient in gradients.items()}
+            self.clipper.owner = owner_of(self.clipper, shapes, "")
 
     def _looked_up(self, gradients: Mapping[str, torch.Tensor]) -> tuple[Groups, Kind]:
         groups = self._groups(gradients)

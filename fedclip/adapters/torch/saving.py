@@ -21,7 +21,10 @@ import torch
 
 from fedclip.states import Fields
 
-__all__ = ["Saving", "is_in"]
+__all__ = ["MARK", "Saving", "is_in"]
+
+MARK = "fedclip"
+"""In the first group of parameters of a state: there were statistics of a clipper."""
 
 
 class Saving:
@@ -58,6 +61,9 @@ class Saving:
 
     def _saved(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         found, ours = type(own()).state_dict(own(), *args, **kwargs), self._save()
+        # What loads this and does not know of clippers keeps the parameters of groups.
+        for group in found.get("param_groups", [])[:1] if ours else ():
+            group[MARK] = True
         return found if is_in(found, ours) else {**found, **ours}
 
     def _loads(self, own: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +75,8 @@ class Saving:
         finally:
             if outermost:
                 self._loaded = None
+        for group in own().param_groups:
+            group.pop(MARK, None)
         if outermost:
             self._load(loaded)
         return found

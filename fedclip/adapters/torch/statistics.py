@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fedclip import states
+from fedclip.adapters.owner import fitting
 from fedclip.errors import FedclipWarning
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
@@ -31,13 +32,24 @@ def get_state(clipper: Clipper | AGC) -> Fields:
     return found
 
 
-def set_state(clipper: Clipper | AGC, state: Mapping[str, Any] | None) -> None:
+def set_state(
+    clipper: Clipper | AGC,
+    state: Mapping[str, Any] | None,
+    owner: Mapping[str, str] | None = None,
+) -> None:
     """Take over what `get_state` returned; None, from before there was a clipper, starts anew.
+
+    Parameters
+    ----------
+    owner
+        Of a clipper that is attached: the model, optimizer and configuration that the state has
+        to be of (see `fedclip.adapters.owner`).
 
     Raises
     ------
     StateError
-        If the state is another clipper's, or damaged. The clipper then keeps its old state.
+        If the state is another clipper's or model's, or damaged. The clipper then keeps its old
+        state.
     """
     if isinstance(clipper, AGC):
         return
@@ -51,6 +63,9 @@ def set_state(clipper: Clipper | AGC, state: Mapping[str, Any] | None) -> None:
         return
     if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
         state = {**state, "arrays": states.each(state["arrays"], _array)}
+    if owner is not None and fitting(clipper, state, dict(owner)) is None:
+        clipper.reset()
+        return
     clipper.set_state(dict(state))
 
 

@@ -13,6 +13,7 @@ import torch
 from fedclip.adapters.clippers import Spec, clipped
 from fedclip.adapters.torch.handle import ClipHandle, attached
 from fedclip.adapters.torch.names import Parameters
+from fedclip.modules.agc import Outputs
 
 __all__ = ["UpdateHandle", "attach_update"]
 
@@ -25,9 +26,10 @@ class UpdateHandle(ClipHandle):
         optimizer: torch.optim.Optimizer,
         clipper: Spec,
         parameters: Parameters | None,
+        outputs: Outputs | None = None,
     ) -> None:
         self._before: dict[str, torch.Tensor] = {}
-        super().__init__(optimizer, clipper, parameters)
+        super().__init__(optimizer, clipper, parameters, outputs)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the weights."""
@@ -41,7 +43,7 @@ class UpdateHandle(ClipHandle):
         before, self._before = self._before, {}
         with torch.no_grad():
             change = {name: self._parameters[name] - weight for name, weight in before.items()}
-            outputs = clipped(self.clipper, change, lambda: before)
+            outputs = clipped(self.clipper, change, lambda: before, None, self._outputs)
             for name, weight in before.items() if outputs is not change else ():
                 self._parameters[name].copy_(weight + outputs[name])
 

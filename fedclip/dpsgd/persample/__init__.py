@@ -97,6 +97,8 @@ def try_out(model: AnyModel, records: Sequence[Data], **settings: Any) -> None:
 
     def gradient(of: AnyModel, record: Data) -> Float64:
         sums, _ = clipped_sum(of, [record], np.ones_like, **settings)
+        # As a step ends, so that it does not fail when the budget is spent.
+        vector(of, {name: array + 0.0 for name, array in sums.items()})
         return np.concatenate([array.ravel() for array in sums.values()])
 
     _framework(model).try_out(model, records, gradient)

@@ -14,7 +14,7 @@ from declearn.model.torch import TorchModel, TorchVector
 
 from fedclip.dpsgd.persample import torch_check, torch_records
 from fedclip.dpsgd.persample.base import Data, Float64, Unfit
-from fedclip.dpsgd.persample.torch_plan import Run
+from fedclip.dpsgd.persample.torch_plan import Loss, Run
 from fedclip.dpsgd.persample.torch_records import TorchStack
 
 # Of a gradient, how far it may differ from itself in a second pass.
@@ -32,6 +32,9 @@ def check(model: TorchModel) -> None:
 
 def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> None:
     """Take the gradients of records there and back; refuse a model for which that matters."""
+    for record in records:
+        given, loss = _data_and_loss(model, record)
+        torch_records.check_tracked(model._raw_model.module, loss, given)
 
     def passed(of: TorchModel, order: Sequence[Data]) -> list[Float64]:
         # Which layers are known is found out first, and takes random numbers too.
@@ -82,6 +85,12 @@ def vector(model: TorchModel, arrays: Mapping[str, Float64]) -> TorchVector:
 
 def stacks(model: TorchModel, batch: Data, micro_batch: int, whole: bool) -> Iterator[TorchStack]:
     """Return the gradients of each micro-batch."""
+    records, loss = _data_and_loss(model, batch)
+    module = model._raw_model.module
+    return torch_records.record_stacks(module, loss, records, micro_batch, whole, "module.")
+
+
+def _data_and_loss(model: TorchModel, batch: Data) -> tuple[Data, Loss]:
     # Not those that declearn wraps them in, which send all arguments to the device once more.
     device, module = model._raw_model.device, model._raw_model.module
     criterion = model._loss_fn.module
@@ -98,4 +107,4 @@ def stacks(model: TorchModel, batch: Data, micro_batch: int, whole: bool) -> Ite
         value: torch.Tensor = criterion(found, target).mean()
         return value * record["weight"].to(value.dtype) if "weight" in record else value
 
-    return torch_records.record_stacks(module, loss, records, micro_batch, whole, "module.")
+    return records, loss

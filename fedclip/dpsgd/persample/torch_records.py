@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -32,10 +33,14 @@ from fedclip.dpsgd.persample.base import Data, Float64, Host, Unfit, at_once
 from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts
 from fedclip.dpsgd.persample.torch_plan import Loss, Model, Plan, Tensors, full, plan_of
 
-__all__ = ["TorchStack", "record_parts", "record_stacks", "restored", "trained"]
+__all__ = [
+    *("TorchStack", "check_tracked", "record_parts", "record_stacks", "restored", "trained"),
+]
 
 # Records taken together are filled up to a multiple of this.
 _SIZES = 32
+
+_COPIES = 8
 
 
 def trained(module: nn.Module) -> Tensors:
@@ -46,7 +51,9 @@ def trained(module: nn.Module) -> Tensors:
 def restored(arrays: Mapping[str, Float64], weights: Tensors) -> Tensors:
     """Return float64 arrays as tensors of the weights' dtypes, on their devices."""
     return {
-        n: torch.from_numpy(a).to(weights[n].device, weights[n].dtype) for n, a in arrays.items()
+        # Arithmetic makes a number of an array without dimensions.
+        n: torch.from_numpy(np.asarray(a)).to(weights[n].device, weights[n].dtype)
+        for n, a in arrays.items()
     }
 
 
@@ -161,6 +168,56 @@ def _one_by_one(model: Model, records: list[Data]) -> dict[str, Part]:
         pairs = zip(fresh.items(), found, strict=True)
         rows.append({n: torch.zeros_like(p) if g is None else g.to_dense() for (n, p), g in pairs})
     return {n: Rows(torch.stack([row[n] for row in rows])) for n in model.weights}
+
+
+def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
+    """Refuse a module whose records' gradients are not those of a plain backward.
+
+    Parameters
+    ----------
+    record
+        One that nobody protects, in the form of `record_parts`, with a first axis of 1.
+
+    Raises
+    ------
+    Unfit
+        If a parameter is used past what is followed here, which would get noise alone.
+    """
+    # Of several copies, as dropout may leave nothing of one.
+    many = torch.utils._pytree.tree_map(lambda x: x.expand(_COPIES, *x.shape[1:]), record)
+    found = [*record_parts(module, loss, many, _COPIES)]
+    alone = torch.utils._pytree.tree_map(lambda x: x[0], record)
+    first, again = (_plain(module, loss, alone, seed) for seed in (0, 1))
+    same = all(torch.equal(first[n], again[n]) for n in first)
+    for name, plain in first.items():
+        ours = torch.zeros_like(plain)
+        for part in (some[name] for some in found):
+            each = plain.new_full((len(part.squares()),), 1.0 / _COPIES)
+            ours += part.sum(each).reshape(plain.shape)
+        largest = float(plain.abs().max()) if plain.numel() else 0.0
+        # With random numbers the two differ, but what is used has a gradient in both.
+        off = float((ours - plain).abs().max()) if same and largest else 0.0
+        if largest and (not ours.any() or off > 0.02 * largest):
+            raise Unfit(
+                f"the gradient of {name!r} for one record is not that of backward(): the model "
+                "uses it in a way that can not be followed, such as "
+                "checkpoint(..., use_reentrant=True): take use_reentrant=False, or do not train it"
+            )
+
+
+def _plain(module: nn.Module, loss: Loss, record: Data, seed: int) -> Tensors:
+    """Return the gradients of a backward pass over a copy of the module."""
+    own = copy.deepcopy(module)
+    devices = {p.device for p in own.parameters() if p.device.type != "cpu"}
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        torch.manual_seed(seed)
+        own.zero_grad()
+        torch.autograd.backward(loss(lambda args: own(*args), record))
+    return {
+        n: torch.zeros_like(p).double() if p.grad is None else p.grad.to_dense().double()
+        for n, p in own.named_parameters()
+        if p.requires_grad
+    }
 
 
 def _unchanged(module: nn.Module, buffers: Tensors) -> None:
