@@ -93,6 +93,8 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> SampleClip(max_norm=0.5, mode="layer").get_config()["mode"]
     'layer'
     """

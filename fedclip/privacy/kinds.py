@@ -315,9 +315,8 @@ def weight_limit(regularizer: Plugin, context: Context) -> Map:
         groups = resolve("tensor", patterns, list(shapes))
         alone = [n for n in groups.excluded if math.prod(shapes[n])]
         if regularizer.unit in ("output", "optax"):
-            usual = regularizer.usual_outputs("")
             sized = [n for n in groups.names if math.prod(shapes[n])]
-            alone += [n for n in sized if regularizer.axes(shapes[n], usual) is None]
+            alone += [n for n in sized if regularizer.axes(shapes[n]) is None]
         why = _alone(alone)
     elif regularizer.exclude or regularizer.skip_vectors or regularizer.dims is not None:
         why = _LEFT_ALONE.format("tensors that are excluded, or without these dims, are")
