@@ -309,19 +309,18 @@ def test_a_round_that_breaks_off_is_paid_for(tmp_path: Path) -> None:
     assert Ledger(3.0, 1e-5, path).accountant.rounds == 4
 
 
-def test_other_batches_than_announced_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"batches": {"batch_size": 30}}, "30 is not what was announced before the run, 15"),
+        ({"timeout": 60}, "and no timeout"),
+    ],
+)
+def test_other_batches_than_announced_are_refused(asked: Any, said: str) -> None:
     made = manager()
-    sent = made.training_round(train(batches={"batch_size": 30}))
+    sent = made.training_round(train(**asked))
     assert isinstance(sent, Error)
-    assert "batch_size = 30 is not what was announced before the run, 15" in sent.message
-    assert made.ledger.accountant.rounds == 0
-
-
-def test_a_time_limit_is_refused() -> None:
-    made = manager()
-    sent = made.training_round(train(timeout=60))
-    assert isinstance(sent, Error)
-    assert "and no timeout" in sent.message
+    assert said in sent.message
     assert made.ledger.accountant.rounds == 0
 
 

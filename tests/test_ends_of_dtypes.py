@@ -67,17 +67,6 @@ def test_a_learnt_limit_below_the_range_gives_zeros() -> None:
         assert to_numpy(clip.run(to_vector({"w": np.ones(3)})))["w"].any() != zero
 
 
-@pytest.mark.parametrize(
-    ("ord", "dims"), [(0.5, 1), (1, None), (2, 1), (3, None), ("inf", 1), ("rms", None), ("mad", 1)]
-)
-def test_limits_of_all_orders_hold_among_subnormals(ord: Any, dims: int | None) -> None:
-    values = np.random.default_rng(1).standard_normal((20, 500)).astype(np.float16)
-    limit = 1e-6 * measure([values[0]], ord)
-    output = NormClip(limit, ord=ord, dims=dims).run(to_vector({"w": values}, dtype="float16"))
-    rows = to_numpy(output)["w"] if dims == 1 else [to_numpy(output)["w"]]
-    assert max(measure([row], ord) for row in rows) <= limit * (1 + 1e-9)
-
-
 def on_device(clip: Any, arrays: dict[str, Any], framework: str) -> dict[str, Any]:
     """Return what a step on a device makes of arrays of several dtypes."""
     coefs = {

@@ -372,10 +372,3 @@ def test_a_clipper_that_forgot_is_found_and_bounds_nothing() -> None:
     assert found.l2_bound is None
     assert "forgot: no bound is known of it" in found.reasons
     assert Inherits(0.5).l2_bound(SHAPES) == 0.5
-
-
-@bounded(PER_RECORD)
-def test_nan_and_infinity_stay_within_the_bound(row: Bounded) -> None:
-    for bad in (np.nan, -np.inf):
-        x = np.where(np.arange(SIZE) == 3, bad, 1e30)
-        assert norm(once(row.spec)(x)) <= of(row).l2_bound
