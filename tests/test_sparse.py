@@ -54,9 +54,6 @@ def to_dense(value: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(value))
 
 
-sparse_frameworks = pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-
-
 # A percentile is documented to be that of the rows that are there.
 @pytest.mark.parametrize(
     ("specimen", "framework"),

@@ -13,7 +13,7 @@ from fedclip import parameters
 from fedclip.errors import nearest
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Context, Map, Plugin, Shapes
-from fedclip.privacy.sensitivity import Analysis, compose
+from fedclip.privacy.sensitivity import Analysis
 
 __all__ = ["analyse"]
 
@@ -62,7 +62,7 @@ def analyse(
     for plugin in plugins:
         context = Context(known, finite or any(m.finite for m in maps[-1:]))
         maps.append(look_up(plugin, context))
-    return compose(tuple(maps), lrate, w_decay)
+    return Analysis(tuple(maps), lrate, w_decay)
 
 
 def _checked(shapes: object) -> Shapes | None:

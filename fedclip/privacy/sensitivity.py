@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedclip import parameters
 from fedclip.privacy.accounting import RELATIONS
 from fedclip.privacy.lengths import COARSEST, number, outwards
 from fedclip.privacy.maps import Map
 
-__all__ = ["RELATIONS", "Analysis", "compose"]
+__all__ = ["RELATIONS", "Analysis"]
 
 _PLACES = ("record", "aggregate")
 
@@ -37,30 +37,43 @@ class Analysis:
     ----------
     maps
         The guarantee of each map, in the order in which they act.
-    l2_bound
-        Largest L2 norm of the output of the last map, before the learning rate; None if there is
-        none, or if it needs shapes.
-    formula
-        The bound in words; empty if there is none.
-    per_record_safe
-        Whether the output is bounded, and depends only on the input record and public values.
-    lipschitz
-        Largest factor by which distances are stretched; infinity if there is none.
-    reasons
-        Sentences that say why there is no bound, why the pipeline is not safe per record, and
-        why it is not non-expansive.
     lrate, w_decay
         Learning rate and weight decay; None without an optimizer, or if they change over time.
     """
 
     maps: tuple[Map, ...]
-    l2_bound: float | None
-    formula: str
-    per_record_safe: bool
-    lipschitz: float
-    reasons: tuple[str, ...]
     lrate: float | None = None
     w_decay: float | None = 0.0
+
+    @property
+    def l2_bound(self) -> float | None:
+        """Largest L2 norm of the output of the last map, before the learning rate.
+
+        None if there is none, or if it needs shapes.
+        """
+        bound = _bounds(self.maps)[-1] if self.maps else math.inf
+        return None if math.isinf(bound) else bound
+
+    @property
+    def formula(self) -> str:
+        """The bound in words; empty if there is none."""
+        return _formula(self.maps)
+
+    @property
+    def per_record_safe(self) -> bool:
+        """Whether the output is bounded, and depends only on the input record and public values."""
+        return bool(self.formula) and not _shared(self.maps) and not self.noised
+
+    @property
+    def lipschitz(self) -> float:
+        """Largest factor by which distances are stretched; infinity if there is none."""
+        return math.prod(m.lipschitz for m in self.maps)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why there is no bound, it is not safe per record, and not non-expansive: sentences."""
+        found = (*_unbounded(self.maps), *_shared(self.maps), *_expands(self.maps))
+        return tuple(dict.fromkeys(found))
 
     @property
     def name(self) -> str:
@@ -116,7 +129,7 @@ class Analysis:
     def before_noise(self) -> Analysis:
         """The analysis of the maps before the first noise, whose sensitivity the noise covers."""
         first = next((i for i, m in enumerate(self.maps) if m.noise), len(self.maps))
-        return compose(self.maps[:first], self.lrate, self.w_decay)
+        return replace(self, maps=self.maps[:first])
 
     def _noise_in_words(self) -> str:
         before = self.before_noise
@@ -245,23 +258,3 @@ def _shared(maps: Sequence[Map]) -> list[str]:
 def _expands(maps: Sequence[Map]) -> list[str]:
     """Return why distances are stretched."""
     return [_why(m, m.expands, len(maps) > 1) for m in maps if m.expands and m.lipschitz > 1.0]
-
-
-def compose(
-    maps: tuple[Map, ...], lrate: float | None = None, w_decay: float | None = 0.0
-) -> Analysis:
-    """Return what several maps guarantee, applied one after the other."""
-    bound = _bounds(maps)[-1] if maps else math.inf
-    formula = _formula(maps)
-    noised = any(m.noise for m in maps)
-    shared = _shared(maps)
-    return Analysis(
-        maps=maps,
-        l2_bound=None if math.isinf(bound) else bound,
-        formula=formula,
-        per_record_safe=bool(formula) and not shared and not noised,
-        lipschitz=math.prod(m.lipschitz for m in maps),
-        reasons=tuple(dict.fromkeys([*_unbounded(maps), *shared, *_expands(maps)])),
-        lrate=lrate,
-        w_decay=w_decay,
-    )
