@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -249,39 +249,19 @@ class RoundRecord:
         fields = (*_INTS, *_FLOATS, "clipped_share", "norm_median")
         return _finite({name: getattr(self, name) for name in fields}, prefix)
 
-    def add(self, batch: _Batch) -> None:
-        """Add finite steps."""
-        self.steps += batch.steps
-        self.clipped += batch.clipped
-        self.norm_min = _least(self.norm_min, batch.norm_min)
-        self.norm_max = _most(self.norm_max, batch.norm_max)
-        if math.isfinite(batch.limit):
-            self.limit = batch.limit
-            self.limit_min = _least(self.limit_min, batch.limit_min)
-            self.limit_max = _most(self.limit_max, batch.limit_max)
-        self.fixed += batch.fixed
-        self.learnt += batch.learnt
-        self.warmup += batch.warmup
+    def add(self, other: RoundRecord) -> None:
+        """Add the steps of another record; the limit is that of the other, if it has one."""
+        for name in ("steps", "clipped", "nonfinite", "fixed", "learnt", "warmup"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for end, choose in (("min", min), ("max", max)):
+            for name in (f"norm_{end}", f"limit_{end}"):
+                both = [getattr(self, name), getattr(other, name)]
+                setattr(self, name, choose((v for v in both if v is not None), default=None))
+        self.limit = self.limit if other.limit is None else other.limit
         merged = Counter(dict(zip(self.buckets, self.counts, strict=True)))
-        merged.update(batch.buckets)
+        merged.update(dict(zip(other.buckets, other.counts, strict=True)))
         self.buckets = sorted(merged)
         self.counts = [merged[bucket] for bucket in self.buckets]
-
-
-class _Batch(NamedTuple):
-    """Some finite steps of one group, in numbers."""
-
-    steps: int
-    clipped: int
-    norm_min: float
-    norm_max: float
-    limit: float
-    limit_min: float
-    limit_max: float
-    fixed: int
-    learnt: int
-    warmup: int
-    buckets: list[int]
 
 
 # What set a limit, from the most settled to the least.
@@ -297,8 +277,10 @@ def _setters(limits: Float64, warm: Float64, basis: Basis) -> Float64:
     return np.where(np.isfinite(limits), setters, _NOTHING)
 
 
-def _batches(norms: Float64, limits: Float64, clipped: Bools, setters: Float64) -> Iterator[_Batch]:
-    """Yield a batch for each column of arrays of (steps, groups), computed for all at once."""
+def _batches(
+    norms: Float64, limits: Float64, clipped: Bools, setters: Float64
+) -> Iterator[RoundRecord]:
+    """Yield a record for each column of arrays of (steps, groups), computed for all at once."""
     steps = len(norms)
     finite = np.isfinite(limits)
     # The last finite limit of each group, or infinity.
@@ -317,19 +299,18 @@ def _batches(norms: Float64, limits: Float64, clipped: Bools, setters: Float64) 
         buckets.T,
     )
     for row in zip(*(column.tolist() for column in columns), strict=True):
-        yield _Batch(steps, *row)
+        found = RoundRecord(0, steps=steps)
+        found.clipped, found.norm_min, found.norm_max, *ends = row[:6]
+        if math.isfinite(ends[0]):
+            found.limit, found.limit_min, found.limit_max = ends
+        found.fixed, found.learnt, found.warmup, held = row[6:]
+        counts = Counter(held)
+        found.buckets, found.counts = [*counts], [*counts.values()]
+        yield found
 
 
 # The bucket of a norm of exactly 0, below that of the smallest float.
 _ZERO = -100_000
-
-
-def _least(a: float | None, b: float) -> float:
-    return b if a is None else min(a, b)
-
-
-def _most(a: float | None, b: float) -> float:
-    return b if a is None else max(a, b)
 
 
 class Recorder:

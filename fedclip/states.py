@@ -76,16 +76,23 @@ def check_owner(owner: object) -> dict[str, str] | None:
 
 def check_groups(groups: object, one: Any) -> Statistics:
     """Return statistics by group if they fit `one`, the fresh state of one group."""
-    if not isinstance(groups, Mapping):
-        raise StateError(f"'groups' must be a dict, got {type(groups).__name__}")
-    for label, values in groups.items():
-        if not isinstance(values, Mapping) or set(values) != set(one._fields):
-            raise StateError(
-                f"the state of group {label!r} must have {sorted(one._fields)}, got {values!r:.200}"
-            )
+    checked = _rows(groups, "groups", "group", one._fields)
+    for label, values in checked.items():
         for field, value in values.items():
             _check_number(label, field, value, np.atleast_1d(getattr(one, field)).shape[:-1])
-    return {str(label): dict(values) for label, values in groups.items()}
+    return {str(label): dict(values) for label, values in checked.items()}
+
+
+def _rows(rows: object, name: str, kind: str, fields: Sequence[str]) -> Mapping[str, Fields]:
+    """Return a part of a state if it is a dict of dicts with these fields."""
+    if not isinstance(rows, Mapping):
+        raise StateError(f"{name!r} must be a dict, got {type(rows).__name__}")
+    for label, values in rows.items():
+        if not isinstance(values, Mapping) or set(values) != set(fields):
+            raise StateError(
+                f"the state of {kind} {label!r} must have {sorted(fields)}, got {values!r:.200}"
+            )
+    return rows
 
 
 def _check_number(label: object, field: str, value: object, shape: tuple[int, ...]) -> None:
@@ -107,14 +114,8 @@ def _check_number(label: object, field: str, value: object, shape: tuple[int, ..
 
 def check_arrays(arrays: object, fields: Sequence[str]) -> Statistics:
     """Return copies of arrays by tensor if each tensor has all the fields, finite."""
-    if not isinstance(arrays, Mapping):
-        raise StateError(f"'arrays' must be a dict, got {type(arrays).__name__}")
     result: Statistics = {}
-    for name, values in arrays.items():
-        if not isinstance(values, Mapping) or set(values) != set(fields):
-            raise StateError(
-                f"the state of tensor {name!r} must have {sorted(fields)}, got {values!r:.200}"
-            )
+    for name, values in _rows(arrays, "arrays", "tensor", fields).items():
         for field, value in values.items():
             if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
                 raise StateError(

@@ -53,12 +53,6 @@ class Specimen:
     ----------
     name, config
         Registered name and parameters; small warm-ups, so that 20 steps see everything.
-    bound
-        Global L2 norm that no output exceeds, if there is one.
-    element_bound
-        Absolute value that no element of an output exceeds, if there is one.
-    projection
-        Applying it twice, with the same state, is applying it once.
     moves
         It changes gradients that are not over any limit.
     stateful
@@ -71,9 +65,6 @@ class Specimen:
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
-    bound: float | None = None
-    element_bound: float | None = None
-    projection: bool = False
     moves: bool = False
     stateful: bool = False
     label: str = ""
@@ -97,55 +88,41 @@ class Specimen:
 
 
 SPECIMENS = [
-    Specimen("norm-clip", {"max_norm": 1.0}, bound=1.0, projection=True),
-    Specimen("norm-clip", {"max_norm": 0.5, "scope": "tensor"}, projection=True, label="tensor"),
-    Specimen("norm-clip", {"max_norm": 0.2, "dims": [0]}, projection=True, label="slices"),
-    Specimen("norm-clip", {"max_norm": 7.0, "ord": 1}, projection=True, label="l1"),
-    Specimen(
-        "norm-clip",
-        {"max_norm": 0.1, "ord": "rms", "scope": "layer"},
-        projection=True,
-        label="rms",
-    ),
-    Specimen(
-        "norm-clip", {"scope": {"enc.*": 0.3, "*scale": 0.05}}, projection=True, label="table"
-    ),
-    Specimen("value-clip", {"max_value": 0.2}, element_bound=0.2, projection=True),
-    Specimen(
-        "zscore-clip",
-        {"z_max": 1.5, "warmup": 3, "max_norm": 1.5},
-        bound=1.5,
-        stateful=True,
-    ),
+    Specimen("norm-clip", {"max_norm": 1.0}),
+    Specimen("norm-clip", {"max_norm": 0.5, "scope": "tensor"}, label="tensor"),
+    Specimen("norm-clip", {"max_norm": 0.2, "dims": [0]}, label="slices"),
+    Specimen("norm-clip", {"max_norm": 7.0, "ord": 1}, label="l1"),
+    Specimen("norm-clip", {"max_norm": 0.1, "ord": "rms", "scope": "layer"}, label="rms"),
+    Specimen("norm-clip", {"scope": {"enc.*": 0.3, "*scale": 0.05}}, label="table"),
+    Specimen("value-clip", {"max_value": 0.2}),
+    Specimen("zscore-clip", {"z_max": 1.5, "warmup": 3, "max_norm": 1.5}, stateful=True),
     Specimen(
         "zscore-clip",
         {"z_max": 1.5, "warmup": 3, "max_norm": None, "scope": "tensor", "std_eps": 0.0},
         stateful=True,
         label="tensor",
     ),
-    Specimen("no-op", projection=True),
-    Specimen("percentile-clip", {"percentile": 60}, projection=True, moves=True),
+    Specimen("no-op"),
+    Specimen("percentile-clip", {"percentile": 60}, moves=True),
     Specimen(
         "percentile-clip",
         {"percentile": 60, "method": "linear", "scope": "layer"},
         moves=True,
         label="linear",
     ),
-    Specimen("normalize", {"norm": 0.7}, bound=0.7, projection=True, moves=True),
+    Specimen("normalize", {"norm": 0.7}, moves=True),
     Specimen("normalize", {"scope": "tensor", "ord": "std"}, moves=True, label="std"),
     Specimen("standardize", moves=True),
     Specimen("centralize", moves=True),
     Specimen("centralize", {"scope": "global"}, moves=True, label="global"),
-    Specimen(
-        "ema-clip", {"warmup": 3, "warmup_norm": 1.0, "max_norm": 2.0}, bound=2.0, stateful=True
-    ),
+    Specimen("ema-clip", {"warmup": 3, "warmup_norm": 1.0, "max_norm": 2.0}, stateful=True),
     Specimen(
         "ema-clip",
         {"warmup": 3, "warmup_norm": None, "scope": "tensor"},
         stateful=True,
         label="tensor",
     ),
-    Specimen("auto-clip", {"warmup": 6, "max_norm": 2.0}, bound=2.0, stateful=True),
+    Specimen("auto-clip", {"warmup": 6, "max_norm": 2.0}, stateful=True),
     Specimen(
         "auto-clip",
         {"median": "window", "window": 9, "scope": "layer"},
@@ -155,7 +132,6 @@ SPECIMENS = [
     Specimen(
         "percentile-norm-clip",
         {"percentile": 80, "window": 8, "warmup": 4, "max_norm": 2.0},
-        bound=2.0,
         stateful=True,
     ),
     Specimen(
@@ -164,10 +140,10 @@ SPECIMENS = [
         stateful=True,
         label="stream",
     ),
-    Specimen("mad-clip", {"window": 16, "warmup": 3, "max_norm": 2.0}, bound=2.0, stateful=True),
-    Specimen("adaptive-clip", {"start_norm": 1.0, "max_norm": 2.0}, bound=2.0, stateful=True),
+    Specimen("mad-clip", {"window": 16, "warmup": 3, "max_norm": 2.0}, stateful=True),
+    Specimen("adaptive-clip", {"start_norm": 1.0, "max_norm": 2.0}, stateful=True),
     Specimen("adaptive-clip", {"scope": "layer", "every": 3}, stateful=True, label="layer"),
-    Specimen("growth-clip", {"max_norm": 2.0}, bound=2.0, stateful=True),
+    Specimen("growth-clip", {"max_norm": 2.0}, stateful=True),
     Specimen(
         "growth-clip", {"mul": 1.2, "add": 0.05, "scope": "tensor"}, stateful=True, label="tensor"
     ),

@@ -212,11 +212,7 @@ def test_every_parameter_is_documented(specimen: Specimen) -> None:
     assert list(heads) == list(parameters) == list(specimen.make().get_config())
     for name, formal in parameters.items():
         default = f'"{formal.default}"' if isinstance(formal.default, str) else None
-        assert heads[name] in (
-            default,
-            repr(formal.default),
-            str(formal.default).rstrip(".0"),
-        )
+        assert heads[name] in (default, repr(formal.default), str(formal.default).rstrip(".0"))
 
 
 def test_a_clipper_of_ones_own_declares_its_parameters_or_writes_an_init() -> None:
@@ -278,10 +274,7 @@ def test_type_checkers_see_every_parameter() -> None:
         "steps: jax.Array = as_optax(NormClip(1.0)).init({}).steps",
         "limits: dict[str, float] = NormClip(scope='tensor').get_limit({'w': 2.0})",
     )
-    wrong = (
-        *wrong,
-        "as_optax(NormClip(1.0)).init({}).stops",
-    )
+    wrong = (*wrong, "as_optax(NormClip(1.0)).init({}).stops")
     imports = (
         "import jax, torch",
         "from declearn.optimizer._base import Optimizer",

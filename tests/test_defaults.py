@@ -15,7 +15,6 @@ from helpers import each_framework, needs, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fedclip
 from fedclip import compat
 from fedclip.arrays import backend_named
 from fedclip.compat import PRESETS
@@ -172,20 +171,6 @@ def test_a_preset_is_what_translate_prints(clipper: str, name: str) -> None:
     assert (kind, registered) == ("regularizer" if clipper == "agc" else "module", clipper)
     assert cls.preset(name).get_config() == cls(**config).get_config()
     assert cls.preset(name, on_nonfinite="raise").on_nonfinite == "raise"
-
-
-def test_presets_have_the_published_numbers() -> None:
-    zclip = fedclip.ZScoreClip.preset("zclip").get_config()
-    wanted = {"z_max": 2.5, "decay": 0.97, "action": "reciprocal", "warmup": 25, "max_norm": 1.0}
-    assert zclip.items() >= (wanted | {"warmup_factor": None, "min_std": 0.0}).items()
-    adagc = fedclip.EmaClip.preset("adagc").get_config()
-    assert (
-        adagc.items() >= {"ratio": 1.04, "decay": 0.99, "warmup": 100, "warmup_norm": 1.0}.items()
-    )
-    nfnets = fedclip.AGC.preset("nfnets").get_config()
-    assert nfnets.items() >= {"ratio": 0.01, "min_norm": 0.001, "unit": "output"}.items()
-    with pytest.raises(ValueError, match="preset must be one of 'zclip', 'drytorch', 'smartclip'"):
-        fedclip.ZScoreClip.preset("zclp")
 
 
 # -- shared ---------------------------------------------------------------------------------------

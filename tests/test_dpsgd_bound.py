@@ -171,23 +171,6 @@ def sum_of(name: str, mode: str, records: Records) -> Any:
 def test_a_record_moves_the_sum_by_the_bound_at_most(
     name: str, records: Records, mode: str, at: int, other: int
 ) -> None:
-    check_moves(name, records, mode, at, other)
-
-
-@pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
-@pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=300, deadline=None, suppress_health_check=[*HealthCheck])
-@given(
-    records=RECORDS, mode=st.sampled_from(MODES), at=st.integers(0, 12), other=st.integers(0, 12)
-)
-def test_many_records_move_the_sum_by_the_bound_at_most(
-    name: str, records: Records, mode: str, at: int, other: int
-) -> None:
-    check_moves(name, records, mode, at, other)
-
-
-def check_moves(name: str, records: Records, mode: str, at: int, other: int) -> None:
     at %= len(records)
     whole = sum_of(name, mode, records)
     assert np.isfinite(whole).all()

@@ -28,10 +28,7 @@ QUICKRUN = Path(__file__).parents[1] / "examples" / "quickrun"
 def test_a_private_client_takes_no_part_in_a_run_without_privacy(tmp_path: Path) -> None:
     modules = [["sample-clip", {"max_norm": 0.5}]]
     settings: dict[str, Any] = {
-        "optim": {
-            "client_opt": {"lrate": 0.5, "modules": modules},
-            "server_opt": {"lrate": 1.0},
-        },
+        "optim": {"client_opt": {"lrate": 0.5, "modules": modules}, "server_opt": {"lrate": 1.0}},
         "run": {"rounds": 3, "training": {"batch_size": 20, "n_steps": 4}, "privacy": None},
     }
     with running(tmp_path, **settings, private={}) as run:

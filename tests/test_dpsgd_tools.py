@@ -164,7 +164,7 @@ def test_a_ledger_is_exported_for_those_who_have_to_answer_for_it(tmp_path: Path
     assert {row["data"] for row in rows} == {"400 records, features (3,) float64"}
     assert {row["fedclip"] for row in rows} == {fedclip.__version__}
     assert [(row["turn"], float(row["noise_multiplier"])) for row in rows] == [
-        *(("1", 2.0), ("2", 2.0), ("3", 3.0)),
+        *(("1", 2.0), ("2", 2.0), ("3", 3.0))
     ]
     assert found["versions"]["fedclip"] == fedclip.__version__
     assert "of 400 records, features (3,) float64" in call("spent", path).stdout

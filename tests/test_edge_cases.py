@@ -56,10 +56,7 @@ OURS: dict[tuple[str, str], dict[str, list[float]]] = {
     },
     ("drytorch.GradZScoreNormalizer", "huge"): {"a": [-HALF, HALF], "b": [0.0]},
     ("optax.clip_by_block_rms(1)", "huge"): {"a": [0.6 * 2**0.5, 0.8 * 2**0.5], "b": [0.0]},
-    ("optax.adaptive_grad_clip(.1) w=1", "huge"): {
-        "a": [0.06 * 2**0.5, 0.08 * 2**0.5],
-        "b": [0.0],
-    },
+    ("optax.adaptive_grad_clip(.1) w=1", "huge"): {"a": [0.06 * 2**0.5, 0.08 * 2**0.5], "b": [0.0]},
     ("optax.adaptive_grad_clip(.1) w=0", "huge"): {"a": [6e-5, 8e-5], "b": [0.0]},
     # Norms of 1e-12 and less are not taken for 1, and a zero gradient has no direction.
     ("torchzero.Normalize(1) per tensor", "tiny"): UNIT,

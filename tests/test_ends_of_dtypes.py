@@ -67,18 +67,6 @@ def test_a_learnt_limit_below_the_range_gives_zeros() -> None:
         assert to_numpy(clip.run(to_vector({"w": np.ones(3)})))["w"].any() != zero
 
 
-@pytest.mark.parametrize(
-    ("ord", "dims"),
-    [(0.5, 1), (1, None), (2, 1), (3, None), ("inf", 1), ("rms", None), ("mad", 1)],
-)
-def test_limits_of_all_orders_hold_among_subnormals(ord: Any, dims: int | None) -> None:
-    values = np.random.default_rng(1).standard_normal((20, 500)).astype(np.float16)
-    limit = 1e-6 * measure([values[0]], ord)
-    output = NormClip(limit, ord=ord, dims=dims).run(to_vector({"w": values}, dtype="float16"))
-    rows = to_numpy(output)["w"] if dims == 1 else [to_numpy(output)["w"]]
-    assert max(measure([row], ord) for row in rows) <= limit * (1 + 1e-9)
-
-
 def on_device(clip: Any, arrays: dict[str, Any], framework: str) -> dict[str, Any]:
     """Return what a step on a device makes of arrays of several dtypes."""
     coefs = {
@@ -117,10 +105,7 @@ def test_several_dtypes_in_a_group_are_clipped_on_a_device_as_on_the_host(framew
         np.testing.assert_allclose(output[name], wanted[name], rtol=digits, atol=2e-7)
 
 
-@given(
-    st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=30),
-    st.floats(1e-8, 1e3),
-)
+@given(st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=30), st.floats(1e-8, 1e3))
 def test_half_precision_keeps_to_any_limit(values: list[float], limit: float) -> None:
     output = NormClip(limit).run(to_vector({"w": np.array(values)}, dtype="float16"))
     assert length(to_numpy(output)) <= limit * (1 + 1e-12)

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import apply, each_framework, needs, norm, specimens
+from helpers import needs, norm
 
 from fedclip import NoOp, NormClip
-from fedclip.testing import SHAPES, to_numpy, to_vector
+from fedclip.testing import to_numpy, to_vector
 
-# What one norm may lose, relatively, when an output is rounded to its dtype.
-BELOW = {"float16": 1.1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 2e-6}
 MAGNITUDES = [
     ("torch", "float16", 300.0),
     ("numpy", "float16", 6e-5),
@@ -28,8 +26,6 @@ MAGNITUDES = [
     ("numpy", "float64", 1e-28),
     ("torch", "float64", 1e200),
 ]
-# A third of a subnormal number has no precision left, and limits are from 1e-30 to 1e30.
-CLIPPED = [c for c in MAGNITUDES if {"float16": 1e-4}.get(c[1], 1e-29) < c[2] < 1e29]
 
 
 def values(magnitude: float) -> dict[str, Any]:
@@ -49,22 +45,6 @@ def test_measured_norm(framework: str, dtype: str, magnitude: float) -> None:
     clip = NoOp()
     clip.run(vector)
     assert clip.last.norm_before[0] == pytest.approx(norm(to_numpy(vector)), rel=1e-6)
-
-
-@pytest.mark.parametrize("scope", ["global", "tensor"])
-@pytest.mark.parametrize(("framework", "dtype", "magnitude"), CLIPPED)
-def test_clipped_to_a_third(framework: str, dtype: str, magnitude: float, scope: str) -> None:
-    needs(framework)
-    vector = to_vector(values(magnitude), framework, dtype)
-    before = to_numpy(vector)
-    limit = norm(before) / 3 if scope == "global" else norm(before["b"]) / 3
-    out = to_numpy(NormClip(limit, scope=scope).run(vector))
-    for name in before:
-        assert out[name].dtype == before[name].dtype
-        assert out[name].shape == before[name].shape
-    groups = [out] if scope == "global" else [out["w"], out["b"]]
-    for group in groups:
-        assert limit * (1 - BELOW[dtype]) <= norm(group) <= limit
 
 
 @pytest.mark.slow
@@ -91,40 +71,10 @@ def float64_norm(array: np.ndarray) -> float:
     return total**0.5
 
 
-@each_framework()
-def test_mixed_dtypes_share_a_norm(framework: str) -> None:
-    needs(framework)
-    arrays = {
-        "a": np.full(10, 300.0, "float16"),
-        "b": np.full(10, 1e15, "float32"),
-        "c": np.full(10, 1e15, "float64"),
-    }
-    clip = NormClip(1.0)
-    out = to_numpy(clip.run(to_vector(arrays, framework)))
-    assert clip.last.norm_before[0] == pytest.approx(norm(arrays), rel=1e-6)
-    assert 1 - 2e-6 <= norm(out) <= 1
-    assert [v.dtype for v in out.values()] == [v.dtype for v in arrays.values()]
-
-
 def test_a_long_array_whose_squares_underflow_is_measured() -> None:
     look = NoOp()
     look.run(to_vector({"w": np.full(5000, 1e-30)}, dtype="float32"))
     assert look.last.norm_before[0] == pytest.approx(1e-30 * 5000**0.5, rel=1e-6, abs=0)
-
-
-@specimens()
-def test_every_clipper_stays_finite(specimen: Any) -> None:
-    for dtype, magnitude in (("float32", 1e20), ("float16", 300.0)):
-        rng, clipper = np.random.default_rng(0), specimen.make()
-        for _ in range(8):
-            arrays = {
-                name: np.asarray(magnitude * rng.uniform(-1, 1, shape)).astype(dtype)
-                for name, shape in SHAPES.items()
-            }
-            out = to_numpy(apply(clipper, to_vector(arrays), to_vector(arrays)))
-            for name, value in out.items():
-                assert np.isfinite(value).all(), name
-                assert value.dtype == dtype
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 1023, 1024, 1025, 65_535, 65_536, 65_537, 200_001])

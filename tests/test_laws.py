@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Specimen, apply, assert_same, norm, specimens
+from helpers import Specimen, apply, norm, specimens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedclip import NormClip
+from fedclip import Normalize, NormClip, PercentileClip
 from fedclip.testing import SHAPES, to_vector
 
 pytestmark = pytest.mark.slow
@@ -59,21 +59,12 @@ def outputs(specimen: Specimen, steps: list[Gradient]) -> list[dict[str, Any]]:
     return [dict(apply(clipper, to_vector(step), weights).coefs) for step in steps]
 
 
-@specimens(projection=True, moves=False)
-@laws
-@given(gradient=gradients)
-def test_clipping_twice_is_clipping_once(specimen: Specimen, gradient: Gradient) -> None:
-    once = specimen.make().run(to_vector(gradient))
-    # The same object: nothing is left to clip, to the last bit.
-    assert specimen.make().run(once) is once
-
-
-@specimens(projection=True, moves=True)
+@pytest.mark.parametrize("clipper", [Normalize(0.7), PercentileClip(60)], ids=lambda c: c.name)
 @laws
 @given(gradient=arrays("float64"))
-def test_moving_twice_is_moving_once(specimen: Specimen, gradient: Gradient) -> None:
-    once = specimen.make().run(to_vector(gradient))
-    twice = specimen.make().run(once).coefs
+def test_moving_twice_is_moving_once(clipper: Any, gradient: Gradient) -> None:
+    once = clipper.run(to_vector(gradient))
+    twice = clipper.run(once).coefs
     for name, value in once.coefs.items():
         np.testing.assert_allclose(twice[name], value, rtol=1e-12, atol=1e-300)
 
@@ -100,43 +91,3 @@ def test_norm_clip_is_a_projection(gradient: Gradient, limit: float) -> None:
         assert after >= limit * (1 - 1e-12)
         for name, value in gradient.items():
             np.testing.assert_allclose(out[name], value * (limit / before), rtol=1e-10, atol=1e-300)
-
-
-@law
-@given(pair=st.tuples(*[streams(largest=10.0)] * 2), limit=st.floats(0.1, 10))
-def test_norm_clip_brings_gradients_no_further_apart(pair: Any, limit: float) -> None:
-    # Non-expansive: what a sensitivity is computed from.
-    for x, y in zip(*pair, strict=True):
-        a, b = (NormClip(limit).run(to_vector(g)).coefs for g in (x, y))
-        apart = norm([x[n] - y[n] for n in x])
-        assert norm([a[n] - b[n] for n in x]) <= apart * (1 + 1e-9) + 1e-12 * limit
-
-
-@specimens(bound=True)
-@laws
-@given(gradient=gradients)
-def test_bound(specimen: Specimen, gradient: Gradient) -> None:
-    assert norm(specimen.make().run(to_vector(gradient)).coefs) <= specimen.bound
-
-
-@specimens(element_bound=True)
-@laws
-@given(gradient=gradients)
-def test_element_bound(specimen: Specimen, gradient: Gradient) -> None:
-    for value in specimen.make().run(to_vector(gradient)).coefs.values():
-        limit = value.dtype.type(specimen.element_bound)
-        assert (np.abs(value) <= limit).all()
-
-
-@specimens()
-@laws
-@given(gradient=gradients)
-def test_input_dtype_and_shape_are_kept(specimen: Specimen, gradient: Gradient) -> None:
-    before = {name: value.copy() for name, value in gradient.items()}
-    vector = to_vector(gradient)
-    vector.coefs.update(gradient)
-    out = apply(specimen.make(), vector).coefs
-    assert_same([gradient], [before])
-    for name, value in gradient.items():
-        assert (out[name].dtype, out[name].shape) == (value.dtype, value.shape)
-        assert np.isfinite(out[name]).all()

@@ -335,17 +335,6 @@ def test_a_step_within_a_step_has_memory_of_its_own() -> None:
         assert not any(np.shares_memory(array, other) for other in arrays[i + 1 :])
 
 
-@pytest.mark.parametrize(
-    "other", [copy.copy, copy.deepcopy, lambda clip: pickle.loads(pickle.dumps(clip))]
-)
-def test_a_copy_has_memory_of_its_own(other: Callable[[Any], Any]) -> None:
-    clip, gradient = NormClip(1.0), NumpyVector(gradient_of(0))
-    clip.run(gradient)
-    twin = other(clip)
-    first, second = clip.run(gradient).coefs, twin.run(gradient).coefs
-    assert not any(np.shares_memory(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize("end", ["on_round_start", "collect_aux_var"])
 def test_the_end_of_a_round_gives_memory_back(end: str) -> None:
     clip, gradient = NormClip(1.0), NumpyVector(gradient_of(0))

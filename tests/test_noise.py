@@ -55,19 +55,6 @@ def test_the_extreme_draws_are_finite(byte: int, monkeypatch: pytest.MonkeyPatch
     assert np.abs(draws).max() <= math.sqrt(2 * 117 * math.log(2)) + 1e-12
 
 
-def vector_of(arrays: dict[str, Any], framework: str, dtype: str) -> Any:
-    if dtype != "bfloat16":
-        return to_vector({k: v.astype(dtype) for k, v in arrays.items()}, framework)
-    vector = to_vector({k: v.astype("float32") for k, v in arrays.items()}, framework)
-    if framework == "torch":
-        return type(vector)({k: v.bfloat16() for k, v in vector.coefs.items()})
-    if framework == "jax":
-        return type(vector)({k: v.astype("bfloat16") for k, v in vector.coefs.items()})
-    import tensorflow as tf
-
-    return type(vector)({k: tf.cast(v, tf.bfloat16) for k, v in vector.coefs.items()})
-
-
 # Each framework, and each dtype.
 KINDS = [
     (framework, dtype)
@@ -86,7 +73,7 @@ def test_noised_values_keep_their_dtype_and_are_on_a_grid(framework: str, dtype:
     """The last bits of a small sum would tell from which value it started."""
     values = np.repeat([0.0, 0.3, -8.0, 1e-5], 500).reshape(-1, 4)
     arrays, std = {"w": values, "b": np.array(1.0), "none": np.zeros((0, 3))}, 0.7
-    vector = vector_of(arrays, framework, dtype)
+    vector = to_vector(arrays, framework, dtype)
     before = to_numpy(vector)["w"].copy()
     noised = type(vector)(add_noise(vector.coefs, std, secure_normals))
     for name, array in vector.coefs.items():
@@ -351,7 +338,7 @@ def test_hardly_any_noise_and_tiny_budgets_are_accounted_all_the_same() -> None:
 @pytest.mark.parametrize(("framework", "dtype"), [kind for kind in KINDS if kind[1] in LARGEST])
 def test_noise_beyond_a_dtype_is_its_largest_number(framework: str, dtype: str) -> None:
     largest = LARGEST[dtype]
-    vector = vector_of({"w": np.zeros(999)}, framework, dtype)
+    vector = to_vector({"w": np.zeros(999)}, framework, dtype)
     out = to_numpy(type(vector)(add_noise(vector.coefs, largest, secure_normals)))["w"]
     assert np.isfinite(out).all()
     assert np.abs(out.astype(np.float64)).max() == pytest.approx(largest, rel=1e-4)

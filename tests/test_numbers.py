@@ -175,16 +175,6 @@ def test_a_warm_up_of_n_norms_is_over_after_n(
     assert sum(record.learnt for record in clip.rounds) >= 3
 
 
-def test_all_clippers_by_norms_have_a_threshold() -> None:
-    """It is infinite until there is one: to scale by it changes nothing."""
-    for specimen in MODULES:
-        clip = by_norms(specimen)
-        found = {} if clip is None else clip.statistics()
-        if clip is not None and not isinstance(specimen.config.get("scope"), dict):
-            assert found["threshold"] > 0
-            assert found["ready"] or found["threshold"] == math.inf
-
-
 def test_reset_forgets_everything() -> None:
     clip = ZScoreClip()
     for norm in NORMS:

@@ -198,11 +198,7 @@ def only(problem: Problem, name: str) -> Problem:
     return Problem({name: problem.weights[name]}, [{name: step[name]} for step in problem.steps])
 
 
-RUN: dict[str, Run] = {
-    "drytorch": drytorch,
-    "smartclip": smartclip,
-    "torchzero": torchzero,
-}
+RUN: dict[str, Run] = {"drytorch": drytorch, "smartclip": smartclip, "torchzero": torchzero}
 
 
 # -- the same numbers -------------------------------------------------------------------------
@@ -424,11 +420,7 @@ def gate_of(config: Config, problem: Problem) -> Config:
 
 
 def compare(
-    ours: list[Arrays],
-    theirs: list[Arrays],
-    problem: Problem,
-    where: str,
-    nan: bool,
+    ours: list[Arrays], theirs: list[Arrays], problem: Problem, where: str, nan: bool
 ) -> None:
     assert len(ours) == len(theirs)
     for t, (got, wanted) in enumerate(zip(ours, theirs, strict=True)):

@@ -149,7 +149,8 @@ def test_faults_of_noise_on_averages_are_refuted_or_not_audited(
 
 
 @pytest.mark.parametrize(
-    ("fault", "persons"), [*((name, False) for name in OF_RECORDS), ("no clip", True)]
+    ("fault", "persons"),
+    [*((n, False) for n in OF_RECORDS), ("no clip", True), ("half the noise", True)],
 )
 def test_faults_of_dp_sgd_are_refuted(write: Any, fault: str, persons: bool) -> None:
     file = of_records(write)

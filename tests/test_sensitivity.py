@@ -122,11 +122,7 @@ PER_RECORD = [
     Bounded(("norm-clip", {"max_norm": 0.5, "scope": "layer"}), 0.5 * 2**0.5),
     Bounded(("norm-clip", {"scope": OWN}), 0.5),
     Bounded(("norm-clip", {"max_norm": 0.5, "dims": -1}), 0.5 * (3 + 1 + 2) ** 0.5),
-    Bounded(
-        ("norm-clip", {"max_norm": 0.5, "dims": 0, "ord": "inf"}),
-        0.5 * D**0.5,
-        slope=3**0.5,
-    ),
+    Bounded(("norm-clip", {"max_norm": 0.5, "dims": 0, "ord": "inf"}), 0.5 * D**0.5, slope=3**0.5),
     Bounded(("norm-clip", {"max_norm": 0.5, "ord": 0.5}), 0.5, slope=None),
     Bounded(("norm-clip", {"max_norm": 0.5, "ord": "rms", "scope": "tensor"}), 0.5 * D**0.5),
     Bounded(
@@ -138,11 +134,6 @@ PER_RECORD = [
     Bounded(("value-clip", {"scope": OWN}), (0.3**2 * 8 + 0.4**2 * 4) ** 0.5),
     Bounded(("normalize", {"norm": 0.5, "eps": 0.1}), 0.5, slope=5.0),
     Bounded(("standardize", {"eps": 1e-8}), (D - 3) ** 0.5, reach=0.99, slope=1e8),
-    Bounded(
-        ("agc", {"ratio": 0.1}),
-        # Norms below 1 count as 1.
-        0.1 * sum(np.fmax((w**2).sum(axis=0), 1.0).sum() for w in WEIGHTS.values()) ** 0.5,
-    ),
     # Sequences: the least bound holds, and all of them do.
     Bounded(["norm-clip", ("value-clip", {"max_value": 0.1})], 0.1 * D**0.5),
     Bounded([("normalize", {"norm": 3.0}), "norm-clip"], 1.0, slope=None),
@@ -152,9 +143,7 @@ PER_RECORD = [
 WITH_MEMORY = [
     Bounded(("zscore-clip", {"max_norm": 0.5, "warmup": 2}), 0.5, slope=None),
     Bounded(
-        ("ema-clip", {"max_norm": 0.5, "feedback": "raw", "include_current": True}),
-        0.5,
-        slope=None,
+        ("ema-clip", {"max_norm": 0.5, "feedback": "raw", "include_current": True}), 0.5, slope=None
     ),
     Bounded(["adam", "norm-clip"], 1.0, slope=None),
 ]
@@ -170,7 +159,7 @@ def bounded(rows: list[Bounded]) -> Any:
 
 
 def of(row: Bounded, **options: Any) -> Analysis:
-    return analyse(as_list(row.spec), SHAPES, weights=WEIGHTS, **options)
+    return analyse(as_list(row.spec), SHAPES, **options)
 
 
 @bounded([*PER_RECORD, *DECLEARN])
@@ -252,7 +241,7 @@ UNBOUNDED = [
 @pytest.mark.parametrize("spec", UNBOUNDED, ids=str)
 @pytest.mark.slow
 def test_what_has_no_bound_has_a_reason_and_a_counter_example(spec: Spec) -> None:
-    found = analyse(as_list(spec), SHAPES, weights=WEIGHTS)
+    found = analyse(as_list(spec), SHAPES)
     assert found.l2_bound is None
     assert found.sensitivity("add-remove") is None
     assert found.sensitivity("replace-one", "aggregate") is None
@@ -287,18 +276,17 @@ def test_of_declearns_other_plugins_no_bound_is_known(name: str) -> None:
     "spec",
     [
         ("norm-clip", {"on_nonfinite": "propagate"}),
-        ("agc", {"on_nonfinite": "propagate"}),
         "l2-global-clipping",
     ],
     ids=str,
 )
 def test_nan_has_no_bound_where_it_is_passed_on(spec: Spec) -> None:
-    found = analyse(as_list(spec), SHAPES, weights=WEIGHTS)
+    found = analyse(as_list(spec), SHAPES)
     assert found.l2_bound is None
     assert any("NaN" in reason for reason in found.reasons)
     (output,) = run(spec, [np.where(np.arange(SIZE) == 3, np.nan, 1.0)])
     assert not np.isfinite(output).all()
-    assert analyse(as_list(spec), SHAPES, weights=WEIGHTS, finite=True).l2_bound is not None
+    assert analyse(as_list(spec), SHAPES, finite=True).l2_bound is not None
 
 
 # -- any pipeline -----------------------------------------------------------------------------
@@ -384,10 +372,3 @@ def test_a_clipper_that_forgot_is_found_and_bounds_nothing() -> None:
     assert found.l2_bound is None
     assert "forgot: no bound is known of it" in found.reasons
     assert Inherits(0.5).l2_bound(SHAPES) == 0.5
-
-
-@bounded(PER_RECORD)
-def test_nan_and_infinity_stay_within_the_bound(row: Bounded) -> None:
-    for bad in (np.nan, -np.inf):
-        x = np.where(np.arange(SIZE) == 3, bad, 1e30)
-        assert norm(once(row.spec)(x)) <= of(row).l2_bound

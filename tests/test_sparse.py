@@ -54,20 +54,6 @@ def to_dense(value: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(value))
 
 
-sparse_frameworks = pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-
-
-@sparse_frameworks
-def test_repeated_rows_do_not_pass_the_limit(framework: str) -> None:
-    given = vector(framework)
-    clip = NormClip(1.0)
-    out = clip.run(given).coefs["emb.table"]
-    assert clip.last.norm_before[0] == pytest.approx(norm(dense_values()), rel=1e-12)
-    assert type(out) is type(given.coefs["emb.table"])
-    assert 1 - 1e-12 <= norm(to_dense(out)) <= 1
-    np.testing.assert_allclose(to_dense(out), dense_values() / norm(dense_values()), rtol=1e-12)
-
-
 # A percentile is documented to be that of the rows that are there.
 @pytest.mark.parametrize(
     ("specimen", "framework"),
@@ -166,17 +152,3 @@ def test_slices_that_do_not_know_their_shape_keep_to_tiny_limits(dtype: str) -> 
     limit = 1e-5 if dtype == "float16" else 1e-30
     clipped = NormClip(limit).clip({"w": gradient})["w"]
     assert 0.0 < norm([tf.cast(clipped.values, "float64").numpy()]) <= limit
-
-
-@sparse_frameworks
-def test_below_the_limit_the_same_object(framework: str) -> None:
-    given = vector(framework)
-    assert NormClip(100.0).run(given) is given
-
-
-@sparse_frameworks
-def test_nan_is_skipped(framework: str) -> None:
-    given = vector(framework) * float("nan")
-    with pytest.warns(UserWarning, match="'emb.table'"):
-        out = NormClip(1.0).run(given).coefs["emb.table"]
-    assert not to_dense(out).any()

@@ -19,16 +19,7 @@ from tensorflow.python.eager.forwardprop_util import pack_tangents
 from tensorflow.python.eager.record import could_possibly_record, should_record_backprop
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from fedclip.arrays.base import (
-    UNDERFLOW,
-    Array,
-    Arrays,
-    Backend,
-    Call,
-    HostView,
-    Owners,
-    index_of,
-)
+from fedclip.arrays.base import UNDERFLOW, Array, Arrays, Backend, Call, HostView, Owners, index_of
 from fedclip.arrays.memory import is_aligned
 from fedclip.arrays.numpy import bits
 

@@ -14,16 +14,7 @@ from typing import Any
 
 import torch
 
-from fedclip.arrays.base import (
-    LARGEST,
-    Array,
-    Arrays,
-    Backend,
-    Call,
-    HostView,
-    Owners,
-    Repeated,
-)
+from fedclip.arrays.base import LARGEST, Array, Arrays, Backend, Call, HostView, Owners, Repeated
 from fedclip.arrays.many import Many
 
 # A table, not `functools.cache`: torch.compile can look into a table.

@@ -176,12 +176,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
         )
         before = self._private.ledger.accountant.spent if self._private is not None else ()
         manager.make_private(
-            message,
-            self.max_budget,
-            self.ledger,
-            before,
-            self.records,
-            self._valid,
+            message, self.max_budget, self.ledger, before, self.records, self._valid
         )
         self.trainmanager = self._private = manager
 

@@ -36,8 +36,8 @@ from fedclip.dpsgd.evaluation import Evaluation
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.persample.base import Data, Float64
 from fedclip.dpsgd.persons import Persons
-from fedclip.dpsgd.place import place_of
 from fedclip.dpsgd.records import Records, first_records
+from fedclip.dpsgd.sample_clip import place_of
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.federation.quorum import untold
 from fedclip.parameters import Config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise on sums of clipped gradients: an object with a state, so that noise may correlate."""
+"""The noise on sums of clipped gradients: an object, so that the noise of steps may correlate."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ class Noise(Protocol):
     def add(self, sums: Sums, std: float) -> dict[str, NDArray[np.float64]]:
         """Return the sums of one step, with noise of this standard deviation."""
 
-    def get_state(self) -> dict[str, object]:
-        """Return what has to outlive a restart."""
-
-    def set_state(self, state: Mapping[str, object]) -> None:
-        """Take over what `get_state` returned."""
-
 
 class IndependentNoise:
     """Gaussian noise, new for each element and step, on the grid of `fedclip.privacy.noise`.
@@ -45,10 +39,3 @@ class IndependentNoise:
     def add(self, sums: Sums, std: float) -> dict[str, NDArray[np.float64]]:
         """Return the sums of one step, with noise of this standard deviation."""
         return {name: noised(array, std, self._normals) for name, array in sums.items()}
-
-    def get_state(self) -> dict[str, object]:
-        """Return nothing: no draw depends on another."""
-        return {}
-
-    def set_state(self, state: Mapping[str, object]) -> None:
-        """Take over nothing."""

@@ -75,11 +75,7 @@ class Persons:
     unit = "person"
 
     def __init__(
-        self,
-        records: Records,
-        ids: Ids,
-        max_records: int | None = None,
-        bits: Bits = secure_bits,
+        self, records: Records, ids: Ids, max_records: int | None = None, bits: Bits = secure_bits
     ) -> None:
         self.max_records = parameters.optional(parameters.integer, 1, max_records=max_records)
         self._records, self._bits = records, bits

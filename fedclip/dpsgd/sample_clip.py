@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sample-clip`: the place in an optimizer where records are clipped, and how."""
+"""`sample-clip`: where in an optimizer records are clipped, how, and what may stand before it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
+from declearn.model.sklearn import NumpyVector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
 from fedclip.dpsgd.clipping import MODES, SampleClipping
+from fedclip.dpsgd.persample.base import Arrays
 from fedclip.federation.generics import AnyModule, AnyVector
 from fedclip.parameters import (
     choice,
@@ -24,15 +28,17 @@ from fedclip.parameters.docstring import Documented
 from fedclip.privacy import Context, Map, analyse
 from fedclip.privacy.accounting import check_evaluation
 from fedclip.privacy.maps import Shapes
-from fedclip.scopes import check_scope
+from fedclip.scopes import Groups, check_scope
 
-__all__ = ["SampleClip", "unfit"]
+__all__ = ["Place", "SampleClip", "place_of", "unfit"]
+
+Modules: TypeAlias = Sequence[AnyModule]
 
 # Below, the accountants of samples take minutes beside noise so large.
 _LEAST_SHARE = 1e-3
 
 
-def unfit(before: Sequence[AnyModule], shapes: Shapes | None = None) -> str:
+def unfit(before: Modules, shapes: Shapes | None = None) -> str:
     """Return why one of these modules can not stand before `sample-clip`; "" if all can."""
     for module in before:
         (known,) = analyse(module, shapes).maps
@@ -87,6 +93,8 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> SampleClip(max_norm=0.5, mode="layer").get_config()["mode"]
     'layer'
     """
@@ -190,3 +198,68 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         if "bound" not in state:
             raise KeyError(f"the state of sample-clip lacks 'bound'; it has {sorted(state)}")
         self.bound = optional(positive, bound=state["bound"])
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is done to records, and what to their noisy sum.
+
+    Attributes
+    ----------
+    settings
+        The optimizer's own `sample-clip`, or a new one if it has none.
+    before, after
+        The modules for each record, and those for the update.
+    groups
+        Which tensors share a norm.
+    """
+
+    settings: SampleClip
+    before: Modules
+    after: list[AnyModule]
+    groups: Groups
+
+    def each(self) -> Callable[[Arrays], Arrays] | None:
+        """Return what stands before `sample-clip`, for single records; None if nothing does.
+
+        What runs is a copy that nobody else has: the optimizer's own modules, whose state is
+        written to checkpoints, never see a record, nor what was recorded of it.
+        """
+        if not self.before:
+            return None
+        modules = copy.deepcopy(self.before)
+
+        def run(arrays: Arrays) -> Arrays:
+            gradient: AnyVector = NumpyVector(dict(arrays))
+            for module in modules:
+                gradient = module.run(gradient)
+            return gradient.coefs
+
+        return run
+
+
+def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
+    """Find `sample-clip`, and refuse what can not stand before it, or another bound.
+
+    Raises
+    ------
+    ValueError
+        If there are two, or what stands before is not safe for single records, or its max_norm
+        is another one.
+    """
+    found = [i for i, module in enumerate(modules) if isinstance(module, SampleClip)]
+    if len(found) > 1:
+        raise ValueError("sample-clip stands in client_opt more than once: leave one")
+    place = found[0] if found else -1
+    marker = modules[place] if found else None
+    settings = marker if isinstance(marker, SampleClip) else SampleClip()
+    if settings.max_norm not in (None, max_norm):
+        raise ValueError(
+            f"sample-clip has max_norm {settings.max_norm!r}, and the server's sclip_norm is "
+            f"{max_norm!r}: write the same, or leave max_norm out"
+        )
+    groups = settings.clipping.groups([*shapes])
+    before = modules[: max(place, 0)]
+    if why := unfit(before, shapes):
+        raise ValueError(why)
+    return Place(settings, before, [*modules[place + 1 :]], groups)

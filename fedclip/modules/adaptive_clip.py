@@ -39,14 +39,22 @@ class AdaptiveClip(SharedClipper):
     This clipper applies the rule to gradients on one machine, without noise. For the updates of a
     federation and for privacy, see `update-clip-client` and `update-clip-server`.
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
     State: limit, unclipped and count since the last update, of each group, and its last five norms;
-    {resumed}.
+    it goes on from one round of a client to the next, and a run that is saved and resumed gives the
+    same outputs, bit for bit.
 
-    Guarantees: no output norm is above its limit, which is known before the gradient is, nor
-    above `max_norm`; where no norm is over its limit the very same Vector comes back; NaN and
-    infinity are not counted. A spike, however large, moves the limit by one step. {private}.
+    Guarantees: no output norm is above its limit, which is known before the gradient is, nor above
+    `max_norm`; where no norm is over its limit the very same Vector comes back; NaN and infinity
+    are not counted. A spike, however large, moves the limit by one step. For differential privacy
+    only `max_norm` counts: the learnt limit depends on the data, and bounds no sensitivity.
 
     A norm equal to the limit counts as unclipped, and a norm of 0 is not counted. If norms are
     tiny for a long time, they pull the limit down, and from 1e-6 it takes 115 steps up to 0.1:
@@ -59,6 +67,8 @@ class AdaptiveClip(SharedClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = AdaptiveClip(start_norm=0.1)
     >>> for _ in range(100):
     ...     out = clip.run(NumpyVector({"w": np.array([1.0])}))

@@ -4,14 +4,7 @@
 from __future__ import annotations
 
 from fedclip.modules.sharing import HistoryClipper
-from fedclip.parameters import (
-    choice,
-    non_negative,
-    parameter,
-    positive,
-    unit_interval,
-    window_size,
-)
+from fedclip.parameters import choice, non_negative, parameter, positive, unit_interval, window_size
 from fedclip.privacy import kinds
 from fedclip.rules.auto import Auto
 from fedclip.rules.quantiles import Markers, Window
@@ -37,12 +30,22 @@ class AutoClip(HistoryClipper):
                 update median, mean and variance with u
                 group *= min(1, limit / n)
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
     State, for each group: the last norms (with "p2", five markers and their positions), their mean,
-    variance and count; {resumed}.
+    variance and count; it goes on from one round of a client to the next, and a run that is saved
+    and resumed gives the same outputs, bit for bit.
 
-    {learnt}; no group is judged before its fifth norm. {private}.
+    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
+    same Vector comes back; NaN and infinity never reach the statistics; no group is judged before
+    its fifth norm. For differential privacy only `max_norm` counts: the learnt limit depends on the
+    data, and bounds no sensitivity.
 
     Norms that are all equal give a limit 30 % above them (``std_factor * min_std``); norms that
     are all 0 give none, and the group stays in warm-up.
@@ -54,6 +57,8 @@ class AutoClip(HistoryClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = AutoClip()
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))

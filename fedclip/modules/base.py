@@ -55,9 +55,7 @@ class Clipper(Core, OptiModule, register=False):
     )
 
     scope: Scope = parameter(
-        check_scope,
-        default="global",
-        kind='{"global", "tensor", "layer"} or list of patterns',
+        check_scope, default="global", kind='{"global", "tensor", "layer"} or list of patterns'
     )
     """Which tensors share a norm, and statistics: all of them, each by itself, those of a layer, or
     those whose names match a pattern."""

@@ -20,6 +20,12 @@ class Centralize(SlicedClipper):
             for each slice, tensor or group of min_size elements or more:
                 slice -= mean(slice)
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
     Guarantees: it is an orthogonal projection, so it is linear, and no norm grows (but for the
@@ -46,6 +52,8 @@ class Centralize(SlicedClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> centralize = Centralize(dims=0, inverse_dims=True)
     >>> centralize.run(NumpyVector({"w": np.array([[1.0, 3.0], [4.0, 4.0]])})).coefs["w"]
     array([[-1.,  1.],

@@ -31,12 +31,21 @@ class EmaClip(HistoryClipper):
                 mean = decay * mean + (1 - decay) * u
                 group *= min(1, limit / n)
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
-    State: mean and count of each group, and its last five norms; {resumed}.
+    State: mean and count of each group, and its last five norms; it goes on from one round of a
+    client to the next, and a run that is saved and resumed gives the same outputs, bit for bit.
 
-    {learnt}. {private}; during the
-    warm-up `warmup_norm` does.
+    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
+    same Vector comes back; NaN and infinity never reach the statistics. For differential privacy
+    only `max_norm` counts: the learnt limit depends on the data, and bounds no sensitivity; during
+    the warm-up `warmup_norm` does.
 
     With clipped feedback the mean grows by at most a factor
     ``1 + (1 - decay) * (ratio - 1)`` a step: 1.02 by default, and 1.001 with the paper's ratio
@@ -50,6 +59,8 @@ class EmaClip(HistoryClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = EmaClip(warmup=1)
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))

@@ -44,9 +44,18 @@ class EmaNormClip(MeasuredClipper):
     Gradients that keep pointing the same way pass. Noise averages to a much shorter vector, and is
     clipped to the length of that average.
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor, or its shape is not that of the state.
+
     Notes
     -----
-    {arrays}. Besides, for each group, the norm of the average, and the number of steps.
+    State: for each tensor, an array of its shape (float64 for float64, else float32) on its device,
+    and its number of steps; as much memory as the model. A run that is saved and resumed gives the
+    same outputs, bit for bit. Besides, for each group, the norm of the average, and the number of
+    steps.
 
     Guarantees, with ``ord=2``: no output norm is above its limit; if nothing is clipped the
     very same Vector comes back; the direction of a clipped group is kept; NaN and infinity
@@ -59,6 +68,8 @@ class EmaNormClip(MeasuredClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = EmaNormClip(decay=0.5)
     >>> for value in (1.0, 1.0, 2.0):
     ...     out = clip.run(NumpyVector({"w": np.array([value])}))

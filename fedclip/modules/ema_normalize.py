@@ -27,7 +27,10 @@ class EmaNormalize(EmaNormClip):
 
     Notes
     -----
-    {arrays}. Besides, for each group, the norm of the average, and the number of steps.
+    State: for each tensor, an array of its shape (float64 for float64, else float32) on its device,
+    and its number of steps; as much memory as the model. A run that is saved and resumed gives the
+    same outputs, bit for bit. Besides, for each group, the norm of the average, and the number of
+    steps.
 
     Guarantees, with ``ord=2``: no output norm is above its target, nor more than 2e-6 below
     (half precision: its own rounding); the direction is kept; NaN and infinity never reach the
@@ -40,6 +43,8 @@ class EmaNormalize(EmaNormClip):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> normalize = EmaNormalize(decay=0.5)
     >>> for value in (1.0, 1.0, 0.2):
     ...     out = normalize.run(NumpyVector({"w": np.array([value])}))

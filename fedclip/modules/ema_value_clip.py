@@ -24,9 +24,17 @@ class EmaValueClip(Clipper):
                 e = decay * e + (1 - decay) * abs(x)
                 x = min(e, max(-e, x))
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor, or its shape is not that of the state.
+
     Notes
     -----
-    {arrays}.
+    State: for each tensor, an array of its shape (float64 for float64, else float32) on its device,
+    and its number of steps; as much memory as the model. A run that is saved and resumed gives the
+    same outputs, bit for bit.
 
     The average learns an element before it limits that element: of a single spike of size s,
     ``(1 - decay) * s`` passes on top of the average.
@@ -45,6 +53,8 @@ class EmaValueClip(Clipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = EmaValueClip(decay=0.5, init=1.0)
     >>> for value in (1.0, 1.0, -9.0):
     ...     out = clip.run(NumpyVector({"w": np.array([value])}))

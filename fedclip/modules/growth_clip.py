@@ -26,12 +26,20 @@ class GrowthClip(LimitedClipper):
                 previous = max(u, previous / max_decay, min_norm)
                 group *= min(1, limit / n)
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
-    State: the past norm of each group, after clipping; {resumed}.
+    State: the past norm of each group, after clipping; it goes on from one round of a client to the
+    next, and a run that is saved and resumed gives the same outputs, bit for bit.
 
-    Guarantees: no output norm is above its limit, nor above `max_norm`; where no norm is over
-    its limit the very same Vector comes back; NaN and infinity are not remembered. {private}.
+    Guarantees: no output norm is above its limit, nor above `max_norm`; where no norm is over its
+    limit the very same Vector comes back; NaN and infinity are not remembered. For differential
+    privacy only `max_norm` counts: the learnt limit depends on the data, and bounds no sensitivity.
 
     The first norm counts as at least `min_norm`, too. Without `min_norm`, the step after a norm of
     0 is a first step again.
@@ -43,6 +51,8 @@ class GrowthClip(LimitedClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = GrowthClip()
     >>> for norm in (1.0, 10.0, 10.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))

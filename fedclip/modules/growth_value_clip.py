@@ -25,9 +25,17 @@ class GrowthValueClip(Clipper):
                 p = y, or p / max_decay if x has fallen by more than that
                 x = y
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor, or its shape is not that of the state.
+
     Notes
     -----
-    {arrays}.
+    State: for each tensor, an array of its shape (float64 for float64, else float32) on its device,
+    and its number of steps; as much memory as the model. A run that is saved and resumed gives the
+    same outputs, bit for bit.
 
     Guarantees: no element of the output is above its limit; signs are kept; NaN and infinity
     never reach the state; if nothing is clipped the very same Vector comes back. There is no
@@ -43,6 +51,8 @@ class GrowthValueClip(Clipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = GrowthValueClip(mul=1.5)
     >>> for value in (1.0, 8.0, -8.0):
     ...     out = clip.run(NumpyVector({"w": np.array([value])}))

@@ -4,13 +4,7 @@
 from __future__ import annotations
 
 from fedclip.modules.sharing import HistoryClipper
-from fedclip.parameters import (
-    choice,
-    non_negative,
-    parameter,
-    positive,
-    window_size,
-)
+from fedclip.parameters import choice, non_negative, parameter, positive, window_size
 from fedclip.privacy import kinds
 from fedclip.rules.mad import Mad
 from fedclip.rules.quantiles import Window
@@ -37,11 +31,21 @@ class MadClip(HistoryClipper):
                 append min(n, 2 * limit) to history, the last `window` norms
                 group *= min(1, limit / n)
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
-    State: the last norms and the count of each group, and its last five norms once more; {resumed}.
+    State: the last norms and the count of each group, and its last five norms once more; it goes on
+    from one round of a client to the next, and a run that is saved and resumed gives the same
+    outputs, bit for bit.
 
-    {learnt}. {private}.
+    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
+    same Vector comes back; NaN and infinity never reach the statistics. For differential privacy
+    only `max_norm` counts: the learnt limit depends on the data, and bounds no sensitivity.
 
     Norms that are all equal give a limit 30 % above them (``mad_factor * min_mad``); norms that
     are all 0 give none, and the group stays in warm-up.
@@ -53,6 +57,8 @@ class MadClip(HistoryClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = MadClip(warmup=3)
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 1.2, 0.9, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))

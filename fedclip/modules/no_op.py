@@ -23,12 +23,20 @@ class NoOp(MeasuredClipper):
             note the norm of each group, and whether it is above max_norm
             return grads
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
     Guarantee: the very same Vector comes back, always.
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> look = NoOp(max_norm=1.0)
     >>> grads = NumpyVector({"w": np.array([3.0, 4.0])})
     >>> look.run(grads) is grads

@@ -25,6 +25,12 @@ class NormClip(FixedClipper):
                 if n > max_norm:
                     group *= max_norm / n
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
     Guarantees, with ``ord=2, eps=0``: the output's norm, in float64, is at most `max_norm` and,
@@ -51,6 +57,8 @@ class NormClip(FixedClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = NormClip(max_norm=1.0)
     >>> clip.run(NumpyVector({"w": np.array([3.0, 4.0])})).coefs["w"].round(6)
     array([0.6, 0.8])

@@ -23,6 +23,12 @@ class Normalize(FixedClipper):
                 if n > 0:
                     group *= norm / (n + eps)
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
     Guarantees, with ``ord=2``: the norm of each group of the output, in float64, is at most
@@ -48,6 +54,8 @@ class Normalize(FixedClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> normalize = Normalize(norm=1.0)
     >>> normalize.run(NumpyVector({"w": np.array([0.03, 0.04])})).coefs["w"].round(6)
     array([0.6, 0.8])

@@ -26,6 +26,12 @@ class PercentileClip(Clipper):
                 for each element x:
                     x = min(limit, max(-limit, x))
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
     The position is computed exactly. A product in floating point, as NumPy takes it, misses it for
@@ -54,6 +60,8 @@ class PercentileClip(Clipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = PercentileClip(percentile=50)
     >>> clip.run(NumpyVector({"w": np.array([-5.0, 1.0, 2.0])})).coefs["w"]
     array([-2.,  1.,  2.])

@@ -4,14 +4,7 @@
 from __future__ import annotations
 
 from fedclip.modules.sharing import HistoryClipper
-from fedclip.parameters import (
-    LARGEST_WINDOW,
-    choice,
-    parameter,
-    unit_interval,
-    up_to,
-    window_size,
-)
+from fedclip.parameters import LARGEST_WINDOW, choice, parameter, unit_interval, up_to, window_size
 from fedclip.privacy import kinds
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import Markers, Quantile, Stream, Window
@@ -36,12 +29,21 @@ class PercentileNormClip(HistoryClipper):
                 append min(n, 2 * limit) to history
                 group *= min(1, limit / n)
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
     State, for each group: the last norms (with "stream" two numbers, with "p2" five markers and
-    their positions) and their count; {resumed}.
+    their positions) and their count; it goes on from one round of a client to the next, and a run
+    that is saved and resumed gives the same outputs, bit for bit.
 
-    {learnt}. {private}.
+    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
+    same Vector comes back; NaN and infinity never reach the statistics. For differential privacy
+    only `max_norm` counts: the learnt limit depends on the data, and bounds no sensitivity.
 
     Clipped feedback is twice the limit, not the limit itself, so that the limit can rise: if
     spikes were learnt at the limit, no norm in the history would be above it. A percentile only
@@ -60,6 +62,8 @@ class PercentileNormClip(HistoryClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = PercentileNormClip(50.0, warmup=1)
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))

@@ -21,6 +21,12 @@ class Standardize(Clipper):
             for each group of tensors with two elements or more:
                 group = (group - mean(group)) / (std(group) + eps)
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
     The standard deviation is the unbiased one (n - 1). Mean and deviation are taken in float64.
@@ -47,6 +53,8 @@ class Standardize(Clipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> standardize = Standardize()
     >>> standardize.run(NumpyVector({"w": np.array([1.0, 2.0, 3.0])})).coefs["w"].round(6)
     array([-1.,  0.,  1.])

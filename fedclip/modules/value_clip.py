@@ -26,6 +26,12 @@ class ValueClip(Clipper):
             for each element x:
                 x = min(max_value, max(min_value, x))
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
     Guarantees: no element of the output lies outside the limits; the same Vector comes back if
@@ -38,6 +44,8 @@ class ValueClip(Clipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = ValueClip(max_value=1.0)
     >>> clip.run(NumpyVector({"w": np.array([-3.0, 0.5])})).coefs["w"]
     array([-1. ,  0.5])

@@ -6,13 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedclip.modules.sharing import HistoryClipper
-from fedclip.parameters import (
-    choice,
-    non_negative,
-    parameter,
-    positive,
-    unit_interval,
-)
+from fedclip.parameters import choice, non_negative, parameter, positive, unit_interval
 from fedclip.privacy import kinds
 from fedclip.rules.drytorch import Drytorch
 from fedclip.rules.reciprocal import Reciprocal
@@ -43,13 +37,22 @@ class ZScoreClip(HistoryClipper):
                 variance = decay * variance + (1 - decay) * (u - mean)^2
                 group *= min(1, limit / n)
 
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
     Notes
     -----
-    State: mean, variance and count of each group, and its last five norms; {resumed}.
+    State: mean, variance and count of each group, and its last five norms; it goes on from one
+    round of a client to the next, and a run that is saved and resumed gives the same outputs, bit
+    for bit.
 
-    {learnt}; clippers never share statistics by accident. Without `max_norm` there is no bound
-    known in advance, and with it the limit still depends on the data: only `max_norm` bounds a
-    sensitivity.
+    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
+    same Vector comes back; NaN and infinity never reach the statistics; clippers never share
+    statistics by accident. Without `max_norm` there is no bound known in advance, and with it the
+    limit still depends on the data: only `max_norm` bounds a sensitivity.
 
     Norms that are all equal give a limit 25 % above them (``z_max * min_std``). A spike during
     the warm-up hardly moves the statistics, and neither do two or three.
@@ -61,6 +64,8 @@ class ZScoreClip(HistoryClipper):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = ZScoreClip()
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 20.0):
     ...     out = clip.run(NumpyVector({"w": np.array([norm])}))

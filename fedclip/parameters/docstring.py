@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The docstrings of clippers, put together when they are first read.
 
-A parameter's entry comes from its declaration, its meaning from the docstring below that. What
-several clippers say in the same words is written here.
+A parameter's entry comes from its declaration, its meaning from the docstring below that.
 """
 
 from __future__ import annotations
@@ -16,30 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 from fedclip.parameters import Configured, Parameter, choice
-
-PHRASES = {
-    "resumed": "it goes on from one round of a client to the next, and a run that is saved and "
-    "resumed gives the same outputs, bit for bit",
-    "learnt": "Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes "
-    "the very same Vector comes back; NaN and infinity never reach the statistics",
-    "private": "For differential privacy only `max_norm` counts: the learnt limit depends on the "
-    "data, and bounds no sensitivity",
-    "arrays": "State: for each tensor, an array of its shape (float64 for float64, else float32) "
-    "on its device, and its number of steps; as much memory as the model. A run that is saved and "
-    "resumed gives the same outputs, bit for bit",
-}
-"""What several docstrings say: ``{resumed}`` in a docstring stands for the words here."""
-
-_RAISES = """Raises
-------
-TypeError, ValueError
-    At construction, if a parameter is not as above or two do not go together; at a gradient, if
-    a pattern matches no tensor{or_shape}."""
-_IMPORTS = """\
->>> import numpy as np
->>> from declearn.model.sklearn import NumpyVector
-"""
-_OR_SHAPE = ", or its shape is not that of the state"
 
 
 class Documented(Configured):
@@ -65,26 +40,20 @@ class Docstring:
 
 
 def docstring_of(cls: Any, text: str) -> str:
-    """Return a clipper's docstring, with its parameters, and with what others have, too.
+    """Return a clipper's docstring, with its parameters after what comes before other sections.
 
-    A clipper without parameters of its own has the sections of the clipper that it is made from,
-    one without "Raises" has the usual errors, and an example without imports has the usual ones.
+    A clipper without parameters of its own has the sections of the clipper that it is made from.
     """
     text = inspect.cleandoc(text)
-    raises = _RAISES.format(or_shape=_OR_SHAPE if "{arrays}" in text else "")
-    head, found = _sections("\n\n".join(map(_filled, text.split("\n\n"))))
-    base = cls.__base__
     if not cls.parameters:
         return text
+    (head, found), base = _sections(text), cls.__base__
     if cls.parameters == base.parameters and hasattr(base, "name"):
         found = {**_sections(base.__doc__)[1], **found}
     else:
         words = meanings(cls)
         entries = [_entry(name, p, words.get(name, "")) for name, p in cls.parameters.items()]
-        found["Parameters"] = "\n".join(["Parameters\n----------", *entries])
-    found = {"Parameters": found["Parameters"], "Raises": raises, **found}
-    if "import " not in (examples := found.get("Examples", "import ")):
-        found["Examples"] = examples.replace("--------\n", f"--------\n{_IMPORTS}", 1)
+        found = {"Parameters": "\n".join(["Parameters\n----------", *entries]), **found}
     return "\n\n".join([head, *found.values()]).replace("{name}", cls.name)
 
 
@@ -135,11 +104,3 @@ def _sections(text: str) -> tuple[str, dict[str, str]]:
     """Return what comes before the first heading, and the sections by heading."""
     head, *sections = re.split(r"\n\n(?=\w[\w ]*\n-{3,}\n)", text)
     return head, {section.partition("\n")[0]: section for section in sections}
-
-
-def _filled(paragraph: str) -> str:
-    for name, words in PHRASES.items():
-        if f"{{{name}}}" in paragraph:
-            *heading, text = re.split(r"(?<=---\n)", paragraph.replace(f"{{{name}}}", words))
-            paragraph = "".join([*heading, textwrap.fill(text, 96, break_on_hyphens=False)])
-    return paragraph

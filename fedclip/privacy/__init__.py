@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differential privacy: what a clip guarantees, noise, and what it costs.
 
-Only `analyse` needs declearn. Each name is imported when it is first used.
+Only `analyse` needs declearn, and is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -9,26 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedclip.errors import imported_when_used, public_names
+from fedclip.privacy.bounds import MAPS
+from fedclip.privacy.maps import Context, Map
+from fedclip.privacy.sensitivity import RELATIONS, Analysis
 
 if TYPE_CHECKING:
-    from fedclip.privacy.bounds import MAPS
-    from fedclip.privacy.maps import Context, Map
     from fedclip.privacy.pipeline import analyse
-    from fedclip.privacy.sensitivity import RELATIONS, Analysis
 
 __all__ = ["MAPS", "RELATIONS", "Analysis", "Context", "Map", "analyse"]
 
 __dir__ = public_names(__name__)
 
 if not TYPE_CHECKING:
-    __getattr__ = imported_when_used(
-        __name__,
-        {
-            "MAPS": "bounds",
-            "RELATIONS": "sensitivity",
-            "Analysis": "sensitivity",
-            "Context": "maps",
-            "Map": "maps",
-            "analyse": "pipeline",
-        },
-    )
+    __getattr__ = imported_when_used(__name__, {"analyse": "pipeline"})

@@ -4,16 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
-from fedclip.arrays import NUMPY, Array, backend_of
-from fedclip.arrays.blocks import decode
-from fedclip.arrays.numpy import bits
-from fedclip.measures import Order, slice_measures
+from fedclip.measures import Order
 from fedclip.privacy.lengths import (
     COARSEST,
     l2_of,
@@ -319,8 +314,9 @@ def weight_limit(regularizer: Plugin, context: Context) -> Map:
         patterns = regularizer.excluded(shapes)
         groups = resolve("tensor", patterns, list(shapes))
         alone = [n for n in groups.excluded if math.prod(shapes[n])]
-        axes_of = _unit_axes(regularizer)
-        alone += [n for n in groups.names if math.prod(shapes[n]) and axes_of(shapes[n]) is None]
+        if regularizer.unit in ("output", "optax"):
+            sized = [n for n in groups.names if math.prod(shapes[n])]
+            alone += [n for n in sized if regularizer.axes(shapes[n]) is None]
         why = _alone(alone)
     elif regularizer.exclude or regularizer.skip_vectors or regularizer.dims is not None:
         why = _LEFT_ALONE.format("tensors that are excluded, or without these dims, are")
@@ -334,32 +330,7 @@ def weight_limit(regularizer: Plugin, context: Context) -> Map:
         f"{number(regularizer.ratio)}·√(Σ max(|W|, {number(regularizer.min_norm)})²) over the "
         "units of weights W, which have to be public"
     )
-    bound = math.inf
-    if context.weights is not None:
-        bound = root_of_squares(_unit_limits(regularizer, context.weights))
-    return replace(result, bound=bound, formula=formula)
-
-
-def _unit_axes(regularizer: Plugin, framework: str = "") -> Callable[..., tuple[int, ...] | None]:
-    if regularizer.unit in ("output", "optax"):
-        return lambda shape: regularizer.axes(shape, regularizer.usual_outputs(framework))
-    return lambda shape: tuple(range(len(shape or (1,))))
-
-
-def _unit_limits(regularizer: Plugin, weights: Mapping[str, Array]) -> list[tuple[float, int]]:
-    """Return the limits of the units at these weights, and how many units have each."""
-    norms = []
-    for array in weights.values():
-        axes_of = _unit_axes(regularizer, backend_of(array).name)
-        view = np.atleast_1d(decode(bits(backend_of(array).to_host(array))))
-        axes = axes_of(view.shape)
-        if axes is not None and view.size:
-            norms += slice_measures([view], [axes], 2, NUMPY).tolist()
-    if regularizer.unit == "global":
-        norms = [math.hypot(*norms)]
-    sound = [norm if math.isfinite(norm) else 0.0 for norm in norms]
-    limit = [regularizer.ratio * (max(n, regularizer.min_norm) + regularizer.eps) for n in sound]
-    return [(outwards(value), 1) for value in limit]
+    return replace(result, formula=formula)
 
 
 def noise(module: Plugin, context: Context) -> Map:

@@ -31,8 +31,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from fedclip.arrays import Array
-
 __all__ = ["Context", "Guarantee", "Map", "Shapes"]
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -47,14 +45,11 @@ class Context:
     ----------
     shapes
         Shape of each tensor; None if not known.
-    weights
-        The public weights from which `agc` takes its limits.
     finite
         Whether the gradients hold no NaN and no infinity, and no norm is beyond float64.
     """
 
     shapes: Shapes | None = None
-    weights: Mapping[str, Array] | None = None
     finite: bool = False
 
 

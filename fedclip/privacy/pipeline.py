@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from declearn.model.api import Vector
 from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip import parameters
-from fedclip.arrays import Array
 from fedclip.errors import nearest
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Context, Map, Plugin, Shapes
-from fedclip.privacy.sensitivity import Analysis, compose
+from fedclip.privacy.sensitivity import Analysis
 
 __all__ = ["analyse"]
 
@@ -24,7 +22,6 @@ def analyse(
     pipeline: object,
     shapes: Shapes | None = None,
     *,
-    weights: Mapping[str, Array] | Vector[Array] | None = None,
     finite: bool = False,
 ) -> Analysis:
     """Return what a clipper, a list of them, or an optimizer guarantees.
@@ -37,8 +34,6 @@ def analyse(
     shapes : dict of tuples or None, default=None
         Shape of each tensor, by name. Without shapes, the result has formulas, and only the
         bounds that do not depend on them.
-    weights : dict of arrays, Vector or None, default=None
-        The public weights from which `agc` takes its limits.
     finite : bool, default=False
         Assume that gradients hold no NaN and no infinity. declearn's own clippers, and those
         with ``on_nonfinite="propagate"``, bound nothing else.
@@ -61,16 +56,13 @@ def analyse(
     yogi: no bound is known of it
     """
     parameters.boolean(finite=finite)
-    arrays = weights.coefs if isinstance(weights, Vector) else weights
-    if shapes is None and arrays is not None:
-        shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-    context = Context(_checked(shapes), arrays, finite)
+    known = _checked(shapes)
     plugins, lrate, w_decay = _plugins(pipeline)
     maps: list[Map] = []
     for plugin in plugins:
-        known = Context(context.shapes, context.weights, finite or any(m.finite for m in maps[-1:]))
-        maps.append(look_up(plugin, known))
-    return compose(tuple(maps), lrate, w_decay)
+        context = Context(known, finite or any(m.finite for m in maps[-1:]))
+        maps.append(look_up(plugin, context))
+    return Analysis(tuple(maps), lrate, w_decay)
 
 
 def _checked(shapes: object) -> Shapes | None:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedclip import parameters
 from fedclip.privacy.accounting import RELATIONS
 from fedclip.privacy.lengths import COARSEST, number, outwards
 from fedclip.privacy.maps import Map
 
-__all__ = ["RELATIONS", "Analysis", "compose"]
+__all__ = ["RELATIONS", "Analysis"]
 
 _PLACES = ("record", "aggregate")
 
@@ -37,30 +37,43 @@ class Analysis:
     ----------
     maps
         The guarantee of each map, in the order in which they act.
-    l2_bound
-        Largest L2 norm of the output of the last map, before the learning rate; None if there is
-        none, or if it needs shapes.
-    formula
-        The bound in words; empty if there is none.
-    per_record_safe
-        Whether the output is bounded, and depends only on the input record and public values.
-    lipschitz
-        Largest factor by which distances are stretched; infinity if there is none.
-    reasons
-        Sentences that say why there is no bound, why the pipeline is not safe per record, and
-        why it is not non-expansive.
     lrate, w_decay
         Learning rate and weight decay; None without an optimizer, or if they change over time.
     """
 
     maps: tuple[Map, ...]
-    l2_bound: float | None
-    formula: str
-    per_record_safe: bool
-    lipschitz: float
-    reasons: tuple[str, ...]
     lrate: float | None = None
     w_decay: float | None = 0.0
+
+    @property
+    def l2_bound(self) -> float | None:
+        """Largest L2 norm of the output of the last map, before the learning rate.
+
+        None if there is none, or if it needs shapes.
+        """
+        bound = _bounds(self.maps)[-1] if self.maps else math.inf
+        return None if math.isinf(bound) else bound
+
+    @property
+    def formula(self) -> str:
+        """The bound in words; empty if there is none."""
+        return _formula(self.maps)
+
+    @property
+    def per_record_safe(self) -> bool:
+        """Whether the output is bounded, and depends only on the input record and public values."""
+        return bool(self.formula) and not _shared(self.maps) and not self.noised
+
+    @property
+    def lipschitz(self) -> float:
+        """Largest factor by which distances are stretched; infinity if there is none."""
+        return math.prod(m.lipschitz for m in self.maps)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why there is no bound, it is not safe per record, and not non-expansive: sentences."""
+        found = (*_unbounded(self.maps), *_shared(self.maps), *_expands(self.maps))
+        return tuple(dict.fromkeys(found))
 
     @property
     def name(self) -> str:
@@ -80,7 +93,7 @@ class Analysis:
     def sensitivity(
         self, relation: str, on: str = "record", incoming: float | None = None
     ) -> float | None:
-        """Return the L2 sensitivity; None if there is none, and `explain` says why.
+        """Return the L2 sensitivity; None if there is none; printed, the analysis says why.
 
         Parameters
         ----------
@@ -112,24 +125,11 @@ class Analysis:
             found = min(found * map_.lipschitz if found else 0.0, 2.0 * bound)
         return None if math.isinf(found) else found
 
-    def explain(self, relation: str, on: str = "record", incoming: float | None = None) -> str:
-        """Return a sentence with the sensitivity, or why there is none."""
-        found = self.sensitivity(relation, on, incoming)
-        if found is not None:
-            return f"The sensitivity ({relation}, {on}) is {number(found)}."
-        if self.noised:
-            return self._noise_in_words()
-        if on == "record" and self.l2_bound is not None:
-            return f"There is no sensitivity per record: {'; '.join(_shared(self.maps))}."
-        if not self.reasons:
-            return "There is no sensitivity to state without shapes."
-        return f"There is no sensitivity: {'; '.join(self.reasons)}."
-
     @property
     def before_noise(self) -> Analysis:
         """The analysis of the maps before the first noise, whose sensitivity the noise covers."""
         first = next((i for i, m in enumerate(self.maps) if m.noise), len(self.maps))
-        return compose(self.maps[:first], self.lrate, self.w_decay)
+        return replace(self, maps=self.maps[:first])
 
     def _noise_in_words(self) -> str:
         before = self.before_noise
@@ -137,31 +137,28 @@ class Analysis:
             return "The noise comes first: what follows it is free, and bounds no sensitivity."
         return f"Before the noise: {before} What follows the noise is free."
 
-    def round_bound(self, steps: int, lrate: float | None = None) -> float | None:
+    def round_bound(self, steps: int) -> float | None:
         """Return the largest L2 norm of the sum of `steps` local steps; None if there is none.
 
         Parameters
         ----------
         steps : int
             Number of steps, >= 1.
-        lrate : float or None, default=None
-            Learning rate; None for the optimizer's own, if that is constant.
 
         Raises
         ------
         TypeError, ValueError
-            If a parameter is not as above, or the learning rate is not known.
+            If `steps` is not as above, or the learning rate is not known.
         """
         parameters.integer(1, steps=steps)
-        if lrate is None:
-            if self.lrate is None:
-                raise ValueError("round_bound needs lrate: none is known that does not change")
-            lrate = self.lrate
-        rate = abs(parameters.number("a finite number", lrate=lrate))
+        if self.lrate is None:
+            raise ValueError(
+                "round_bound needs an optimizer with a learning rate that does not change"
+            )
         # Weight decay adds a share of the weights, which may be of any size.
         if self.l2_bound is None or self.w_decay != 0.0:
             return None
-        return outwards(rate * steps * self.l2_bound)
+        return outwards(abs(self.lrate) * steps * self.l2_bound)
 
     @property
     def bound_in_words(self) -> str:
@@ -261,23 +258,3 @@ def _shared(maps: Sequence[Map]) -> list[str]:
 def _expands(maps: Sequence[Map]) -> list[str]:
     """Return why distances are stretched."""
     return [_why(m, m.expands, len(maps) > 1) for m in maps if m.expands and m.lipschitz > 1.0]
-
-
-def compose(
-    maps: tuple[Map, ...], lrate: float | None = None, w_decay: float | None = 0.0
-) -> Analysis:
-    """Return what several maps guarantee, applied one after the other."""
-    bound = _bounds(maps)[-1] if maps else math.inf
-    formula = _formula(maps)
-    noised = any(m.noise for m in maps)
-    shared = _shared(maps)
-    return Analysis(
-        maps=maps,
-        l2_bound=None if math.isinf(bound) else bound,
-        formula=formula,
-        per_record_safe=bool(formula) and not shared and not noised,
-        lipschitz=math.prod(m.lipschitz for m in maps),
-        reasons=tuple(dict.fromkeys([*_unbounded(maps), *shared, *_expands(maps)])),
-        lrate=lrate,
-        w_decay=w_decay,
-    )

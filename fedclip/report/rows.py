@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TextIO, TypeAlias, TypeVar
 
@@ -99,18 +98,8 @@ def known(rows: Iterable[Row], limits: Limits) -> list[float]:
 def pooled(records: Iterable[RoundRecord]) -> RoundRecord:
     """Return one record of all steps of some records; the limit is that of the last one."""
     result = RoundRecord(0)
-    buckets: Counter[int] = Counter()
     for record in records:
-        for key in ("steps", "clipped", "nonfinite", "fixed", "learnt", "warmup"):
-            setattr(result, key, getattr(result, key) + getattr(record, key))
-        for key, choose in (("min", min), ("max", max)):
-            for name in (f"norm_{key}", f"limit_{key}"):
-                both = [getattr(result, name), getattr(record, name)]
-                setattr(result, name, choose((v for v in both if v is not None), default=None))
-        result.limit = result.limit if record.limit is None else record.limit
-        buckets.update(dict(zip(record.buckets, record.counts, strict=True)))
-    result.buckets = sorted(buckets)
-    result.counts = [buckets[bucket] for bucket in result.buckets]
+        result.add(record)
     return result
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fedclip.dpsgd.persample import torch_check, torch_records, torch_stacks
+from fedclip.dpsgd.persample import torch_check, torch_records
 from fedclip.dpsgd.persample.base import Data
 from fedclip.dpsgd.persample.torch_plan import Run
 from fedclip.dpsgd.step import PrivateMean
@@ -88,7 +88,7 @@ def private_gradients(
         _TRIED.add(module)
     weights = torch_records.trained(module)
     found = mean(
-        torch_stacks.record_stacks(module, of, (*given, targets), micro_batch),
+        torch_records.record_stacks(module, of, (*given, targets), micro_batch),
         {name: tuple(weight.shape) for name, weight in weights.items()},
     )
     return torch_records.restored(found, weights)

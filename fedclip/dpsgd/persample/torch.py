@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from declearn.model.torch import TorchModel, TorchVector
 
-from fedclip.dpsgd.persample import torch_check, torch_records, torch_stacks
+from fedclip.dpsgd.persample import torch_check, torch_records
 from fedclip.dpsgd.persample.base import Data, Float64, Unfit
 from fedclip.dpsgd.persample.torch_plan import Loss, Run
-from fedclip.dpsgd.persample.torch_stacks import TorchStack
+from fedclip.dpsgd.persample.torch_records import TorchStack
 
 # Of a gradient, how far it may differ from itself in a second pass.
 _NOISE = 1e-5
@@ -87,7 +87,7 @@ def stacks(model: TorchModel, batch: Data, micro_batch: int, whole: bool) -> Ite
     """Return the gradients of each micro-batch."""
     records, loss = _data_and_loss(model, batch)
     module = model._raw_model.module
-    return torch_stacks.record_stacks(module, loss, records, micro_batch, whole, "module.")
+    return torch_records.record_stacks(module, loss, records, micro_batch, whole, "module.")
 
 
 def _data_and_loss(model: TorchModel, batch: Data) -> tuple[Data, Loss]:
