@@ -9,8 +9,8 @@ does not know ends that client with a `KeyError` and leaves the server waiting f
 3. every plug-in of ``client_opt`` and ``server_opt`` is looked up and built on its own, so that
    each mistake is found, not only the first (`fedclip.tools.plugins`),
 4. declearn's own parsers have the last word on what is left,
-5. what could be built is looked at as a whole: which limits never adapt
-   (`fedclip.tools.adapting`), and what voids a guarantee (`fedclip.tools.exposure`).
+5. what could be built is looked at as a whole: what voids a guarantee
+   (`fedclip.tools.exposure`).
 
 What belongs together on clients and server is known where it is made, which knows of no file:
 `fedclip.federation.statistics.check` and `fedclip.federation.update.check`.
@@ -45,7 +45,6 @@ from fedclip.federation.update.plain import server_of, settings_in
 from fedclip.parameters import Config
 from fedclip.privacy import places
 from fedclip.privacy.maps import Plugin
-from fedclip.tools.adapting import steps_of, stuck
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
 from fedclip.tools.findings import (
@@ -587,8 +586,7 @@ def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
     """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
     plugins, run = setting.plugins, setting.run
     for key, chosen in plugins.items():
-        steps = steps_of(key, run, setting.clients)
-        for warning in (*places.warnings(chosen), *stuck(chosen, steps)):
+        for warning in places.warnings(chosen):
             check.note(f"[optim.{key}]", warning)
         for leak in places.before_noise(chosen):
             check.add("leak", f"[optim.{key}]", leak)
