@@ -232,19 +232,9 @@ def _print(found: Any, text: str, lines: list[str], extra: Config, as_json: bool
 @app.command()
 def spent(
     path: Annotated[
-        Path | None,
-        typer.Argument(help="A ledger, or a folder with checkpoints of clients or a server."),
-    ] = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Of a plan, in the place of a file.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps, or rounds, of the plan.")] = 1,
-    rate: Annotated[
-        float, typer.Option(help="Probability with which a record is in a batch of the plan.")
-    ] = 1.0,
-    delta: Annotated[
-        float | None, typer.Option(help="Another delta than the file's; 1e-5 for a plan.")
-    ] = None,
+        Path, typer.Argument(help="A ledger, or a folder with checkpoints of clients or a server.")
+    ],
+    delta: Annotated[float | None, typer.Option(help="Another delta than the file's.")] = None,
     relation: Annotated[
         str | None, typer.Option(help="add-remove, or replace-one; the file's, if not given.")
     ] = None,
@@ -254,24 +244,19 @@ def spent(
         typer.Option(metavar="FILE", help="Write CSV, a line for each round; - for stdout."),
     ] = None,
 ) -> None:
-    """Show the epsilon that was spent, or that a plan would cost."""
+    """Show the epsilon that was spent."""
     from fedclip.report import printable
     from fedclip.report.rows import write_csv
     from fedclip.tools.showing import write
-    from fedclip.tools.spent import COLUMNS, csv_rows, in_words, of_plan, read_spent
+    from fedclip.tools.spent import COLUMNS, csv_rows, in_words, read_spent
 
     if as_json and csv is not None:
         fail("give either --json or --csv", 2)
-    if (path is None) == (noise_multiplier is None):
-        fail("give either a ledger or a folder, or --noise-multiplier with --steps and --rate", 2)
-    if path is not None and not path.exists():
+    if not path.exists():
         beside = [found.name for found in path.parent.glob("*")]
         fail(f"there is no {path}{nearest(path.name, beside)}", 2)
     with in_one_sentence():
-        if noise_multiplier is not None:
-            found = [of_plan(noise_multiplier, steps, rate, 1e-5)]
-        elif path is not None:
-            found = [*read_spent(path)]
+        found = [*read_spent(path)]
         costs = [one.cost(delta, relation) for one in found]
     if as_json:
         print(json.dumps(costs))

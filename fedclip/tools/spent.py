@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from fedclip import parameters
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.served import read, server_in
 from fedclip.federation.update.site_noise import SiteNoise
@@ -36,7 +35,6 @@ __all__ = [
     "Spent",
     "csv_rows",
     "in_words",
-    "of_plan",
     "read_spent",
     "turns_of",
 ]
@@ -214,13 +212,6 @@ def _bounds(folder: Path, server: str, rounds: int) -> Mapping[int, float]:
             if module.startswith("update-clip"):
                 found.setdefault(node, {})[round_] = limit
     return next((seen for seen in found.values() if max(seen) == rounds), {})
-
-
-def of_plan(noise_multiplier: float, steps: int, rate: float, delta: float) -> Spent:
-    """Return what a plan would spend."""
-    accountant = Accountant(delta)
-    accountant.add(noise_multiplier, parameters.integer(1, steps=steps), rate)
-    return Spent("plan", "record", accountant, [Entry(tuple(accountant.spent), delta, "")])
 
 
 def read_spent(path: Path) -> Iterator[Spent]:
