@@ -70,13 +70,10 @@ class Run(NamedTuple):
     """What is advised; for a report of one federation."""
 
 
-def page_of(
-    runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, object]] = (), refresh: int = 0
-) -> str:
+def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, object]] = ()) -> str:
     """Return the page.
 
-    `tables` come first on it, each with a caption, heads and rows of text. A page of a run that
-    goes on is read again by browsers each `refresh` seconds.
+    `tables` come first on it, each with a caption, heads and rows of text.
 
     Raises
     ------
@@ -98,7 +95,6 @@ def page_of(
         experiments=found,
         metrics=chosen,
         tables=tables,
-        refresh=refresh,
         measured=any(exp["clippers"] for exp in found),
         advised=any(run.advice for run in runs),
         data={

@@ -119,7 +119,7 @@ def compare(
     from fedclip.tools.ranking import Ranking
     from fedclip.tools.runner import MARK
 
-    showing.can_write(html=html)
+    showing.can_write(html)
     named: dict[str, Path] = {}
     for folder in folders:
         inner = sorted({mark.parent.parent for mark in folder.glob(f"*/*/{MARK}")}, key=str)
@@ -200,7 +200,7 @@ def tune(
     from fedclip.tools.runner import reports
     from fedclip.tools.tune import Tuning
 
-    showing.can_write(html=html)
+    showing.can_write(html)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     jobs = jobs or cores or 1
     # Several runs share the cores.

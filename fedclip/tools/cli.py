@@ -265,32 +265,24 @@ def report(
         bool | None,
         typer.Option("--rounds/--summary", help="A line for each round, or for each node."),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a plot as well (.png, .svg, .pdf).")
-    ] = None,
     html: HtmlFile = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Go on until the run ends, or until Ctrl-C.")
-    ] = False,
 ) -> None:
     """Show what the clippers did in a run, by node and round."""
     from fedclip.tools import showing
 
-    if follow + as_json + (csv is not None) > 1:
-        fail("give one of --follow, --json and --csv", code=2)
-    showing.can_write(plot=plot, html=html)
+    if as_json and csv is not None:
+        fail("give either --json or --csv", code=2)
+    showing.can_write(html)
     folder = results(folder)
-    result = showing.read(folder, follow, html)
+    result = showing.read(folder)
     if as_json:
         print(json.dumps(result.as_dict()))
     elif csv is not None:
         text = io.StringIO()
         result.write_csv(text)
         showing.write(csv, text.getvalue())
-    elif not follow:
+    else:
         showing.show(result, groups, rounds)
-    if plot is not None:
-        showing.save_plot(result, plot)
     if html is not None:
         showing.save_page([("", folder, result)], html)
 
