@@ -75,8 +75,8 @@ def unseen(private: Iterable[str]) -> list[Finding]:
     found = grouped(private, experiment_of)
     said = (
         "DP-SGD on {}: the norms of records, and how many were clipped, follow from the records "
-        "without noise, so they are never kept. What may be seen is the budget that was spent, "
-        "the noise, and the sizes of batches to be expected."
+        "without noise, so they are never kept. What may be seen is the noise, and the budget "
+        "that was spent."
     )
     return [
         Finding("private", experiment, "", said.format(listed(sorted(nodes))))

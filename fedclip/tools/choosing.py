@@ -217,8 +217,6 @@ def tune(
     ranking = tuning.ranking
     runs = [run for name in ranking.order() for run in tuning.runs[name]]
     show_ranking(ranking, reports(runs) if html else [], "fedclip-tune/2", html, as_json)
-    if not tuning.settings and not as_json:
-        say(tuning.agreement())
     if "noise_multiplier" in tuning.text and not as_json:
         say("This choice is made from the data: the epsilon of a run does not cover it.")
     winner = ranking.winner

@@ -16,10 +16,7 @@ from fedclip.report import (
     Report,
     ReportError,
     Run,
-    Spending,
-    number,
     page_of,
-    printable,
     read_report,
 )
 from fedclip.report.advice import Advice
@@ -29,13 +26,10 @@ from fedclip.tools.output import fail, say
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 
 # So many nodes fit on one screen.
 _SHOWN = 12
-# Accounting takes long: of so many turns of all clients together.
-_MOST_TURNS = 120
 
 
 def console() -> Console:
@@ -90,7 +84,6 @@ def show(report: Report, groups: bool, rounds: bool | None) -> None:
 
     None of `rounds` shows a line for each node: of many nodes, the outliers and some others.
     """
-    spendings = _spent(report.folder, words=False) if report.private else []
     advice = _advice(report)
     for sentence in (*([advice.answer] if advice else []), *_last(report), *report.in_words()):
         say(sentence)
@@ -103,8 +96,9 @@ def show(report: Report, groups: bool, rounds: bool | None) -> None:
         report = dataclasses.replace(report, rows=rows)
     if report.rows:
         console().print(report.table(groups, bool(rounds)))
-    if any(spending.turns for spending in spendings):
-        console().print(_budget(spendings, not rounds))
+    if report.private:
+        for line in (line for lines in _spent(report.folder).values() for line in lines):
+            say(line)
 
 
 def _last(report: Report) -> Iterator[str]:
@@ -118,19 +112,6 @@ def _last(report: Report) -> Iterator[str]:
             when = f"round {round_}" if report.rows else "the last evaluation"
             about = f"{experiment}: " if len(report.experiments) > 1 else ""
             yield f"{about}After {when}: {text}."
-
-
-def _budget(spendings: Sequence[Spending], short: bool) -> Table:
-    """Return what was spent by round, or in all, as a table."""
-    from fedclip.report.table import plain_table
-
-    heads = ["turn", "steps", "noise\nmultiplier", "rate", "expected\nbatch", "epsilon\nso far"]
-    table = plain_table("Privacy budget, after each round it took part in", ["client"], heads)
-    for spending in spendings:
-        for turn in spending.turns[-1:] if short else spending.turns:
-            where = experiment_of(spending.where) or spending.where
-            table.add_row(printable(where), *map(number, turn))
-    return table
 
 
 def write(file: str | Path, text: str, quiet: bool = False) -> None:
@@ -177,7 +158,7 @@ def save_page(
     runs: list[Run] = []
     for name, folder, report in reports:
         advice = None if name else _advice(report)
-        runs.append(Run(name, report, _spent(folder, words=True), bool(name), advice))
+        runs.append(Run(name, report, _spent(folder), bool(name), advice))
     title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
     write(file, page_of(runs, title, tables))
 
@@ -196,26 +177,14 @@ def _advice(report: Report) -> Advice | None:
         return None
 
 
-def _spent(folder: Path, words: bool) -> list[Spending]:
-    """Return what was spent of privacy budgets, if anything was.
-
-    In words is by each accountant, which takes longer.
-    """
-    from fedclip.tools.spent import NothingSpent, in_words, read_spent, turns_of
+def _spent(folder: Path) -> dict[str, list[str]]:
+    """Return what each ledger, and each server with noise, has spent, in lines of text."""
+    from fedclip.tools.spent import NothingSpent, in_words, read_spent
 
     try:
-        found = [*read_spent(folder)]
-        most = max(1, _MOST_TURNS // len(found))
-        # Without the lines of its ledger, which tell how many records a client has.
-        return [
-            Spending(
-                s.where,
-                [*in_words({**s.cost(), "entries": ()})] if words else [],
-                turns_of(s, most),
-            )
-            for s in found
-        ]
+        # Without the lines of a ledger, which tell how many records a client has.
+        return {s.where: [*in_words({**s.cost(), "entries": ()})] for s in read_spent(folder)}
     except NothingSpent:
-        return []
+        return {}
     except ValueError as exc:
-        return [Spending("", [f"what was spent can not be said: {exc}"])]
+        return {"": [f"what was spent can not be said: {exc}"]}

@@ -36,7 +36,6 @@ __all__ = [
     "csv_rows",
     "in_words",
     "read_spent",
-    "turns_of",
 ]
 
 _COUNTED_BY = ("fedclip", "dp-accounting")
@@ -152,28 +151,6 @@ def in_words(cost: Config) -> Iterator[str]:
             f"  of at most {cost['planned']:.4g}, as planned: quote that if what clients sent has "
             "ended the run early"
         )
-
-
-def turns_of(spent: Spent, most: int) -> list[tuple[float | None, ...]]:
-    """Return what a ledger had spent after each turn; of many, after so many and the last one.
-
-    A turn is its number, steps, noise multiplier, sampling rate, expected size of a batch, and
-    epsilon so far. Nothing without a package that accounts for samples.
-    """
-    entries = [entry for entry in spent.entries if entry.spent]
-    steps_at = [i for i, entry in enumerate(entries, 1) if not entry.evaluation]
-    found: list[tuple[float | None, ...]] = []
-    for turn in range(len(steps_at), 0, -math.ceil(len(steps_at) / most) or -1):
-        count = steps_at[turn - 1]
-        z, steps, rate = entries[count - 1].spent[-1]
-        # The size of a batch, in what is protected; how many there are of it is not to be shown.
-        expected = rate * protected(entries[count - 1].data)[0] or None
-        try:
-            epsilon = total(entries[:count]).epsilon()
-        except ModuleNotFoundError:
-            return []
-        found.insert(0, (turn, steps, z, rate, expected, epsilon))
-    return found
 
 
 COLUMNS = (
