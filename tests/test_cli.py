@@ -318,11 +318,11 @@ def test_report_shows_other_peoples_names_as_they_are(tmp_path: Path) -> None:
         state = {"rounds": rounds, "name": "norm-clip"}
         packed = msgpack.packb({"modules": [["norm-clip", state], ["[/]", state]]})
         (folder / "optimizer_state_1.mpk").write_bytes(packed)
-    for words in ([], ["--groups"], ["--summary"], ["--json"], ["--csv", tmp_path / "r.csv"]):
+    for words in ([], ["--rounds"], ["--summary"], ["--json"], ["--csv", tmp_path / "r.csv"]):
         result = call("report", tmp_path / "run", *words)
         assert result.exit_code == 0, result.stderr
         assert "\x1b" not in result.stdout
-    shown = call("report", tmp_path / "run", "--groups").stdout
+    shown = call("report", tmp_path / "run", "--csv", "-").stdout
     for name in ("[red]", "$a_$", "<script>", r"\x1b[31mred", r"\udcff", "[/x]", "[/]"):
         assert name in shown
 

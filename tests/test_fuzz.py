@@ -166,7 +166,7 @@ def test_report_of_any_checkpoint(tmp_path: Path, states: list[bytes], seeds: ra
             data = msgpack.packb(twisted(msgpack.unpackb(data), dice))
         file.write_bytes(data)
         try:
-            result = call("report", tmp_path, *["--groups"] * (seed % 2))
+            result = call("report", tmp_path, *["--rounds"] * (seed % 2))
             assert answered(result)
             assert result.exit_code == 0
             assert "healthy" in result.stdout

@@ -80,21 +80,18 @@ class Report:
             if node in (None, row.node) and module in (None, row.module, row.name)
         )
 
-    def table(self, groups: bool = False, rounds: bool = True) -> Table:
+    def table(self, rounds: bool = True) -> Table:
         """Return the report as a table for a terminal, without columns that carry no information.
 
         Parameters
         ----------
-        groups
-            Show each group of a scope, not only the whole gradient.
         rounds
             Show each round, not only all rounds together.
         """
         from fedclip.report.table import table_of
 
         title = f"Clipping in {self.folder.name or self.folder}"
-        shown, limits = (self.rows, {}) if groups else (self.whole, self.limits())
-        return table_of(title, shown, limits, groups, rounds)
+        return table_of(title, self.whole, self.limits(), rounds)
 
     def limits(self) -> dict[Key, float]:
         """Return the limit of whole gradients by node, clipper and round.

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from fedclip.tools.tune import Tuning
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    for command in (suggest, tune, compare):
-        app.command()(command)
-
-
 def suggest(
     folder: Results = None,
     write: Annotated[

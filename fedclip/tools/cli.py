@@ -258,9 +258,6 @@ def report(
         str | None, typer.Option(metavar="FILE", help="Write CSV instead of a table; - for stdout.")
     ] = None,
     as_json: JsonFlag = False,
-    groups: Annotated[
-        bool, typer.Option("--groups", help="Show the groups of a scope, one line each.")
-    ] = False,
     rounds: Annotated[
         bool | None,
         typer.Option("--rounds/--summary", help="A line for each round, or for each node."),
@@ -282,13 +279,14 @@ def report(
         result.write_csv(text)
         showing.write(csv, text.getvalue())
     else:
-        showing.show(result, groups, rounds)
+        showing.show(result, rounds)
     if html is not None:
         showing.save_page([("", folder, result)], html)
 
 
 # Commands are listed in the order in which they are added.
-choosing.add_to(app)
+for command in (choosing.suggest, choosing.tune, choosing.compare):
+    app.command()(command)
 
 
 @app.command()

@@ -30,9 +30,15 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context, Plugin
-from fedclip.tools.findings import Plugins, Section, Setting, innermost
-
-__all__ = ["exposures"]
+from fedclip.tools.findings import (
+    Plugins,
+    Section,
+    Setting,
+    as_count,
+    innermost,
+    part_of,
+    registered,
+)
 
 CLIENT, SERVER = "client_opt", "server_opt"
 
@@ -90,11 +96,11 @@ def exposures(setting: Setting) -> Iterator[Found]:
     plugins, run, aggregator = setting.plugins, setting.run, setting.aggregator
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
-    privacy, per_record = _part(run, "privacy"), isinstance(run.get("privacy"), Mapping)
+    privacy, per_record = part_of(run, "privacy"), isinstance(run.get("privacy"), Mapping)
     if central is not None:
         yield from _unnoised(central, server)
         if central.separation > 1 and setting.secagg is not None:
-            frequency, rounds = _part(run, "evaluate").get("frequency", 1), run.get("rounds")
+            frequency, rounds = part_of(run, "evaluate").get("frequency", 1), run.get("rounds")
             known = type(frequency) is int and type(rounds) is int
             fails = known and frequency <= rounds
             yield "problem" if fails else "note", "secagg", _NO_EVALUATION
@@ -119,7 +125,7 @@ def exposures(setting: Setting) -> Iterator[Found]:
         # Noise for records is none for clients.
         noised = markers[0] if per_record and central is None and markers else central
         covered = noised is not None and bool(noised.evaluation_share)
-        every, rounds = _part(run, "evaluate").get("frequency", 1), _whole(run.get("rounds"))
+        every, rounds = part_of(run, "evaluate").get("frequency", 1), as_count(run.get("rounds"))
         rare = rounds is not None and type(every) is int and every > rounds
         claim = Claim(
             "declearn",
@@ -140,11 +146,6 @@ def exposures(setting: Setting) -> Iterator[Found]:
     yield from _resolution(setting.secagg, limit, run)
 
 
-def _part(run: Section, name: str) -> Section:
-    part = run.get(name)
-    return part if isinstance(part, Mapping) else {}
-
-
 # -- noise on the average ---------------------------------------------------------------------
 def _unnoised(module: Plugin, server: Sequence[Plugin]) -> Iterator[Found]:
     """Check which statistics go out besides the noised average."""
@@ -159,10 +160,6 @@ def _unnoised(module: Plugin, server: Sequence[Plugin]) -> Iterator[Found]:
     for name in module.unnoised or ():
         if name not in [p.name for p in server]:
             yield "note", SERVER, f"unnoised names {name!r}, which is not in server_opt"
-
-
-def _whole(value: object) -> int | None:
-    return value if type(value) is int and value > 0 else None
 
 
 def _chooses(sampler: object) -> bool:
@@ -217,7 +214,7 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
             f"{marker.max_norm!r}: write the same, or leave max_norm out"
         )
         yield "problem", "run.privacy", text
-    training = _part(run, "training")
+    training = part_of(run, "training")
     if training.get("n_epoch", 1) is None and training.get("n_steps") is None:
         text = (
             "noise for a budget needs a number of steps: set n_epoch or n_steps, and not a time "
@@ -249,15 +246,12 @@ def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
     if why := unfit_for_noise(map(str, names)):
         yield "problem", "experiment", why
     elif not of_records:
-        most = run.get("register")
-        if isinstance(most, Mapping):
-            most = most.get("max_clients", most.get("min_clients"))
-        asked = most if type(most) is int else 0
+        asked = registered(run) or 0
         if why := unfit_for_noise([], setting.secagg is not None, asked, plugin.expected_clients):
             yield "problem", SERVER, why
         if not setting.watched:
             yield "problem" if run else "note", SERVER, _NOT_WATCHED
-    if (frequency := _part(run, "evaluate").get("frequency", 1)) != 1:
+    if (frequency := part_of(run, "evaluate").get("frequency", 1)) != 1:
         text = (
             f"frequency = {frequency!r}, and the noise is for an evaluation in each round: fewer "
             "evaluations are not told better; lower evaluation_share instead"
@@ -282,7 +276,7 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
         if privacy.get("seed") is not None:
             text += ", and the server, which sends the seed, can subtract it"
         yield "problem", where, f"{text}: set use_csprng = true"
-    if _part(run, "training").get("poisson") is False:
+    if part_of(run, "training").get("poisson") is False:
         text = (
             "poisson = false: epsilon is that of Poisson samples, and batches that are shuffled "
             "have a larger one; leave it out"
@@ -295,7 +289,7 @@ def _budget(privacy: Section, run: Section, protected: tuple[int, str] | None) -
     if privacy.get("accountant") == "gdp":
         text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
         yield "problem", where, text
-    size = _part(run, "training").get("batch_size")
+    size = part_of(run, "training").get("batch_size")
     least, unit = protected or (size, "record")
     of = f"{unit}s of the smallest client" if protected else "of a batch"
     match privacy.get("budget"):
@@ -362,7 +356,7 @@ def _resolution(secagg: Section | None, limit: float | None, run: Section) -> It
     """Check how much the integers of secure aggregation add to an update."""
     if secagg is None or not limit:
         return
-    clients = _part(run, "register").get("max_clients")
+    clients = part_of(run, "register").get("max_clients")
     clipval, bitsize = secagg.get("clipval", DECLEARN_RANGE), secagg.get("bitsize", 64)
     try:
         found = plan(

@@ -18,8 +18,6 @@ from fedclip.dpsgd.persons import numbered
 from fedclip.tools.findings import Level
 from fedclip.tools.quickrun import PERSONS
 
-__all__ = ["asked_for", "units", "unnamed"]
-
 _NAMED = re.compile(
     r"(^|[\W_])(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"
     r"s?([\W_]*(id|no|nr|num|number|code|key|name))?\W*$",

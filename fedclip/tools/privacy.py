@@ -21,7 +21,6 @@ from fedclip.tools.output import JsonFlag, fail, runnable
 if TYPE_CHECKING:
     from fedclip.privacy.prices import Prices
 
-__all__ = ["app"]
 
 app = typer.Typer(
     help="What privacy costs in noise, and what was spent.",
@@ -42,12 +41,12 @@ def root() -> None:
 
 
 @contextmanager
-def in_one_sentence(code: int = 2) -> Iterator[None]:
+def in_one_sentence() -> Iterator[None]:
     """End the command with a sentence if a number is not allowed, or an accountant missing."""
     try:
         yield
     except (TypeError, ValueError) as exc:
-        fail(exc, code)
+        fail(exc, 2)
     except ModuleNotFoundError as exc:
         if exc.name == "declearn":
             raise

@@ -24,7 +24,6 @@ from fedclip.report.table import plain_table
 NONE = "no clipping"
 AS_IS = "as configured"
 _CLASSES = ("majority_share", "balanced_accuracy")
-_CLIPPING = ("rounds", "clipped", "largest")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:

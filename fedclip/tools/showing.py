@@ -79,7 +79,7 @@ def _newest(report: Report) -> Report:
     return report.only([newest])
 
 
-def show(report: Report, groups: bool, rounds: bool | None) -> None:
+def show(report: Report, rounds: bool | None) -> None:
     """Print the answer, what was measured, and the table.
 
     None of `rounds` shows a line for each node: of many nodes, the outliers and some others.
@@ -87,7 +87,7 @@ def show(report: Report, groups: bool, rounds: bool | None) -> None:
     advice = _advice(report)
     for sentence in (*([advice.answer] if advice else []), *_last(report), *report.in_words()):
         say(sentence)
-    nodes = [row.node for row in (report.rows if groups else report.whole)]
+    nodes = [row.node for row in report.whole]
     if rounds is None and len(dict.fromkeys(nodes)) > _SHOWN:
         odd = {name for run in report.experiments for name in result_of(report, run).outliers}
         order = sorted(dict.fromkeys(nodes), key=lambda node: site_of(node) not in odd)
@@ -95,7 +95,7 @@ def show(report: Report, groups: bool, rounds: bool | None) -> None:
         rows = tuple(row for row in report.rows if row.node in order[:_SHOWN])
         report = dataclasses.replace(report, rows=rows)
     if report.rows:
-        console().print(report.table(groups, bool(rounds)))
+        console().print(report.table(bool(rounds)))
     if report.private:
         for line in (line for lines in _spent(report.folder).values() for line in lines):
             say(line)

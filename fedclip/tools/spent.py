@@ -29,15 +29,6 @@ from fedclip.records import SERVED
 from fedclip.report import ReportError, read_report
 from fedclip.tools.catalogue import version
 
-__all__ = [
-    "COLUMNS",
-    "NothingSpent",
-    "Spent",
-    "csv_rows",
-    "in_words",
-    "read_spent",
-]
-
 _COUNTED_BY = ("fedclip", "dp-accounting")
 
 
