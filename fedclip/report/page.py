@@ -127,7 +127,7 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
             {
                 "name": printable(run.name or experiment or report.folder.resolve().name),
                 "advice": advice,
-                "end": "" if run.together else _end(part, experiment),
+                "end": "" if run.together else result_of(part, experiment).in_words(),
                 "findings": _findings(part, advice),
                 "clippers": _clippers(part, advice),
                 "metrics": _metrics(part.curves, part.servers),
@@ -137,12 +137,6 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _end(report: Report, experiment: str) -> str:
-    """Return the last metrics of the healthy sites, with the outliers next to them."""
-    text = result_of(report, experiment).in_words()
-    return f"At the end: {text}." if text else ""
 
 
 def _merged(report: Report) -> Report:

@@ -123,11 +123,8 @@ def check_config(
         run = part_of(config, "run")
         every = part_of(run, "evaluate").get("frequency", 1)
         if run.get("early_stop") is not None and every != 1 and not simulate:
-            text = (
-                f"declearn looks for a loss after each round, and with frequency = {brief(every)} "
-                "it fails at the first that has none: evaluate each round, or leave early_stop out"
-            )
-            check.problem("[run.early_stop]", text)
+            text = "declearn looks for a loss after each round, and with frequency = "
+            check.problem("[run.early_stop]", f"{text}{brief(every)} fails: leave one of them out")
     elif "client_opt" in config:
         run, check.quickrun = part_of(config, "run"), False
         # A section of this name may be anything else.
@@ -238,19 +235,17 @@ def _check_quickrun(check: Check, config: Config) -> None:
         wrong = any(finding.where.startswith("[run") for finding in check.problems)
         _check_optim(check, config["optim"], {} if wrong else run)
     if "fairness" in part_of(config, "optim"):
-        check.problem(
-            "[optim.fairness]",
-            "declearn's fairness needs a FairnessDataset, which names sensitive attributes, and "
-            "[data] gives arrays: run it by a script of your own, or remove this section",
+        text = (
+            "fairness needs a FairnessDataset, and [data] gives arrays: remove it, or run a script"
         )
+        check.problem("[optim.fairness]", text)
     if isinstance(config.get("run"), dict) and "register" not in run:
         text = "this section is missing: write in min_clients how many clients to wait for"
         check.problem("[run.register]", text)
     register = part_of(run, "register")
     if register.get("timeout") and not register.get("max_clients"):
-        text = "without max_clients, registration lasts the whole timeout"
-        how = f"({brief(register['timeout'])} s), even when everybody has joined"
-        check.note("[run.register]", f"{text} {how}")
+        text = f"registration lasts {brief(register['timeout'])} s, as there is no max_clients"
+        check.note("[run.register]", text)
     model = part_of(config, "model").get("model_file")
     if isinstance(model, str) and not os.path.isfile(model):
         check.problem("[model]", f"there is no model file {brief(model)}")
@@ -389,9 +384,8 @@ def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Se
             if count < size:
                 check.problem(
                     f"[run.{section}]",
-                    f"{site} has {count} records in {of}_target, and batch_size = {size} drops the "
-                    f"remainder, so it gets no batch: write drop_remainder = false, or a "
-                    f"batch_size of at most {count}",
+                    f"{site} gets no batch: it has {count} records in {of}_target, and batch_size "
+                    f"= {size}; write drop_remainder = false, or batch_size = {count}",
                 )
 
 
@@ -504,8 +498,8 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
     elif registered is not None and least > registered:
         check.note(
             where,
-            f"registration may end with {registered} clients, fewer than min_replies = {least}, "
-            "and then the run ends: raise min_clients",
+            f"registration may end with {registered} clients, fewer than min_replies = {least}: "
+            "raise min_clients",
         )
     if name == "clipped-averaging":
         if few := setting.aggregator.combining.too_few(least):
@@ -513,8 +507,8 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
     else:
         check.note(
             where,
-            "with fewer clients in a round each of them moves the average further, and "
-            f"{name!r} sets no limit to that: clipped-averaging does",
+            f"fewer clients each move the average further, and {name!r} sets no limit to that: "
+            "clipped-averaging does",
         )
 
 
@@ -541,9 +535,8 @@ def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
     if (ours or shared) and not vetted:
         check.note(
             "[client_sampler]",
-            "replies are not vetted: give FederatedServer client_sampler = {'strategy': "
-            "'named-clients'}, and what one client sends can neither end the run nor cost another "
-            "client its reply",
+            "replies are not vetted, so that one client can end the run: give FederatedServer "
+            "client_sampler = {'strategy': 'named-clients'}",
         )
 
 

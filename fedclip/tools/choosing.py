@@ -165,21 +165,13 @@ def tune(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=2, help="Runs of each setting.")] = 5,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds, in place of the file's.")
-    ] = None,
-    nodes: Annotated[
-        bool, typer.Option("--nodes", help="Run nodes over websockets, not in one process.")
-    ] = False,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time; by default one for each core.")
-    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, not as in the file.")] = None,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Run nodes over websockets.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else by cores.")] = None,
     sites: Annotated[
-        str, typer.Option(metavar="A,B", help="Sites that count; by default all but outliers.")
+        str, typer.Option(metavar="A,B", help="Sites that count; else all but outliers.")
     ] = "",
-    write: Annotated[
-        bool, typer.Option("--write", help="Write the winner into CONFIG, if there is one.")
-    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the winner into CONFIG.")] = False,
     html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -68,9 +68,7 @@ def root(
 
 @app.command("list")
 def list_(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="One clipper, to be explained.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One to explain.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """List the clippers, or explain one with its parameters."""
@@ -170,12 +168,8 @@ def _print_check(result: Check) -> None:
 @app.command()
 def quickrun(
     config: ConfigPath = Path(),
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show declearn's log, which goes to files, as well.")
-    ] = False,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Draw the batches from this seed.")
-    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show declearn's log too.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Draw batches from this seed.")] = None,
 ) -> None:
     """Check a configuration, then run all of it on this machine."""
     result = runnable(config, quickrun=True)
@@ -195,9 +189,7 @@ def quickrun(
 @app.command()
 def simulate(
     config: ConfigPath = Path(),
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Draw all from this seed, not from [simulate]'s.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="A seed, not that of [simulate].")] = None,
     engine: Annotated[
         Literal["process", "flower"],
         typer.Option(help="Train in this process, or in those of Flower's simulation."),
@@ -254,9 +246,7 @@ def run(
 @app.command()
 def report(
     folder: Results = None,
-    csv: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write CSV instead of a table; - for stdout.")
-    ] = None,
+    csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write CSV; - is stdout.")] = None,
     as_json: JsonFlag = False,
     rounds: Annotated[
         bool | None,

@@ -195,43 +195,27 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
     if why := unfit(modules[: places[0]]):
         yield "problem", CLIENT, why
     if fairness:
-        text = (
-            "fairness rounds publish what the model does on the training records, without noise: "
-            "private clients refuse them; leave fairness out"
-        )
+        text = "fairness rounds have no noise, and private clients refuse them: leave fairness out"
         yield "problem", CLIENT, text
     privacy = run.get("privacy")
     if not isinstance(privacy, Mapping):
-        text = (
-            "sample-clip needs [run.privacy] on the server, with budget = [epsilon, delta] and "
-            "sclip_norm: without it there is no noise, and the clients refuse to train"
-        )
+        text = "sample-clip needs [run.privacy] on the server, with budget and sclip_norm"
         yield ("problem" if run else "note"), CLIENT, text
         return
     if marker.max_norm not in (None, privacy.get("sclip_norm")):
-        text = (
-            f"sclip_norm = {privacy.get('sclip_norm')!r}, and sample-clip has max_norm = "
-            f"{marker.max_norm!r}: write the same, or leave max_norm out"
-        )
+        own = f"sample-clip has max_norm = {marker.max_norm!r}: leave that out"
+        text = f"sclip_norm = {privacy.get('sclip_norm')!r}, and {own}"
         yield "problem", "run.privacy", text
     training = part_of(run, "training")
     if training.get("n_epoch", 1) is None and training.get("n_steps") is None:
-        text = (
-            "noise for a budget needs a number of steps: set n_epoch or n_steps, and not a time "
-            "alone"
-        )
+        text = "noise for a budget needs a number of steps: set n_epoch or n_steps"
         yield "problem", "run.training", text
     elif training.get("timeout") is not None:
-        text = (
-            "timeout would let the number of steps tell how long single records take: private "
-            "clients refuse such rounds; leave timeout out"
-        )
+        text = "with timeout, steps tell of records: clients refuse such rounds; leave timeout out"
         yield "problem", "run.training", text
     text = (
-        "this is what the server asks for, of each client's records; a client that is started with "
-        "fedclip.PrivateFederatedClient(max_budget = (epsilon, delta), ...) never goes beyond its "
-        "own, whoever asks. `fedclip privacy calibrate` says what noise that takes; `fedclip "
-        "quickrun` starts such clients, without a budget of their own"
+        "this is what the server asks of each client. A PrivateFederatedClient with max_budget = "
+        "(epsilon, delta) stays within its own; `fedclip quickrun` starts clients without one"
     )
     yield "note", "run.privacy", text
 
@@ -252,10 +236,7 @@ def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
         if not setting.watched:
             yield "problem" if run else "note", SERVER, _NOT_WATCHED
     if (frequency := part_of(run, "evaluate").get("frequency", 1)) != 1:
-        text = (
-            f"frequency = {frequency!r}, and the noise is for an evaluation in each round: fewer "
-            "evaluations are not told better; lower evaluation_share instead"
-        )
+        text = f"frequency = {frequency!r} spares no noise, which is for each round: leave it out"
         yield "note", "run.evaluate", text
 
 
@@ -265,10 +246,9 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
     text = (
         "declearn clips each tensor of a sample by itself: a sample's gradient reaches "
-        f"{shown}·√k for k tensors, which is what sclip_norm bounds. Noise of z·{shown} is added "
-        "to the mean of a batch, after regularizers and before the client's modules: those bound "
-        "no sensitivity. With sample-clip in client_opt and fedclip.PrivateFederatedClient, the "
-        "whole record is clipped, and the noise is for that"
+        f"{shown}·√k for k tensors. Noise of z·{shown} is added to the mean of a batch, before the "
+        "client's modules, which bound no sensitivity. With sample-clip in client_opt and "
+        "fedclip.PrivateFederatedClient, the whole record is clipped, and the noise is for that"
     )
     yield "note", where, text
     if not privacy.get("use_csprng"):
@@ -277,10 +257,7 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
             text += ", and the server, which sends the seed, can subtract it"
         yield "problem", where, f"{text}: set use_csprng = true"
     if part_of(run, "training").get("poisson") is False:
-        text = (
-            "poisson = false: epsilon is that of Poisson samples, and batches that are shuffled "
-            "have a larger one; leave it out"
-        )
+        text = "poisson = false, and epsilon is that of Poisson samples: leave poisson out"
         yield "problem", "run.training", text
 
 
@@ -302,10 +279,7 @@ def _budget(privacy: Section, run: Section, protected: tuple[int, str] | None) -
             elif type(least) is int and (text := too_large_delta(delta, least, of, unit)):
                 yield "problem", where, text
             elif delta >= 1e-3:
-                text = (
-                    f"delta = {delta:g} has to be far below 1 / number of {unit}s of the smallest "
-                    f"client: to publish one {unit}, drawn at random, would pass"
-                )
+                text = f"delta = {delta:g} has to be far below 1 / number of {unit}s of a client"
                 yield "leak", where, text
 
 
@@ -373,9 +347,8 @@ def _resolution(secagg: Section | None, limit: float | None, run: Section) -> It
     each = found.norm_added
     if each * 1e3 > 0.01 * limit:
         text = (
-            f"clipval = {clipval:g} with bitsize = {bitsize} rounds to multiples of "
-            f"{found.step:.3g}: that adds up to {each:.3g}·√d to an update of norm {limit:g} and d "
-            f"values, {each * 1e3:.3g} for a million; lower clipval, or raise bitsize (see "
-            "fedclip.federation.update.secagg.plan)"
+            f"clipval = {clipval:g} with bitsize = {bitsize} rounds to {found.step:.3g}: that adds "
+            f"up to {each:.3g}·√d to an update of norm {limit:g} and d values, {each * 1e3:.3g} "
+            "for a million; lower clipval, or raise bitsize"
         )
         yield ("problem" if each > limit else "note"), "secagg", text

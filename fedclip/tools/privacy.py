@@ -30,9 +30,7 @@ app = typer.Typer(
 
 Epsilon = Annotated[float, typer.Option(help="Budget of all rounds together.")]
 Rounds = Annotated[int, typer.Option(help="Number of rounds.")]
-Values = Annotated[
-    int | None, typer.Option(help="How many values the model has, for what noise adds up to.")
-]
+Values = Annotated[int | None, typer.Option(help="How many values the model has.")]
 
 
 @app.callback()
@@ -57,33 +55,15 @@ def in_one_sentence() -> Iterator[None]:
 def plan(
     epsilon: Epsilon,
     rounds: Rounds,
-    clients: Annotated[
-        int, typer.Option(help="Number of clients in a round; of all, with --per-round.")
-    ],
-    delta: Annotated[
-        float, typer.Option(help="Probability with which it may fail, below 1 / clients.")
-    ] = 1e-5,
-    relation: Annotated[
-        str, typer.Option(help="add-remove of one client, or replace-one.")
-    ] = "add-remove",
+    clients: Annotated[int, typer.Option(help="Clients in a round; all, with --per-round.")],
+    delta: Annotated[float, typer.Option(help="Chance of failure, below 1 / clients.")] = 1e-5,
+    relation: Annotated[str, typer.Option(help="add-remove or replace-one.")] = "add-remove",
     values: Values = None,
-    per_round: Annotated[
-        int | None,
-        typer.Option(help="Number of clients in a round, if not all: they take turns."),
-    ] = None,
-    momentum: Annotated[
-        float, typer.Option(help="Momentum of the server's optimizer, where clients take turns.")
-    ] = 0.0,
-    model: Annotated[
-        Path | None,
-        typer.Option(help="A model file, in the place of --values: what it trains is counted."),
-    ] = None,
-    honest: Annotated[
-        float | None, typer.Option(help="Share of clients that surely add noise, if clients do.")
-    ] = None,
-    evaluation_share: Annotated[
-        float, typer.Option(help="Share of each round's noise for an evaluation after it.")
-    ] = 0.0,
+    per_round: Annotated[int | None, typer.Option(help="Clients in a round, if by turns.")] = None,
+    momentum: Annotated[float, typer.Option(help="Momentum of the server, if by turns.")] = 0.0,
+    model: Annotated[Path | None, typer.Option(help="A model file to count --values of.")] = None,
+    honest: Annotated[float | None, typer.Option(help="Share of clients that add noise.")] = None,
+    evaluation_share: Annotated[float, typer.Option(help="Share of noise for evaluations.")] = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise on averages of clipped updates, and print the lines of TOML."""
@@ -157,24 +137,13 @@ def calibrate(
     epsilon: Epsilon,
     rounds: Rounds,
     batch_size: Annotated[int, typer.Option(help="Expected size of a batch.")],
-    records: Annotated[
-        int | None, typer.Option(help="How many training records the client has.")
-    ] = None,
-    persons: Annotated[
-        int | None,
-        typer.Option(help="How many persons they are of, if persons are to be protected."),
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(help="Epochs of a round; 1, if --steps is not given.")
-    ] = None,
+    records: Annotated[int | None, typer.Option(help="Number of training records.")] = None,
+    persons: Annotated[int | None, typer.Option(help="Number of persons, to protect them.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of a round; else 1.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of a round.")] = None,
-    delta: Annotated[
-        float, typer.Option(help="Probability with which it may fail, below 1 / records.")
-    ] = 1e-5,
+    delta: Annotated[float, typer.Option(help="Chance of failure, below 1 / records.")] = 1e-5,
     values: Values = None,
-    evaluation_share: Annotated[
-        float, typer.Option(help="Share of epsilon for noise on an evaluation in each round.")
-    ] = 0.0,
+    evaluation_share: Annotated[float, typer.Option(help="Epsilon's share for evaluations.")] = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise of DP-SGD on one client's records or persons; print the lines of TOML."""
@@ -230,18 +199,11 @@ def _print(found: Any, text: str, lines: list[str], extra: Config, as_json: bool
 
 @app.command()
 def spent(
-    path: Annotated[
-        Path, typer.Argument(help="A ledger, or a folder with checkpoints of clients or a server.")
-    ],
+    path: Annotated[Path, typer.Argument(help="A ledger, or a folder of checkpoints.")],
     delta: Annotated[float | None, typer.Option(help="Another delta than the file's.")] = None,
-    relation: Annotated[
-        str | None, typer.Option(help="add-remove, or replace-one; the file's, if not given.")
-    ] = None,
+    relation: Annotated[str | None, typer.Option(help="Another than the file's.")] = None,
     as_json: JsonFlag = False,
-    csv: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write CSV, a line for each round; - for stdout."),
-    ] = None,
+    csv: Annotated[str | None, typer.Option(metavar="FILE", help="By round; - is stdout.")] = None,
 ) -> None:
     """Show the epsilon that was spent."""
     from fedclip.report import printable
@@ -270,12 +232,8 @@ def spent(
 
 @app.command()
 def audit(
-    config: Annotated[
-        Path, typer.Argument(help="A quickrun file, or the folder that holds it.")
-    ] = Path(),
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Of the canaries and batches; noise has none.")
-    ] = None,
+    config: Annotated[Path, typer.Argument(help="A quickrun file, or its folder.")] = Path(),
+    seed: Annotated[int | None, typer.Option(min=0, help="Of canaries and batches alone.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Attack the privacy that a configuration claims, with its own model and data."""

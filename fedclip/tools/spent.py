@@ -150,7 +150,7 @@ COLUMNS = (
 )
 
 
-def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
+def csv_rows(one: Spent, cost: Config, folder: Path) -> Iterator[Config]:
     """Yield a row for each turn that was charged, with the epsilon of all until then.
 
     A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
@@ -162,7 +162,7 @@ def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
     so_far.plan = own.plan
     each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
     rounds = not cost["entries"] and one.separation == 1
-    bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}
+    bounds = _bounds(folder, one.where, len(each)) if rounds else {}
     for turn, row in enumerate(cost["entries"] or each, 1):
         so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
         mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
