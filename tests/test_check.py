@@ -435,7 +435,10 @@ def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, t
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"batch_size": 30, "training": "n_epoch = 1"}, "[run.training] b gets no batch: it has 24"),
+        (
+            {"batch_size": 30, "training": "n_epoch = 1"},
+            "[run.training] b gets no batch: it has 24",
+        ),
         ({"training": "n_epoch = 1\ndrop_remainder = false", "batch_size": 30}, ""),
         (
             {"more": "[run.evaluate]\nbatch_size = 99\ndrop_remainder = true"},

@@ -163,9 +163,8 @@ def _setter(rows: Sequence[Row]) -> Said:
         yield "warm-up", text
     elif whole.fixed >= _NEARLY_ALL * limited:
         text = (
-            f"The fixed limit held in {whole.fixed / limited:.0%} of the limited steps: the one "
-            "learnt from the norms was hardly ever below it, so the clipper does not adapt. Raise "
-            "max_norm, or leave it out."
+            f"The fixed limit held in {whole.fixed / limited:.0%} of the limited steps, so the "
+            "clipper does not adapt: raise max_norm, or leave it out."
         )
         yield "fixed", text
     elif whole.fixed or whole.warmup:

@@ -478,9 +478,8 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
     if names:
         check.note(
             "[optim.client_opt]",
-            f"clients need fedclip>={fedclip.__version__} for {', '.join(names)} "
-            "(`make build` writes the wheel to hand to them), and `import fedclip` in the client's "
-            "script, or `fedclip run` to start it",
+            f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}, and `import "
+            "fedclip` in their script, or `fedclip run` to start it",
         )
 
 

@@ -60,9 +60,8 @@ _WEIGHTS = (
     "bounds no sensitivity"
 )
 _UNITS = (
-    "agc limits what leads to one output: it takes axis 0 for the outputs in torch and "
-    "scikit-learn, and the last axis in TensorFlow and JAX. Put transposed convolutions, and "
-    "embeddings of torch, into exclude, or use unit = 'tensor'"
+    "agc takes axis 0 for outputs in torch and scikit-learn, else the last: put transposed "
+    "convolutions, and embeddings of torch, into exclude, or use unit = 'tensor'"
 )
 _NOISED = (
     "evaluations have noise, for {share:g} of {whole} and losses of at most {bound:g}: loss and "
@@ -246,9 +245,8 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
     text = (
         "declearn clips each tensor of a sample by itself: a sample's gradient reaches "
-        f"{shown}·√k for k tensors. Noise of z·{shown} is added to the mean of a batch, before the "
-        "client's modules, which bound no sensitivity. With sample-clip in client_opt and "
-        "fedclip.PrivateFederatedClient, the whole record is clipped, and the noise is for that"
+        f"{shown}·√k for k tensors, and noise of z·{shown} is for less. With sample-clip in "
+        "client_opt and fedclip.PrivateFederatedClient, the whole record is clipped"
     )
     yield "note", where, text
     if not privacy.get("use_csprng"):
