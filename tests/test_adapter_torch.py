@@ -60,7 +60,7 @@ def stream(dtype=torch.float64, steps=30, seed=0):
 def as_parameters(gradient):
     parameters = {}
     for name, value in gradient.items():
-        parameters[name] = torch.nn.Parameter(torch.zeros_like(value))
+        parameters[name] = torch.zeros_like(value).requires_grad_()
         parameters[name].grad = value.clone()
     return parameters
 
@@ -87,6 +87,10 @@ def test_clip_in_place_does_what_the_module_does(name):
         record = clip_(parameters, loop)
         expected = module.run(TorchVector(gradient)).coefs
         for key, value in expected.items():
+            if parameters[key].grad is None:
+                # A spike that is skipped.
+                assert not value.any()
+                continue
             assert parameters[key].grad is before[key]
             torch.testing.assert_close(parameters[key].grad, value, rtol=1e-12, atol=0)
         assert record.norm_before == module.last.norm_before

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
-from fedclip.compat.base import REQUIRED
 from helpers import require
 
 import fedclip
 from fedclip import compat
+from fedclip.compat.values import REQUIRED
 from fedclip.testing import apply, to_numpy, to_vector
 
 DOCS = Path(__file__).parent.parent / "docs"
