@@ -153,14 +153,10 @@ def _print_check(result: Check) -> None:
         typer.echo("What is clipped where:")
     for place in result.places:
         say(f"  {place}")
+    levels = [finding.level for finding in result.findings]
+    found = {kind: levels.count(kind) for kind in ("problem", "leak", "note")}
     counts = [
-        f"{len(found) or 'No'} {kind}{'s' * (len(found) > 1)}"
-        for kind, found in (
-            ("problem", result.problems),
-            ("leak", result.leaks),
-            ("note", result.notes),
-        )
-        if found or kind == "problem"
+        f"{n or 'No'} {kind}{'s' * (n > 1)}" for kind, n in found.items() if n or kind == "problem"
     ]
     typer.echo(f"{', '.join(counts)}.")
 
