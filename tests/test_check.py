@@ -435,13 +435,16 @@ def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, t
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"batch_size": 30, "training": "n_epoch = 1"}, "[run.training] b has 24 records in train"),
+        (
+            {"batch_size": 30, "training": "n_epoch = 1"},
+            "[run.training] b gets no batch: it has 24",
+        ),
         ({"training": "n_epoch = 1\ndrop_remainder = false", "batch_size": 30}, ""),
         (
             {"more": "[run.evaluate]\nbatch_size = 99\ndrop_remainder = true"},
-            "[run.evaluate] a has",
+            "[run.evaluate] a gets no",
         ),
-        ({"more": "[optim.fairness]\nalgorithm = 'fairgrad'"}, "[optim.fairness] declearn's"),
+        ({"more": "[optim.fairness]\nalgorithm = 'fairgrad'"}, "[optim.fairness] fairness needs"),
     ],
 )
 def test_what_ends_in_a_traceback_of_declearn_is_found_before(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fedclip.report: what the checkpoints say, as rows, table, CSV, plot and sentences."""
+"""fedclip.report: what the checkpoints say, as rows, table, CSV and sentences."""
 
 from __future__ import annotations
 

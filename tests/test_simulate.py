@@ -15,7 +15,7 @@ from helpers import free_port
 from quickruns import write_config, write_sites
 from report_runs import call
 
-from fedclip.report import Reader, read_report
+from fedclip.report import read_report
 from fedclip.report.results import result_of
 from fedclip.tools import simulate
 from fedclip.tools.output import ToolError
@@ -178,9 +178,7 @@ def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(
     client = '[["norm-clip", {max_norm = 1.0, ord = 1}], "update-clip-client"]'
     run(write(client=client, more="[simulate]\nclients = 9\n"), 0, quiet=True)
     file = write(client=client, more="[simulate]\nclients = 5\n", rounds=6)
-    reader = Reader(run(file, 0, quiet=True).results)
-    report = reader.read()
-    assert reader.ended
+    report = read_report(run(file, 0, quiet=True).results)
     assert {row.node for row in report.select(module="norm-clip")} == {"a", "b", "c", "a-1"}
     assert [row.record.steps for row in report.select("a-1", "norm-clip")] == [2] * 6
     step, update = read_norms(report, "")

@@ -17,7 +17,7 @@ people's text: they are shown as they are, never read as markup.
 
 from fedclip.records import ALL
 from fedclip.report.experiment import Report
-from fedclip.report.page import Run, Spending, page_of
+from fedclip.report.page import Run, page_of
 from fedclip.report.reading import Reader, read_report
 from fedclip.report.rows import COLUMNS, ReportError, Row, number, pooled, printable
 
@@ -29,7 +29,6 @@ __all__ = [
     "ReportError",
     "Row",
     "Run",
-    "Spending",
     "number",
     "page_of",
     "pooled",

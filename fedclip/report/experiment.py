@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from fedclip.records import ALL
 from fedclip.report import words
 from fedclip.report.curves import Curve
-from fedclip.report.figure import draw_panels
 from fedclip.report.rows import COLUMNS, Key, Row, experiment_of, printable, write_csv
 from fedclip.report.words import Finding
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.table import Table
 
 
@@ -82,21 +80,18 @@ class Report:
             if node in (None, row.node) and module in (None, row.module, row.name)
         )
 
-    def table(self, groups: bool = False, rounds: bool = True) -> Table:
+    def table(self, rounds: bool = True) -> Table:
         """Return the report as a table for a terminal, without columns that carry no information.
 
         Parameters
         ----------
-        groups
-            Show each group of a scope, not only the whole gradient.
         rounds
             Show each round, not only all rounds together.
         """
         from fedclip.report.table import table_of
 
         title = f"Clipping in {self.folder.name or self.folder}"
-        shown, limits = (self.rows, {}) if groups else (self.whole, self.limits())
-        return table_of(title, shown, limits, groups, rounds)
+        return table_of(title, self.whole, self.limits(), rounds)
 
     def limits(self) -> dict[Key, float]:
         """Return the limit of whole gradients by node, clipper and round.
@@ -125,20 +120,6 @@ class Report:
             "findings": [finding._asdict() for finding in self.findings()],
             "skipped": [str(path) for path in self.skipped],
         }
-
-    def figure(self) -> Figure:
-        """Return one panel per node: norms as a band, limits as a line, clipped share as bars.
-
-        Needs matplotlib, the extra ``fedclip[plot]``.
-
-        Raises
-        ------
-        ValueError
-            If there are no norms to draw.
-        """
-        if not self.rows:
-            raise ValueError("there are no norms to draw: all clients train by DP-SGD")
-        return draw_panels({node: self.select(node) for node in self.nodes})
 
     def findings(self) -> list[Finding]:
         """Return the most important findings: losses that are lost, then some for each clipper."""

@@ -159,8 +159,6 @@
       : [...(many ? [whole] : []), ...clients(clipper, "", 2).lines];
     return chart(element, { title: "steps clipped", share: true, lines });
   };
-  const epsilon = (element) => chart(element, { title: "epsilon",
-    ...clients(data.experiments[Number(element.dataset.epsilon)].epsilons, "epsilon") });
   const metric = (element) => {
     const name = data.metrics[Number(element.dataset.metric)];
     const at = data.rounds ? "round" : "evaluation";
@@ -186,7 +184,7 @@
     return chart(element, { title: name, at, bands, lines });
   };
 
-  const charts = { metric, norms, share, epsilon };
+  const charts = { metric, norms, share };
   document.querySelectorAll("[data-pick]").forEach((select) => select.addEventListener("change", () => {
     ["norms", "share"].forEach((kind) => {
       const element = document.querySelector(`[data-${kind}="${select.dataset.pick}"]`);

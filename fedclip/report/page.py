@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fedclip.records import RoundRecord
@@ -26,7 +27,6 @@ from fedclip.report.results import result_of
 from fedclip.report.rows import (
     Limits,
     Row,
-    experiment_of,
     grouped,
     known,
     number,
@@ -40,22 +40,11 @@ from fedclip.report.table import SETTERS
 _MOST_ROUNDS = 40_000
 _MOST_METRICS = 6
 # The part of an experiment that the charts need.
-_DRAWN = ("name", "metrics", "clippers", "epsilons")
+_DRAWN = ("name", "metrics", "clippers")
 # What is said first.
 _WEIGHTY = ("diverged", "nonfinite", "unlike")
 # So many clients have a line each.
 _NAMED = 8
-
-
-class Spending(NamedTuple):
-    """What was spent of a privacy budget."""
-
-    where: str
-    words: Sequence[str]
-    turns: Sequence[tuple[float | None, ...]] = ()
-    """For each round in which a client took part: its number, steps, noise multiplier, sampling
-    rate, expected size of a batch (None if that is not known), and epsilon so far.
-    """
 
 
 class Run(NamedTuple):
@@ -63,20 +52,18 @@ class Run(NamedTuple):
 
     name: str
     report: Report
-    spent: Sequence[Spending] = ()
+    spent: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """What was spent of privacy budgets, in lines of text, by ledger or server."""
     together: bool = False
     """Whether the federations of the report are shown as one, such as several seeds."""
     advice: Advice | None = None
     """What is advised; for a report of one federation."""
 
 
-def page_of(
-    runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, object]] = (), refresh: int = 0
-) -> str:
+def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, object]] = ()) -> str:
     """Return the page.
 
-    `tables` come first on it, each with a caption, heads and rows of text. A page of a run that
-    goes on is read again by browsers each `refresh` seconds.
+    `tables` come first on it, each with a caption, heads and rows of text.
 
     Raises
     ------
@@ -98,7 +85,6 @@ def page_of(
         experiments=found,
         metrics=chosen,
         tables=tables,
-        refresh=refresh,
         measured=any(exp["clippers"] for exp in found),
         advised=any(run.advice for run in runs),
         data={
@@ -134,32 +120,23 @@ def _experiments(run: Run) -> list[dict[str, Any]]:
         parts = {"": _merged(report)}
     found: list[dict[str, Any]] = []
     for experiment, part in parts.items():
-        advice = run.advice if len(parts) == 1 else None
-        own = [s for s in run.spent if len(parts) == 1 or s.where.startswith(f"{experiment}/")]
-        turns = {experiment_of(s.where) or s.where: s.turns for s in own if s.turns}
-        epsilons = {n: [[t[0], _short(t[5])] for t in some] for n, some in turns.items()}
+        alone = len(parts) == 1
+        advice = run.advice if alone else None
+        spent = [s for where, s in run.spent.items() if alone or where.startswith(f"{experiment}/")]
         found.append(
             {
                 "name": printable(run.name or experiment or report.folder.resolve().name),
                 "advice": advice,
-                "end": "" if run.together else _end(part, experiment),
+                "end": "" if run.together else result_of(part, experiment).in_words(),
                 "findings": _findings(part, advice),
                 "clippers": _clippers(part, advice),
                 "metrics": _metrics(part.curves, part.servers),
                 "clients": _nodes(part),
-                "spent": [line for s in own for line in s.words],
-                "turns": [[n, *map(number, t)] for n, some in turns.items() for t in some],
-                "epsilons": _series(epsilons),
+                "spent": [line for lines in spent for line in lines],
                 "skipped": len(report.skipped),
             }
         )
     return found
-
-
-def _end(report: Report, experiment: str) -> str:
-    """Return the last metrics of the healthy sites, with the outliers next to them."""
-    text = result_of(report, experiment).in_words()
-    return f"At the end: {text}." if text else ""
 
 
 def _merged(report: Report) -> Report:

@@ -93,14 +93,6 @@ class Reader:
         skipped_, curves = tuple(skipped), self._curves()
         return Report(folder, tuple(found), skipped_, curves, servers, private, confusions)
 
-    @property
-    def ended(self) -> bool:
-        """Whether all nodes have come to the end of their run, where declearn keeps the best model.
-
-        An old one, of an earlier run in the same folder, does not count.
-        """
-        return bool(self._nodes) and all(node.ended for node in self._nodes.values())
-
     def _curves(self) -> tuple[Curve, ...]:
         """Return the curves of all nodes, and of clients that only their server knows."""
         curves: dict[tuple[str, str], Curve] = {}
@@ -148,14 +140,6 @@ class _Node:
         """Whether it trains by DP-SGD, also without the module that says how."""
         ledger = not self.rows and (self.folder / LEDGER).exists()
         return ledger or "sample-clip" in self.others
-
-    @property
-    def ended(self) -> bool:
-        try:
-            best = (self.folder / "model_state_best.mpk").stat().st_mtime_ns
-        except OSError:
-            return False
-        return best >= max((written for written, _ in self.seen.values()), default=0)
 
     def update(self) -> None:
         """Read the files that are new or have changed, in the order in which they were written."""

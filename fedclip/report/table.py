@@ -32,7 +32,7 @@ def plain_table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Tab
     return table
 
 
-def table_of(title: str, rows: Sequence[Row], limits: Limits, groups: bool, rounds: bool) -> Table:
+def table_of(title: str, rows: Sequence[Row], limits: Limits, rounds: bool) -> Table:
     """Return the table; see `Report.table`."""
     if not rounds:
         rows = _together(rows)
@@ -44,7 +44,7 @@ def table_of(title: str, rows: Sequence[Row], limits: Limits, groups: bool, roun
     heads = ["round", "steps", "clipped", "median\nnorm", "max\nnorm", "limit", "by"]
     table = plain_table(
         title,
-        ["node", *["clipper"] * modules, *["group"] * groups],
+        ["node", *["clipper"] * modules],
         heads[not rounds :] + ["non-finite"] * bad,
     )
     previous = ""
@@ -52,15 +52,14 @@ def table_of(title: str, rows: Sequence[Row], limits: Limits, groups: bool, roun
         if previous and row.node != previous and rounds:
             table.add_section()
         record = row.record
-        names = [row.node if row.node != previous else ""]
-        names += [row.module] * modules + [record.group] * groups
+        names = [row.node if row.node != previous else "", *[row.module] * modules]
         cells = [str(record.round) if record.round else "all"] * rounds
         cells += [
             str(record.steps),
             f"{record.clipped_share:.0%}" if record.steps else "-",
             number(record.norm_median),
             number(record.norm_max),
-            number(limits.get(row.key, record.limit)),
+            number(limits.get(row.key)),
             SETTERS[record.limited_by],
         ]
         cells += [str(record.nonfinite)] * bad
@@ -70,11 +69,8 @@ def table_of(title: str, rows: Sequence[Row], limits: Limits, groups: bool, roun
 
 
 def _together(rows: Iterable[Row]) -> list[Row]:
-    """Return one row for each clipper of a node, or group of it, with all rounds."""
-    runs = grouped(rows, lambda row: (row.node, row.module, row.record.group))
+    """Return one row for each clipper of a node, with all rounds."""
+    runs = grouped(rows, lambda row: (row.node, row.module))
     return [
-        dataclasses.replace(
-            run[0], record=dataclasses.replace(pooled(r.record for r in run), group=group)
-        )
-        for (_, _, group), run in runs.items()
+        dataclasses.replace(run[0], record=pooled(r.record for r in run)) for run in runs.values()
     ]

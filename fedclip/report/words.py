@@ -75,8 +75,8 @@ def unseen(private: Iterable[str]) -> list[Finding]:
     found = grouped(private, experiment_of)
     said = (
         "DP-SGD on {}: the norms of records, and how many were clipped, follow from the records "
-        "without noise, so they are never kept. What may be seen is the budget that was spent, "
-        "the noise, and the sizes of batches to be expected."
+        "without noise, so they are never kept. What may be seen is the noise, and the budget "
+        "that was spent."
     )
     return [
         Finding("private", experiment, "", said.format(listed(sorted(nodes))))
@@ -163,9 +163,8 @@ def _setter(rows: Sequence[Row]) -> Said:
         yield "warm-up", text
     elif whole.fixed >= _NEARLY_ALL * limited:
         text = (
-            f"The fixed limit held in {whole.fixed / limited:.0%} of the limited steps: the one "
-            "learnt from the norms was hardly ever below it, so the clipper does not adapt. Raise "
-            "max_norm, or leave it out."
+            f"The fixed limit held in {whole.fixed / limited:.0%} of the limited steps, so the "
+            "clipper does not adapt: raise max_norm, or leave it out."
         )
         yield "fixed", text
     elif whole.fixed or whole.warmup:

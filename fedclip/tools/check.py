@@ -9,8 +9,8 @@ does not know ends that client with a `KeyError` and leaves the server waiting f
 3. every plug-in of ``client_opt`` and ``server_opt`` is looked up and built on its own, so that
    each mistake is found, not only the first (`fedclip.tools.plugins`),
 4. declearn's own parsers have the last word on what is left,
-5. what could be built is looked at as a whole: which limits never adapt
-   (`fedclip.tools.adapting`), and what voids a guarantee (`fedclip.tools.exposure`).
+5. what could be built is looked at as a whole: what voids a guarantee
+   (`fedclip.tools.exposure`).
 
 What belongs together on clients and server is known where it is made, which knows of no file:
 `fedclip.federation.statistics.check` and `fedclip.federation.update.check`.
@@ -45,17 +45,19 @@ from fedclip.federation.update.plain import server_of, settings_in
 from fedclip.parameters import Config
 from fedclip.privacy import places
 from fedclip.privacy.maps import Plugin
-from fedclip.tools.adapting import steps_of, stuck
 from fedclip.tools.catalogue import is_ours
 from fedclip.tools.exposure import exposures
 from fedclip.tools.findings import (
     Check,
     Section,
     Setting,
+    as_count,
     brief,
     innermost,
+    part_of,
     read_json,
     read_toml,
+    registered,
     text_of,
 )
 from fedclip.tools.output import ToolError
@@ -118,16 +120,13 @@ def check_config(
     alone = "run" in config and "client_opt" not in config
     if quickrun or simulate or "optim" in config or whole or alone:
         _check_quickrun(check, config)
-        run = _section(config, "run")
-        every = _section(run, "evaluate").get("frequency", 1)
+        run = part_of(config, "run")
+        every = part_of(run, "evaluate").get("frequency", 1)
         if run.get("early_stop") is not None and every != 1 and not simulate:
-            text = (
-                f"declearn looks for a loss after each round, and with frequency = {brief(every)} "
-                "it fails at the first that has none: evaluate each round, or leave early_stop out"
-            )
-            check.problem("[run.early_stop]", text)
+            text = "declearn looks for a loss after each round, and with frequency = "
+            check.problem("[run.early_stop]", f"{text}{brief(every)} fails: leave one of them out")
     elif "client_opt" in config:
-        run, check.quickrun = _section(config, "run"), False
+        run, check.quickrun = part_of(config, "run"), False
         # A section of this name may be anything else.
         _check_optim(check, config, {} if any(section_faults("run", run)) else run)
     else:
@@ -140,8 +139,8 @@ def _check_app(check: Check, config: Section) -> None:
     """Check the settings of an app of Flower, as its run configuration gets them."""
     app: Section = config
     for key in ("tool", "flwr", "app", "config"):
-        app = _section(app, key)
-    given = _section(app, "update-clip")
+        app = part_of(app, key)
+    given = part_of(app, "update-clip")
     where = "[tool.flwr.app.config.update-clip]"
     if not given:
         hint = nearest("update-clip", app)
@@ -159,7 +158,7 @@ def _check_app(check: Check, config: Section) -> None:
     claim = Claim(
         "flower",
         None,
-        rounds=_count(app.get("num-server-rounds")),
+        rounds=as_count(app.get("num-server-rounds")),
         evaluates=evaluates,
         keeps_best=False,
     )
@@ -169,8 +168,8 @@ def _check_app(check: Check, config: Section) -> None:
 
 def _check_job(check: Check, config: Section) -> None:
     """Check the settings of a job of NVFlare, as a recipe has exported it."""
-    workflows = [_section(one, "args") for one in _sections(config, "workflows")]
-    named = [(one, str(_section(one, "aggregator").get("path"))) for one in workflows]
+    workflows = [part_of(one, "args") for one in _sections(config, "workflows")]
+    named = [(one, str(part_of(one, "aggregator").get("path"))) for one in workflows]
     ours = [one for one, path in named if path.startswith("fedclip.")]
     if len(ours) != 1:
         text = "fedclip clips nothing in this job: give its recipe add_update_clipping(recipe)"
@@ -179,9 +178,9 @@ def _check_job(check: Check, config: Section) -> None:
     selects = any(
         "ModelSelector" in str(one.get("path")) for one in _sections(config, "components")
     )
-    rounds = _count(ours[0].get("num_rounds"))
+    rounds = as_count(ours[0].get("num_rounds"))
     claim = Claim("nvflare", None, rounds=rounds, evaluates=selects, keeps_best=selects)
-    settings = _section(_section(_section(ours[0], "aggregator"), "args"), "settings")
+    settings = part_of(part_of(part_of(ours[0], "aggregator"), "args"), "settings")
     where = "[workflows.aggregator]"
     _check_settings(check, settings, claim, where, {"evaluate": "[components]"})
 
@@ -228,33 +227,31 @@ def _check_quickrun(check: Check, config: Config) -> None:
             check.problem(f"[{section}]", f"this section is missing{empty}{hint}")
     for key in config:
         _check_section(check, config, key)
-    secagg, run = _section(config, "secagg"), _section(config, "run")
+    secagg, run = part_of(config, "secagg"), part_of(config, "run")
     if "clipval" in secagg and _secagg(check) is None:
         text = f"clipval must be a number > 0, got {brief(secagg['clipval'])}"
         check.problem("[secagg]", text)
     if isinstance(config.get("optim"), dict):
         wrong = any(finding.where.startswith("[run") for finding in check.problems)
         _check_optim(check, config["optim"], {} if wrong else run)
-    if "fairness" in _section(config, "optim"):
-        check.problem(
-            "[optim.fairness]",
-            "declearn's fairness needs a FairnessDataset, which names sensitive attributes, and "
-            "[data] gives arrays: run it by a script of your own, or remove this section",
+    if "fairness" in part_of(config, "optim"):
+        text = (
+            "fairness needs a FairnessDataset, and [data] gives arrays: remove it, or run a script"
         )
+        check.problem("[optim.fairness]", text)
     if isinstance(config.get("run"), dict) and "register" not in run:
         text = "this section is missing: write in min_clients how many clients to wait for"
         check.problem("[run.register]", text)
-    register = _section(run, "register")
+    register = part_of(run, "register")
     if register.get("timeout") and not register.get("max_clients"):
-        text = "without max_clients, registration lasts the whole timeout"
-        how = f"({brief(register['timeout'])} s), even when everybody has joined"
-        check.note("[run.register]", f"{text} {how}")
-    model = _section(config, "model").get("model_file")
+        text = f"registration lasts {brief(register['timeout'])} s, as there is no max_clients"
+        check.note("[run.register]", text)
+    model = part_of(config, "model").get("model_file")
     if isinstance(model, str) and not os.path.isfile(model):
         check.problem("[model]", f"there is no model file {brief(model)}")
     else:
-        _check_model(check, _section(config, "model"))
-    folder = _section(config, "experiment").get("checkpoint")
+        _check_model(check, part_of(config, "model"))
+    folder = part_of(config, "experiment").get("checkpoint")
     if isinstance(folder, str):
         _check_folder(check, str(check.path.parent / folder))
     told = [f.where for f in check.problems]
@@ -281,7 +278,7 @@ def _check_model(check: Check, model: Section) -> None:
 
 def _with_files(check: Check, config: Config) -> Config:
     """Return a configuration with what files named in [run] hold, as declearn reads them."""
-    run = dict(_section(config, "run"))
+    run = dict(part_of(config, "run"))
     for field in dataclasses.fields(FLRunConfig):
         path = run.get(field.name)
         if isinstance(path, str) and os.path.isfile(path):
@@ -293,9 +290,9 @@ def _with_files(check: Check, config: Config) -> Config:
 
 def _without_network(config: Config) -> Config:
     """Return a configuration as it is in one process, with as many clients as it says."""
-    crowd = _section(config, "simulate")
+    crowd = part_of(config, "simulate")
     network = {"protocol": "websockets", "host": "127.0.0.1", "port": 1}
-    run = {**_section(config, "run"), "register": {}}
+    run = {**part_of(config, "run"), "register": {}}
     sampler = {"n_samples": crowd.get("sampled", crowd.get("clients"))}
     return {**config, "network": network, "run": run, "client_sampler": sampler}
 
@@ -326,12 +323,6 @@ def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
         check.problem(where, f"{text}; did you mean {slip[0]!r}?")
     elif check.quickrun:  # a file for FLOptimConfig may have other sections
         check.note(where, text)
-
-
-def _section(config: Section, name: str) -> Config:
-    """Return a section of a file; an empty one if there is none."""
-    value = config.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def _sections(config: Section, name: str) -> list[Config]:
@@ -381,7 +372,7 @@ def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Se
     # DP-SGD draws batches by itself.
     parts = () if "privacy" in run else (("training", "train", True), ("evaluate", "valid", False))
     for section, of, default in parts:
-        effort = _section(run, section)
+        effort = part_of(run, section)
         size = effort.get("batch_size", 128)
         if not effort.get("drop_remainder", default) or not isinstance(size, int):
             continue
@@ -393,9 +384,8 @@ def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Se
             if count < size:
                 check.problem(
                     f"[run.{section}]",
-                    f"{site} has {count} records in {of}_target, and batch_size = {size} drops the "
-                    f"remainder, so it gets no batch: write drop_remainder = false, or a "
-                    f"batch_size of at most {count}",
+                    f"{site} gets no batch: it has {count} records in {of}_target, and batch_size "
+                    f"= {size}; write drop_remainder = false, or batch_size = {count}",
                 )
 
 
@@ -410,14 +400,14 @@ def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
 def _known_files(check: Check) -> dict[str, dict[str, str]]:
     """Return the files of each client, as far as they can be found."""
     try:
-        return _files(check, _section(check.config, "data")) or {}
+        return _files(check, part_of(check.config, "data")) or {}
     except Exception:  # whatever declearn raises, which is reported elsewhere
         return {}
 
 
 def _protected(check: Check) -> tuple[int, str] | None:
     """Return how many records, or persons, the smallest client has; None if it is not known."""
-    if "privacy" not in _section(check.config, "run"):
+    if "privacy" not in part_of(check.config, "run"):
         return None
     try:
         return min(map(units, _known_files(check).values()))
@@ -445,15 +435,15 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         plugins,
         aggregator,
         run,
-        _section(check.config, "client_sampler"),
+        part_of(check.config, "client_sampler"),
         _secagg(check),
         "fairness" in optim,
         _clients(check.config),
         _protected(check) if check.quickrun else None,
-        _section(check.config, "experiment").get("metrics") or (),
+        part_of(check.config, "experiment").get("metrics") or (),
         _population(check),
         check.quickrun,
-        _section(check.config, "network").get("protocol")
+        part_of(check.config, "network").get("protocol")
         in ("fedclip-websockets", *["websockets"] * check.quickrun),
     )
     # If a plug-in could not be built, its counterpart can not be checked.
@@ -461,9 +451,9 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         check_counterparts(check, plugins)
         if "aggregator" not in optim or aggregator is not None:
             _check_updates(check, optim, setting)
-    least = _count(_section(_section(check.config, "network"), "kwargs").get("min_replies"))
+    least = as_count(part_of(part_of(check.config, "network"), "kwargs").get("min_replies"))
     if least is not None:
-        if not check.quickrun and _section(check.config, "network").get("protocol") == "websockets":
+        if not check.quickrun and part_of(check.config, "network").get("protocol") == "websockets":
             # In a quickrun file, fedclip's own protocol takes its place.
             text = "declearn's own websockets takes no min_replies: write 'fedclip-websockets'"
             check.problem("[network]", f"protocol: {text}")
@@ -482,34 +472,33 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         _declearn(check, where, FLOptimConfig, {k: v for k, v in optim.items() if k in known})
     # The guarantee of a pipeline is only known if all its parts could be built.
     if len(check.problems) == before:
-        _check_bounds(check, _section(optim, "client_opt"), setting)
+        _check_bounds(check, part_of(optim, "client_opt"), setting)
     chosen = [*plugins.get("client_opt", []), aggregator]
     names = dict.fromkeys(plugin.name for plugin in chosen if is_ours(type(plugin)))
     if names:
         check.note(
             "[optim.client_opt]",
-            f"clients need fedclip>={fedclip.__version__} for {', '.join(names)} "
-            "(`make build` writes the wheel to hand to them), and `import fedclip` in the client's "
-            "script, or `fedclip run` to start it",
+            f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}, and `import "
+            "fedclip` in their script, or `fedclip run` to start it",
         )
 
 
 def _check_quorum(check: Check, setting: Setting, least: int) -> None:
     """Find out whether a round may go on without some of its clients."""
     where, name = "[network.kwargs]", getattr(setting.aggregator, "name", "averaging")
-    register = _section(check.config, "run").get("register")
+    register = part_of(check.config, "run").get("register")
     low = register.get("min_clients", 1) if isinstance(register, dict) else register
     secure = setting.secagg is not None
     check.problem(where, *unfit(secagg=secure, fairness=setting.fairness, aggregator=name))
-    clients, registered = setting.clients, _count(low)
+    clients, registered = setting.clients, as_count(low)
     if clients is not None and least > clients:
         text = f"min_replies = {least}, and a round has at most {clients} clients: lower it"
         check.problem(where, text)
     elif registered is not None and least > registered:
         check.note(
             where,
-            f"registration may end with {registered} clients, fewer than min_replies = {least}, "
-            "and then the run ends: raise min_clients",
+            f"registration may end with {registered} clients, fewer than min_replies = {least}: "
+            "raise min_clients",
         )
     if name == "clipped-averaging":
         if few := setting.aggregator.combining.too_few(least):
@@ -517,8 +506,8 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
     else:
         check.note(
             where,
-            "with fewer clients in a round each of them moves the average further, and "
-            f"{name!r} sets no limit to that: clipped-averaging does",
+            f"fewer clients each move the average further, and {name!r} sets no limit to that: "
+            "clipped-averaging does",
         )
 
 
@@ -532,7 +521,7 @@ def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
         setting.aggregator if ours else getattr(setting.aggregator, "name", None),
         optim,
         Known(
-            _count(_section(check.config, "run").get("rounds")),
+            as_count(part_of(check.config, "run").get("rounds")),
             setting.clients,
             setting.secagg,
             check.quickrun,
@@ -545,41 +534,30 @@ def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
     if (ours or shared) and not vetted:
         check.note(
             "[client_sampler]",
-            "replies are not vetted: give FederatedServer client_sampler = {'strategy': "
-            "'named-clients'}, and what one client sends can neither end the run nor cost another "
-            "client its reply",
+            "replies are not vetted, so that one client can end the run: give FederatedServer "
+            "client_sampler = {'strategy': 'named-clients'}",
         )
-
-
-def _count(value: object) -> int | None:
-    """Return a number of rounds or clients; None if the value is not valid."""
-    return value if type(value) is int and 0 < value < 2**63 else None
 
 
 def _clients(config: Section) -> int | None:
     """Return the largest number of clients in a round; None if it is not known."""
-    most = _section(config, "run").get("register")
-    if isinstance(most, dict):
-        most = most.get("max_clients", most.get("min_clients"))
-    return _count(innermost(_section(config, "client_sampler")).get("n_samples", most))
+    most = registered(part_of(config, "run"))
+    return as_count(innermost(part_of(config, "client_sampler")).get("n_samples", most))
 
 
 def _population(check: Check) -> int | None:
     """Return the number of all clients; None if it is not known."""
-    simulated = _section(check.config, "simulate").get("clients")
+    simulated = part_of(check.config, "simulate").get("clients")
     if simulated is not None:
-        return _count(simulated)
-    most = _section(check.config, "run").get("register")
-    if isinstance(most, dict):
-        most = most.get("max_clients", most.get("min_clients"))
-    known = [_count(most), len(_known_files(check)) if check.quickrun else None]
-    return max((count for count in known if count), default=None)
+        return as_count(simulated)
+    known = registered(part_of(check.config, "run")), len(_known_files(check)) * check.quickrun
+    return max(filter(None, known), default=None)
 
 
 def _secagg(check: Check) -> Section | None:
     """Return the section about secure aggregation, if there is one and its range is a number."""
     section = check.config.get("secagg")
-    clipval = _section(check.config, "secagg").get("clipval", 1.0)
+    clipval = part_of(check.config, "secagg").get("clipval", 1.0)
     return section if isinstance(section, dict) and fits(clipval, float) and clipval > 0 else None
 
 
@@ -587,8 +565,7 @@ def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
     """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
     plugins, run = setting.plugins, setting.run
     for key, chosen in plugins.items():
-        steps = steps_of(key, run, setting.clients)
-        for warning in (*places.warnings(chosen), *stuck(chosen, steps)):
+        for warning in places.warnings(chosen):
             check.note(f"[optim.{key}]", warning)
         for leak in places.before_noise(chosen):
             check.add("leak", f"[optim.{key}]", leak)
@@ -600,8 +577,8 @@ def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
         plugins.get("server_opt", []),
         setting.aggregator if is_ours(type(setting.aggregator)) else None,
         optim=client,
-        steps=_section(run, "training").get("n_steps"),
-        privacy=_section(run, "privacy"),
+        steps=part_of(run, "training").get("n_steps"),
+        privacy=part_of(run, "privacy"),
         unit="record" if setting.protected is None else setting.protected[1],
     )
 

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from fedclip.tools.tune import Tuning
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    for command in (suggest, tune, compare):
-        app.command()(command)
-
-
 def suggest(
     folder: Results = None,
     write: Annotated[
@@ -119,7 +113,7 @@ def compare(
     from fedclip.tools.ranking import Ranking
     from fedclip.tools.runner import MARK
 
-    showing.can_write(html=html)
+    showing.can_write(html)
     named: dict[str, Path] = {}
     for folder in folders:
         inner = sorted({mark.parent.parent for mark in folder.glob(f"*/*/{MARK}")}, key=str)
@@ -171,21 +165,13 @@ def tune(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=2, help="Runs of each setting.")] = 5,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds, in place of the file's.")
-    ] = None,
-    nodes: Annotated[
-        bool, typer.Option("--nodes", help="Run nodes over websockets, not in one process.")
-    ] = False,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time; by default one for each core.")
-    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, not as in the file.")] = None,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Run nodes over websockets.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else by cores.")] = None,
     sites: Annotated[
-        str, typer.Option(metavar="A,B", help="Sites that count; by default all but outliers.")
+        str, typer.Option(metavar="A,B", help="Sites that count; else all but outliers.")
     ] = "",
-    write: Annotated[
-        bool, typer.Option("--write", help="Write the winner into CONFIG, if there is one.")
-    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the winner into CONFIG.")] = False,
     html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -200,7 +186,7 @@ def tune(
     from fedclip.tools.runner import reports
     from fedclip.tools.tune import Tuning
 
-    showing.can_write(html=html)
+    showing.can_write(html)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     jobs = jobs or cores or 1
     # Several runs share the cores.
@@ -217,8 +203,6 @@ def tune(
     ranking = tuning.ranking
     runs = [run for name in ranking.order() for run in tuning.runs[name]]
     show_ranking(ranking, reports(runs) if html else [], "fedclip-tune/2", html, as_json)
-    if not tuning.settings and not as_json:
-        say(tuning.agreement())
     if "noise_multiplier" in tuning.text and not as_json:
         say("This choice is made from the data: the epsilon of a run does not cover it.")
     winner = ranking.winner

@@ -68,9 +68,7 @@ def root(
 
 @app.command("list")
 def list_(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="One clipper, to be explained.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One to explain.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """List the clippers, or explain one with its parameters."""
@@ -155,14 +153,10 @@ def _print_check(result: Check) -> None:
         typer.echo("What is clipped where:")
     for place in result.places:
         say(f"  {place}")
+    levels = [finding.level for finding in result.findings]
+    found = {kind: levels.count(kind) for kind in ("problem", "leak", "note")}
     counts = [
-        f"{len(found) or 'No'} {kind}{'s' * (len(found) > 1)}"
-        for kind, found in (
-            ("problem", result.problems),
-            ("leak", result.leaks),
-            ("note", result.notes),
-        )
-        if found or kind == "problem"
+        f"{n or 'No'} {kind}{'s' * (n > 1)}" for kind, n in found.items() if n or kind == "problem"
     ]
     typer.echo(f"{', '.join(counts)}.")
 
@@ -170,12 +164,8 @@ def _print_check(result: Check) -> None:
 @app.command()
 def quickrun(
     config: ConfigPath = Path(),
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show declearn's log, which goes to files, as well.")
-    ] = False,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Draw the batches from this seed.")
-    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show declearn's log too.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Draw batches from this seed.")] = None,
 ) -> None:
     """Check a configuration, then run all of it on this machine."""
     result = runnable(config, quickrun=True)
@@ -195,9 +185,7 @@ def quickrun(
 @app.command()
 def simulate(
     config: ConfigPath = Path(),
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Draw all from this seed, not from [simulate]'s.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="A seed, not that of [simulate].")] = None,
     engine: Annotated[
         Literal["process", "flower"],
         typer.Option(help="Train in this process, or in those of Flower's simulation."),
@@ -254,49 +242,37 @@ def run(
 @app.command()
 def report(
     folder: Results = None,
-    csv: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write CSV instead of a table; - for stdout.")
-    ] = None,
+    csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write CSV; - is stdout.")] = None,
     as_json: JsonFlag = False,
-    groups: Annotated[
-        bool, typer.Option("--groups", help="Show the groups of a scope, one line each.")
-    ] = False,
     rounds: Annotated[
         bool | None,
         typer.Option("--rounds/--summary", help="A line for each round, or for each node."),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a plot as well (.png, .svg, .pdf).")
-    ] = None,
     html: HtmlFile = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Go on until the run ends, or until Ctrl-C.")
-    ] = False,
 ) -> None:
     """Show what the clippers did in a run, by node and round."""
     from fedclip.tools import showing
 
-    if follow + as_json + (csv is not None) > 1:
-        fail("give one of --follow, --json and --csv", code=2)
-    showing.can_write(plot=plot, html=html)
+    if as_json and csv is not None:
+        fail("give either --json or --csv", code=2)
+    showing.can_write(html)
     folder = results(folder)
-    result = showing.read(folder, follow, html)
+    result = showing.read(folder)
     if as_json:
         print(json.dumps(result.as_dict()))
     elif csv is not None:
         text = io.StringIO()
         result.write_csv(text)
         showing.write(csv, text.getvalue())
-    elif not follow:
-        showing.show(result, groups, rounds)
-    if plot is not None:
-        showing.save_plot(result, plot)
+    else:
+        showing.show(result, rounds)
     if html is not None:
         showing.save_page([("", folder, result)], html)
 
 
 # Commands are listed in the order in which they are added.
-choosing.add_to(app)
+for command in (choosing.suggest, choosing.tune, choosing.compare):
+    app.command()(command)
 
 
 @app.command()

@@ -30,9 +30,15 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.lengths import number
 from fedclip.privacy.maps import Context, Plugin
-from fedclip.tools.findings import Plugins, Section, Setting, innermost
-
-__all__ = ["exposures"]
+from fedclip.tools.findings import (
+    Plugins,
+    Section,
+    Setting,
+    as_count,
+    innermost,
+    part_of,
+    registered,
+)
 
 CLIENT, SERVER = "client_opt", "server_opt"
 
@@ -54,9 +60,8 @@ _WEIGHTS = (
     "bounds no sensitivity"
 )
 _UNITS = (
-    "agc limits what leads to one output: it takes axis 0 for the outputs in torch and "
-    "scikit-learn, and the last axis in TensorFlow and JAX. Put transposed convolutions, and "
-    "embeddings of torch, into exclude, or use unit = 'tensor'"
+    "agc takes axis 0 for outputs in torch and scikit-learn, else the last: put transposed "
+    "convolutions, and embeddings of torch, into exclude, or use unit = 'tensor'"
 )
 _NOISED = (
     "evaluations have noise, for {share:g} of {whole} and losses of at most {bound:g}: loss and "
@@ -90,11 +95,11 @@ def exposures(setting: Setting) -> Iterator[Found]:
     plugins, run, aggregator = setting.plugins, setting.run, setting.aggregator
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
-    privacy, per_record = _part(run, "privacy"), isinstance(run.get("privacy"), Mapping)
+    privacy, per_record = part_of(run, "privacy"), isinstance(run.get("privacy"), Mapping)
     if central is not None:
         yield from _unnoised(central, server)
         if central.separation > 1 and setting.secagg is not None:
-            frequency, rounds = _part(run, "evaluate").get("frequency", 1), run.get("rounds")
+            frequency, rounds = part_of(run, "evaluate").get("frequency", 1), run.get("rounds")
             known = type(frequency) is int and type(rounds) is int
             fails = known and frequency <= rounds
             yield "problem" if fails else "note", "secagg", _NO_EVALUATION
@@ -119,7 +124,7 @@ def exposures(setting: Setting) -> Iterator[Found]:
         # Noise for records is none for clients.
         noised = markers[0] if per_record and central is None and markers else central
         covered = noised is not None and bool(noised.evaluation_share)
-        every, rounds = _part(run, "evaluate").get("frequency", 1), _whole(run.get("rounds"))
+        every, rounds = part_of(run, "evaluate").get("frequency", 1), as_count(run.get("rounds"))
         rare = rounds is not None and type(every) is int and every > rounds
         claim = Claim(
             "declearn",
@@ -140,11 +145,6 @@ def exposures(setting: Setting) -> Iterator[Found]:
     yield from _resolution(setting.secagg, limit, run)
 
 
-def _part(run: Section, name: str) -> Section:
-    part = run.get(name)
-    return part if isinstance(part, Mapping) else {}
-
-
 # -- noise on the average ---------------------------------------------------------------------
 def _unnoised(module: Plugin, server: Sequence[Plugin]) -> Iterator[Found]:
     """Check which statistics go out besides the noised average."""
@@ -159,10 +159,6 @@ def _unnoised(module: Plugin, server: Sequence[Plugin]) -> Iterator[Found]:
     for name in module.unnoised or ():
         if name not in [p.name for p in server]:
             yield "note", SERVER, f"unnoised names {name!r}, which is not in server_opt"
-
-
-def _whole(value: object) -> int | None:
-    return value if type(value) is int and value > 0 else None
 
 
 def _chooses(sampler: object) -> bool:
@@ -198,43 +194,27 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
     if why := unfit(modules[: places[0]]):
         yield "problem", CLIENT, why
     if fairness:
-        text = (
-            "fairness rounds publish what the model does on the training records, without noise: "
-            "private clients refuse them; leave fairness out"
-        )
+        text = "fairness rounds have no noise, and private clients refuse them: leave fairness out"
         yield "problem", CLIENT, text
     privacy = run.get("privacy")
     if not isinstance(privacy, Mapping):
-        text = (
-            "sample-clip needs [run.privacy] on the server, with budget = [epsilon, delta] and "
-            "sclip_norm: without it there is no noise, and the clients refuse to train"
-        )
+        text = "sample-clip needs [run.privacy] on the server, with budget and sclip_norm"
         yield ("problem" if run else "note"), CLIENT, text
         return
     if marker.max_norm not in (None, privacy.get("sclip_norm")):
-        text = (
-            f"sclip_norm = {privacy.get('sclip_norm')!r}, and sample-clip has max_norm = "
-            f"{marker.max_norm!r}: write the same, or leave max_norm out"
-        )
+        own = f"sample-clip has max_norm = {marker.max_norm!r}: leave that out"
+        text = f"sclip_norm = {privacy.get('sclip_norm')!r}, and {own}"
         yield "problem", "run.privacy", text
-    training = _part(run, "training")
+    training = part_of(run, "training")
     if training.get("n_epoch", 1) is None and training.get("n_steps") is None:
-        text = (
-            "noise for a budget needs a number of steps: set n_epoch or n_steps, and not a time "
-            "alone"
-        )
+        text = "noise for a budget needs a number of steps: set n_epoch or n_steps"
         yield "problem", "run.training", text
     elif training.get("timeout") is not None:
-        text = (
-            "timeout would let the number of steps tell how long single records take: private "
-            "clients refuse such rounds; leave timeout out"
-        )
+        text = "with timeout, steps tell of records: clients refuse such rounds; leave timeout out"
         yield "problem", "run.training", text
     text = (
-        "this is what the server asks for, of each client's records; a client that is started with "
-        "fedclip.PrivateFederatedClient(max_budget = (epsilon, delta), ...) never goes beyond its "
-        "own, whoever asks. `fedclip privacy calibrate` says what noise that takes; `fedclip "
-        "quickrun` starts such clients, without a budget of their own"
+        "this is what the server asks of each client. A PrivateFederatedClient with max_budget = "
+        "(epsilon, delta) stays within its own; `fedclip quickrun` starts clients without one"
     )
     yield "note", "run.privacy", text
 
@@ -249,19 +229,13 @@ def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
     if why := unfit_for_noise(map(str, names)):
         yield "problem", "experiment", why
     elif not of_records:
-        most = run.get("register")
-        if isinstance(most, Mapping):
-            most = most.get("max_clients", most.get("min_clients"))
-        asked = most if type(most) is int else 0
+        asked = registered(run) or 0
         if why := unfit_for_noise([], setting.secagg is not None, asked, plugin.expected_clients):
             yield "problem", SERVER, why
         if not setting.watched:
             yield "problem" if run else "note", SERVER, _NOT_WATCHED
-    if (frequency := _part(run, "evaluate").get("frequency", 1)) != 1:
-        text = (
-            f"frequency = {frequency!r}, and the noise is for an evaluation in each round: fewer "
-            "evaluations are not told better; lower evaluation_share instead"
-        )
+    if (frequency := part_of(run, "evaluate").get("frequency", 1)) != 1:
+        text = f"frequency = {frequency!r} spares no noise, which is for each round: leave it out"
         yield "note", "run.evaluate", text
 
 
@@ -271,10 +245,8 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
     text = (
         "declearn clips each tensor of a sample by itself: a sample's gradient reaches "
-        f"{shown}·√k for k tensors, which is what sclip_norm bounds. Noise of z·{shown} is added "
-        "to the mean of a batch, after regularizers and before the client's modules: those bound "
-        "no sensitivity. With sample-clip in client_opt and fedclip.PrivateFederatedClient, the "
-        "whole record is clipped, and the noise is for that"
+        f"{shown}·√k for k tensors, and noise of z·{shown} is for less. With sample-clip in "
+        "client_opt and fedclip.PrivateFederatedClient, the whole record is clipped"
     )
     yield "note", where, text
     if not privacy.get("use_csprng"):
@@ -282,11 +254,8 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
         if privacy.get("seed") is not None:
             text += ", and the server, which sends the seed, can subtract it"
         yield "problem", where, f"{text}: set use_csprng = true"
-    if _part(run, "training").get("poisson") is False:
-        text = (
-            "poisson = false: epsilon is that of Poisson samples, and batches that are shuffled "
-            "have a larger one; leave it out"
-        )
+    if part_of(run, "training").get("poisson") is False:
+        text = "poisson = false, and epsilon is that of Poisson samples: leave poisson out"
         yield "problem", "run.training", text
 
 
@@ -295,7 +264,7 @@ def _budget(privacy: Section, run: Section, protected: tuple[int, str] | None) -
     if privacy.get("accountant") == "gdp":
         text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
         yield "problem", where, text
-    size = _part(run, "training").get("batch_size")
+    size = part_of(run, "training").get("batch_size")
     least, unit = protected or (size, "record")
     of = f"{unit}s of the smallest client" if protected else "of a batch"
     match privacy.get("budget"):
@@ -308,10 +277,7 @@ def _budget(privacy: Section, run: Section, protected: tuple[int, str] | None) -
             elif type(least) is int and (text := too_large_delta(delta, least, of, unit)):
                 yield "problem", where, text
             elif delta >= 1e-3:
-                text = (
-                    f"delta = {delta:g} has to be far below 1 / number of {unit}s of the smallest "
-                    f"client: to publish one {unit}, drawn at random, would pass"
-                )
+                text = f"delta = {delta:g} has to be far below 1 / number of {unit}s of a client"
                 yield "leak", where, text
 
 
@@ -362,7 +328,7 @@ def _resolution(secagg: Section | None, limit: float | None, run: Section) -> It
     """Check how much the integers of secure aggregation add to an update."""
     if secagg is None or not limit:
         return
-    clients = _part(run, "register").get("max_clients")
+    clients = part_of(run, "register").get("max_clients")
     clipval, bitsize = secagg.get("clipval", DECLEARN_RANGE), secagg.get("bitsize", 64)
     try:
         found = plan(
@@ -379,9 +345,8 @@ def _resolution(secagg: Section | None, limit: float | None, run: Section) -> It
     each = found.norm_added
     if each * 1e3 > 0.01 * limit:
         text = (
-            f"clipval = {clipval:g} with bitsize = {bitsize} rounds to multiples of "
-            f"{found.step:.3g}: that adds up to {each:.3g}·√d to an update of norm {limit:g} and d "
-            f"values, {each * 1e3:.3g} for a million; lower clipval, or raise bitsize (see "
-            "fedclip.federation.update.secagg.plan)"
+            f"clipval = {clipval:g} with bitsize = {bitsize} rounds to {found.step:.3g}: that adds "
+            f"up to {each:.3g}·√d to an update of norm {limit:g} and d values, {each * 1e3:.3g} "
+            "for a million; lower clipval, or raise bitsize"
         )
         yield ("problem" if each > limit else "note"), "secagg", text

@@ -117,6 +117,25 @@ class Check:
         self.add("note", where, message)
 
 
+def part_of(config: Section, name: str) -> Config:
+    """Return a section of a file; an empty one if there is none."""
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def as_count(value: object) -> int | None:
+    """Return a number of rounds or clients; None if the value is not valid."""
+    return value if type(value) is int and 0 < value < 2**63 else None
+
+
+def registered(run: Section) -> int | None:
+    """Return the largest number of clients that register; None if it is not known."""
+    most = run.get("register")
+    if isinstance(most, Mapping):
+        most = most.get("max_clients", most.get("min_clients"))
+    return as_count(most)
+
+
 def innermost(sampler: Section) -> Section:
     """Return the section of the sampler that draws clients, without those that only wrap it."""
     while sampler.get("strategy") == "named-clients" and isinstance(sampler.get("sampler"), dict):

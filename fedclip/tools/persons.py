@@ -18,8 +18,6 @@ from fedclip.dpsgd.persons import numbered
 from fedclip.tools.findings import Level
 from fedclip.tools.quickrun import PERSONS
 
-__all__ = ["asked_for", "units", "unnamed"]
-
 _NAMED = re.compile(
     r"(^|[\W_])(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"
     r"s?([\W_]*(id|no|nr|num|number|code|key|name))?\W*$",
@@ -80,16 +78,15 @@ def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, s
     if known and (alone := [site for site in sites if site not in known]):
         yield (
             "note",
-            f"{', '.join(alone)}: there is no {PERSONS}, and each record is protected alone, where "
-            "at other sites persons are: write one there, unless each record is another person's",
+            f"{', '.join(alone)}: there is no {PERSONS}, and each record is protected alone, "
+            "unlike at other sites: write one, unless each record is another person's",
         )
     for column, where in found.items():
         yield (
             "note",
             f"column {column!r} ({', '.join(where[:3])}{', …' * (len(where) > 3)}) is named like "
-            "an identifier, and its values come back: each record is protected alone, and whoever "
-            f"has several far less. Write the column into {PERSONS} beside the training data, and "
-            "leave it out of that: then each person is protected, with all records",
+            "an identifier, and its values come back, but each record is protected alone: move the "
+            f"column into {PERSONS} beside the training data, to protect persons with all records",
         )
 
 

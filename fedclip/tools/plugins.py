@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TypeAlias
 
 from declearn.aggregator import Aggregator, list_aggregators
-from declearn.main.config import FLOptimConfig
 from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
 from declearn.utils import access_types_mapping
 
@@ -22,7 +19,7 @@ from fedclip.parameters import Config
 from fedclip.privacy.maps import Plugin
 from fedclip.toml import toml_value
 from fedclip.tools.catalogue import is_ours
-from fedclip.tools.findings import Check, Plugins, Section, brief, read_toml, text_of
+from fedclip.tools.findings import Check, Plugins, Section, brief, text_of
 from fedclip.tools.settings import argument_faults, fits
 
 Registries: TypeAlias = Mapping[str, Mapping[str, type[Plugin]]]
@@ -31,21 +28,9 @@ Registries: TypeAlias = Mapping[str, Mapping[str, type[Plugin]]]
 def check_optimizer(check: Check, value: object, key: str, where: str) -> list[Plugin]:
     """Check one optimizer in any of the forms it may take; return the plug-ins it holds."""
     if isinstance(value, str):
-        # Like declearn, look in the working directory, not in that of the file.
-        if not os.path.isfile(value):
-            check.problem(where, f"there is no file {brief(value)} in {Path.cwd().name}/")
-            return []
-        loaded = read_toml(check, Path(value), where)
-        if loaded is None:
-            return []
-        try:
-            FLOptimConfig.from_params(**{"client_opt": 0.1, key: value})
-        except RuntimeError as exc:
-            if "Unsupported inputs" in str(exc):
-                text = f"this declearn takes no path here: write the section of {value!r} itself"
-                check.problem(where, text)
-        where = f"{value} {where}"
-        value = loaded.get(key, loaded)
+        text = f"declearn takes no path here: write the section of {brief(value)} itself"
+        check.problem(where, text)
+        return []
     if fits(value, float):
         if not _check_rate(check, where, key, value):
             check.add("ok", where, f"plain SGD, learning rate {value}")

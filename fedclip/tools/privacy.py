@@ -21,7 +21,6 @@ from fedclip.tools.output import JsonFlag, fail, runnable
 if TYPE_CHECKING:
     from fedclip.privacy.prices import Prices
 
-__all__ = ["app"]
 
 app = typer.Typer(
     help="What privacy costs in noise, and what was spent.",
@@ -31,9 +30,7 @@ app = typer.Typer(
 
 Epsilon = Annotated[float, typer.Option(help="Budget of all rounds together.")]
 Rounds = Annotated[int, typer.Option(help="Number of rounds.")]
-Values = Annotated[
-    int | None, typer.Option(help="How many values the model has, for what noise adds up to.")
-]
+Values = Annotated[int | None, typer.Option(help="How many values the model has.")]
 
 
 @app.callback()
@@ -42,12 +39,12 @@ def root() -> None:
 
 
 @contextmanager
-def in_one_sentence(code: int = 2) -> Iterator[None]:
+def in_one_sentence() -> Iterator[None]:
     """End the command with a sentence if a number is not allowed, or an accountant missing."""
     try:
         yield
     except (TypeError, ValueError) as exc:
-        fail(exc, code)
+        fail(exc, 2)
     except ModuleNotFoundError as exc:
         if exc.name == "declearn":
             raise
@@ -58,33 +55,15 @@ def in_one_sentence(code: int = 2) -> Iterator[None]:
 def plan(
     epsilon: Epsilon,
     rounds: Rounds,
-    clients: Annotated[
-        int, typer.Option(help="Number of clients in a round; of all, with --per-round.")
-    ],
-    delta: Annotated[
-        float, typer.Option(help="Probability with which it may fail, below 1 / clients.")
-    ] = 1e-5,
-    relation: Annotated[
-        str, typer.Option(help="add-remove of one client, or replace-one.")
-    ] = "add-remove",
+    clients: Annotated[int, typer.Option(help="Clients in a round; all, with --per-round.")],
+    delta: Annotated[float, typer.Option(help="Chance of failure, below 1 / clients.")] = 1e-5,
+    relation: Annotated[str, typer.Option(help="add-remove or replace-one.")] = "add-remove",
     values: Values = None,
-    per_round: Annotated[
-        int | None,
-        typer.Option(help="Number of clients in a round, if not all: they take turns."),
-    ] = None,
-    momentum: Annotated[
-        float, typer.Option(help="Momentum of the server's optimizer, where clients take turns.")
-    ] = 0.0,
-    model: Annotated[
-        Path | None,
-        typer.Option(help="A model file, in the place of --values: what it trains is counted."),
-    ] = None,
-    honest: Annotated[
-        float | None, typer.Option(help="Share of clients that surely add noise, if clients do.")
-    ] = None,
-    evaluation_share: Annotated[
-        float, typer.Option(help="Share of each round's noise for an evaluation after it.")
-    ] = 0.0,
+    per_round: Annotated[int | None, typer.Option(help="Clients in a round, if by turns.")] = None,
+    momentum: Annotated[float, typer.Option(help="Momentum of the server, if by turns.")] = 0.0,
+    model: Annotated[Path | None, typer.Option(help="A model file to count --values of.")] = None,
+    honest: Annotated[float | None, typer.Option(help="Share of clients that add noise.")] = None,
+    evaluation_share: Annotated[float, typer.Option(help="Share of noise for evaluations.")] = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise on averages of clipped updates, and print the lines of TOML."""
@@ -158,24 +137,13 @@ def calibrate(
     epsilon: Epsilon,
     rounds: Rounds,
     batch_size: Annotated[int, typer.Option(help="Expected size of a batch.")],
-    records: Annotated[
-        int | None, typer.Option(help="How many training records the client has.")
-    ] = None,
-    persons: Annotated[
-        int | None,
-        typer.Option(help="How many persons they are of, if persons are to be protected."),
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(help="Epochs of a round; 1, if --steps is not given.")
-    ] = None,
+    records: Annotated[int | None, typer.Option(help="Number of training records.")] = None,
+    persons: Annotated[int | None, typer.Option(help="Number of persons, to protect them.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of a round; else 1.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of a round.")] = None,
-    delta: Annotated[
-        float, typer.Option(help="Probability with which it may fail, below 1 / records.")
-    ] = 1e-5,
+    delta: Annotated[float, typer.Option(help="Chance of failure, below 1 / records.")] = 1e-5,
     values: Values = None,
-    evaluation_share: Annotated[
-        float, typer.Option(help="Share of epsilon for noise on an evaluation in each round.")
-    ] = 0.0,
+    evaluation_share: Annotated[float, typer.Option(help="Epsilon's share for evaluations.")] = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise of DP-SGD on one client's records or persons; print the lines of TOML."""
@@ -231,47 +199,25 @@ def _print(found: Any, text: str, lines: list[str], extra: Config, as_json: bool
 
 @app.command()
 def spent(
-    path: Annotated[
-        Path | None,
-        typer.Argument(help="A ledger, or a folder with checkpoints of clients or a server."),
-    ] = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Of a plan, in the place of a file.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps, or rounds, of the plan.")] = 1,
-    rate: Annotated[
-        float, typer.Option(help="Probability with which a record is in a batch of the plan.")
-    ] = 1.0,
-    delta: Annotated[
-        float | None, typer.Option(help="Another delta than the file's; 1e-5 for a plan.")
-    ] = None,
-    relation: Annotated[
-        str | None, typer.Option(help="add-remove, or replace-one; the file's, if not given.")
-    ] = None,
+    path: Annotated[Path, typer.Argument(help="A ledger, or a folder of checkpoints.")],
+    delta: Annotated[float | None, typer.Option(help="Another delta than the file's.")] = None,
+    relation: Annotated[str | None, typer.Option(help="Another than the file's.")] = None,
     as_json: JsonFlag = False,
-    csv: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write CSV, a line for each round; - for stdout."),
-    ] = None,
+    csv: Annotated[str | None, typer.Option(metavar="FILE", help="By round; - is stdout.")] = None,
 ) -> None:
-    """Show the epsilon that was spent, or that a plan would cost."""
+    """Show the epsilon that was spent."""
     from fedclip.report import printable
     from fedclip.report.rows import write_csv
     from fedclip.tools.showing import write
-    from fedclip.tools.spent import COLUMNS, csv_rows, in_words, of_plan, read_spent
+    from fedclip.tools.spent import COLUMNS, csv_rows, in_words, read_spent
 
     if as_json and csv is not None:
         fail("give either --json or --csv", 2)
-    if (path is None) == (noise_multiplier is None):
-        fail("give either a ledger or a folder, or --noise-multiplier with --steps and --rate", 2)
-    if path is not None and not path.exists():
+    if not path.exists():
         beside = [found.name for found in path.parent.glob("*")]
         fail(f"there is no {path}{nearest(path.name, beside)}", 2)
     with in_one_sentence():
-        if noise_multiplier is not None:
-            found = [of_plan(noise_multiplier, steps, rate, 1e-5)]
-        elif path is not None:
-            found = [*read_spent(path)]
+        found = [*read_spent(path)]
         costs = [one.cost(delta, relation) for one in found]
     if as_json:
         print(json.dumps(costs))
@@ -286,12 +232,8 @@ def spent(
 
 @app.command()
 def audit(
-    config: Annotated[
-        Path, typer.Argument(help="A quickrun file, or the folder that holds it.")
-    ] = Path(),
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Of the canaries and batches; noise has none.")
-    ] = None,
+    config: Annotated[Path, typer.Argument(help="A quickrun file, or its folder.")] = Path(),
+    seed: Annotated[int | None, typer.Option(min=0, help="Of canaries and batches alone.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Attack the privacy that a configuration claims, with its own model and data."""

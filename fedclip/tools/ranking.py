@@ -24,7 +24,6 @@ from fedclip.report.table import plain_table
 NONE = "no clipping"
 AS_IS = "as configured"
 _CLASSES = ("majority_share", "balanced_accuracy")
-_CLIPPING = ("rounds", "clipped", "largest")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -188,8 +187,7 @@ class Ranking:
         if even:
             return (
                 f"No winner: {even[0]} differs from {over} by the same with all seeds, "
-                f"{self.against(even[0])} {of}, which is no interval to judge by: take more seeds, "
-                "or more records to validate with."
+                f"{self.against(even[0])} {of}: take more seeds, or more records to validate with."
             )
         text = f"Nothing is better than {over} by more than its interval {of}."
         text += "".join(f" The nearest is {n}: {self.against(n)}." for n in others[:1])

@@ -51,11 +51,6 @@ class Planned(NamedTuple):
         mark = self.folder / MARK
         return mark.is_file() and mark.read_bytes() == self.text.encode()
 
-    @property
-    def seconds(self) -> float:
-        """How long a finished run took."""
-        return (self.folder / MARK).stat().st_mtime - (self.folder / _CONFIG).stat().st_mtime
-
 
 def planned_run(document: Config, file: Path, folder: Path, rounds: int | None) -> Planned:
     """Return the run of a changed configuration in ``SETTING/seed-N``."""
@@ -166,7 +161,6 @@ def reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
 
 def _run(words: list[str], output: Path) -> None:
     """Run a fedclip command in this process, and write its output to a file."""
-    os.utime(words[1])  # the first of these processes was waited for
     with output.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

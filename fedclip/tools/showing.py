@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show reports in a terminal, once or while a run goes on, and write them to files."""
+"""Show reports in a terminal, and write them to files."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -15,33 +13,23 @@ from typing import TYPE_CHECKING
 
 from fedclip.errors import nearest
 from fedclip.report import (
-    Reader,
     Report,
     ReportError,
     Run,
-    Spending,
-    number,
     page_of,
-    printable,
     read_report,
 )
 from fedclip.report.advice import Advice
 from fedclip.report.results import result_of
-from fedclip.report.rows import Key, experiment_of, site_of
+from fedclip.report.rows import experiment_of, site_of
 from fedclip.tools.output import fail, say
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
-    from rich.table import Table
+    from rich.console import Console
 
 
 # So many nodes fit on one screen.
 _SHOWN = 12
-_PAUSE = 1.0
-# A browser reads the page of a run that goes on after so many seconds again.
-_REFRESH = 5
-# Accounting takes long: of so many turns of all clients together.
-_MOST_TURNS = 120
 
 
 def console() -> Console:
@@ -51,16 +39,10 @@ def console() -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
 
 
-def read(
-    folder: Path, follow: bool = False, html: Path | None = None, apart: Collection[Path] = ()
-) -> Report:
-    """Read a report, of a run to its end if it is to be followed; else end with a sentence.
-
-    The page of a run that is followed is written anew whenever there is something new. Runs in
-    folders that are read `apart` are left out.
-    """
+def read(folder: Path, apart: Collection[Path] = ()) -> Report:
+    """Read a report, without runs in folders that are read `apart`; else end with a sentence."""
     try:
-        result = _followed(folder, html) if follow else _newest(_without(apart, folder))
+        result = _newest(_without(apart, folder))
     except ReportError as exc:
         if os.path.exists(folder):
             fail(str(exc), code=1 if os.path.isdir(folder) else 2)
@@ -80,7 +62,7 @@ def _without(apart: Collection[Path], folder: Path) -> Report:
     return report.only(kept or report.experiments)
 
 
-def _newest(report: Report, quiet: bool = False) -> Report:
+def _newest(report: Report) -> Report:
     """Leave out the older runs where a federation lies in the folder of another, and say so."""
     found = report.experiments
     if len(found) == 1 or "" not in found:
@@ -92,22 +74,20 @@ def _newest(report: Report, quiet: bool = False) -> Report:
         return (path if path.is_dir() else report.folder).stat().st_mtime
 
     newest = experiment_of(max((*report.nodes, *report.private), key=written))
-    if not quiet:
-        said = f"this is the newest of {len(found)} runs, in {report.folder / newest}"
-        say(f"fedclip: {said}; the others are left out", err=True)
+    said = f"this is the newest of {len(found)} runs, in {report.folder / newest}"
+    say(f"fedclip: {said}; the others are left out", err=True)
     return report.only([newest])
 
 
-def show(report: Report, groups: bool, rounds: bool | None) -> None:
+def show(report: Report, rounds: bool | None) -> None:
     """Print the answer, what was measured, and the table.
 
     None of `rounds` shows a line for each node: of many nodes, the outliers and some others.
     """
-    spendings = _spent(report.folder, words=False) if report.private else []
     advice = _advice(report)
     for sentence in (*([advice.answer] if advice else []), *_last(report), *report.in_words()):
         say(sentence)
-    nodes = [row.node for row in (report.rows if groups else report.whole)]
+    nodes = [row.node for row in report.whole]
     if rounds is None and len(dict.fromkeys(nodes)) > _SHOWN:
         odd = {name for run in report.experiments for name in result_of(report, run).outliers}
         order = sorted(dict.fromkeys(nodes), key=lambda node: site_of(node) not in odd)
@@ -115,9 +95,10 @@ def show(report: Report, groups: bool, rounds: bool | None) -> None:
         rows = tuple(row for row in report.rows if row.node in order[:_SHOWN])
         report = dataclasses.replace(report, rows=rows)
     if report.rows:
-        console().print(report.table(groups, bool(rounds)))
-    if any(spending.turns for spending in spendings):
-        console().print(_budget(spendings, not rounds))
+        console().print(report.table(bool(rounds)))
+    if report.private:
+        for line in (line for lines in _spent(report.folder).values() for line in lines):
+            say(line)
 
 
 def _last(report: Report) -> Iterator[str]:
@@ -131,97 +112,6 @@ def _last(report: Report) -> Iterator[str]:
             when = f"round {round_}" if report.rows else "the last evaluation"
             about = f"{experiment}: " if len(report.experiments) > 1 else ""
             yield f"{about}After {when}: {text}."
-
-
-def _budget(spendings: Sequence[Spending], short: bool) -> Table:
-    """Return what was spent by round, or in all, as a table."""
-    from fedclip.report.table import plain_table
-
-    heads = ["turn", "steps", "noise\nmultiplier", "rate", "expected\nbatch", "epsilon\nso far"]
-    table = plain_table("Privacy budget, after each round it took part in", ["client"], heads)
-    for spending in spendings:
-        for turn in spending.turns[-1:] if short else spending.turns:
-            where = experiment_of(spending.where) or spending.where
-            table.add_row(printable(where), *map(number, turn))
-    return table
-
-
-def _followed(folder: Path, html: Path | None = None) -> Report:
-    """Show a run as it goes on; return its report when it has ended, or at Ctrl-C.
-
-    The folder need not be there yet: a run makes it when it begins.
-
-    Raises
-    ------
-    ReportError
-        If it is no folder, or the run has ended and there is nothing to report.
-    """
-    from rich.live import Live
-
-    screen = console()
-    reader: Reader | None = None
-    result = shown = None
-    told: set[Key] = set()
-    waited = ended = False
-    try:
-        with Live(console=screen, auto_refresh=False, transient=True) as live:
-            while not ended:
-                try:
-                    reader = reader or Reader(folder)
-                    # Asked before it reads: what was written until the end is then read.
-                    ended = reader.ended
-                    result = _newest(reader.read(), quiet=result is not None)
-                except ReportError as exc:
-                    if ended or (reader is None and os.path.exists(folder)):
-                        raise
-                    if not waited and not (reader and reader.ended):
-                        why = re.split("[:;]", str(exc))[0]
-                        say(f"waiting for the first round ({why}); Ctrl-C ends this", err=True)
-                        waited = True
-                if result and screen.is_terminal:
-                    live.update(_view(result), refresh=True)
-                elif result:
-                    _tell(result, told)
-                if html and result and result != shown and not ended:
-                    save_page([("", folder, result)], html, live=True)
-                    shown = result
-                if not (reader and reader.ended):
-                    time.sleep(_PAUSE)
-    except KeyboardInterrupt:
-        if result is None:
-            fail("interrupted before the first round", code=130)
-    assert result is not None  # It has ended, and was read.
-    if screen.is_terminal and result.rows:
-        screen.print(_view(result))
-    else:
-        for sentence in (*_last(result), *result.in_words()):
-            say(sentence)
-    return result
-
-
-def _view(report: Report) -> Group:
-    from rich.console import Group
-    from rich.text import Text
-
-    rounds = max((row.record.round for row in report.rows), default=0)
-    said = [*[f"Round {rounds}"] * bool(rounds), *_last(report), *report.in_words()]
-    return Group(*[report.table(rounds=False)] * bool(rounds), *map(Text, said))
-
-
-def _tell(report: Report, told: set[Key]) -> None:
-    """Print a line for each round that was not told yet."""
-    limits = report.limits()
-    for row in report.whole:
-        record = row.record
-        if row.key not in told:
-            told.add(row.key)
-            say(
-                f"{row.node}, {row.module}, round {record.round}: {record.steps} "
-                f"step{'s' * (record.steps != 1)}, "
-                f"{record.clipped_share:.0%} clipped, median norm {number(record.norm_median)}, "
-                f"limit {number(limits.get(row.key))}"
-            )
-    sys.stdout.flush()
 
 
 def write(file: str | Path, text: str, quiet: bool = False) -> None:
@@ -242,30 +132,17 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
         say(f"wrote {file}")
 
 
-def can_write(*, plot: Path | None = None, html: Path | None = None) -> None:
-    """End with a sentence if a picture or a page could not be written, before what takes long."""
-    for option, file, name, packages, installed in (
-        ("--plot", plot, "report.png", ("matplotlib",), "matplotlib"),
-        ("--html", html, "report.html", ("jinja2", "vl_convert"), "jinja2 vl-convert-python"),
-    ):
-        if file is None:
-            continue
-        if os.path.isdir(file):
-            fail(f"can not write {file}: it is a folder; give a file, such as {file / name}")
-        for package in packages:
-            try:
-                import_module(package)
-            except ModuleNotFoundError:
-                fail(f"{option} needs {package}: pip install {installed}")
-
-
-def save_plot(result: Report, file: Path) -> None:
-    """Write the report's plot."""
-    try:
-        result.figure().savefig(file, dpi=150)
-    except (OSError, ValueError) as exc:
-        fail(f"can not write {file}: {exc}")
-    say(f"wrote {file}")
+def can_write(html: Path | None) -> None:
+    """End with a sentence if a page could not be written, before what takes long."""
+    if html is None:
+        return
+    if os.path.isdir(html):
+        fail(f"can not write {html}: it is a folder; give a file, such as {html / 'report.html'}")
+    for package in ("jinja2", "vl_convert"):
+        try:
+            import_module(package)
+        except ModuleNotFoundError:
+            fail(f"--html needs {package}: pip install jinja2 vl-convert-python")
 
 
 def save_page(
@@ -273,20 +150,17 @@ def save_page(
     file: Path,
     tables: Sequence[Mapping[str, object]] = (),
     title: str = "",
-    live: bool = False,
 ) -> None:
     """Write one page of all reports, by name and folder, with what they spent of their budgets.
 
-    With names, the experiments of a report are shown as one; without, and once its run has ended,
-    what is advised after it comes first.
+    With names, the experiments of a report are shown as one; without, what is advised comes first.
     """
     runs: list[Run] = []
     for name, folder, report in reports:
-        advice = None if name or live else _advice(report)
-        runs.append(Run(name, report, _spent(folder, words=not live), bool(name), advice))
+        advice = None if name else _advice(report)
+        runs.append(Run(name, report, _spent(folder), bool(name), advice))
     title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
-    text = page_of(runs, title, tables, _REFRESH * live)
-    write(file, text, quiet=live)
+    write(file, page_of(runs, title, tables))
 
 
 def _advice(report: Report) -> Advice | None:
@@ -303,26 +177,14 @@ def _advice(report: Report) -> Advice | None:
         return None
 
 
-def _spent(folder: Path, words: bool) -> list[Spending]:
-    """Return what was spent of privacy budgets, if anything was.
-
-    In words is by each accountant, which takes longer.
-    """
-    from fedclip.tools.spent import NothingSpent, in_words, read_spent, turns_of
+def _spent(folder: Path) -> dict[str, list[str]]:
+    """Return what each ledger, and each server with noise, has spent, in lines of text."""
+    from fedclip.tools.spent import NothingSpent, in_words, read_spent
 
     try:
-        found = [*read_spent(folder)]
-        most = max(1, _MOST_TURNS // len(found))
-        # Without the lines of its ledger, which tell how many records a client has.
-        return [
-            Spending(
-                s.where,
-                [*in_words({**s.cost(), "entries": ()})] if words else [],
-                turns_of(s, most),
-            )
-            for s in found
-        ]
+        # Without the lines of a ledger, which tell how many records a client has.
+        return {s.where: [*in_words({**s.cost(), "entries": ()})] for s in read_spent(folder)}
     except NothingSpent:
-        return []
+        return {}
     except ValueError as exc:
-        return [Spending("", [f"what was spent can not be said: {exc}"])]
+        return {"": [f"what was spent can not be said: {exc}"]}

@@ -19,7 +19,7 @@ import time
 import tomllib
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -250,12 +250,6 @@ class Simulation:
         self.crowd.hand_over(None, self.best)
         Checkpointer(str(self.folder / "server")).save_model(self.model, timestamp="best")
         label(self.folder / "server", self.model)
-        best = self.folder / "server" / "model_state_best.mpk"
-        for node in self.folder.iterdir():
-            if node != best.parent:
-                # By it, whoever watches knows that a node has ended.
-                with suppress(OSError):  # a disk may know no links
-                    (node / best.name).hardlink_to(best)
 
     @property
     def _part(self) -> str:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from fedclip import parameters
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.served import read, server_in
 from fedclip.federation.update.site_noise import SiteNoise
@@ -29,17 +28,6 @@ from fedclip.privacy.prices import in_words as told
 from fedclip.records import SERVED
 from fedclip.report import ReportError, read_report
 from fedclip.tools.catalogue import version
-
-__all__ = [
-    "COLUMNS",
-    "NothingSpent",
-    "Spent",
-    "csv_rows",
-    "in_words",
-    "of_plan",
-    "read_spent",
-    "turns_of",
-]
 
 _COUNTED_BY = ("fedclip", "dp-accounting")
 
@@ -156,35 +144,13 @@ def in_words(cost: Config) -> Iterator[str]:
         )
 
 
-def turns_of(spent: Spent, most: int) -> list[tuple[float | None, ...]]:
-    """Return what a ledger had spent after each turn; of many, after so many and the last one.
-
-    A turn is its number, steps, noise multiplier, sampling rate, expected size of a batch, and
-    epsilon so far. Nothing without a package that accounts for samples.
-    """
-    entries = [entry for entry in spent.entries if entry.spent]
-    steps_at = [i for i, entry in enumerate(entries, 1) if not entry.evaluation]
-    found: list[tuple[float | None, ...]] = []
-    for turn in range(len(steps_at), 0, -math.ceil(len(steps_at) / most) or -1):
-        count = steps_at[turn - 1]
-        z, steps, rate = entries[count - 1].spent[-1]
-        # The size of a batch, in what is protected; how many there are of it is not to be shown.
-        expected = rate * protected(entries[count - 1].data)[0] or None
-        try:
-            epsilon = total(entries[:count]).epsilon()
-        except ModuleNotFoundError:
-            return []
-        found.insert(0, (turn, steps, z, rate, expected, epsilon))
-    return found
-
-
 COLUMNS = (
     *("where", "protects", "mechanism", "relation", "delta", "turn", "time", "noise_multiplier"),
     *("sampling", "separation", "steps", "bound", "accountant", "epsilon", "data", "fedclip"),
 )
 
 
-def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
+def csv_rows(one: Spent, cost: Config, folder: Path) -> Iterator[Config]:
     """Yield a row for each turn that was charged, with the epsilon of all until then.
 
     A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
@@ -196,7 +162,7 @@ def csv_rows(one: Spent, cost: Config, folder: Path | None) -> Iterator[Config]:
     so_far.plan = own.plan
     each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
     rounds = not cost["entries"] and one.separation == 1
-    bounds = _bounds(folder, one.where, len(each)) if folder and rounds else {}
+    bounds = _bounds(folder, one.where, len(each)) if rounds else {}
     for turn, row in enumerate(cost["entries"] or each, 1):
         so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
         mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
@@ -214,13 +180,6 @@ def _bounds(folder: Path, server: str, rounds: int) -> Mapping[int, float]:
             if module.startswith("update-clip"):
                 found.setdefault(node, {})[round_] = limit
     return next((seen for seen in found.values() if max(seen) == rounds), {})
-
-
-def of_plan(noise_multiplier: float, steps: int, rate: float, delta: float) -> Spent:
-    """Return what a plan would spend."""
-    accountant = Accountant(delta)
-    accountant.add(noise_multiplier, parameters.integer(1, steps=steps), rate)
-    return Spent("plan", "record", accountant, [Entry(tuple(accountant.spent), delta, "")])
 
 
 def read_spent(path: Path) -> Iterator[Spent]:

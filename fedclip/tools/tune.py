@@ -130,7 +130,6 @@ class Tuning:
         """Take up what is advised by the first run; return the advice, and what cannot be tried."""
         report, left_out = read_report(self.runs[NONE][0].folder), dict[str, str]()
         advice = advised(report, min(report.experiments))
-        self.start = advice.start
         for proposal in advice.proposals:
             try:
                 text = rewritten(self.text, proposal)
@@ -140,19 +139,6 @@ class Tuning:
             except (ToolError, ValueError) as exc:
                 left_out[proposal.name] = str(exc)
         return advice, left_out
-
-    def agreement(self) -> str:
-        """Return whether `suggest` starts with the winner as well, and if not, why it lost."""
-        first, winner, ranking = self.start, self.ranking.winner, self.ranking
-        if first == winner:
-            return "`fedclip suggest` names the same." * bool(first)
-        if first not in ranking.results:
-            text = (
-                f"would start with {first}, which is not tried" if first else "has no first choice"
-            )
-            return f"`fedclip suggest` {text}; these runs decide."
-        why = "it diverges" if ranking.lost(first) else f"here: {ranking.against(first)}"
-        return f"`fedclip suggest` would start with {first}, by the norms of one run; {why}."
 
     def waves(self) -> Iterator[list[Planned]]:
         """Yield runs to be made and judged: those without clipping first, then seed by seed.

@@ -66,10 +66,9 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
     total = rounds * len(runs)
     # A tenth of a second for a round, on a core that has nothing else to do.
     say(
-        f"{len(SITES)} hospitals train one model. {SITES[-1]} trains on lengths in a unit "
-        f"{FACTOR:.0f} times smaller than the others', and nobody noticed. {len(runs)} "
-        f"federations train for {rounds} rounds each, over the network of this machine: about "
-        f"{10 + 0.1 * total:.0f} seconds if it has little else to do."
+        f"{len(SITES)} hospitals train one model, {SITES[-1]} on lengths in a unit {FACTOR:.0f} "
+        f"times smaller than the others'. {len(runs)} federations train for {rounds} rounds each, "
+        f"in about {10 + 0.1 * total:.0f} seconds if this machine has little else to do."
     )
     todo = [run for run in runs if not run.done]
     tell = progress({"demo": sum(run.rounds for run in todo)})
