@@ -28,8 +28,7 @@ from fedclip.adapters.clippers import Spec, clipper_of, hold, release
 from fedclip.adapters.owner import begin, configuration, configuration_of, owner_of
 from fedclip.adapters.torch import set_state
 from fedclip.adapters.torch.clip import clip_named
-from fedclip.adapters.torch.layers import outputs_of
-from fedclip.adapters.torch.names import check_sharding, named
+from fedclip.adapters.torch.names import check_sharding, named, outputs_of
 from fedclip.modules.agc import AGC
 
 __all__ = ["ClipCallback", "attach"]

@@ -16,8 +16,8 @@ except ImportError as error:
 from fedclip.adapters.torch.clip import clip_, clip_grad_norm_
 from fedclip.adapters.torch.handle import ClipHandle, attach, handles
 from fedclip.adapters.torch.names import Parameters
+from fedclip.adapters.torch.optimizers import get_state, set_state
 from fedclip.adapters.torch.pure import PureClipping
-from fedclip.adapters.torch.statistics import get_state, set_state
 from fedclip.adapters.torch.update import UpdateHandle, attach_update
 from fedclip.errors import imported_when_used, public_names
 
