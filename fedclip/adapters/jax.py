@@ -20,7 +20,7 @@ import numpy as np
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import Spec, clipper_of, skip_of_all, unique
 from fedclip.adapters.compiled import ClipState, groups_of
-from fedclip.adapters.owner import check_owner, owner_of
+from fedclip.adapters.owner import check_owner
 from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
@@ -338,11 +338,7 @@ def set_state(clipper: Clipper | AGC, state: object, params: Tree) -> None:
         As `metrics`.
     """
     found, labels = _labelled(clipper, state, params)
-    compiled.load(clipper, found.statistics, labels)
-    if isinstance(clipper, Clipper):
-        leaves = _parameters(clipper, params)
-        shapes = {name: np.shape(leaf) for name, leaf in leaves.items()}
-        clipper.owner = owner_of(clipper, shapes, "")
+    compiled.load(clipper, found.statistics, labels, _parameters(clipper, params))
 
 
 def _labelled(

@@ -25,7 +25,7 @@ import numpy as np
 
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import Spec, Theirs, clipper_of, skip_of_all, skips, unique
-from fedclip.adapters.variables import HeldClipper, Operations, Told
+from fedclip.adapters.variables import HeldClipper, Operations, Verbs
 from fedclip.arrays import Array, backend_named
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
@@ -282,7 +282,7 @@ def _none(option: str) -> property:
 
 
 @keras.saving.register_keras_serializable(package="fedclip")
-class ClippedOptimizer(Told, keras.optimizers.Optimizer):
+class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
     """A Keras optimizer that clips where the inner one would, for ``model.compile``.
 
     ::

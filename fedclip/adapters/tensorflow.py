@@ -25,7 +25,7 @@ from fedclip.adapters.variables import (
     HeldClipper,
     Known,
     Operations,
-    Told,
+    Verbs,
     check_known,
     outputs_of,
     shapes_of,
@@ -113,7 +113,7 @@ def _by_name(
     return gradients, {n: v for n, (_, v) in zip(names, pairs, strict=True)}
 
 
-class CompiledClipper(Told, tf.Module):
+class CompiledClipper(Verbs, tf.Module):
     """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
 
     It is a `tf.Module`, so ``tf.train.Checkpoint`` saves and restores it.
