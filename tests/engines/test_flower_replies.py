@@ -164,31 +164,6 @@ def test_a_client_without_the_mod_counts_as_zero_and_is_named(caplog: Any) -> No
     assert "'4' counts as zero: its app has no UpdateClipMod" in caplog.text
 
 
-def test_noise_on_nothing_ends_the_run_in_its_first_round() -> None:
-    """As where the mod was forgotten everywhere: what is released would be noise alone."""
-    noise = {"noise_multiplier": 1.0, "expected_clients": 5}
-    loop = Loop(FIVE, steady, mods=lambda node: [])
-    loop.apps = {node: _app_that_takes_the_bound() for node in FIVE}
-    strategy = UpdateClipStrategy(FedAvg(), {**FIXED, **noise})
-    with pytest.raises(RuntimeError, match=r"none of the 5 replies .* has no UpdateClipMod"):
-        loop.run(strategy, ZEROS, 5)
-    assert strategy.server.bound.budget.accountant.rounds == 1
-
-
-def _app_that_takes_the_bound() -> ClientApp:
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Any) -> Message:
-        content = {
-            "arrays": record({"w": np.ones(4)}),
-            "metrics": MetricRecord({"num-examples": 10}),
-        }
-        return Message(RecordDict(content), reply_to=message)
-
-    return app
-
-
 @pytest.mark.parametrize("private", [False, True])
 def test_a_client_that_fails_is_left_out_and_named(private: bool, caplog: Any) -> None:
     def fails(node: int, round_: int) -> Any:
