@@ -125,6 +125,8 @@ class Watch:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
         self._optimizer = weakref.ref(optimizer)
+        # Another watch may have noted them, long ago.
+        forget(optimizer)
         # A parameter is saved without its hook, and without a warning.
         saved_without: Any = torch.utils.hooks.unserializable_hook
         self._hooks = [
