@@ -61,7 +61,7 @@ def trained(folder):
         save_strategy="no",
     )
     data = [{"x": x[i], "y": y[i]} for i in range(len(x))]
-    callback = ClipCallback(ZScoreClip(warmup=4))
+    callback = ClipCallback(ZScoreClip(warmup=3))
     trainer = InOrder(Model(), arguments, train_dataset=data, callbacks=[callback])
     trainer.train()
     return trainer.model, callback.clipper
@@ -80,7 +80,7 @@ def shard(monkeypatched=Accelerator.__init__):
 
 def looped():
     """Train in a loop of Accelerate."""
-    engine, model, used = Accelerator(cpu=True), Model(), ZScoreClip(warmup=4)
+    engine, model, used = Accelerator(cpu=True), Model(), ZScoreClip(warmup=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = engine.prepare(model, optimizer)
     attach(optimizer, used, model)
