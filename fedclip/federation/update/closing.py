@@ -35,10 +35,11 @@ class Vetted(NamedTuple):
 
     @property
     def void(self) -> str:
-        """Why the average holds no update; "" if it holds some, or nobody replied."""
-        if self.sound or not self.faults:
+        """Why the average holds no update; "" if it holds some."""
+        if self.sound:
             return ""
-        return f"none of the {len(self.faults)} replies of the round can be used: {self.faults[0]}"
+        why = self.faults[0] if self.faults else "nobody has replied"
+        return f"none of the {len(self.faults)} replies of the round can be used: {why}"
 
 
 @dataclass(frozen=True)
