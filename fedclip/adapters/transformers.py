@@ -82,15 +82,10 @@ class ClipCallback(TrainerCallback, ExportableState):
         return bool(configuration_of(name, config) == configuration(self.clipper))
 
     def on_train_begin(
-        self,
-        args: Theirs,
-        state: Theirs,
-        control: Theirs,
-        model: Theirs = None,
-        optimizer: Theirs = None,
-        **kwargs: object,
+        self, args: Theirs, state: Theirs, control: Theirs, **theirs: Theirs
     ) -> None:
         """Refuse to clip twice, and take up the state of a checkpoint."""
+        model, optimizer = theirs["model"], theirs["optimizer"]
         if args.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm={args.max_grad_norm!r} and {self.clipper.name} would clip twice: "
@@ -130,30 +125,21 @@ class ClipCallback(TrainerCallback, ExportableState):
             )
         begin(self.clipper, shapes, kind, [*parameters.values()])
 
-    def on_train_end(self, args: Theirs, state: Theirs, control: Theirs, **kwargs: object) -> None:
+    def on_train_end(self, *args: object, **theirs: object) -> None:
         """Let go of the clipper, for another Trainer."""
         release(self.clipper, self)
         self._training = None
         _TRAINING.discard(self)
 
-    def on_epoch_begin(
-        self, args: object, state: object, control: object, **kwargs: object
-    ) -> None:
+    def on_epoch_begin(self, *args: object, **theirs: object) -> None:
         """Begin a round of the records, unless the run is resumed within an epoch."""
         if not self._within:
             self.clipper.on_round_start()
         self._within = False
 
-    def on_pre_optimizer_step(
-        self,
-        args: Theirs,
-        state: Theirs,
-        control: Theirs,
-        model: Theirs = None,
-        optimizer: Theirs = None,
-        **kwargs: object,
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: object, **theirs: Theirs) -> None:
         """Unscale the gradients, unless the Trainer has, as it does from 5 on; and clip."""
+        model, optimizer = theirs["model"], theirs["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
             # What says that the gradients are unscaled already is this error alone.
@@ -170,7 +156,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             )
 
     def on_log(
-        self, args: Theirs, state: Theirs, control: Theirs, logs: Theirs = None, **kwargs: object
+        self, args: Theirs, state: Theirs, control: Theirs, logs: Theirs, **theirs: object
     ) -> None:
         """Add to the Trainer's logs of steps what the last step did."""
         if "loss" not in logs or self.clipper.last is None:

@@ -19,7 +19,7 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import FedAvg
 
 from fedclip.adapters.flower import UpdateClipMod, UpdateClipStrategy
-from fedclip.adapters.flower.arrays import RECORD
+from fedclip.adapters.flower.mod import RECORD
 from fedclip.errors import FedclipWarning
 
 FIVE = range(1, 6)

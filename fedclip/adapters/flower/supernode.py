@@ -49,7 +49,7 @@ from flwr.supercore.version import package_version
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.cli import flower_supernode
 
-from fedclip.adapters.flower.arrays import RECORD
+from fedclip.adapters.flower.mod import RECORD
 from fedclip.errors import shown
 from fedclip.federation.site.gate import REFUSED, Gate, Refused
 from fedclip.federation.site.policy import Policy

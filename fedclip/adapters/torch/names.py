@@ -54,26 +54,20 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         parameters = dict(parameters.named_parameters())
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    names: Sequence[str]
+    pairs: Iterable[Any]
     if isinstance(parameters, Mapping):
-        names, tensors = tuple(parameters), [*parameters.values()]
+        pairs = parameters.items()
     else:
-        given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-        _check_given(parameters, given)
-        if given and isinstance(given[0], torch.Tensor):
+        pairs = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+        _check_given(parameters, pairs)
+        if pairs and isinstance(pairs[0], torch.Tensor):
             _check_names_unneeded(clipper)
-            names, tensors = tuple(map(str, range(len(given)))), given
-        else:
-            names, tensors = tuple(pair[0] for pair in given), [pair[1] for pair in given]
-    if len({*map(id, tensors)}) < len(tensors):
-        # The last of these pairs stays, which is the first that was given.
-        first = {id(t): (n, t) for n, t in reversed([*zip(names, tensors, strict=True)])}
-        pairs = [first[key] for key in dict.fromkeys(map(id, tensors))]
-        names, tensors = tuple(n for n, _ in pairs), [t for _, t in pairs]
-    plain = _plain(names)
-    if type(parameters) is dict and plain == names and len(names) == len(parameters):
-        return parameters
-    return dict(zip(plain, tensors, strict=True))
+            pairs = [(str(place), tensor) for place, tensor in enumerate(pairs)]
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in pairs:
+        first.setdefault(id(tensor), (name, tensor))
+    names = _plain(tuple(name for name, _ in first.values()))
+    return dict(zip(names, (tensor for _, tensor in first.values()), strict=True))
 
 
 def _check_given(parameters: Iterable[object], given: Sequence[object]) -> None:
