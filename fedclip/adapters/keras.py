@@ -11,15 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from fedclip.arrays import HostView
-from fedclip.errors import public_names
+from fedclip.errors import needing, public_names
 
-try:
+with needing(__name__, "Keras 3 and a backend: pip install keras, and tensorflow, torch or jax"):
     import keras
-except ImportError as error:
-    needs = "pip install keras, and tensorflow, torch or jax"
-    raise ImportError(
-        f"fedclip.adapters.keras needs Keras 3 and one of its backends ({error}): {needs}"
-    ) from error
 
 import numpy as np
 

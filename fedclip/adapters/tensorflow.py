@@ -9,14 +9,10 @@ from typing import NamedTuple
 
 from fedclip.adapters.variables import Variable
 from fedclip.arrays import HostView
-from fedclip.errors import public_names
+from fedclip.errors import needing, public_names
 
-try:
+with needing(__name__, "TensorFlow: pip install tensorflow"):
     import tensorflow as tf
-except ImportError as error:
-    raise ImportError(
-        "fedclip.adapters.tensorflow needs TensorFlow: pip install tensorflow"
-    ) from error
 
 from fedclip.adapters.clippers import ByClipper, Spec, check_clipper, clipped, clipper_of, unique
 from fedclip.adapters.keras import ClippedOptimizer

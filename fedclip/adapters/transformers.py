@@ -12,16 +12,12 @@ import numpy as np
 
 from fedclip.adapters.clippers import Theirs
 from fedclip.arrays import Array
-from fedclip.errors import Unchecked, public_names
+from fedclip.errors import Unchecked, needing, public_names
 from fedclip.states import Fields
 
-try:
+with needing(__name__, "Transformers: pip install 'transformers[torch]'"):
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
-except ImportError as error:
-    raise ImportError(
-        "fedclip.adapters.transformers needs Transformers: pip install 'transformers[torch]'"
-    ) from error
 
 from fedclip import states
 from fedclip.adapters.clippers import Spec, clipper_of, hold, release
@@ -155,10 +151,9 @@ class ClipCallback(TrainerCallback, ExportableState):
                 "an optimizer that steps once, as optim='adamw_torch' does"
             )
 
-    def on_log(
-        self, args: Theirs, state: Theirs, control: Theirs, logs: Theirs, **theirs: object
-    ) -> None:
+    def on_log(self, args: object, state: Theirs, control: object, **theirs: Theirs) -> None:
         """Add to the Trainer's logs of steps what the last step did."""
+        logs = theirs["logs"]
         if "loss" not in logs or self.clipper.last is None:
             return
         epoch = next(r for r in reversed(self.clipper.rounds) if r.group == "all")

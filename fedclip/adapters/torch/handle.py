@@ -17,13 +17,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import chain, count
 from operator import is_
 from typing import Any, Self, TypeVar
 
 import torch
 
-from fedclip.adapters.clippers import Spec, check_free, clipper_of, hold, holder_of, release
+from fedclip.adapters.clippers import Spec, check_free, clipper_of, hold, holder_of, release, unique
 from fedclip.adapters.owner import begin, clipper_in, configuration, has_learnt, learns, owner_of
 from fedclip.adapters.torch.clip import clip_named
 from fedclip.adapters.torch.guards import (
@@ -90,9 +89,8 @@ class ClipHandle:
             )
         hold(self.clipper, optimizer, f"attached to {called(optimizer)}")
         self._others = _ATTACHED.get(optimizer) or _Attached(optimizer)
-        first, taken = f"fedclip:{self.clipper.name}", {h._key for h in self._others.handles}
-        numbered = chain([first], (f"{first}#{n}" for n in count(1)))
-        self._key: str = next(key for key in numbered if key not in taken)
+        taken = [h._key for h in self._others.handles]
+        self._key: str = unique([*taken, f"fedclip:{self.clipper.name}"])[-1]
         self._others.handles.append(self)
 
     def remove(self) -> None:
