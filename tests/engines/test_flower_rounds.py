@@ -43,15 +43,6 @@ def directions(norms: Any, seed: int = 0) -> Any:
 NORMS = np.exp(np.random.default_rng(0).normal(0.0, 0.4, len(TEN)))
 
 
-@pytest.mark.parametrize("factor", [0.1, 10.0])
-def test_the_bound_finds_the_median_of_the_norms(factor: float) -> None:
-    median = float(np.median(NORMS))
-    strategy = UpdateClipStrategy(FedAvg(), {"start_norm": factor * median})
-    Loop(TEN, directions(NORMS)).run(strategy, ZEROS, 60)
-    last = [record["bound"] for record in strategy.served.rounds][-20:]
-    assert np.mean(last) == pytest.approx(median, rel=0.1)
-
-
 # -- noise -------------------------------------------------------------------------------------
 NOISE = {"noise_multiplier": 1.0, "expected_clients": 10, "start_norm": 1.0}
 SEEDED = {**NOISE, "generator": "insecure", "seed": 1}
@@ -85,19 +76,6 @@ def test_rounds_are_those_of_the_core(settings: dict[str, Any]) -> None:
     found, _ = Loop(TEN, directions(NORMS), settings).run(strategy, ZEROS, 8)
     assert strategy.served.rounds == served.rounds
     np.testing.assert_allclose(found["w"], model["w"], rtol=1e-12)
-
-
-@pytest.mark.parametrize("absent", [(), (3, 7)])
-def test_the_noise_is_what_the_bound_owes(absent: Any) -> None:
-    large = {"w": np.zeros(40_000)}
-    loop = Loop(TEN, lambda node, round_: large, change=dict.fromkeys(absent, lambda m: None))
-    strategy = UpdateClipStrategy(FedAvg(), SEEDED)
-    models = start(strategy, loop, large, 8)
-    owed = strategy.server.bound.budget.update_noise / 10
-    for before, after, row in zip(models, models[1:], strategy.served.rounds, strict=False):
-        # 40,000 values: the deviation of the standard deviation is 0.35 %.
-        found = np.std(after["w"] - before["w"])
-        assert found / (owed * row["bound"]) == pytest.approx(1.0, abs=0.02)
 
 
 @pytest.mark.parametrize("there", [2, 9, 11])
