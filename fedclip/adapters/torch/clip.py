@@ -246,15 +246,9 @@ def are_apart(gradients: Collection[torch.Tensor]) -> bool:
 
 
 def separate(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
-    """Give a gradient of its own to each parameter that may share memory with another one."""
-    end, seen = 0, set()
-    for name, gradient in sorted(gradients.items(), key=lambda item: _span(item[1])):
-        start, size = _span(gradient)
-        if id(gradient) in seen or _folds(gradient) or 0 < start < end:
-            parameters[name].grad = gradients[name] = gradient.clone()
-        else:
-            end = max(end, start + size)
-        seen.add(id(gradient))
+    """Give each parameter a gradient of its own."""
+    for name, gradient in gradients.items():
+        parameters[name].grad = gradients[name] = gradient.clone()
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

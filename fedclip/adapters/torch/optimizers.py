@@ -126,6 +126,14 @@ def _array(value: object) -> object:
 class Saving:
     """Saves and loads states by key with optimizers, whose methods are replaced, not the class's.
 
+    ::
+
+        state_dict()        the optimizer's own, and what is ours unless it is inside
+        load_state_dict()   the optimizer's own, with the rest; in the end of the outermost, ours
+
+    Torch's hooks would not do: a class may save or load without them, and what holds an optimizer
+    may give it only what it knows of.
+
     Parameters
     ----------
     save
