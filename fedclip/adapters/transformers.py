@@ -81,7 +81,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         self, args: Theirs, state: Theirs, control: Theirs, **theirs: Theirs
     ) -> None:
         """Refuse to clip twice, and take up the state of a checkpoint."""
-        model, optimizer = theirs["model"], theirs["optimizer"]
+        optimizer = theirs["optimizer"]
         if args.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm={args.max_grad_norm!r} and {self.clipper.name} would clip twice: "
@@ -108,7 +108,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             self.clipper.reset()
         # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
-        parameters = named(model, self.clipper)
+        parameters = named(theirs["model"], self.clipper)
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         self._within = bool(state.global_step and state.epoch % 1)
