@@ -44,7 +44,7 @@ def no_synchronisation():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("name", "dtype"), zip(CLIPPERS, RTOL, strict=True))
+@pytest.mark.parametrize(("name", "dtype"), [*zip(CLIPPERS, RTOL, strict=True)])
 def test_cuda_gives_what_cpu_gives(name, dtype):
     on_cpu, on_cuda = CLIPPERS[name](), CLIPPERS[name]()
     for gradient in stream(dtype):
@@ -60,10 +60,10 @@ def test_cuda_gives_what_cpu_gives(name, dtype):
     assert [r.clipped for r in on_cpu.rounds] == [r.clipped for r in on_cuda.rounds]
 
 
-@pytest.mark.parametrize("policy", ["skip", "propagate"])
 @pytest.mark.parametrize("name", CLIPPERS)
-def test_no_step_waits_for_the_device(name, policy):
-    clipper = CLIPPERS[name](on_nonfinite=policy)
+def test_no_step_waits_for_the_device(name):
+    # A loop that skips steps has to know which ones: "skip" waits once a step.
+    clipper = CLIPPERS[name](on_nonfinite="propagate")
     parameters = {}
     for key, value in next(stream(torch.float32)).items():
         parameters[key] = torch.nn.Parameter(torch.zeros_like(value, device="cuda"))
@@ -77,7 +77,7 @@ def test_no_step_waits_for_the_device(name, policy):
 def test_a_hooked_optimizer_does_not_wait_either():
     model = torch.nn.Linear(8, 8, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = attach(optimizer, ZScoreClip(warmup=3), model.named_parameters())
+    handle = attach(optimizer, ZScoreClip(warmup=3, on_nonfinite="propagate"), model)
     model(torch.randn(4, 8, device="cuda")).square().sum().backward()
     with no_synchronisation():
         for _ in range(10):
@@ -85,7 +85,7 @@ def test_a_hooked_optimizer_does_not_wait_either():
     assert len(handle.last.norm_before) == 1
 
 
-def test_nonfinite_on_cuda_is_zeroed_and_counted():
+def test_nonfinite_on_cuda_is_skipped_and_counted():
     clipper = ZScoreClip(warmup=2, max_norm=None)
     weight = torch.nn.Parameter(torch.zeros(4, device="cuda"))
     weight.grad = torch.ones(4, device="cuda")
@@ -95,7 +95,7 @@ def test_nonfinite_on_cuda_is_zeroed_and_counted():
     bad = torch.tensor([1.0, float("nan"), float("inf"), 2.0], device="cuda")
     weight.grad = bad.clone()
     clip_({"w": weight}, clipper)
-    assert weight.grad.eq(0).all()
+    assert weight.grad is None
     assert clipper.get_state()["groups"] == before
     assert clipper.rounds[0].nonfinite == 1
     weight.grad = bad

@@ -266,7 +266,9 @@ class TorchBackend(Backend):
         per = self._norms(values)
         if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return per
-        parts = [per] if len(members) == 1 else [per[list(m)] for m in members]
+        # To index by a list of the host would make the host wait for the device.
+        each = torch.unbind(per)
+        parts = [per if len(members) == 1 else torch.stack([each[i] for i in m]) for m in members]
         if any(v.dtype == per.dtype for v in values):
             return self.slice_norms(parts, [(0,)] * len(parts))
         # Squares of what narrower numbers can add up to stay within the floats.
@@ -372,7 +374,7 @@ class TorchBackend(Backend):
         if values[0].dtype == likes[0].dtype or not self._foreach(likes):
             return [v.to(x.dtype) for v, x in zip(values, likes, strict=True)]
         # A copy is the cast that torch has for many.
-        outputs = torch._foreach_clone(list(likes))
+        outputs = torch._foreach_mul(list(likes), 1.0)
         torch._foreach_copy_(outputs, list(values))
         return list(outputs)
 
