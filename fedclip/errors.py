@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -67,6 +68,15 @@ def shown(value: object) -> str:
     except ValueError:
         return "a number of thousands of digits"
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+@contextmanager
+def needing(module: str, what: str) -> Iterator[None]:
+    """Say what a module of fedclip needs, and how to install it, where its imports fail."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{module} needs {what} ({error})") from error
 
 
 ADAPTERS = {

@@ -248,6 +248,8 @@ def test_inner_loops_of_higher():
     with pytest.warns(FedclipWarning, match=r"no step of the optimizer \(SGD\)"):
         round_(copy_initial_weights=False)
     handle.remove()
+    # For one that has stepped before, attach warns.
+    outer = AdamW(model.parameters(), lr=1e-3)
     handle = attach(outer, ZScoreClip(), model)
     for _ in range(2):
         round_(copy_initial_weights=False)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedclip import states
+from fedclip.adapters.owner import owner_of
 from fedclip.arrays import Array, Backend
 from fedclip.modules.agc import AGC, Outputs, weights_of
 from fedclip.modules.base import Clipper
@@ -185,14 +186,20 @@ def after(state: ClipState, step: Outcome) -> ClipState:
     )
 
 
-def load(clipper: Clipper | AGC, statistics: object, labels: Sequence[str]) -> None:
-    """Put the statistics of compiled code into a clipper; `agc` has none."""
+def load(
+    clipper: Clipper | AGC,
+    statistics: object,
+    labels: Sequence[str],
+    tensors: Mapping[str, Array],
+) -> None:
+    """Put the statistics of compiled code, of these tensors, into a clipper; `agc` has none."""
     if isinstance(clipper, AGC):
         return
     (numbers, arrays), state = parts(statistics), clipper.get_state()
     if isinstance(statistics, Carried):
         state["arrays"] = states.fetched(arrays)
     clipper.set_state({**state, "groups": states.dump(numbers, labels)})
+    clipper.owner = owner_of(clipper, {n: tuple(t.shape) for n, t in tensors.items()}, "")
 
 
 def of_state(state: ClipState, labels: tuple[str, ...], prefix: str) -> dict[str, float]:

@@ -6,26 +6,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-try:
+from fedclip.errors import needing, public_names
+
+with needing(__name__, "JAX and optax: pip install jax optax"):
     import jax
     import jax.numpy as jnp
     import optax
-except ImportError as error:
-    raise ImportError("fedclip.adapters.jax needs JAX and optax: pip install jax optax") from error
 
 import numpy as np
 
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import Spec, clipper_of, skip_of_all, unique
 from fedclip.adapters.compiled import ClipState, groups_of
-from fedclip.adapters.owner import check_owner, owner_of
+from fedclip.adapters.owner import check_owner
 from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 from fedclip.dpsgd.step import PrivateMean
-from fedclip.errors import public_names
 from fedclip.modules.agc import AGC, Axes, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.scopes import Groups, resolve
@@ -49,15 +48,6 @@ __all__ = [
 __dir__ = public_names(__name__)
 
 
-class ClipUpdate(Protocol):
-    """The function `update` of a `ClipTransformation`."""
-
-    def __call__(
-        self, updates: Tree, state: ClipState | None, params: Tree | None = None, **extra: object
-    ) -> tuple[Tree, ClipState]:
-        """Return the clipped updates and the state after the step."""
-
-
 class ClipTransformation(optax.GradientTransformationExtraArgs):
     """A clipper as optax's gradient transformation; made by `as_optax`.
 
@@ -65,7 +55,7 @@ class ClipTransformation(optax.GradientTransformationExtraArgs):
     """
 
     init: Callable[[Tree], ClipState]
-    update: ClipUpdate
+    update: Callable[..., tuple[Tree, ClipState]]
 
 
 def as_optax(
@@ -338,11 +328,7 @@ def set_state(clipper: Clipper | AGC, state: object, params: Tree) -> None:
         As `metrics`.
     """
     found, labels = _labelled(clipper, state, params)
-    compiled.load(clipper, found.statistics, labels)
-    if isinstance(clipper, Clipper):
-        leaves = _parameters(clipper, params)
-        shapes = {name: np.shape(leaf) for name, leaf in leaves.items()}
-        clipper.owner = owner_of(clipper, shapes, "")
+    compiled.load(clipper, found.statistics, labels, _parameters(clipper, params))
 
 
 def _labelled(

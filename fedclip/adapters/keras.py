@@ -11,21 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from fedclip.arrays import HostView
-from fedclip.errors import public_names
+from fedclip.errors import needing, public_names
 
-try:
+with needing(__name__, "Keras 3 and a backend: pip install keras, and tensorflow, torch or jax"):
     import keras
-except ImportError as error:
-    needs = "pip install keras, and tensorflow, torch or jax"
-    raise ImportError(
-        f"fedclip.adapters.keras needs Keras 3 and one of its backends ({error}): {needs}"
-    ) from error
 
 import numpy as np
 
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import Spec, Theirs, clipper_of, skip_of_all, skips, unique
-from fedclip.adapters.variables import HeldClipper, Operations, Told
+from fedclip.adapters.variables import HeldClipper, Operations, Verbs
 from fedclip.arrays import Array, backend_named
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
@@ -282,7 +277,7 @@ def _none(option: str) -> property:
 
 
 @keras.saving.register_keras_serializable(package="fedclip")
-class ClippedOptimizer(Told, keras.optimizers.Optimizer):
+class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
     """A Keras optimizer that clips where the inner one would, for ``model.compile``.
 
     ::

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from fedclip.adapters.clippers import Spec, Theirs, clipper_of
 from fedclip.adapters.torch import ClipHandle, attach
-from fedclip.errors import public_names
+from fedclip.errors import needing, public_names
 
 __all__ = ["ClipCallback", "LightningClipping"]
 
@@ -18,15 +18,11 @@ __dir__ = public_names(__name__)
 
 Callback: Theirs
 # The package has two names, and users have either.
-try:
-    Callback = import_module("lightning.pytorch").Callback
-except ImportError:
+with needing(__name__, "Lightning: pip install lightning"):
     try:
+        Callback = import_module("lightning.pytorch").Callback
+    except ImportError:
         Callback = import_module("pytorch_lightning").Callback
-    except ImportError as error:
-        raise ImportError(
-            "fedclip.adapters.lightning needs Lightning: pip install lightning"
-        ) from error
 
 
 class ClipCallback(Callback):

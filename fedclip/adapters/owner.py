@@ -29,18 +29,6 @@ from fedclip.errors import FedclipWarning, StateError
 from fedclip.modules.agc import AGC
 from fedclip.modules.base import Clipper
 
-__all__ = [
-    "begin",
-    "check_owner",
-    "clipper_in",
-    "configuration",
-    "configuration_of",
-    "fitting",
-    "has_learnt",
-    "learns",
-    "owner_of",
-]
-
 Owner = dict[str, str]
 
 

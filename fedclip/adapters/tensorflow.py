@@ -9,14 +9,10 @@ from typing import NamedTuple
 
 from fedclip.adapters.variables import Variable
 from fedclip.arrays import HostView
-from fedclip.errors import public_names
+from fedclip.errors import needing, public_names
 
-try:
+with needing(__name__, "TensorFlow: pip install tensorflow"):
     import tensorflow as tf
-except ImportError as error:
-    raise ImportError(
-        "fedclip.adapters.tensorflow needs TensorFlow: pip install tensorflow"
-    ) from error
 
 from fedclip.adapters.clippers import ByClipper, Spec, check_clipper, clipped, clipper_of, unique
 from fedclip.adapters.keras import ClippedOptimizer
@@ -25,7 +21,7 @@ from fedclip.adapters.variables import (
     HeldClipper,
     Known,
     Operations,
-    Told,
+    Verbs,
     check_known,
     outputs_of,
     shapes_of,
@@ -113,7 +109,7 @@ def _by_name(
     return gradients, {n: v for n, (_, v) in zip(names, pairs, strict=True)}
 
 
-class CompiledClipper(Told, tf.Module):
+class CompiledClipper(Verbs, tf.Module):
     """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
 
     It is a `tf.Module`, so ``tf.train.Checkpoint`` saves and restores it.

@@ -12,24 +12,19 @@ import numpy as np
 
 from fedclip.adapters.clippers import Theirs
 from fedclip.arrays import Array
-from fedclip.errors import Unchecked, public_names
+from fedclip.errors import Unchecked, needing, public_names
 from fedclip.states import Fields
 
-try:
+with needing(__name__, "Transformers: pip install 'transformers[torch]'"):
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
-except ImportError as error:
-    raise ImportError(
-        "fedclip.adapters.transformers needs Transformers: pip install 'transformers[torch]'"
-    ) from error
 
 from fedclip import states
 from fedclip.adapters.clippers import Spec, clipper_of, hold, release
 from fedclip.adapters.owner import begin, configuration, configuration_of, owner_of
 from fedclip.adapters.torch import set_state
 from fedclip.adapters.torch.clip import clip_named
-from fedclip.adapters.torch.layers import outputs_of
-from fedclip.adapters.torch.names import check_sharding, named
+from fedclip.adapters.torch.names import check_sharding, named, outputs_of
 from fedclip.modules.agc import AGC
 
 __all__ = ["ClipCallback", "attach"]
@@ -83,15 +78,10 @@ class ClipCallback(TrainerCallback, ExportableState):
         return bool(configuration_of(name, config) == configuration(self.clipper))
 
     def on_train_begin(
-        self,
-        args: Theirs,
-        state: Theirs,
-        control: Theirs,
-        model: Theirs = None,
-        optimizer: Theirs = None,
-        **kwargs: object,
+        self, args: Theirs, state: Theirs, control: Theirs, **theirs: Theirs
     ) -> None:
         """Refuse to clip twice, and take up the state of a checkpoint."""
+        optimizer = theirs["optimizer"]
         if args.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm={args.max_grad_norm!r} and {self.clipper.name} would clip twice: "
@@ -118,7 +108,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             self.clipper.reset()
         # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
-        parameters = named(model, self.clipper)
+        parameters = named(theirs["model"], self.clipper)
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         self._within = bool(state.global_step and state.epoch % 1)
@@ -131,30 +121,21 @@ class ClipCallback(TrainerCallback, ExportableState):
             )
         begin(self.clipper, shapes, kind, [*parameters.values()])
 
-    def on_train_end(self, args: Theirs, state: Theirs, control: Theirs, **kwargs: object) -> None:
+    def on_train_end(self, *args: object, **theirs: object) -> None:
         """Let go of the clipper, for another Trainer."""
         release(self.clipper, self)
         self._training = None
         _TRAINING.discard(self)
 
-    def on_epoch_begin(
-        self, args: object, state: object, control: object, **kwargs: object
-    ) -> None:
+    def on_epoch_begin(self, *args: object, **theirs: object) -> None:
         """Begin a round of the records, unless the run is resumed within an epoch."""
         if not self._within:
             self.clipper.on_round_start()
         self._within = False
 
-    def on_pre_optimizer_step(
-        self,
-        args: Theirs,
-        state: Theirs,
-        control: Theirs,
-        model: Theirs = None,
-        optimizer: Theirs = None,
-        **kwargs: object,
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: object, **theirs: Theirs) -> None:
         """Unscale the gradients, unless the Trainer has, as it does from 5 on; and clip."""
+        model, optimizer = theirs["model"], theirs["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
             # What says that the gradients are unscaled already is this error alone.
@@ -170,10 +151,9 @@ class ClipCallback(TrainerCallback, ExportableState):
                 "an optimizer that steps once, as optim='adamw_torch' does"
             )
 
-    def on_log(
-        self, args: Theirs, state: Theirs, control: Theirs, logs: Theirs = None, **kwargs: object
-    ) -> None:
+    def on_log(self, args: object, state: Theirs, control: object, **theirs: Theirs) -> None:
         """Add to the Trainer's logs of steps what the last step did."""
+        logs = theirs["logs"]
         if "loss" not in logs or self.clipper.last is None:
             return
         epoch = next(r for r in reversed(self.clipper.rounds) if r.group == "all")

@@ -21,11 +21,9 @@ from fedclip.modules.agc import AGC, Axes, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.records import StepRecord
 from fedclip.states import Fields
-from fedclip.transforms import Carried, State, clip_on_device
+from fedclip.transforms import Carried, clip_on_device
 
 Variable: TypeAlias = Array
-
-__all__ = ["HeldClipper", "Operations", "Told"]
 
 
 class Operations(NamedTuple):
@@ -45,37 +43,6 @@ class Operations(NamedTuple):
     cast: Callable[[Array, object], Array]
 
 
-class Told:
-    """What `held` knows, as verbs of what steps with it."""
-
-    held: HeldClipper
-
-    @property
-    def last(self) -> StepRecord | None:
-        """What the last step did; None before the first."""
-        return self.held.last
-
-    def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
-        return self.held.metrics(prefix)
-
-    def on_round_start(self) -> None:
-        """Begin a round: what ``round/...`` of `metrics` counts starts from 0."""
-        self.held.on_round_start()
-
-    def get_state(self) -> Fields:
-        """Return the clipper's state, for its ``set_state``, also in a federation."""
-        return self.held.get_state()
-
-    def set_state(self, state: Fields) -> None:
-        """Take over a state of such a clipper."""
-        self.held.set_state(state)
-
-    def reset(self) -> None:
-        """Forget all steps of the clipper."""
-        self.held.reset()
-
-
 class HeldClipper:
     """A clipper with its statistics, counts and last record in as few variables as possible.
 
@@ -90,11 +57,11 @@ class HeldClipper:
         # Counts of steps, clipped and nonfinite ones; norms, limits and which were clipped, of the
         # last step; the fields of the state; and the arrays that are kept for tensors.
         self.variables: list[Variable] = []
-        self._kept: dict[tuple[str, str], Variable] = {}
-        self._columns = self._round = 0
+        self.kept: dict[tuple[str, str], Variable] = {}
+        self._columns = self.round = 0
         self._groups: Any = None
         self._known: Known = {}
-        self._type: Any = None
+        self.type: Any = None
         self._outputs: Outputs | None = None
 
     def build(self, weights: Mapping[str, Array], optimizer: str = "") -> None:
@@ -109,7 +76,7 @@ class HeldClipper:
         first, arrays = compiled.parts(
             compiled.first_state(self.clipper, self._groups, shaped, NUMPY)
         )
-        self.labels, self._type = self._groups.labels, type(first)
+        self.labels, self.type = self._groups.labels, type(first)
         values = {
             "counts": np.zeros(3, np.int64),
             "norm_limit_clipped": _no_step(len(self._groups)),
@@ -118,9 +85,9 @@ class HeldClipper:
         self.variables = [self._ops.make(column, name) for name, column in values.items()]
         for name, fields in states.fetched(arrays).items():
             for field, value in fields.items():
-                self._kept[name, field] = self._ops.make(value, f"{name}/{field}")
+                self.kept[name, field] = self._ops.make(value, f"{name}/{field}")
         self._columns = len(self.variables)
-        self.variables += self._kept.values()
+        self.variables += self.kept.values()
 
     def clip(
         self, gradients: Mapping[str, Array], weights: Mapping[str, Array]
@@ -141,11 +108,11 @@ class HeldClipper:
         places = [labels.index(label) for label in groups.labels]
         whole = groups.labels == labels
         before = [ops.read(column) for column in columns[whole:]]
-        state = self._type(*(before if whole else (ops.take(b, places) for b in before[1:])))
+        state = self.type(*(before if whole else (ops.take(b, places) for b in before[1:])))
         if isinstance(self.clipper, AGC):
             weights = {name: ops.read(weight) for name, weight in weights.items()}
-        if self._kept:
-            own = {k: ops.read(v) for k, v in self._kept.items() if k[0] in groups.names}
+        if self.kept:
+            own = {k: ops.read(v) for k, v in self.kept.items() if k[0] in groups.names}
             state = Carried(state, _by_tensor(own))
         transform = compiled.transform_of(self.clipper, groups, weights, xp, self._outputs)
         policy = self.clipper.on_nonfinite
@@ -154,7 +121,7 @@ class HeldClipper:
         learnt, arrays = compiled.parts(step.state)
         for name, fields in arrays.items():
             for field, value in fields.items():
-                variable = self._kept[name, field]
+                variable = self.kept[name, field]
                 variable.assign(ops.cast(value, variable.dtype))
         after = [xp.stack([step.norms, step.limits, over]), *learnt]
         if not whole:
@@ -171,37 +138,63 @@ class HeldClipper:
         counts.assign_add(ops.cast(happened, counts.dtype))
         return clipped
 
+    def restart(self, arrays: states.Statistics, *, fresh: bool = False) -> None:
+        """Begin with the clipper's statistics and these arrays, or without any if it is fresh."""
+        state = compiled.first_numbers(self.clipper, self._groups, fresh=fresh)
+        for (name, field), variable in self.kept.items():
+            nothing = np.zeros_like(variable.numpy())
+            variable.assign(arrays.get(name, {}).get(field, nothing))
+        for variable, column in zip(self.variables[2 : self._columns], state, strict=True):
+            variable.assign(np.atleast_1d(column))
+        self.round = 0
+        counts, last = self.variables[:2]
+        counts.assign(np.zeros_like(counts.numpy()))
+        last.assign(_no_step(len(self._groups)))
+
+    def numbers(self) -> list[HostView]:
+        """Return counts, the last step's norms, limits and clips, and the fields of the state."""
+        return [np.asarray(v.numpy(), np.float64) for v in self.variables[: self._columns]]
+
+
+class Verbs:
+    """The verbs of what steps with a clipper that has `held`."""
+
+    held: HeldClipper
+
     @property
     def last(self) -> StepRecord | None:
         """What the last step did; None before the first."""
-        if not self.variables:
+        held = self.held
+        if not held.variables:
             return None
-        counts, (norms, limits, clipped), *_ = self._numbers()
+        counts, (norms, limits, clipped), *_ = held.numbers()
         # A round may have begun since.
         if not counts[0] and not norms.any():
             return None
-        return StepRecord(self.labels, norms, limits, clipped > 0)
+        return StepRecord(held.labels, norms, limits, clipped > 0)
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
-        found = {} if self.last is None else self.last.as_dict(prefix)
-        return found | compiled.counted(self._counts(), f"{prefix}round/", self._round)
+        held, last = self.held, self.last
+        counts = held.numbers()[0] if held.variables else (0, 0, 0)
+        every = compiled.counted(counts, f"{prefix}round/", held.round)
+        return every if last is None else last.as_dict(prefix) | every
 
     def on_round_start(self) -> None:
-        """Begin a round: counts start from 0, statistics stay."""
-        self._round += 1
-        for counts in self.variables[:1]:
+        """Begin a round: what ``round/...`` of `metrics` counts starts from 0; statistics stay."""
+        self.held.round += 1
+        for counts in self.held.variables[:1]:
             counts.assign(np.zeros_like(counts.numpy()))
 
     def get_state(self) -> Fields:
         """Return what the clipper's own ``get_state`` would return; nothing for `agc`."""
-        if isinstance(self.clipper, AGC):
+        held, clipper = self.held, self.held.clipper
+        if isinstance(clipper, AGC):
             return {}
-        state = self.clipper.get_state()
-        if self.variables:
-            held = self._type(*self._numbers()[2:])
-            state["groups"] = states.dump(held, self.labels)
-            state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in self._kept.items()})
+        state = clipper.get_state()
+        if held.variables:
+            state["groups"] = states.dump(held.type(*held.numbers()[2:]), held.labels)
+            state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in held.kept.items()})
         return state
 
     def set_state(self, state: Fields) -> None:
@@ -212,42 +205,25 @@ class HeldClipper:
         StateError
             If it is not a state, or another clipper's.
         """
-        if isinstance(self.clipper, AGC):
+        held, clipper = self.held, self.held.clipper
+        if isinstance(clipper, AGC):
             return
-        owner = self.clipper.owner if self.variables else None
-        if owner is not None and fitting(self.clipper, state, owner) is None:
+        owner = clipper.owner if held.variables else None
+        if owner is not None and fitting(clipper, state, owner) is None:
             self.reset()
             return
-        self.clipper.set_state(state)
-        if self.variables:
-            self.clipper.owner = owner
-            self._restart(compiled.first_numbers(self.clipper, self._groups), state["arrays"])
+        clipper.set_state(state)
+        if held.variables:
+            clipper.owner = owner
+            held.restart(state["arrays"])
 
     def reset(self) -> None:
         """Forget all steps, and the state that was loaded."""
-        if self.variables:
-            self._restart(compiled.first_numbers(self.clipper, self._groups, fresh=True), {})
+        if self.held.variables:
+            self.held.restart({}, fresh=True)
         else:
             # Before the first step, a state that was loaded is the clipper's own.
-            self.clipper.reset()
-
-    def _restart(self, state: State, arrays: states.Statistics) -> None:
-        for (name, field), variable in self._kept.items():
-            nothing = np.zeros_like(variable.numpy())
-            variable.assign(arrays.get(name, {}).get(field, nothing))
-        columns = zip(self.variables[2 : self._columns], state, strict=True)
-        for variable, column in columns:
-            variable.assign(np.atleast_1d(column))
-        self._round = 0
-        counts, last = self.variables[:2]
-        counts.assign(np.zeros_like(counts.numpy()))
-        last.assign(_no_step(len(self._groups)))
-
-    def _numbers(self) -> list[HostView]:
-        return [np.asarray(v.numpy(), np.float64) for v in self.variables[: self._columns]]
-
-    def _counts(self) -> list[int]:
-        return [*map(int, self._numbers()[0])] if self.variables else [0, 0, 0]
+            self.held.clipper.reset()
 
 
 Known: TypeAlias = dict[str, "weakref.ref[Any]"]

@@ -347,7 +347,7 @@ def test_nothing_runs_as_an_agent() -> None:
 
 @pytest.fixture
 def as_installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Put back what `_check` replaces."""
+    """Put back what `_guard` replaces."""
     for module, name in [
         (start_client_internal, "http_request_response"),
         (supernode.runtime_handlers, "TASK_TYPES_ALLOWED_TO_CREATE_TASKS"),
@@ -356,19 +356,11 @@ def as_installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_it_tests_itself(as_installed: pytest.MonkeyPatch) -> None:
-    supernode._check()
-    around = start_client_internal._init_connection
-
-    @contextmanager
-    def another_way(*args: Any) -> Any:
-        with around(*args) as found:
-            border = found[2].__self__
-            yield (*found[:2], border._send, *found[3:6], border._push, found[7])
-
-    as_installed.setattr(start_client_internal, "_init_connection", another_way)
-    with pytest.raises(RuntimeError, match="another way"):
-        supernode._check()
+def test_flwr_connects_through_a_border(as_installed: pytest.MonkeyPatch) -> None:
+    supernode._guard(Gate(PLAIN), contextmanager(lambda *_: iter([Link().connection])))
+    with start_client_internal._init_connection("127.0.0.1:1", True) as found:
+        assert all(isinstance(found[i].__self__, Border) for i in (1, 2, 3, 5, 6))
+    assert not supernode.runtime_handlers.TASK_TYPES_ALLOWED_TO_CREATE_TASKS
 
 
 @pytest.mark.parametrize(

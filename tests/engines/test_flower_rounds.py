@@ -286,7 +286,7 @@ def test_noise_ends_if_no_reply_of_the_first_round_can_be_used(how: str) -> None
     if how == "no mod":
         loop.apps = {node: app_that_takes_the_bound(SIZE) for node in TEN}
     strategy = UpdateClipStrategy(FedAvg(), NOISE)
-    with pytest.raises(RuntimeError, match="no reply of the first round can be used"):
+    with pytest.raises(RuntimeError, match="of the round can be used"):
         loop.run(strategy, ZEROS, 5)
     assert len(loop.asked) == 1
 

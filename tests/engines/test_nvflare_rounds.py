@@ -99,21 +99,6 @@ def test_a_missing_filter_counts_as_zero_and_is_named(
     assert "'site-2' counts as zero: it says nothing that update clipping does" in caplog.text
 
 
-def test_a_filter_after_ours_can_not_make_an_update_longer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours = Federation(tmp_path, start_norm=1.0)
-    ours.closing.reset_stats()
-    sent = ours.asked("site-1", {"w": np.zeros(2)})
-    reply = ours.replied("site-1", {"w": np.array([3.0, 4.0])}, sent)
-    dxo = from_shareable(reply)
-    dxo.data["w"] = dxo.data["w"] * 1.1
-    ours.arrives("site-1", dxo.update_shareable(reply))
-    with caplog.at_level(logging.WARNING, "fedclip.server"):
-        assert not ours.closing.aggregate_model().params["w"].any()
-    assert "'site-1' counts as zero" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("array", "averaged"),
     [
@@ -205,14 +190,6 @@ def test_whole_weights_are_refused_and_errors_pass(tmp_path: Path) -> None:
     assert clip.process(error, context) is error
 
 
-def test_an_error_instead_of_zeros(tmp_path: Path) -> None:
-    from fedclip.errors import NonFiniteError
-
-    ours = Federation(tmp_path, start_norm=1.0, on_nonfinite="raise")
-    with pytest.raises(NonFiniteError, match="'w'"):
-        ours.round({"site-1": {"w": np.array([math.nan])}})
-
-
 def test_state_is_kept_over_jobs(tmp_path: Path) -> None:
     settings = {"start_norm": 1.0, **NOISE, "max_epsilon": 12.0}
     first = Federation(tmp_path, **settings)
@@ -260,7 +237,7 @@ def test_noise_ends_if_no_reply_of_the_first_round_can_be_used(tmp_path: Path) -
     for name, update in updates(0).items():
         ours.asked(name, {k: 0 * v for k, v in update.items()})
         ours.arrives(name, result(update))  # without ClipUpdate
-    with pytest.raises(RuntimeError, match="no reply of the first round can be used"):
+    with pytest.raises(RuntimeError, match="of the round can be used"):
         ours.closing.aggregate_model()
 
 

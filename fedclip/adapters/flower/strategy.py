@@ -25,7 +25,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, strategy
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedclip.adapters.flower.arrays import RECORD, floats_of, one_record, record_of
+from fedclip.adapters.flower.mod import RECORD, floats_of, one_record, record_of
 from fedclip.federation.update.exchange import Closed, Reply
 from fedclip.federation.update.plain import bound_to, reply_from, server_of, settings_in
 from fedclip.federation.update.served import Served

@@ -21,7 +21,6 @@ import os
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,11 +29,8 @@ from typing import Any, NamedTuple
 
 import flwr
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.app.message.message import make_message
-from flwr.app.metadata import Metadata
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
-from flwr.common.serde import message_to_proto
 from flwr.supercore.constant import TaskType
 from flwr.supercore.exit import ExitCode, flwr_exit
 from flwr.supercore.inflatable.inflatable_object import (
@@ -48,14 +44,12 @@ from flwr.supercore.inflatable.inflatable_utils import (
     push_objects,
 )
 from flwr.supercore.logger import console_handler
-from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.servicer.runtime import runtime_handlers
 from flwr.supercore.version import package_version
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.cli import flower_supernode
-from flwr.supernode.nodestate import NodeStateFactory
 
-from fedclip.adapters.flower.arrays import RECORD
+from fedclip.adapters.flower.mod import RECORD
 from fedclip.errors import shown
 from fedclip.federation.site.gate import REFUSED, Gate, Refused
 from fedclip.federation.site.policy import Policy
@@ -286,7 +280,7 @@ def _guard(gate: Gate, connect: Callable[..., Any]) -> None:
 
 
 def _check() -> None:
-    """Raise unless flwr is a version known here, and sends through a border what it sends."""
+    """Raise a RuntimeError unless all files of flwr are those of a version that is known here."""
     root = Path(str(flwr.__file__)).parent
     found = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
@@ -298,37 +292,6 @@ def _check() -> None:
             f"installed is {package_version}, or changed: run pip install --force-reinstall "
             f"flwr=={[*KNOWN][-1]}"
         )
-    # The site's own gate would count this reply.
-    gate = Gate(Policy(max_norm=1.0))
-    word, left = "fedclip-must-not-leave", list[bytes]()
-    asked = make_message(Metadata(1, "", 1, 1, "", "", time.time(), 60.0, "evaluate"), RecordDict())
-    asked.metadata.__dict__["_message_id"] = asked.object_id
-    tree, objects = get_object_tree(asked), get_all_nested_objects(asked)
-
-    def send(message: Message, tree: Any, duration: float) -> tuple[set[str], str]:
-        left.append(message_to_proto(message).SerializeToString())
-        return {node.object_id for node in iterate_object_tree(tree)}, ""
-
-    @contextmanager
-    def connect(*_: Any) -> Iterator[tuple[Any, ...]]:
-        pull, push = lambda _, name: objects[name].deflate(), lambda *sent: left.append(sent[-1])
-        yield 1, lambda: (asked, tree), send, None, None, pull, push, None
-
-    _guard(gate, connect)
-    state = NodeStateFactory(ObjectStoreFactory()).state()
-    reply = Message(RecordDict({word: ConfigRecord({word: word})}), reply_to=asked)
-    logger = logging.getLogger("flwr")
-    logger.disabled = True
-    try:
-        with start_client_internal._init_connection("127.0.0.1:1", True) as connected:
-            connected[1]()
-            start_client_internal._insert_message(reply, state, state.object_store)
-            parts = state, state.object_store, connected[2], connected[6]
-            start_client_internal._push_messages(*parts)
-    finally:
-        logger.disabled = False
-    if not left or word.encode() in b"".join(left):
-        raise RuntimeError("flwr sends replies by another way than fedclip's border; not started")
 
 
 def run(policy: Path, words: Sequence[str]) -> None:
@@ -346,7 +309,7 @@ def run(policy: Path, words: Sequence[str]) -> None:
     OSError, ValueError
         If the policy can not be read, or its ledger not be used.
     RuntimeError
-        If flwr is not a version that is known here, or does not send through the border.
+        If flwr is not a version that is known here.
     """
     gate = Gate(Policy.read(policy))
     _check()

@@ -8,18 +8,17 @@ gradients), after ``scaler.unscale_(optimizer)`` under AMP, and before ``optimiz
 
 from typing import TYPE_CHECKING
 
-try:
+from fedclip.errors import imported_when_used, needing, public_names
+
+with needing(__name__, "PyTorch: pip install torch"):
     import torch as torch
-except ImportError as error:
-    raise ImportError("fedclip.adapters.torch needs PyTorch: pip install torch") from error
 
 from fedclip.adapters.torch.clip import clip_, clip_grad_norm_
 from fedclip.adapters.torch.handle import ClipHandle, attach, handles
 from fedclip.adapters.torch.names import Parameters
+from fedclip.adapters.torch.optimizers import get_state, set_state
 from fedclip.adapters.torch.pure import PureClipping
-from fedclip.adapters.torch.statistics import get_state, set_state
 from fedclip.adapters.torch.update import UpdateHandle, attach_update
-from fedclip.errors import imported_when_used, public_names
 
 if TYPE_CHECKING:
     from fedclip.adapters.torch.private import private_gradients

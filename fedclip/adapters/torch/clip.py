@@ -3,24 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
 from fedclip.adapters.clippers import check_clipper, check_free, clipped, skipped, skips
-from fedclip.adapters.torch.apart import are_apart, part
-from fedclip.adapters.torch.layers import outputs_of
-from fedclip.adapters.torch.names import Parameters, check_remembered, check_sharding, named
-from fedclip.adapters.torch.steps import uncompiled
+from fedclip.adapters.torch.guards import uncompiled
+from fedclip.adapters.torch.names import (
+    Parameters,
+    check_remembered,
+    check_sharding,
+    named,
+    outputs_of,
+)
 from fedclip.arrays.torch import TorchInPlace
 from fedclip.modules.agc import AGC, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.modules.norm_clip import NormClip
 from fedclip.records import StepRecord
-
-__all__ = ["clip_", "clip_grad_norm_", "clip_named"]
 
 _IN_PLACE = TorchInPlace()
 
@@ -105,7 +108,7 @@ def clip_named(
             "outside of the graph, or use PureClipping, whose state is tensors"
         )
     if not are_apart(gradients.values()):
-        part(parameters, gradients)
+        separate(parameters, gradients)
     backend = _IN_PLACE
     if _are_sharded(gradients.values()):
         backend = _sharded(parameters, gradients)
@@ -226,3 +229,50 @@ def clip_grad_norm_(
 def _fixed(max_norm: float, norm_type: float | str, error_if_nonfinite: bool) -> NormClip:
     policy = "raise" if error_if_nonfinite else "skip"
     return NormClip(max_norm, ord=norm_type, on_nonfinite=policy)
+
+
+# -- gradients that share memory -----------------------------------------------------------------
+# A change in place would change them twice. Views of one flat buffer, as DistributedDataParallel
+# makes them, lie side by side: these may stay.
+def are_apart(gradients: Collection[torch.Tensor]) -> bool:
+    """Return whether no two are one or may share memory, and no element is there twice."""
+    # Meta tensors, DTensors and empty ones are at 0.
+    spans = sorted(span for span in map(_span, gradients) if span[0])
+    return (
+        len({*map(id, gradients)}) == len(gradients)
+        and all(start + size <= after for (start, size), (after, _) in pairwise(spans))
+        and not any(map(_folds, gradients))
+    )
+
+
+def separate(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
+    """Give each parameter a gradient of its own."""
+    for name, gradient in gradients.items():
+        parameters[name].grad = gradients[name] = gradient.clone()
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor begins, and its bytes up to the end of its last element.
+
+    It begins at 0 if it is sparse, or on a device that shows no address.
+    """
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:
+        return 0, 0
+    if tensor.is_contiguous():
+        return start, tensor.nbytes
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return start, (1 + sum((number - 1) * step for step, number in pairs)) * tensor.itemsize
+
+
+def _folds(tensor: torch.Tensor) -> bool:
+    """Return whether an element of memory may be there twice, as after ``expand``."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return False
+    reach = 1
+    for step, number in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if number > 1 and step < reach:
+            return True
+        reach += (number - 1) * step
+    return False

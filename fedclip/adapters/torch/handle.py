@@ -17,39 +17,40 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import chain, count
 from operator import is_
 from typing import Any, Self, TypeVar
 
 import torch
 
-from fedclip.adapters.clippers import Spec, check_free, clipper_of, hold, holder_of, release
+from fedclip.adapters.clippers import Spec, check_free, clipper_of, hold, holder_of, release, unique
 from fedclip.adapters.owner import begin, clipper_in, configuration, has_learnt, learns, owner_of
 from fedclip.adapters.torch.clip import clip_named
-from fedclip.adapters.torch.layers import outputs_of
-from fedclip.adapters.torch.names import Parameters, check_sharding, named
-from fedclip.adapters.torch.optimizers import (
-    called,
+from fedclip.adapters.torch.guards import (
+    Steps,
+    Watch,
     check_step,
+    check_unscaled,
+    forget,
+    uncompiled,
+)
+from fedclip.adapters.torch.names import Parameters, check_sharding, named, outputs_of
+from fedclip.adapters.torch.optimizers import (
+    MARK,
+    Saving,
+    called,
+    get_state,
     has_stepped,
     held,
     is_hooked,
+    is_in,
     levels_of,
+    set_state,
 )
-from fedclip.adapters.torch.saving import MARK, Saving, is_in
-from fedclip.adapters.torch.statistics import get_state, set_state
-from fedclip.adapters.torch.steps import Steps, is_within, uncompiled
-from fedclip.adapters.torch.watch import Watch, forget
 from fedclip.errors import FedclipWarning
 from fedclip.modules.agc import AGC, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.records import StepRecord
 from fedclip.states import Fields
-
-__all__ = ["ClipHandle", "attach", "handles"]
-
-# Called by a GradScaler that is enabled; one that is not calls the optimizer's step itself.
-_SCALED_STEP = torch.amp.GradScaler._maybe_opt_step.__code__
 
 
 class ClipHandle:
@@ -88,9 +89,8 @@ class ClipHandle:
             )
         hold(self.clipper, optimizer, f"attached to {called(optimizer)}")
         self._others = _ATTACHED.get(optimizer) or _Attached(optimizer)
-        first, taken = f"fedclip:{self.clipper.name}", {h._key for h in self._others.handles}
-        numbered = chain([first], (f"{first}#{n}" for n in count(1)))
-        self._key: str = next(key for key in numbered if key not in taken)
+        taken = [h._key for h in self._others.handles]
+        self._key: str = unique([*taken, f"fedclip:{self.clipper.name}"])[-1]
         self._others.handles.append(self)
 
     def remove(self) -> None:
@@ -243,7 +243,7 @@ class _Attached:
         self.called = called(optimizer)
         self.clips = 0
         self._clips_before = 0
-        self._watching = self._is_step = True
+        self._is_step = True
         self._steps = Steps()
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
@@ -288,7 +288,7 @@ class _Attached:
             if self.clips == self._clips_before and self._is_step:
                 self._clip(optimizer)
             return None
-        _check_unscaled(optimizer)
+        check_unscaled(optimizer)
 
         def closure() -> object:
             clips = self.clips
@@ -304,8 +304,7 @@ class _Attached:
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self.clips += 1
         forget(optimizer)
-        if self._watching and any(p.grad is not None for p in held(optimizer)):
-            self._watching = False
+        if any(p.grad is not None for p in held(optimizer)):
             self._watch.end()
         for handle in self.handles:
             handle._clip(optimizer)
@@ -370,23 +369,6 @@ def _again(
 
 def _handle_of(optimizer: torch.optim.Optimizer, place: int) -> ClipHandle:
     return handles(optimizer)[place]
-
-
-def _check_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error in a GradScaler's step, whose closure would leave scaled gradients.
-
-    The scaler unscales before the step; only a fused optimizer is told of it, and else the call
-    shows it. It refuses closures itself, but only those that are given by name.
-    """
-    if is_within(_SCALED_STEP) or hasattr(optimizer, "found_inf"):
-        # The scaler would leave there what it tells a fused optimizer.
-        for told in ("grad_scale", "found_inf"):
-            vars(optimizer).pop(told, None)
-        raise RuntimeError(
-            f"scaler.step(optimizer, closure) lets {type(optimizer).__name__} step with "
-            "gradients that are still scaled by the GradScaler: call closure(), then "
-            "scaler.unscale_(optimizer) and scaler.step(optimizer)"
-        )
 
 
 def _with_names(optimizer: torch.optim.Optimizer) -> Parameters:

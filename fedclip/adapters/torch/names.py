@@ -26,11 +26,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fedclip.adapters.clippers import ByClipper, unique
 from fedclip.adapters.owner import begin
-from fedclip.modules.agc import AGC
+from fedclip.modules.agc import AGC, Axes, Outputs
 from fedclip.modules.base import Clipper
 from fedclip.scopes import resolve
-
-__all__ = ["Parameters", "check_remembered", "check_sharding", "named"]
 
 Parameters: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | "
@@ -38,6 +36,8 @@ Parameters: TypeAlias = (
 )
 """A model, ``model.named_parameters()``, a dict, or ``model.parameters()``."""
 
+_TRANSPOSED = torch.nn.modules.conv._ConvTransposeNd
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _FIRST = ("module.", "_forward_module.")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -54,26 +54,20 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         parameters = dict(parameters.named_parameters())
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    names: Sequence[str]
+    pairs: Iterable[Any]
     if isinstance(parameters, Mapping):
-        names, tensors = tuple(parameters), [*parameters.values()]
+        pairs = parameters.items()
     else:
-        given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-        _check_given(parameters, given)
-        if given and isinstance(given[0], torch.Tensor):
+        pairs = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+        _check_given(parameters, pairs)
+        if pairs and isinstance(pairs[0], torch.Tensor):
             _check_names_unneeded(clipper)
-            names, tensors = tuple(map(str, range(len(given)))), given
-        else:
-            names, tensors = tuple(pair[0] for pair in given), [pair[1] for pair in given]
-    if len({*map(id, tensors)}) < len(tensors):
-        # The last of these pairs stays, which is the first that was given.
-        first = {id(t): (n, t) for n, t in reversed([*zip(names, tensors, strict=True)])}
-        pairs = [first[key] for key in dict.fromkeys(map(id, tensors))]
-        names, tensors = tuple(n for n, _ in pairs), [t for _, t in pairs]
-    plain = _plain(names)
-    if type(parameters) is dict and plain == names and len(names) == len(parameters):
-        return parameters
-    return dict(zip(plain, tensors, strict=True))
+            pairs = [(str(place), tensor) for place, tensor in enumerate(pairs)]
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in pairs:
+        first.setdefault(id(tensor), (name, tensor))
+    names = _plain(tuple(name for name, _ in first.values()))
+    return dict(zip(names, (tensor for _, tensor in first.values()), strict=True))
 
 
 def _check_given(parameters: Iterable[object], given: Sequence[object]) -> None:
@@ -192,3 +186,60 @@ def check_sharding(parameters: Iterable[torch.Tensor]) -> None:
                 "parameters, whose norm is not the norm: shard the model with "
                 "torch.distributed.fsdp.fully_shard (FSDP2) instead, which fedclip clips right"
             )
+
+
+def outputs_of(
+    source: Parameters | None, parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC
+) -> Outputs | None:
+    """Return the axes of the outputs of parameters, by name; None if the clipper asks for none.
+
+    ==========================================  ====================================================
+    layer                                       axis
+    ==========================================  ====================================================
+    linear, convolution (grouped or not),       0
+    attention, recurrent, bilinear
+    embedding                                   1
+    transposed convolution                      1; of several groups refused
+    ``Conv1D`` of Transformers                  1
+    any other module                            0
+    ==========================================  ====================================================
+
+    A parameter of two layers (tied weights) is that of the first.
+
+    Raises
+    ------
+    ValueError
+        If the clipper asks for them, and `source` is not the model; or if one output of a layer
+        is not along an axis.
+    """
+    if not isinstance(clipper, AGC) or not clipper.asks_layers:
+        return None
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    names = [name for name in clipper.groups(shapes).names if len(shapes[name]) > 1]
+    if not names:
+        return None
+    if not isinstance(source, torch.nn.Module):
+        raise ValueError(
+            "agc limits the weights that lead to one output of a layer, and parameters without "
+            "their model do not say which these are: give the model, or set axis, such as "
+            "AGC(axis=0) for linear layers and convolutions of torch"
+        )
+    layers: dict[int, torch.nn.Module] = {}
+    for path, module in source.named_modules():
+        # A parametrization's tensors are its layer's.
+        layer = source.get_submodule(path.split(".parametrizations.")[0])
+        for parameter in module.parameters(recurse=False):
+            layers.setdefault(id(parameter), layer)
+    return {name: _axes(name, layers.get(id(parameters[name]))) for name in names}
+
+
+def _axes(name: str, layer: torch.nn.Module | None) -> Axes:
+    if isinstance(layer, _TRANSPOSED):
+        if layer.groups > 1:
+            raise ValueError(
+                f"agc: {name!r} is of a {type(layer).__name__} with groups={layer.groups}, in "
+                'which no axis holds the outputs: put it in exclude, or use unit="tensor"'
+            )
+        return (1,)
+    theirs = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+    return (1,) if theirs or isinstance(layer, _EMBEDDINGS) else (0,)

@@ -11,9 +11,8 @@ import torch
 from fedclip.adapters import compiled
 from fedclip.adapters.clippers import Spec, clipper_of
 from fedclip.adapters.compiled import ClipState, Kind
-from fedclip.adapters.owner import check_owner, owner_of
+from fedclip.adapters.owner import check_owner
 from fedclip.arrays.torch import TorchBackend, TorchRecorded, recorded
-from fedclip.modules.base import Clipper
 from fedclip.scopes import Groups
 from fedclip.transforms import clip_on_device
 
@@ -98,10 +97,8 @@ class PureClipping:
 
     def set_state(self, state: ClipState, gradients: Mapping[str, torch.Tensor]) -> None:
         """Put the statistics of a state into the clipper, from which `init` then starts."""
-        compiled.load(self.clipper, state.statistics, self._groups(gradients).labels)
-        if isinstance(self.clipper, Clipper):
-            shapes = {name: gradient.shape for name, gradient in gradients.items()}
-            self.clipper.owner = owner_of(self.clipper, shapes, "")
+        labels = self._groups(gradients).labels
+        compiled.load(self.clipper, state.statistics, labels, gradients)
 
     def _looked_up(self, gradients: Mapping[str, torch.Tensor]) -> tuple[Groups, Kind]:
         groups = self._groups(gradients)

@@ -8,28 +8,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from fedclip.adapters.clippers import Spec, clipped
 from fedclip.adapters.torch.handle import ClipHandle, attached
 from fedclip.adapters.torch.names import Parameters
-from fedclip.modules.agc import Outputs
-
-__all__ = ["UpdateHandle", "attach_update"]
 
 
 class UpdateHandle(ClipHandle):
     """A clipper of updates; made by `attach_update`."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        clipper: Spec,
-        parameters: Parameters | None,
-        outputs: Outputs | None = None,
-    ) -> None:
-        self._before: dict[str, torch.Tensor] = {}
-        super().__init__(optimizer, clipper, parameters, outputs)
+    _before: Mapping[str, torch.Tensor] = {}
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the weights."""

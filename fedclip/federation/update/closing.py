@@ -42,9 +42,11 @@ class Vetted(NamedTuple):
 
     @property
     def void(self) -> str:
-        """Why the average of a first round holds no update; "" if it holds some."""
-        why = "no reply of the first round can be used, and noise alone would be left"
-        return "" if self.sound else ": ".join([why, *self.faults[:1]])
+        """Why the average holds no update; "" if it holds some."""
+        if self.sound:
+            return ""
+        why = self.faults[0] if self.faults else "nobody has replied"
+        return f"none of the {len(self.faults)} replies of the round can be used: {why}"
 
 
 @dataclass(frozen=True)
