@@ -185,7 +185,8 @@ def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
     """
     # Of several copies, as dropout may leave nothing of one.
     many = torch.utils._pytree.tree_map(lambda x: x.expand(_COPIES, *x.shape[1:]), record)
-    found = [*record_parts(module, loss, many, _COPIES)]
+    # Of a copy: what a module keeps of a pass under `vmap` can not be copied any more.
+    found = [*record_parts(copy.deepcopy(module), loss, many, _COPIES)]
     alone = torch.utils._pytree.tree_map(lambda x: x[0], record)
     first, again = (_plain(module, loss, alone, seed) for seed in (0, 1))
     same = all(torch.equal(first[n], again[n]) for n in first)
