@@ -813,7 +813,7 @@ def test_without_a_counterpart_it_warns_once_and_sends_nothing() -> None:
             assert alone.collect_aux_var() == {}
     (warning,) = caught
     assert warning.category is FedclipWarning
-    assert f"add '{name}-server' to the modules of server_opt" in str(warning.message)
+    assert f"add '{name}-server' to server_opt" in str(warning.message)
 
 
 OPTIM = "[client_opt]\nlrate = 0.1\nmodules = [{}]\n[server_opt]\nlrate = 1.0\nmodules = [{}]\n"

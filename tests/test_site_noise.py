@@ -640,9 +640,6 @@ def test_check_names_a_table_that_nobody_asks_for(checked: Any) -> None:
     assert any(said in one.message for one in checked(text).problems)
 
 
-inline = ", ".join(f"{name} = {value}" for name, value in NOISE.items())
-
-
 def test_a_table_that_is_none() -> None:
     with pytest.raises(TypeError, match="noise must be a table"):
         Clients(1, [("update-clip-client", {"noise": 2.0})], CLIPPED)

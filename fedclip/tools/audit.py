@@ -43,6 +43,7 @@ from fedclip.federation.generics import AnyModel
 from fedclip.federation.update.adaptive import AdaptiveBound
 from fedclip.federation.update.clipping import UpdateClient
 from fedclip.federation.update.engine import UpdateServer
+from fedclip.federation.update.exchange import Reply
 from fedclip.privacy.accounting import Accountant, epsilon, split_noise
 from fedclip.privacy.auditing import Claim, Guesses, guess
 from fedclip.privacy.gaussian import epsilon_of, mu_of
@@ -255,7 +256,9 @@ def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
                 reply = client.clip(canary, sent, steps=1)
                 direction = _flat(reply.arrays, groups)[places[i]] / sent.bound * (sign or 1.0)
                 replies += [reply] if sign else []
-        closed, length = server.close(replies, like), float(np.linalg.norm(direction))
+        # Nobody there is a reply of zeros: without any, noise ends after the first round.
+        closed = server.close(replies or [Reply(like)], like)
+        length = float(np.linalg.norm(direction))
         unit = direction / (length or 1.0) * budget.clients / sent.bound
         if refused := next(filter(None, closed.faults), ""):
             raise RuntimeError(f"the server refuses a clipped update: {refused}")

@@ -259,7 +259,8 @@ def _noise(
     elif clients and 2 * clients < budget.clients:
         text = (
             f"at most {clients} clients take part in a round, and their sum is divided by "
-            f"expected_clients={budget.clients}: lower that, which takes more noise on each value"
+            f"expected_clients={budget.clients}: the average is {clients} / {budget.clients} of "
+            "theirs; lower expected_clients, which takes more noise on each value"
         )
         yield "note", SERVER, text
     elif clients and clients > budget.clients:
