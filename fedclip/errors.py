@@ -76,7 +76,7 @@ def needing(module: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{module} needs {what} ({error})") from error
+        raise ImportError(f"{module} needs {what}") from error
 
 
 ADAPTERS = {

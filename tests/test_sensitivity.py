@@ -253,6 +253,8 @@ def test_what_has_no_bound_has_a_reason_and_a_counter_example(spec: Spec) -> Non
 
 # -- what is not known ------------------------------------------------------------------------
 KNOWN = {"l2-clipping", "l2-global-clipping", "gaussian-noise"}
+# It wraps an optimizer of torch, which has to be named.
+KNOWN |= {"torch-optim"}
 OTHERS = [
     name
     for name, cls in {**list_optim_modules(), **list_optim_regularizers()}.items()
