@@ -67,6 +67,7 @@ def test_what_can_not_be_analysed(arguments: Any, error: type, message: str) -> 
         ("agc", None, "1·√(Σ max(|W|, 1)²)"),
         ([("value-clip", {}), ("norm-clip", {"scope": "tensor"})], None, "the lesser of"),
         ([("norm-clip", {"scope": "tensor"}), "norm-clip"], 1.0, "the lesser of"),
+        (["norm-clip", ("norm-clip", {"max_norm": 2.0})], 1.0, "1"),
         (("zscore-clip", {"max_norm": None, "scope": "tensor"}), None, ""),
         (["norm-clip", "adam"], None, ""),
     ],
