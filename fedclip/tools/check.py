@@ -431,6 +431,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
     ):
         check.problem("[data]", *unnamed(_known_files(check)))
     aggregator = check_aggregator(check, optim.get("aggregator"), "[optim.aggregator]")
+    metrics = part_of(check.config, "experiment").get("metrics")
     setting = Setting(
         plugins,
         aggregator,
@@ -440,7 +441,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         "fairness" in optim,
         _clients(check.config),
         _protected(check) if check.quickrun else None,
-        part_of(check.config, "experiment").get("metrics") or (),
+        metrics if isinstance(metrics, list) else [],
         _population(check),
         check.quickrun,
         part_of(check.config, "network").get("protocol")

@@ -225,7 +225,7 @@ def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
     told = {"share": plugin.evaluation_share, "bound": plugin.loss_bound}
     told |= _OF_RECORDS if of_records else _OF_CLIENTS
     yield "note", "run.evaluate", _NOISED.format(**told)
-    names = [metric[0] if isinstance(metric, list) else metric for metric in setting.metrics]
+    names = [m[0] if isinstance(m, list) and m else m for m in setting.metrics]
     if why := unfit_for_noise(map(str, names)):
         yield "problem", "experiment", why
     elif not of_records:
