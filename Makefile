@@ -32,7 +32,7 @@ test: $(VENV)/.dev  ## run the whole test suite
 
 engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an environment of their own
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \
-	  tests/engines fedclip/adapters/flower fedclip/adapters/nvflare
+	  tests/engines fedclip/engines/flower fedclip/engines/nvflare
 
 engines-soak: $(ENGINES)/.made  ## run the longer tests on Flower and NVFlare, and attacks on a site's policy
 	$(ENGINES)/bin/python -m pytest -m soak tests/engines

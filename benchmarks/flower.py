@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
-from fedclip.adapters.flower import UpdateClipMod, UpdateClipStrategy
+from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
 
 CLIENTS, ROUNDS, Z = 50, 60, 1.0
 NORMS = np.exp(np.random.default_rng(0).normal(0.0, 0.3, CLIENTS))

@@ -19,8 +19,8 @@ import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.parameters import signature_of
-from fedclip.toml import toml_value
+from fedclip.core.parameters import signature_of
+from fedclip.core.toml import toml_value
 
 DOCS = Path(__file__).parent
 PAGES = DOCS / "clippers"

@@ -93,9 +93,9 @@ ADAPTERS = {
 
 def elsewhere(name: str, known: Sequence[str] = ()) -> str:
     """Return where an adapter, or something in one, is; or the known name closest to a name."""
-    ways = {adapter: f"import fedclip.adapters.{adapter}" for adapter in ADAPTERS}
+    ways = {adapter: f"import fedclip.loops.{adapter}" for adapter in ADAPTERS}
     for adapter, names in ADAPTERS.items():
-        ways |= {n: f"from fedclip.adapters.{adapter} import {n}" for n in names.split()}
+        ways |= {n: f"from fedclip.loops.{adapter} import {n}" for n in names.split()}
     if name in ways:
         return f": {ways[name]}"
     match = difflib.get_close_matches(name, [*known, *ways], n=1)

@@ -32,9 +32,9 @@ from declearn.training import TrainingManager
 from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip
-from fedclip.federation.restart import load_round
-from fedclip.federation.update import site_noise
+from fedclip.engines.declearn.restart import load_round
 from fedclip.privacy.ledger import Ledger
+from fedclip.updates import client_noise as site_noise
 
 Settings = dict[str, Any]
 

@@ -15,7 +15,7 @@ from declearn.optimizer import Optimizer
 from declearn.secagg.joye_libert import JoyeLibertDecrypter, JoyeLibertEncrypter
 from declearn.secagg.masking import MaskingDecrypter, MaskingEncrypter
 
-from fedclip.federation.update.coupling import SHARED
+from fedclip.engines.declearn.context import SHARED
 
 Update = Any
 

@@ -10,8 +10,8 @@ from declearn.aggregator import ModelUpdates
 from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 
-from fedclip.federation.statistics.messages import FedclipSharedCounts, FedclipSharedState
-from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
+from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
+from fedclip.engines.declearn.statistics_messages import FedclipSharedCounts, FedclipSharedState
 
 OURS = (ClippedUpdates, UpdateClipVotes, UpdateClipBound, FedclipSharedCounts, FedclipSharedState)
 FIELDS = {

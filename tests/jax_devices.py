@@ -16,7 +16,7 @@ from fedclip import (
     ValueClip,
     ZScoreClip,
 )
-from fedclip.adapters.jax import as_optax
+from fedclip.loops.jax import as_optax
 
 SHAPES = {"w": ((8, 6), P("data", None)), "v": ((4, 12), P(None, "data")), "b": ((3,), P())}
 CLIPPERS = {

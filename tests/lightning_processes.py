@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from fedclip import ZScoreClip
-from fedclip.adapters.lightning import ClipCallback
+from fedclip.loops.lightning import ClipCallback
 
 
 class Model(LightningModule):

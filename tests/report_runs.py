@@ -18,9 +18,9 @@ from declearn.optimizer import Optimizer
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-import fedclip.tools.cli
+import fedclip.cli.main
 from fedclip import UpdateNorms
-from fedclip.records import LEARNT, Recorder, RoundRecord
+from fedclip.core.records import LEARNT, Recorder, RoundRecord
 
 # To build the commands anew takes longer than most of them do.
 built = cache(get_command)
@@ -29,7 +29,7 @@ built = cache(get_command)
 def call(*words: object) -> Result:
     """Return what a command of fedclip has come to."""
     with mock.patch("typer.testing._get_command", built):
-        return CliRunner().invoke(fedclip.tools.cli.app, [str(word) for word in words])
+        return CliRunner().invoke(fedclip.cli.main.app, [str(word) for word in words])
 
 
 class Node:

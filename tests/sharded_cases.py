@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fedclip
 from fedclip import FedclipWarning
-from fedclip.adapters.torch import PureClipping, attach, clip_, clip_grad_norm_
 from fedclip.arrays.sharded import summed
+from fedclip.loops.torch import PureClipping, attach, clip_, clip_grad_norm_
 
 CASES: dict[str, Callable[[], None]] = {}
 

@@ -18,7 +18,7 @@ from fedclip import (  # noqa: E402
     NormClip,
     ZScoreClip,
 )
-from fedclip.adapters.jax import as_optax  # noqa: E402
+from fedclip.loops.jax import as_optax  # noqa: E402
 
 # Arithmetic in compiled code is compared with all clippers in test_compiled.py.
 CLIPPERS = {

@@ -24,7 +24,7 @@ from fedclip import (  # noqa: E402
     ValueClip,
     ZScoreClip,
 )
-from fedclip.adapters.jax import ClipState, as_optax, metrics, on_round_start, set_state  # noqa: E402
+from fedclip.loops.jax import ClipState, as_optax, metrics, on_round_start, set_state  # noqa: E402
 from fedclip.testing import SHAPES  # noqa: E402
 
 RNG = np.random.default_rng(0)

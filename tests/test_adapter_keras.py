@@ -16,7 +16,7 @@ keras = require("keras")
 require("tensorflow")
 
 from fedclip import AGC, EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
-from fedclip.adapters.keras import ClipHistory, ClippedOptimizer  # noqa: E402
+from fedclip.loops.keras import ClipHistory, ClippedOptimizer  # noqa: E402
 
 optimizers = keras.optimizers
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -299,7 +299,7 @@ import tensorflow as tf
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 import keras, numpy as np
 from fedclip import AGC, NormClip, ZScoreClip
-from fedclip.adapters.keras import ClippedOptimizer
+from fedclip.loops.keras import ClippedOptimizer
 
 def run(strategy, make):
     keras.utils.set_random_seed(0)

@@ -28,7 +28,7 @@ from fedclip import (  # noqa: E402
     ValueClip,
     ZScoreClip,
 )
-from fedclip.adapters.lightning import ClipCallback, LightningClipping  # noqa: E402
+from fedclip.loops.lightning import ClipCallback, LightningClipping  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

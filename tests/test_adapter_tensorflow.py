@@ -15,7 +15,7 @@ from fedclip import (  # noqa: E402
     NormClip,
     ZScoreClip,
 )
-from fedclip.adapters.tensorflow import CompiledClipper, clip  # noqa: E402
+from fedclip.loops.tensorflow import CompiledClipper, clip  # noqa: E402
 
 # Arithmetic in compiled code is compared with all clippers in test_compiled.py.
 CLIPPERS = {

@@ -24,8 +24,8 @@ from fedclip import (  # noqa: E402
     ValueClip,
     ZScoreClip,
 )
-from fedclip.adapters.torch import PureClipping, attach, clip_  # noqa: E402
 from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
+from fedclip.loops.torch import PureClipping, attach, clip_  # noqa: E402
 
 
 class Half(TorchBackend):

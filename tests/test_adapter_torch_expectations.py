@@ -20,7 +20,7 @@ from fedclip import (  # noqa: E402
     NormClip,
     ValueClip,
 )
-from fedclip.adapters.torch import clip_, clip_grad_norm_  # noqa: E402
+from fedclip.loops.torch import clip_, clip_grad_norm_  # noqa: E402
 
 ORDERS = [0.5, 1.5, 2, 4, math.inf, "inf"]
 

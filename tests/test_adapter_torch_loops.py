@@ -14,7 +14,7 @@ from fedclip import (  # noqa: E402
     NormClip,
     ZScoreClip,
 )
-from fedclip.adapters.torch import (  # noqa: E402
+from fedclip.loops.torch import (  # noqa: E402
     PureClipping,
     attach,
     attach_update,
@@ -22,7 +22,7 @@ from fedclip.adapters.torch import (  # noqa: E402
     get_state,
     handles,
 )
-from fedclip.adapters.torch.clip import are_apart  # noqa: E402
+from fedclip.loops.torch.clip import are_apart  # noqa: E402
 
 
 def build(seed=0, optimizer=torch.optim.SGD, **settings):

@@ -10,7 +10,7 @@ from helpers import require
 torch = require("torch")
 
 from fedclip import FedclipWarning, ZScoreClip  # noqa: E402
-from fedclip.adapters.torch import attach, handles  # noqa: E402
+from fedclip.loops.torch import attach, handles  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,7 +15,7 @@ torch = require("torch")
 
 
 from fedclip import FedclipWarning, GrowthValueClip, NormClip, ZScoreClip  # noqa: E402
-from fedclip.adapters.torch import (  # noqa: E402
+from fedclip.loops.torch import (  # noqa: E402
     attach,
     attach_update,
     clip_,

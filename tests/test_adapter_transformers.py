@@ -21,8 +21,8 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 from fedclip import EmaNormClip, FedclipWarning, NormClip, ZScoreClip  # noqa: E402
-from fedclip.adapters.torch import attach as attach_to_optimizer  # noqa: E402
-from fedclip.adapters.transformers import ClipCallback, attach  # noqa: E402
+from fedclip.loops.torch import attach as attach_to_optimizer  # noqa: E402
+from fedclip.loops.transformers import ClipCallback, attach  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,20 +13,20 @@ pytestmark = pytest.mark.slow
 
 def keras_optimizer(spec):
     keras = pytest.importorskip("keras")
-    return import_module("fedclip.adapters.keras").ClippedOptimizer(keras.optimizers.SGD(), spec)
+    return import_module("fedclip.loops.keras").ClippedOptimizer(keras.optimizers.SGD(), spec)
 
 
 def torch_handle(spec, how="attach"):
     torch = pytest.importorskip("torch")
     layer = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    return getattr(import_module("fedclip.adapters.torch"), how)(optimizer, spec, layer)
+    return getattr(import_module("fedclip.loops.torch"), how)(optimizer, spec, layer)
 
 
 def of_optax(spec):
     pytest.importorskip("optax")
     jnp = import_module("jax.numpy")
-    import_module("fedclip.adapters.jax").as_optax(spec).init({"w": jnp.zeros(2)})
+    import_module("fedclip.loops.jax").as_optax(spec).init({"w": jnp.zeros(2)})
 
 
 def of(adapter, kind, package):
@@ -34,7 +34,7 @@ def of(adapter, kind, package):
 
     def make(spec):
         pytest.importorskip(package)
-        return getattr(import_module(f"fedclip.adapters.{adapter}"), kind)(spec)
+        return getattr(import_module(f"fedclip.loops.{adapter}"), kind)(spec)
 
     return make
 
@@ -86,7 +86,7 @@ def test_what_compiled_code_can_not_do_is_refused(name):
 
 def test_arguments_in_another_order_are_refused_in_words():
     torch = pytest.importorskip("torch")
-    adapter = import_module("fedclip.adapters.torch")
+    adapter = import_module("fedclip.loops.torch")
     layer = torch.nn.Linear(2, 1)
     with pytest.raises(TypeError, match="first argument must be a torch optimizer, got Linear"):
         adapter.attach(layer, NormClip(1.0))
@@ -96,7 +96,7 @@ def test_arguments_in_another_order_are_refused_in_words():
     with pytest.raises(TypeError, match="'norm-clip' is not a clipper"):
         adapter.clip_(layer, "norm-clip")
     tf = pytest.importorskip("tensorflow")
-    clip = import_module("fedclip.adapters.tensorflow").clip
+    clip = import_module("fedclip.loops.tensorflow").clip
     with pytest.raises(TypeError, match="'norm-clip' is not a clipper"):
         clip([(tf.ones(2), tf.Variable([0.0, 0.0]))], "norm-clip")
 
@@ -104,18 +104,18 @@ def test_arguments_in_another_order_are_refused_in_words():
 # -- the first step after a state was loaded -----------------------------------------------------
 def begin_pure(clipper):
     torch = pytest.importorskip("torch")
-    import_module("fedclip.adapters.torch").PureClipping(clipper).init({"w": torch.ones(2)})
+    import_module("fedclip.loops.torch").PureClipping(clipper).init({"w": torch.ones(2)})
 
 
 def begin_compiled(clipper):
     tf = pytest.importorskip("tensorflow")
-    step = import_module("fedclip.adapters.tensorflow").CompiledClipper(clipper)
+    step = import_module("fedclip.loops.tensorflow").CompiledClipper(clipper)
     step([(tf.ones(2), tf.Variable([0.0, 0.0], name="w"))])
 
 
 def begin_keras(clipper):
     keras = pytest.importorskip("keras")
-    made = import_module("fedclip.adapters.keras").ClippedOptimizer("sgd", clipper)
+    made = import_module("fedclip.loops.keras").ClippedOptimizer("sgd", clipper)
     made.build([keras.Variable([0.0, 0.0], name="w")])
 
 

@@ -47,7 +47,7 @@ TORCH = {
 @pytest.mark.parametrize("made", [*TORCH, "transformers.Conv1D"])
 def test_units_of_torchs_layers(made: str, by: str) -> None:
     torch = require("torch")
-    from fedclip.adapters.torch import attach, clip_
+    from fedclip.loops.torch import attach, clip_
 
     torch.manual_seed(0)
     if made == "transformers.Conv1D":
@@ -91,7 +91,7 @@ def test_units_of_torchs_layers(made: str, by: str) -> None:
 
 def test_rows_of_attention_and_recurrent_layers_and_refusals() -> None:
     torch = require("torch")
-    from fedclip.adapters.torch import attach, clip_
+    from fedclip.loops.torch import attach, clip_
 
     layers = torch.nn.MultiheadAttention(4, 2), torch.nn.LSTM(3, 2, proj_size=1), torch.nn.GRU(3, 2)
     model = torch.nn.ModuleList([*layers, torch.nn.Bilinear(2, 3, 4)])
@@ -133,8 +133,8 @@ KERAS = {
 def test_units_of_keras_layers(made: str) -> None:
     tf = require("tensorflow")
     keras = pytest.importorskip("keras")
-    from fedclip.adapters.keras import ClippedOptimizer
-    from fedclip.adapters.tensorflow import CompiledClipper, clip
+    from fedclip.loops.keras import ClippedOptimizer
+    from fedclip.loops.tensorflow import CompiledClipper, clip
 
     layer = eval(f"keras.layers.{made}", {"keras": keras})
     shape = KERAS[made]
@@ -191,7 +191,7 @@ EQUINOX = {
 def test_units_of_jax_layers(package: str, made: str) -> None:
     jax = require("jax")
     module = pytest.importorskip(package)
-    from fedclip.adapters.jax import as_optax
+    from fedclip.loops.jax import as_optax
 
     shape = {**FLAX, **HAIKU, **EQUINOX}[made]
     key = jax.random.key(0)
@@ -230,7 +230,7 @@ def test_units_of_jax_layers(package: str, made: str) -> None:
 def test_queries_of_flax_and_arrays_without_a_layer() -> None:
     jax = require("jax")
     nn = pytest.importorskip("flax.linen")
-    from fedclip.adapters.jax import as_optax
+    from fedclip.loops.jax import as_optax
 
     x = jax.numpy.ones((1, 4, 6))
     params = nn.MultiHeadDotProductAttention(2).init(jax.random.key(0), x, x)["params"]

@@ -12,7 +12,7 @@ from federation_helpers import Clients, Server, norm
 
 import fedclip
 from fedclip.errors import StateError
-from fedclip.federation.update.bound import FIRST, BoundRule, Search, share_within
+from fedclip.updates.bound import FIRST, BoundRule, Search, share_within
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_round_left_open")]
 
@@ -169,7 +169,7 @@ modules = [["update-clip-server", {noise_multiplier = 1.0, expected_clients = CL
 def test_check_says_that_noise_makes_a_search_long(
     tmp_path: Any, clients: int, start: str, found: bool
 ) -> None:
-    from fedclip.tools.check import check_config
+    from fedclip.cli.check.configuration import check_config
 
     path = tmp_path / "optim.toml"
     path.write_text(TOML.replace("CLIENTS", str(clients)).replace("START", start))

@@ -23,16 +23,16 @@ from report_runs import call
 
 from benchmarks.audit import estimate
 from fedclip import UpdateClipServer
-from fedclip.dpsgd.evaluation import Accuracy
-from fedclip.federation.evaluation import EVALUATIONS, Evaluations
-from fedclip.federation.update import budget as budgets
-from fedclip.federation.update.coupling import SERVER
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.messages import UpdateClipVotes
-from fedclip.federation.update.plain import server_of
+from fedclip.cli.check.configuration import check_config
+from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.evaluation import EVALUATIONS, Evaluations
+from fedclip.engines.declearn.messages import UpdateClipVotes
+from fedclip.engines.declearn.private_evaluation import Accuracy
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.planning import plan
-from fedclip.tools.check import check_config
+from fedclip.updates import noise as budgets
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.tables import server_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger'")
 

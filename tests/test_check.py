@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from quickruns import write_config, write_sites
 from typer.testing import CliRunner
 
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.claims import Claim, voids_of
-from fedclip.toml import toml_value
-from fedclip.tools.check import check_config
-from fedclip.tools.cli import app
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.main import app
+from fedclip.core.toml import toml_value
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.claims import Claim, voids_of
 
 GOOD = """
 [network]
@@ -343,7 +343,7 @@ def judged(folder: Path, table: dict[str, Any], rounds: int, evaluates: bool) ->
     )
     job = folder / "job" / "app" / "config"
     job.mkdir(parents=True, exist_ok=True)
-    aggregator = {"path": "fedclip.adapters.nvflare.server.CloseRound"}
+    aggregator = {"path": "fedclip.engines.nvflare.server.CloseRound"}
     workflow = {
         "aggregator": {**aggregator, "args": {"settings": {**table, "start_norm": 1.0}}},
         "num_rounds": rounds,

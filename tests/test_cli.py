@@ -73,7 +73,7 @@ def test_no_line_of_the_help_is_cut_off() -> None:
 
 IMPORTED = """
 import sys
-from fedclip.tools.cli import main
+from fedclip.cli.main import main
 try:
     main()
 except SystemExit:
@@ -239,7 +239,7 @@ def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
 def test_quickrun_that_is_interrupted_points_to_the_report(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fedclip.tools.quickrun
+    import fedclip.cli.quickrun
 
     async def interrupted(federation: object, seed: object) -> None:
         raise KeyboardInterrupt
@@ -247,7 +247,7 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
     write(config(port=free_port()) + '[experiment]\ncheckpoint = "results/today"\n')
     write_data(tmp_path)
     (tmp_path / "model.py").touch()
-    monkeypatch.setattr(fedclip.tools.quickrun.Federation, "run", interrupted)
+    monkeypatch.setattr(fedclip.cli.quickrun.Federation, "run", interrupted)
     monkeypatch.chdir(tmp_path)
     result = call("quickrun")
     assert result.exit_code == 130
@@ -378,7 +378,7 @@ def test_a_quickrun_tells_the_type_of_its_data_where_it_is_one(
     row: str, kind: str | None, tmp_path: Path
 ) -> None:
     """Models of JAX can not be built without; columns of two types are no reason to raise."""
-    from fedclip.tools.quickrun import Experiment
+    from fedclip.cli.quickrun import Experiment
 
     folder = tmp_path / "data" / "north"
     folder.mkdir(parents=True)

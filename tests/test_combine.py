@@ -18,18 +18,18 @@ from federation_runs import running
 from helpers import each_framework, needs
 from test_sparse import dense_values, indexed_slices, sparse_coo
 
-from fedclip.federation.update import trimmed
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.arc import arc_factors
-from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.combining import Combining
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.exchange import Closed
-from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
-from fedclip.federation.update.shares import Shares
-from fedclip.federation.update.trimmed import trimmed_mean
+from fedclip.cli.check.configuration import check_config
+from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
 from fedclip.testing import to_numpy, to_vector
-from fedclip.tools.check import check_config
+from fedclip.updates import trimmed
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.arc import arc_factors
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.combining import Combining
+from fedclip.updates.protocol import Closed
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.trimmed import trimmed_mean
+from fedclip.updates.weights import Shares
 
 KINDS = ("arc", "trimmed")
 

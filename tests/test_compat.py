@@ -15,10 +15,11 @@ from declearn.optimizer.modules import OptiModule
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedclip import UpdateClipServer, compat
+from fedclip import UpdateClipServer
+from fedclip import translate as compat
+from fedclip.cli.catalogue import build
+from fedclip.core.toml import toml_line
 from fedclip.privacy.accounting import RELATIONS, Release, epsilon
-from fedclip.toml import toml_line
-from fedclip.tools.catalogue import build
 
 INDEX = json.loads((Path(__file__).parent / "golden" / "index.json").read_text())["files"]
 

@@ -37,12 +37,12 @@ from fedclip import (
     ZScoreClip,
     to_toml,
 )
-from fedclip.modules.families import ExactClipper
-from fedclip.parameters import integer, parameter, positive
-from fedclip.parameters.docstring import docstring_of
+from fedclip.cli.catalogue import is_ours
+from fedclip.clippers.families import ExactClipper
+from fedclip.core.docstrings import docstring_of
+from fedclip.core.parameters import integer, parameter, positive
 from fedclip.rules.constant import Constant
 from fedclip.testing import to_vector
-from fedclip.tools.catalogue import is_ours
 from fedclip.transforms import NormClipping, Transform
 
 ABOVE_0 = "a finite number > 0"
@@ -279,8 +279,8 @@ def test_type_checkers_see_every_parameter() -> None:
         "import jax, torch",
         "from declearn.optimizer._base import Optimizer",
         "from fedclip import AGC, NormClip, ZScoreClip",
-        "from fedclip.adapters.jax import as_optax",
-        "from fedclip.adapters.torch import clip_",
+        "from fedclip.loops.jax import as_optax",
+        "from fedclip.loops.torch import clip_",
     )
     lines = [*imports, *right, *wrong]
     out, _, _ = mypy.api.run(["--strict", "--config-file=", "-c", "\n".join(lines)])

@@ -16,11 +16,11 @@ ROOMS = (
 )
 # What declearn sees, or what looks into declearn. Any other file of these rooms is core.
 SHELLS = {
-    "fedclip.modules.servers",
-    "fedclip.privacy.pipeline",
-    "fedclip.privacy.places",
+    "fedclip.engines.declearn.clipper_servers",
+    "fedclip.engines.declearn.pipeline",
+    "fedclip.engines.declearn.stages",
     *(
-        f"fedclip.federation.{name}"
+        f"fedclip.engines.declearn.{name}"
         for name in (
             *("evaluation", "generics", "network", "personal", "personal_client", "restart"),
             *("round_robin", "senders", "serving", "tolerant"),
@@ -47,9 +47,9 @@ sys.meta_path.insert(0, Refuse())
 ROUND = """
 import json
 import numpy as np
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.engine import UpdateServer
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.server import UpdateServer
 
 def server():
     return UpdateServer(AdaptiveBound(1.0, learning_rate=0.2))
@@ -74,7 +74,7 @@ CLIPPERS = """
 import copy, inspect, json, pickle
 import numpy as np
 import fedclip
-from fedclip.modules import by_name
+from fedclip.clippers import by_name
 
 found = by_name()
 assert len(found) >= 19 and "agc" in found

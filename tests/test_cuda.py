@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from declearn.model.torch import TorchVector  # noqa: E402
 
 from fedclip import NormClip, ValueClip, ZScoreClip  # noqa: E402
-from fedclip.adapters.torch import attach, clip_  # noqa: E402
+from fedclip.loops.torch import attach, clip_  # noqa: E402
 
 CLIPPERS = {
     "norm by tensor": lambda **kw: NormClip(1.0, scope="tensor", **kw),

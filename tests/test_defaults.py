@@ -15,12 +15,12 @@ from helpers import each_framework, needs, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedclip import compat
+from fedclip import translate as compat
 from fedclip.arrays import backend_named
-from fedclip.compat import PRESETS
-from fedclip.modules import by_name
+from fedclip.clippers import by_name
 from fedclip.rules import state_of, updated
 from fedclip.rules.protection import Protection
+from fedclip.translate import PRESETS
 
 # Those whose limit follows the norms, and promises something of it.
 ON_NORMS = [

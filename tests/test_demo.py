@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from checkouts import ROOT
 
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.demo import run, run_demo
+from fedclip.cli.demo.data import FACTOR, SITES, write_data
+from fedclip.cli.demo.results import pulls
+from fedclip.cli.output import ToolError
+from fedclip.cli.ranking import interval
+from fedclip.cli.ranking import shown as in_words
 from fedclip.report import read_report
-from fedclip.tools.check import check_config
-from fedclip.tools.demo import run, run_demo
-from fedclip.tools.demo.data import FACTOR, SITES, write_data
-from fedclip.tools.demo.results import pulls
-from fedclip.tools.output import ToolError
-from fedclip.tools.ranking import interval
-from fedclip.tools.ranking import shown as in_words
 
 # What declearn warns of itself, in what all nodes of a federation do.
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")

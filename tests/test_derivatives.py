@@ -56,7 +56,7 @@ def weighed(xp: Any, step: Callable[..., Any], values: Trees) -> Any:
 def torch_sum(specimen: Specimen) -> Callable[[Trees], Any]:
     import torch
 
-    from fedclip.adapters.torch import PureClipping
+    from fedclip.loops.torch import PureClipping
 
     pure = PureClipping(specimen.make())
 
@@ -118,7 +118,7 @@ def test_torch(specimen: Specimen) -> None:
 
 def test_torch_with_respect_to_the_state() -> None:
     torch = require("torch")
-    from fedclip.adapters.torch import PureClipping
+    from fedclip.loops.torch import PureClipping
 
     pure = PureClipping(ZScoreClip(warmup=0, warmup_factor=None))
     small, large = ({"w": torch.tensor([a, b], dtype=torch.float64)} for a, b in [(3, 4), (30, 40)])
@@ -143,7 +143,7 @@ def test_torch_batched_and_compiled() -> None:
     for i in range(2):
         for one, other in zip(found, torch.func.grad(function)([b[i] for b in both]), strict=True):
             torch.testing.assert_close(one[i], other)
-    from fedclip.adapters.torch import PureClipping
+    from fedclip.loops.torch import PureClipping
 
     pure = PureClipping(NormClip(1.0))
     slopes = []
@@ -172,7 +172,7 @@ def test_what_learns_in_python_refuses_recorded_gradients(clipper: Any) -> None:
 
 def test_torch_refuses_what_has_no_second_derivative() -> None:
     torch = require("torch")
-    from fedclip.adapters.torch import PureClipping
+    from fedclip.loops.torch import PureClipping
 
     sparse = torch.eye(2).to_sparse()
     pure = PureClipping(NormClip(1.0))
@@ -186,7 +186,7 @@ def test_torch_refuses_what_has_no_second_derivative() -> None:
 @sampled
 def test_jax(specimen: Specimen) -> None:
     jax = require("jax")
-    from fedclip.adapters.jax import as_optax
+    from fedclip.loops.jax import as_optax
 
     transformation = as_optax(specimen.make())
 
@@ -217,7 +217,7 @@ def test_jax_in_half_precision() -> None:
     jax = require("jax")
     import jax.numpy as jnp
 
-    from fedclip.adapters.jax import as_optax
+    from fedclip.loops.jax import as_optax
 
     transformation = as_optax(NormClip(1.0, scope="tensor"))
 

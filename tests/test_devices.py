@@ -186,7 +186,7 @@ def test_tensors_worked_on_together_are_clipped_as_on_the_host(
     import torch
 
     import fedclip.arrays.torch as backend
-    from fedclip.adapters.torch import PureClipping
+    from fedclip.loops.torch import PureClipping
 
     monkeypatch.setattr(backend, "_MOST", {True: most})
     dtypes = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-6, torch.float64: 1e-9}
@@ -223,7 +223,7 @@ def test_the_largest_element_may_be_too_large_for_half_precision_beside_it() -> 
     needs("torch")
     import torch
 
-    from fedclip.adapters.torch import PureClipping
+    from fedclip.loops.torch import PureClipping
 
     given = {
         "half": torch.tensor([1.0, 2.0], dtype=torch.float16),

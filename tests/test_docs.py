@@ -22,10 +22,10 @@ from helpers import BACKENDS, FRAMEWORK_OF, FRAMEWORKS
 from report_runs import call
 
 import fedclip
-import fedclip.tools.catalogue
-import fedclip.tools.cli
-from fedclip.tools.check import check_config
-from fedclip.tools.crowd import SimulateConfig
+import fedclip.cli.catalogue
+import fedclip.cli.main
+from fedclip.cli.check.configuration import check_config
+from fedclip.engines.local.crowd import SimulateConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
@@ -180,7 +180,7 @@ def run_console(block: Block, where: str) -> None:
 
 
 def commands() -> list[Any]:
-    app = fedclip.tools.cli.app
+    app = fedclip.cli.main.app
     return [*app.registered_commands, *app.registered_groups]
 
 
@@ -208,7 +208,7 @@ def pages_tool() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "entry", fedclip.tools.catalogue.catalogue(), ids=lambda entry: entry["name"]
+    "entry", fedclip.cli.catalogue.catalogue(), ids=lambda entry: entry["name"]
 )
 def test_page_of_a_clipper_is_its_docstring(entry: dict[str, Any]) -> None:
     file = ROOT / "docs" / "clippers" / f"{entry['name']}.md"
@@ -223,7 +223,7 @@ def test_list_says_what_is_registered() -> None:
     pages_tool()
     registered: Any = sys.modules["catalogue"].registered()
     current = json.loads(json.dumps(registered, default=str))
-    assert fedclip.tools.catalogue.catalogue() == current, "run: python docs/clippers.py"
+    assert fedclip.cli.catalogue.catalogue() == current, "run: python docs/clippers.py"
 
 
 @pytest.mark.slow

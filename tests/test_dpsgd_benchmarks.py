@@ -15,8 +15,8 @@ from helpers import PATIENCE, ended, hiding, require
 pytest.importorskip("opacus")
 
 from benchmarks import dpsgd_audit as attack
+from fedclip.cli.check.configuration import check_config
 from fedclip.privacy.noise import insecure_normals
-from fedclip.tools.check import check_config
 
 pytestmark = pytest.mark.slow
 

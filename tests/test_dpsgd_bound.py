@@ -25,10 +25,10 @@ from test_dpsgd_manager import request
 from test_dpsgd_persample import MODELS, Model, numbers, rng
 
 from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.persample import clipped_sum
-from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.noise import insecure_normals
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedclip.cli.spent import read_spent
 from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.privacy import ledger as ledgers
 from fedclip.privacy.accounting import Release, epsilon, order_for
 from fedclip.privacy.ledger import Ledger, fingerprint, read_entries, total
-from fedclip.tools.spent import read_spent
 
 # -- sampling ----------------------------------------------------------------------------------
 RECORDS, EXPECTED, STEPS = 200, 20, 4000

@@ -27,9 +27,9 @@ from test_dpsgd_persample import MODELS
 
 import fedclip
 from fedclip.dpsgd import persample
-from fedclip.dpsgd.manager import PrivateTrainingManager
-from fedclip.dpsgd.records import Records
-from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.engines.declearn.dataset_records import Records
+from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.ledger import read_entries
 
 pytestmark = pytest.mark.slow

@@ -20,10 +20,10 @@ from declearn.optimizer import Optimizer
 from declearn.training.dp import DPTrainingManager
 
 import fedclip
-from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.persample import clipped_sum
-from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy import accounting
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.ledger import Ledger

@@ -258,8 +258,8 @@ def test_no_record_at_all_is_a_sum_of_zeros(name: str) -> None:
 # -- what a trial shows ------------------------------------------------------------------------
 def test_what_is_used_and_not_followed_is_refused_and_numbers_are_trained() -> None:
     torch = require("torch")
-    from fedclip.adapters.torch import private_gradients
     from fedclip.dpsgd.step import PrivateMean
+    from fedclip.loops.torch import private_gradients
 
     class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
         """Frozen layers with a gradient of their inputs, as PEFT has them, and a scale."""

@@ -14,9 +14,9 @@ from helpers import require
 from test_dpsgd_manager import request
 
 from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.persample import clipped_sum
-from fedclip.dpsgd.records import Records, first_records
+from fedclip.engines.declearn.dataset_records import Records, first_records
+from fedclip.engines.declearn.private_training import PrivateTrainingManager
 
 pytestmark = pytest.mark.slow
 

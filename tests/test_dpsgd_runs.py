@@ -17,8 +17,8 @@ from federation_runs import PATIENCE, running
 from helpers import ended, hiding
 from report_runs import call
 
+from fedclip.cli.quickrun import Experiment, Federation
 from fedclip.privacy.ledger import read_entries
-from fedclip.tools.quickrun import Experiment, Federation
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ def test_torch_gradients_are_those_of_opacus() -> None:
     opacus = pytest.importorskip("opacus")
     import torch
 
-    from fedclip.adapters.torch import private_gradients
+    from fedclip.loops.torch import private_gradients
 
     net, x, y = torch_case()
     loss = torch.nn.CrossEntropyLoss()
@@ -56,7 +56,7 @@ def test_jax_gradients_are_those_of_optax() -> None:
     import jax
     import jax.numpy as jnp
 
-    from fedclip.adapters.jax import private_gradients
+    from fedclip.loops.jax import private_gradients
 
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(6, 3)), "float32"), "b": jnp.zeros(3)}
@@ -84,7 +84,7 @@ def test_noise_is_as_large_as_it_says(framework: str, records: int) -> None:
     mean = PrivateMean(max_norm=C, noise_multiplier=1.5, expected_batch_size=4)
     if framework == "torch":
         torch = require("torch")
-        from fedclip.adapters import torch as adapter
+        from fedclip.loops import torch as adapter
 
         wide = torch.nn.Linear(100_000, 1, bias=False)
         x = torch.zeros(records, 100_000)
@@ -94,7 +94,7 @@ def test_noise_is_as_large_as_it_says(framework: str, records: int) -> None:
     else:
         jnp = require("jax").numpy
         require("optax")
-        from fedclip.adapters import jax as other
+        from fedclip.loops import jax as other
 
         found = np.asarray(
             other.private_gradients(
@@ -113,7 +113,7 @@ def test_a_layer_that_mixes_records_and_settings_out_of_range_are_refused() -> N
     net, x, y = torch_case()
     import torch
 
-    from fedclip.adapters.torch import private_gradients
+    from fedclip.loops.torch import private_gradients
 
     loss = torch.nn.CrossEntropyLoss()
     quiet = PrivateMean(**QUIET)
@@ -136,7 +136,7 @@ def test_noise_may_be_another() -> None:
     net, x, y = torch_case()
     import torch
 
-    from fedclip.adapters.torch import private_gradients
+    from fedclip.loops.torch import private_gradients
 
     step = {**QUIET, "noise_multiplier": 2.0}
     loss = torch.nn.CrossEntropyLoss()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedclip import AdaptiveClip, Normalize, NormClip
 from fedclip.arrays import NUMPY, backend_named
-from fedclip.measures import slice_measures
+from fedclip.core.measures import slice_measures
 from fedclip.testing import to_numpy, to_vector
 from fedclip.transforms import clip_on_device
 

@@ -11,9 +11,9 @@ from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 
 from fedclip import UpdateClipServer
-from fedclip.modules.servers import ZScoreClipServer
-from fedclip.tools.check import check_config
-from fedclip.tools.findings import Check
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.check.findings import Check
+from fedclip.engines.declearn.clipper_servers import ZScoreClipServer
 
 # The noise of each file that is checked is accounted for.
 pytestmark = [
@@ -474,7 +474,7 @@ def test_integers_that_are_too_coarse(check: Any, bits: int, level: str, text: s
 
 
 def test_a_server_refuses_statistics_that_stand_before_its_noise() -> None:
-    from fedclip.federation.update.messages import UpdateClipVotes
+    from fedclip.engines.declearn.messages import UpdateClipVotes
 
     config = {"noise_multiplier": 1.0, "expected_clients": 3}
     noise, shared = UpdateClipServer(**config), ZScoreClipServer()

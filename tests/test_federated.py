@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from helpers import PATIENCE, ended, free_port, hiding
 
+from fedclip.cli.check.configuration import check_config
 from fedclip.report import read_report
-from fedclip.tools.check import check_config
 
 pytestmark = pytest.mark.slow
 
@@ -221,7 +221,7 @@ BROKEN = """
 import sys
 from pathlib import Path
 from declearn.main import FederatedClient
-from fedclip.tools.quickrun import run
+from fedclip.cli.quickrun import run
 
 honest = FederatedClient.training_round
 

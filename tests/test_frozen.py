@@ -18,8 +18,8 @@ from personal_runs import BODY, MODELS, client, linear, manager, request, torch_
 from report_runs import call
 
 from fedclip import PersonalModel
-from fedclip.tools.check import check_config
-from fedclip.tools.trained import LABEL, label
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.trained import LABEL, label
 
 
 def frozen_bn() -> Any:

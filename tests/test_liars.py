@@ -26,7 +26,7 @@ from federation_helpers import Clients, Server
 from federation_liars import anything, forge
 
 import fedclip
-from fedclip.federation.evaluation import counted
+from fedclip.engines.declearn.evaluation import counted
 
 N = 4
 CLIPPED = {"name": "clipped-averaging"}

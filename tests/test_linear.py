@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from declearn.model.sklearn import SklearnSGDModel
 
-from fedclip.tools.linear import quicken
+from fedclip.engines.local.linear import quicken
 
 
 def made(classes: int, **config: Any) -> SklearnSGDModel:

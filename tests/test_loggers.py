@@ -12,7 +12,7 @@ import pytest
 from helpers import PATIENCE
 
 from fedclip import NormClip
-from fedclip.adapters.loggers import log
+from fedclip.loops.loggers import log
 
 NAMES = ["clip/clipped", "clip/limit", "clip/nonfinite", "clip/norm"]
 

@@ -25,8 +25,8 @@ from declearn.version import VERSION
 from federation_runs import PATIENCE, N, Run, complete, running
 
 import fedclip  # noqa: F401  (registers the protocol)
-from fedclip.federation import network
-from fedclip.federation.quorum import Members
+from fedclip.engines.declearn import network
+from fedclip.engines.declearn.quorum import Members
 
 WATCHFUL = "fedclip-websockets"
 

@@ -27,7 +27,7 @@ from fedclip import (
     ZScoreClip,
     to_toml,
 )
-from fedclip.adapters.loggers import log
+from fedclip.loops.loggers import log
 
 NORMS = [1.0, 1.2, 0.8, 1.1, 0.9, 1.0, 30.0, 1.0, 0.5, 40.0]
 
@@ -238,7 +238,7 @@ def test_a_function_is_checked_and_never_written_down() -> None:
 def test_a_function_of_ones_own_is_refused_where_compiled_code_is_built() -> None:
     require("jax")
     pytest.importorskip("optax")
-    from fedclip.adapters.jax import as_optax
+    from fedclip.loops.jax import as_optax
 
     with pytest.raises(NotImplementedError, match="compiled code has none"):
         as_optax(OwnLimit(to_the_mean, ZScoreClip()))

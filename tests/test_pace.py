@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from fedclip.errors import StateError
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.bound import BoundRule, share_within
-from fedclip.federation.update.pace import paced, spread
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import BoundRule, share_within
+from fedclip.updates.pace import paced, spread
 
 RULE = BoundRule(0.5, 0.2, 1e-6, 1e6)
 FIVE, TWENTY, HUNDRED, MANY = 5, 20, 100, 1000

@@ -18,7 +18,7 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 from helpers import norm, require
 
-from fedclip import compat
+from fedclip import translate as compat
 from fedclip.testing import apply, to_numpy, to_vector
 
 pytestmark = pytest.mark.slow

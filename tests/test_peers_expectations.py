@@ -15,7 +15,8 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 from helpers import require
 
-from fedclip import FedclipWarning, OwnLimit, compat
+from fedclip import FedclipWarning, OwnLimit
+from fedclip import translate as compat
 
 torch = require("torch")
 

@@ -35,7 +35,7 @@ from personal_runs import (
 
 import fedclip
 from fedclip import PersonalModel
-from fedclip.federation.personal import chosen
+from fedclip.engines.declearn.personal import chosen
 
 CLIPPED = {"name": "clipped-averaging", "max_norm": 0.05}
 PROXIMAL: dict[str, Any] = {

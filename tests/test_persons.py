@@ -15,14 +15,14 @@ from report_runs import call
 from test_dpsgd_manager import Silent, data, manager, request
 from test_dpsgd_persample import MODELS
 
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.persons import asked_for, units
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample import clipped_sum
 from fedclip.dpsgd.persons import Persons
-from fedclip.dpsgd.records import Records
-from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.engines.declearn.dataset_records import Records
+from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.ledger import Ledger, fingerprint
-from fedclip.tools.check import check_config
-from fedclip.tools.persons import asked_for, units
 
 pytestmark = pytest.mark.slow
 

@@ -14,12 +14,12 @@ from declearn.main.config import FLOptimConfig
 from report_runs import call
 
 from fedclip import UpdateClipClient, UpdateClipServer
-from fedclip.federation.update.site_noise import SiteNoise
+from fedclip.cli.check.configuration import check_config
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.gaussian import mu_of
 from fedclip.privacy.planning import plan
-from fedclip.privacy.prices import Prices
-from fedclip.tools.check import check_config
+from fedclip.privacy.trust_models import Prices
+from fedclip.updates.client_noise import SiteNoise
 
 BUDGET = ("privacy", "plan", "--epsilon", "8", "--rounds", "100", "--clients", "100")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedclip import NormClip, ValueClip, ZScoreClip
 from fedclip.privacy import MAPS, Context, Map, analyse
-from fedclip.privacy.lengths import l2_of, stretch
+from fedclip.privacy.norm_conversions import l2_of, stretch
 
 SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
 

@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 from quickruns import write_config, write_sites
 from report_runs import call
 
+from fedclip.cli import audit as attack
+from fedclip.cli.audit import Audit, audit
+from fedclip.cli.output import ToolError
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.sampling import PoissonSampler
-from fedclip.federation.update.budget import Budget
-from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.exchange import Reply
-from fedclip.federation.update.limits import Limits
-from fedclip.federation.update.turns import Schedule
-from fedclip.privacy.auditing import Claim, Guesses, guess, lower_bound
+from fedclip.privacy.audit import Claim, Guesses, guess, lower_bound
 from fedclip.privacy.gaussian import epsilon_of
 from fedclip.privacy.noise import insecure_normals
-from fedclip.tools import audit as attack
-from fedclip.tools.audit import Audit, audit
-from fedclip.tools.output import ToolError
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.limits import Limits
+from fedclip.updates.noise import Budget
+from fedclip.updates.protocol import Reply
+from fedclip.updates.schedule import Schedule
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,7 +57,7 @@ use_csprng = true
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     write_sites(tmp_path, dict.fromkeys("abc", 100), valid=50, features=100)
     seeded(monkeypatch.setattr)
-    budget = "fedclip.federation.update.budget.secure_normals"
+    budget = "fedclip.updates.noise.secure_normals"
     monkeypatch.setattr(budget, insecure_normals(1))
     return partial(write_config, tmp_path / "config.toml")
 

@@ -22,19 +22,19 @@ from typer.testing import CliRunner
 
 from benchmarks import dpsgd_evaluation as benchmark
 from benchmarks.audit import estimate
-from fedclip.dpsgd import evaluation as evaluations
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.main import app
+from fedclip.cli.spent import in_words, read_spent
 from fedclip.dpsgd.calibrate import calibrate, evaluation_noise
-from fedclip.dpsgd.evaluation import Accuracy, Evaluation
-from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.persons import Persons
-from fedclip.dpsgd.records import Records
-from fedclip.dpsgd.sample_clip import SampleClip
+from fedclip.engines.declearn import private_evaluation as evaluations
+from fedclip.engines.declearn.dataset_records import Records
+from fedclip.engines.declearn.private_evaluation import Accuracy, Evaluation
+from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.accounting import Release, account, noise_multiplier
 from fedclip.privacy.ledger import Ledger, read_entries
 from fedclip.privacy.noise import insecure_normals
-from fedclip.tools.check import check_config
-from fedclip.tools.cli import app
-from fedclip.tools.spent import in_words, read_spent
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from fedclip import AGC, FedclipWarning, NormClip, ZScoreClip
 
 torch = require("torch")
 
-from fedclip.adapters.torch import attach, clip_, clip_grad_norm_  # noqa: E402
+from fedclip.loops.torch import attach, clip_, clip_grad_norm_  # noqa: E402
 
 
 def layer(*gradient: float) -> Any:
@@ -92,7 +92,7 @@ def test_lightning_6328_7698_14598_19536_gsm_22_transformers_1563(
 ) -> None:
     """Manual optimization is clipped too; accumulated gradients once, not in each part."""
     lightning = pytest.importorskip("lightning.pytorch")
-    from fedclip.adapters.lightning import ClipCallback
+    from fedclip.loops.lightning import ClipCallback
 
     class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -148,7 +148,7 @@ def test_accelerate_641_each_accumulated_step_is_clipped_once() -> None:
 def test_keras_13575_14075_17278_tensorflow_29108_45146(option: str) -> None:
     """One norm of all variables, finite for large gradients; in a training step of one's own."""
     tf, keras = require("tensorflow"), pytest.importorskip("keras")
-    from fedclip.adapters.keras import ClippedOptimizer
+    from fedclip.loops.keras import ClippedOptimizer
 
     with pytest.raises(ValueError, match="would clip twice"):
         ClippedOptimizer(keras.optimizers.SGD(1.0, **{option: 1.0}), NormClip(1.0))
@@ -167,7 +167,7 @@ def test_keras_13575_14075_17278_tensorflow_29108_45146(option: str) -> None:
 
 def test_optax_1752_spd_643_a_limit_of_zero_and_the_same_numbers_as_torch() -> None:
     jnp, optax = require("jax").numpy, pytest.importorskip("optax")
-    from fedclip.adapters.jax import as_optax
+    from fedclip.loops.jax import as_optax
 
     scheduled = optax.inject_hyperparams(as_optax)(NormClip(1.0), max_norm=lambda step: 0.0)
     params = {"w": jnp.zeros(3)}
@@ -197,8 +197,8 @@ def test_ranger21_1_nfnets_1_8_units_are_outputs_around_any_optimizer_but_the_la
 
 
 def test_opacus_413_433_pytorch_80951_tied_weights_have_one_gradient_of_a_record() -> None:
-    from fedclip.adapters.torch import private_gradients
     from fedclip.dpsgd.step import PrivateMean
+    from fedclip.loops.torch import private_gradients
 
     class Tied(torch.nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

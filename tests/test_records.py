@@ -31,8 +31,8 @@ from fedclip import (
     ValueClip,
     ZScoreClip,
 )
-from fedclip.modules.base import Clipper
-from fedclip.records import read_rounds
+from fedclip.clippers.base import Clipper
+from fedclip.core.records import read_rounds
 from fedclip.testing import gradient_stream, to_vector
 
 

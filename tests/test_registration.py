@@ -77,7 +77,7 @@ assert not [f for f in sys.meta_path if type(f).__module__.startswith("fedclip")
 
 ORDERS = {
     "fedclip first": "import fedclip",
-    "what plug-ins import": "import fedclip.federation.statistics.server",
+    "what plug-ins import": "import fedclip.statistics.server",
     "only looking for declearn": (
         "import fedclip, importlib.util, sys; spec = importlib.util.find_spec('declearn')\n"
         "assert spec.loader.get_filename('declearn').endswith('__init__.py')\n"
@@ -104,7 +104,7 @@ class Middle:
             import fedclip
 sys.meta_path.insert(0, Middle())
 import declearn
-import fedclip.compat
+import fedclip.translate
 """,
 }
 
@@ -139,7 +139,7 @@ def test_without_declearn_what_needs_it_says_so() -> None:
 
 
 OWN = """
-from fedclip.modules.own import NormClip, SharedClipper
+from fedclip.clippers.own import NormClip, SharedClipper
 class Mine(NormClip):
     name = "mine"
 class Base(NormClip, register=False):
@@ -228,7 +228,7 @@ def test_an_adapter_costs_its_framework_and_the_core(adapter: str) -> None:
         import sys
         import {ADAPTERS[adapter]}
         before = set(sys.modules)
-        import fedclip.adapters.{adapter}
+        import fedclip.loops.{adapter}
         found = [name.partition(".")[0] for name in set(sys.modules) - before]
         print(len(before), found.count("fedclip"), len(found), *({HEAVY!r} & set(found)))
         """,
@@ -271,7 +271,7 @@ def test_importing_it_imports_neither_declearn_nor_a_framework() -> None:
     out = python(
         f"""
         import sys
-        import fedclip, fedclip.rules, fedclip.records, fedclip.errors, fedclip.modules.own
+        import fedclip, fedclip.rules, fedclip.core.records, fedclip.errors, fedclip.clippers.own
         print(sorted({heavy!r} & {{name.partition(".")[0] for name in sys.modules}}))
         """,
         "nothing",
@@ -309,19 +309,19 @@ def test_a_module_shows_its_public_names_only(name: str) -> None:
     module = pytest.importorskip(f"fedclip{name}")
     assert dir(module) == sorted(module.__all__)
     assert all(hasattr(module, shown) for shown in dir(module))
-    assert dir(fedclip.adapters)[0] == "flower"
+    assert dir(fedclip.loops)[0] == "flower"
 
 
 @pytest.mark.parametrize(
     ("line", "kind", "hint"),
     [
-        ("import fedclip.torch", ImportError, "import fedclip.adapters.torch"),
-        ("from fedclip import jax", ImportError, "import fedclip.adapters.jax"),
-        ("fedclip.keras", AttributeError, "import fedclip.adapters.keras"),
+        ("import fedclip.torch", ImportError, "import fedclip.loops.torch"),
+        ("from fedclip import jax", ImportError, "import fedclip.loops.jax"),
+        ("fedclip.keras", AttributeError, "import fedclip.loops.keras"),
         ("from fedclip import clip_grad_norm", ImportError, "torch import clip_grad_norm_'"),
-        ("fedclip.clip_", AttributeError, "from fedclip.adapters.torch import clip_"),
-        ("fedclip.adapters.clip_", AttributeError, "from fedclip.adapters.torch import clip_"),
-        ("from fedclip.adapters import torhc", ImportError, "did you mean 'import fedclip.ad"),
+        ("fedclip.clip_", AttributeError, "from fedclip.loops.torch import clip_"),
+        ("fedclip.loops.clip_", AttributeError, "from fedclip.loops.torch import clip_"),
+        ("from fedclip.loops import torhc", ImportError, "did you mean 'import fedclip.ad"),
         ("from fedclip import NormClp", ImportError, "did you mean 'NormClip'"),
     ],
 )

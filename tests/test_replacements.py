@@ -14,9 +14,9 @@ from declearn.optimizer.regularizers import Regularizer
 from helpers import require
 
 import fedclip
-from fedclip import compat
-from fedclip.compat.values import REQUIRED
+from fedclip import translate as compat
 from fedclip.testing import apply, to_numpy, to_vector
+from fedclip.translate.values import REQUIRED
 
 DOCS = Path(__file__).parent.parent / "docs"
 SHAPES = {"k": (3, 4), "b": (4,), "c": (2, 3, 4), "d": (2, 2, 3, 4), "e": (1, 5)}
@@ -54,7 +54,7 @@ def test_tables_of_jax(before: str, after: str) -> None:
     jax = require("jax")
     import optax
 
-    from fedclip.adapters.jax import as_optax
+    from fedclip.loops.jax import as_optax
 
     names = {**vars(fedclip), **{n: getattr(fedclip, n) for n in fedclip.__all__}}
     names |= {"jax": jax, "optax": optax, "as_optax": as_optax}
@@ -73,7 +73,7 @@ def test_tables_of_jax(before: str, after: str) -> None:
 def test_tables_of_keras(before: str, after: str) -> None:
     require("tensorflow")
     keras = pytest.importorskip("keras")
-    from fedclip.adapters.keras import ClippedOptimizer
+    from fedclip.loops.keras import ClippedOptimizer
 
     names = {n: getattr(fedclip, n) for n in fedclip.__all__}
     names |= {"Adam": keras.optimizers.Adam, "ClippedOptimizer": ClippedOptimizer}
@@ -91,7 +91,7 @@ def test_tables_of_keras(before: str, after: str) -> None:
 @pytest.mark.parametrize(("before", "after"), rows("torch", "torch", "fedclip"))
 def test_tables_of_torch(before: str, after: str) -> None:
     torch = require("torch")
-    from fedclip.adapters import torch as adapter
+    from fedclip.loops import torch as adapter
 
     ours = {n: getattr(fedclip, n) for n in fedclip.__all__} | vars(adapter)
     for scale in (0.01, 1.0, 30.0, float("nan")):

@@ -19,7 +19,7 @@ from declearn.model.sklearn import NumpyVector
 from report_runs import Node, large_run, record_of, write_states
 from rich.console import Console
 
-from fedclip.records import RoundRecord
+from fedclip.core.records import RoundRecord
 from fedclip.report import Reader, Report, ReportError, read_report
 
 

@@ -16,8 +16,8 @@ from declearn.main.utils import Checkpointer
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from declearn.optimizer import Optimizer
 
+from fedclip.engines.declearn.restart import load_round
 from fedclip.errors import StateError
-from fedclip.federation.restart import load_round
 
 NAMES = [f"26-01-01_00-00-0{i}" for i in range(4)]
 

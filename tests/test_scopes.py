@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedclip import FedclipWarning, NoOp, NormClip
-from fedclip.scopes import matched, resolve
+from fedclip.core.scopes import matched, resolve
 from fedclip.testing import to_vector
 
 NAMES = ["enc.weight", "enc.bias", "head.weight", "head.scale"]

@@ -19,9 +19,9 @@ from federation_helpers import Clients, Server, joye_libert, masked, norm
 from federation_runs import running
 from helpers import each_framework, to_numpy, to_vector
 
-from fedclip.federation.evaluation import clipped
-from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
-from fedclip.federation.update.secagg import inside, plan
+from fedclip.engines.declearn.evaluation import clipped
+from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
+from fedclip.engines.declearn.secagg import inside, plan
 
 CLIPPED = {"name": "clipped-averaging"}
 KINDS = ["masking", "joye-libert"]

@@ -17,10 +17,10 @@ from declearn.optimizer.modules import AuxVar as _AuxVar
 from federation_helpers import Server
 
 import fedclip
-from fedclip.federation import replies
-from fedclip.federation.statistics.messages import FedclipSharedCounts
-from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
-from fedclip.modules.servers import ZScoreClipServer
+from fedclip.engines.declearn import replies
+from fedclip.engines.declearn.clipper_servers import ZScoreClipServer
+from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
+from fedclip.engines.declearn.statistics_messages import FedclipSharedCounts
 
 
 class AuxVar(_AuxVar, register=False):

@@ -12,9 +12,14 @@ import pytest
 from helpers import ended
 from report_runs import call
 
+from fedclip.cli.spent import read_spent
+from fedclip.core.records import SERVED
 from fedclip.errors import StateError
-from fedclip.federation.update.exchange import Reply, SentBound
-from fedclip.federation.update.plain import (
+from fedclip.report import read_report
+from fedclip.updates.protocol import Reply, SentBound
+from fedclip.updates.schedule import Due
+from fedclip.updates.store import Served, read
+from fedclip.updates.tables import (
     bound_from,
     bound_to,
     client_of,
@@ -22,11 +27,6 @@ from fedclip.federation.update.plain import (
     reply_to,
     server_of,
 )
-from fedclip.federation.update.served import Served, read
-from fedclip.federation.update.turns import Due
-from fedclip.records import SERVED
-from fedclip.report import read_report
-from fedclip.tools.spent import read_spent
 
 MODEL = {"w": np.zeros(3)}
 NOISE: dict[str, Any] = {
@@ -133,9 +133,7 @@ def test_a_budget_ends_over_restarts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_process_serves_from_a_folder(tmp_path: Path) -> None:
     served = Served(NOISE, tmp_path)
-    code = (
-        f"from fedclip.federation.update.served import Served; Served({NOISE!r}, {str(tmp_path)!r})"
-    )
+    code = f"from fedclip.updates.store import Served; Served({NOISE!r}, {str(tmp_path)!r})"
     assert "a server is running there" in ended("-c", code, well=False).stderr
     served.leave()
     ended("-c", code)

@@ -23,9 +23,11 @@ from helpers import each_framework, needs
 
 from fedclip import Clipper, FedclipWarning
 from fedclip.arrays import NUMPY, backend_named
-from fedclip.federation.statistics.client import SharedRule
-from fedclip.federation.statistics.counterpart import SharedServer
-from fedclip.federation.statistics.counts import (
+from fedclip.engines.declearn.statistics_messages import FedclipSharedCounts
+from fedclip.engines.declearn.statistics_server import SharedServer
+from fedclip.rules.sharing import Judgement
+from fedclip.statistics.client import SharedRule
+from fedclip.statistics.counts import (
     _EDGES,
     ERROR,
     Bounds,
@@ -34,8 +36,6 @@ from fedclip.federation.statistics.counts import (
     counts_of,
     quantile_of,
 )
-from fedclip.federation.statistics.messages import FedclipSharedCounts
-from fedclip.rules.sharing import Judgement
 
 Steps = Sequence[float | Mapping[str, float]]
 

@@ -15,14 +15,14 @@ from helpers import free_port
 from quickruns import write_config, write_sites
 from report_runs import call
 
+from fedclip.cli.output import ToolError
+from fedclip.cli.quickrun import Federation
+from fedclip.cli.spent import read_spent
+from fedclip.cli.suggest.ranking import read_norms
+from fedclip.engines.local import simulate
+from fedclip.engines.local.simulate import Simulation, run
 from fedclip.report import read_report
 from fedclip.report.results import result_of
-from fedclip.tools import simulate
-from fedclip.tools.output import ToolError
-from fedclip.tools.quickrun import Federation
-from fedclip.tools.simulate import Simulation, run
-from fedclip.tools.spent import read_spent
-from fedclip.tools.suggest.ranking import read_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
 

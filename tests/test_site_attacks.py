@@ -52,12 +52,12 @@ from helpers import PATIENCE, free_port, require
 from hostile_server import SECRET, WORD, D, Wire, attack, data, init, model, train
 
 import fedclip
-from fedclip.federation.site.gate import REFUSED, Gate
-from fedclip.federation.site.policy import Policy
-from fedclip.federation.site.sending import GatedNetwork
-from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
+from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
+from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.privacy import ledger as ledgers
 from fedclip.privacy.ledger import Ledger
+from fedclip.site.gate import REFUSED, Gate
+from fedclip.site.policy import Policy
 
 pytest.importorskip("websockets")
 C = 0.5

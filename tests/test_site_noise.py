@@ -30,21 +30,21 @@ from personal_runs import client, linear, manager, request, weights
 
 import fedclip
 from benchmarks.audit import estimate
-from fedclip.federation.site.gate import Gate, Refused
-from fedclip.federation.site.policy import Policy
-from fedclip.federation.site.sending import GatedNetwork
-from fedclip.federation.update import site_noise
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.coupling import SERVER
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.messages import UpdateClipBound, UpdateClipVotes
-from fedclip.federation.update.plain import client_of, server_of
-from fedclip.federation.update.server import UpdateClipServer
-from fedclip.federation.update.site_noise import SiteNoise
+from fedclip.cli.spent import in_words, read_spent
+from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.messages import UpdateClipBound, UpdateClipVotes
+from fedclip.engines.declearn.site import GatedNetwork
+from fedclip.engines.declearn.update_server import UpdateClipServer
 from fedclip.privacy.accounting import Release, epsilon
-from fedclip.privacy.auditing import guess, lower_bound
+from fedclip.privacy.audit import guess, lower_bound
 from fedclip.privacy.discrete import draws
-from fedclip.tools.spent import in_words, read_spent
+from fedclip.site.gate import Gate, Refused
+from fedclip.site.policy import Policy
+from fedclip.updates import client_noise as site_noise
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.client_noise import SiteNoise
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.tables import client_of, server_of
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 

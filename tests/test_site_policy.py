@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_runs import call
 
+from fedclip.cli.site import ENGINES
 from fedclip.errors import FedclipWarning
-from fedclip.federation.site import replies
-from fedclip.federation.site.gate import Gate, Refused
-from fedclip.federation.site.policy import Policy
 from fedclip.privacy.ledger import Ledger
-from fedclip.tools.site import ENGINES
+from fedclip.site import replies
+from fedclip.site.gate import Gate, Refused
+from fedclip.site.policy import Policy
 
 C = 0.5
 

@@ -64,7 +64,7 @@ class Torch(Loop):
             self.check(self.now, self.handle.last.limit)
 
     def use(self, model: int) -> None:
-        from fedclip.adapters.torch import attach
+        from fedclip.loops.torch import attach
 
         if self.handle is not None:
             self.handle.remove()
@@ -81,7 +81,7 @@ class Torch(Loop):
             self.optimizer.load_state_dict(self.saved[self.now])
 
     def by_hand(self, model: int) -> None:
-        from fedclip.adapters.torch import clip_
+        from fedclip.loops.torch import clip_
 
         if self.handle is not None:
             self.handle.remove()
@@ -97,7 +97,7 @@ class TensorFlow(Loop):
         self.models = [[self.tf.Variable([1.0, 2.0], name="w")] for _ in SCALES]
 
     def by_hand(self, model: int) -> None:
-        from fedclip.adapters.tensorflow import clip
+        from fedclip.loops.tensorflow import clip
 
         gradient = SCALES[model] * np.random.uniform(0.9, 1.1, 2).astype("float32")
         clip([(self.tf.constant(gradient), v) for v in self.models[model]], self.clipper)
@@ -115,7 +115,7 @@ class Jax(Loop):
         self.models = [{name: self.numpy.ones(3)} for name in "ab"]
 
     def use(self, model: int) -> None:
-        from fedclip.adapters.jax import as_optax
+        from fedclip.loops.jax import as_optax
 
         transform = as_optax(self.clipper)
         self.state = transform.init(self.models[model])
@@ -130,7 +130,7 @@ class Jax(Loop):
             self.check(self.now, np.asarray(self.state.limit).tolist())
 
     def load(self) -> None:
-        from fedclip.adapters.jax import set_state
+        from fedclip.loops.jax import set_state
 
         if self.now is not None:
             set_state(self.clipper, self.state, self.models[self.now])
@@ -156,7 +156,7 @@ def test_limits_are_of_this_models_steps(loop: Callable[[], Loop]) -> None:
 
 def build(optimizer: str = "Adam", clipper: Any = None, width: int = 3) -> Any:
     torch = require("torch")
-    from fedclip.adapters.torch import attach
+    from fedclip.loops.torch import attach
 
     model = torch.nn.Linear(width, 2)
     made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
@@ -194,7 +194,7 @@ def test_a_state_of_another_configuration_optimizer_or_model() -> None:
 
 
 def test_two_of_one_kind_get_their_own_in_any_order() -> None:
-    from fedclip.adapters.torch import attach
+    from fedclip.loops.torch import attach
 
     model, optimizer, first = build("SGD")
     second = attach(optimizer, ZScoreClip(warmup=1), model)
@@ -210,7 +210,7 @@ def test_two_of_one_kind_get_their_own_in_any_order() -> None:
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_a_state_that_is_loaded_before_attach_warns(optimizer: str) -> None:
     torch = require("torch")
-    from fedclip.adapters.torch import attach
+    from fedclip.loops.torch import attach
 
     model, made, handle = build(optimizer)
     saved = train(model, made)
@@ -225,7 +225,7 @@ def test_a_state_that_is_loaded_before_attach_warns(optimizer: str) -> None:
 def test_steps_that_are_none_teach_nothing() -> None:
     torch = require("torch")
     state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
-    from fedclip.adapters.torch import attach_update
+    from fedclip.loops.torch import attach_update
 
     for make in (None, attach_update):
         model, optimizer, handle = build(clipper=EmaClip())
@@ -248,7 +248,7 @@ def test_steps_that_are_none_teach_nothing() -> None:
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 def test_a_step_that_is_skipped_changes_nothing(options: Any, closure: bool, kind: str) -> None:
     torch = require("torch")
-    from fedclip.adapters.torch import attach
+    from fedclip.loops.torch import attach
 
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
@@ -282,7 +282,7 @@ def test_a_wrapper_of_optax_keeps_its_state() -> None:
     jax = require("jax")
     import optax
 
-    from fedclip.adapters.jax import as_optax, metrics
+    from fedclip.loops.jax import as_optax, metrics
 
     clipper, params = ZScoreClip(warmup=2, on_spike="skip"), {"w": jax.numpy.ones(3)}
     transform = as_optax(clipper, inner=optax.adamw(0.1))

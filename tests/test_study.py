@@ -12,7 +12,7 @@ import pytest
 from declearn.dataset import InMemoryDataset
 from declearn.model.sklearn import SklearnSGDModel
 
-from fedclip.tools.linear import quicken
+from fedclip.engines.local.linear import quicken
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "study" / "results"
 

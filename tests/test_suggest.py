@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_runs import Node, call
 
+from fedclip.cli.catalogue import build
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.suggest import advised
 from fedclip.report import read_report, seeing
 from fedclip.report.advice import Advice
 from fedclip.report.place import FEW
-from fedclip.tools.catalogue import build
-from fedclip.tools.check import check_config
-from fedclip.tools.suggest import advised
 
 CONFIG = """\
 # a comment on top

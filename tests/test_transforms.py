@@ -14,8 +14,8 @@ from helpers import each_framework, needs, require
 
 from fedclip import Clipper, NormClip
 from fedclip.arrays import backend_of
+from fedclip.core.scopes import resolve
 from fedclip.rules import NoState
-from fedclip.scopes import resolve
 from fedclip.testing import to_numpy, to_vector
 from fedclip.transforms import Gradient, Outcome, Transform, clip_on_device
 

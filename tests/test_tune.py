@@ -19,17 +19,17 @@ from report_runs import Node, call, large_run
 from rich.console import Console
 from test_simulate import write  # noqa: F401
 
+from fedclip.cli import runner
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.editing import rewritten, unclipped
+from fedclip.cli.output import ToolError
+from fedclip.cli.quickrun import draw_from
+from fedclip.cli.ranking import AS_IS, NONE, Ranking, drawn, interval
+from fedclip.cli.runner import MARK, Planned
+from fedclip.cli.tune import Tuning
 from fedclip.report import read_report
 from fedclip.report.advice import Advice, Proposal
 from fedclip.report.results import Result, result_of
-from fedclip.tools import runner
-from fedclip.tools.check import check_config
-from fedclip.tools.editing import rewritten, unclipped
-from fedclip.tools.output import ToolError
-from fedclip.tools.quickrun import draw_from
-from fedclip.tools.ranking import AS_IS, NONE, Ranking, drawn, interval
-from fedclip.tools.runner import MARK, Planned
-from fedclip.tools.tune import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
 
@@ -519,7 +519,7 @@ def test_nodes_are_run_over_websockets_and_their_own_metrics_are_read(
 ) -> None:
     lines = {"client_opt": ("norm-clip", {"max_norm": 1.0})}
     one = Advice("x", proposals=[Proposal("step.fixed", lines)])
-    monkeypatch.setattr("fedclip.tools.tune.advised", lambda report, experiment: one)
+    monkeypatch.setattr("fedclip.cli.tune.advised", lambda report, experiment: one)
     done = call("tune", odd, "--seeds", 2, "--rounds", 2, "--jobs", 2, "--nodes", "--json")
     assert done.exit_code == 0, done.stderr
     facts = json.loads(done.stdout)

@@ -20,18 +20,18 @@ from hypothesis import strategies as st
 
 import fedclip
 from benchmarks import turns_audit as attack
-from fedclip.federation.quorum import MEMBERS, Members
-from fedclip.federation.serving import turns
-from fedclip.federation.update import budget
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.coupling import SERVER
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.exchange import Reply
-from fedclip.federation.update.turns import Due, Schedule
+from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.quorum import MEMBERS, Members
+from fedclip.engines.declearn.serving import turns
 from fedclip.privacy import ledger
 from fedclip.privacy.accounting import Release, epsilon
-from fedclip.privacy.banded import Stream, coefficients, error, grown
+from fedclip.privacy.correlated import Stream, coefficients, error, grown
 from fedclip.privacy.ledger import read_entries
+from fedclip.updates import noise as budget
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.protocol import Reply
+from fedclip.updates.schedule import Due, Schedule
+from fedclip.updates.server import UpdateServer
 
 CLIPPED = {"name": "clipped-averaging"}
 BANDED: dict[str, Any] = {

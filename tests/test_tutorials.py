@@ -62,7 +62,7 @@ def test_the_first_ten_minutes_in_a_fresh_environment(built: Path, tmp_path: Pat
     # What needs more than the core says what to install, and it is true of a wheel.
     for module, package in (("torch", "torch"), ("tensorflow", "tensorflow"), ("jax", "jax optax")):
         needs = type_in(
-            [f"! .venv/bin/python -c 'import fedclip.adapters.{module}'"], folder, PYTHONPATH=""
+            [f"! .venv/bin/python -c 'import fedclip.loops.{module}'"], folder, PYTHONPATH=""
         )
         assert f"pip install {package}" in needs
 

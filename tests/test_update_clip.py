@@ -21,18 +21,18 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import fedclip
+from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.errors import NonFiniteError, StateError
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.averaging import averaged
-from fedclip.federation.update.bound import BoundRule, Search, share_within
-from fedclip.federation.update.budget import Budget, draws_of
-from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.coupling import SERVER
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.exchange import Reply
-from fedclip.federation.update.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.privacy.accounting import Accountant, Release, epsilon, split_noise
 from fedclip.privacy.noise import insecure_normals
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.averaging import averaged
+from fedclip.updates.bound import BoundRule, Search, share_within
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.noise import Budget, draws_of
+from fedclip.updates.protocol import Reply
+from fedclip.updates.server import UpdateServer
 
 CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
@@ -890,7 +890,7 @@ def test_check_is_content_with_both_and_finds_a_bound_that_nobody_sends(checked:
 
 @pytest.mark.parametrize("name", ["optim.toml", "private.toml", "sites.toml"])
 def test_configurations_of_the_example(name: str) -> None:
-    from fedclip.tools.check import check_config
+    from fedclip.cli.check.configuration import check_config
 
     folder = Path(__file__).parents[1] / "examples" / "update_clipping"
     assert check_config(folder / name).problems == []

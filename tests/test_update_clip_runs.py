@@ -15,9 +15,9 @@ import pytest
 from federation_runs import ADAPTIVE, N, complete, running
 from test_network import until
 
+from fedclip.engines.declearn.restart import load_round
+from fedclip.engines.declearn.secagg import plan
 from fedclip.errors import StateError
-from fedclip.federation.restart import load_round
-from fedclip.federation.update.secagg import plan
 from fedclip.privacy.ledger import read_entries, total
 
 pytestmark = pytest.mark.slow

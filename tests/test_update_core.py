@@ -15,15 +15,15 @@ from federation_helpers import Clients, Server
 from federation_helpers import sent as arrived
 from helpers import require
 
+from fedclip.engines.declearn.senders import note_senders
 from fedclip.errors import FedclipWarning
-from fedclip.federation.senders import note_senders
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.combining import Combining
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.exchange import Reply, SentBound
-from fedclip.federation.update.running import statistics_of
-from fedclip.federation.update.shares import Shares
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.combining import Combining
+from fedclip.updates.protocol import Reply, SentBound
+from fedclip.updates.running import statistics_of
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.weights import Shares
 
 NOISE = {"noise_multiplier": 1.0, "generator": "insecure", "seed": 7}
 

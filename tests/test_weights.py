@@ -17,15 +17,15 @@ from federation_runs import complete, running
 from helpers import each_framework, to_vector
 from test_secagg import KINDS, sent_through
 
-from fedclip.federation.senders import NamedClients, note_senders
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.averaging import averaged
-from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.exchange import Closed, Reply
-from fedclip.federation.update.messages import ClippedUpdates
-from fedclip.federation.update.shares import Shares, shares_of
-from fedclip.tools.check import check_config
+from fedclip.cli.check.configuration import check_config
+from fedclip.engines.declearn.messages import ClippedUpdates
+from fedclip.engines.declearn.senders import NamedClients, note_senders
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.averaging import averaged
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.protocol import Closed, Reply
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.weights import Shares, shares_of
 
 
 def by_the_core(weights: dict[str, Any]) -> list[Any]:

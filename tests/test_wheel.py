@@ -94,8 +94,8 @@ def test_every_extra_is_told_of() -> None:
 
 
 # -- a package is missing -----------------------------------------------------------------------
-COMMAND = "import sys\nfrom fedclip.tools.cli import main\nsys.argv[0] = 'fedclip'\nmain()"
-LOOP = "import fedclip.adapters.{}"
+COMMAND = "import sys\nfrom fedclip.cli.main import main\nsys.argv[0] = 'fedclip'\nmain()"
+LOOP = "import fedclip.loops.{}"
 CLIENT = "import fedclip\nfedclip.PrivateFederatedClient({}, {}, 'c')"
 CALIBRATE = [
     *("privacy", "calibrate", "--epsilon", "3", "--rounds", "9"),
@@ -134,7 +134,7 @@ def test_what_is_missing_is_named_in_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if code.startswith("import fedclip.adapters."):
+    if code.startswith("import fedclip.loops."):
         require({"tensorflow": "tensorflow", "jax": "jax"}.get(code.rpartition(".")[2], "torch"))
     monkeypatch.chdir(tmp_path)
     large_run(tmp_path / "run", 2, 2)
@@ -213,8 +213,8 @@ def test_without_declearn(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("fedclip-*.whl")
     round_ = (
         "import numpy as np\n"
-        "from fedclip.federation.update.exchange import Reply\n"
-        "from fedclip.federation.update.served import Served\n"
+        "from fedclip.updates.protocol import Reply\n"
+        "from fedclip.updates.store import Served\n"
         "settings = {'start_norm': 1.0, 'noise_multiplier': 1.0, 'expected_clients': 2}\n"
         "served, model = Served(settings, 'run/server'), {'w': np.zeros(2)}\n"
         "served.open()\n"
@@ -245,10 +245,10 @@ def test_without_declearn(built: Path, tmp_path: Path) -> None:
 def test_an_extra_in_a_fresh_environment(extra: str, built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("fedclip-*.whl")
     uses = {
-        "torch": "fedclip.adapters.torch",
-        "tensorflow": "fedclip.adapters.tensorflow",
-        "jax": "fedclip.adapters.jax",
-        "dp": "fedclip.dpsgd.manager",
+        "torch": "fedclip.loops.torch",
+        "tensorflow": "fedclip.loops.tensorflow",
+        "jax": "fedclip.loops.jax",
+        "dp": "fedclip.engines.declearn.private_training",
     }
     code = "; ".join(f"import {uses[e]}" for e in (uses if extra == "all" else [extra]))
     type_in(

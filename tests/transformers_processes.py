@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from fedclip import ZScoreClip
-from fedclip.adapters.torch import attach
-from fedclip.adapters.transformers import ClipCallback
+from fedclip.loops.torch import attach
+from fedclip.loops.transformers import ClipCallback
 
 
 class Model(torch.nn.Module):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fedclip.engines.declearn.bounds import MAPS
 from fedclip.errors import imported_when_used, public_names
-from fedclip.privacy.bounds import MAPS
 from fedclip.privacy.maps import Context, Map
 from fedclip.privacy.sensitivity import RELATIONS, Analysis
 
 if TYPE_CHECKING:
-    from fedclip.privacy.pipeline import analyse
+    from fedclip.engines.declearn.pipeline import analyse
 
 __all__ = ["MAPS", "RELATIONS", "Analysis", "Context", "Map", "analyse"]
 

@@ -15,8 +15,8 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
-from fedclip.adapters.flower import UpdateClipMod, UpdateClipStrategy
-from fedclip.federation.update.plain import client_of
+from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
+from fedclip.updates.tables import client_of
 
 
 def main(folder: Path, rounds: int, settings: dict[str, object], clients: int = 3) -> None:

@@ -18,7 +18,7 @@ Weights = dict[str, Any]
 
 @functools.lru_cache(maxsize=1)
 def crowd() -> Any:
-    from fedclip.tools.simulate import Simulation
+    from fedclip.engines.local.simulate import Simulation
 
     return Simulation(Path(os.environ["EQUAL_TASK"]), 3).crowd
 

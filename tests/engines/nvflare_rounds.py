@@ -18,7 +18,7 @@ from nvflare.app_common.decomposers import common_decomposers
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.fuel.utils import fobs
 
-from fedclip.adapters.nvflare import ClipUpdate, CloseRound, ReceiveBound, SendBound
+from fedclip.engines.nvflare import ClipUpdate, CloseRound, ReceiveBound, SendBound
 
 common_decomposers.register()
 

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from quickruns import write_config, write_sites
 
-from fedclip.federation.update.served import read
-from fedclip.records import SERVED
+from fedclip.cli.spent import read_spent
+from fedclip.core.records import SERVED
 from fedclip.report import read_report
-from fedclip.tools.spent import read_spent
+from fedclip.updates.store import read
 
 NOISE = {"noise_multiplier": 0.7, "expected_clients": 3, "generator": "insecure", "seed": 1}
 HERE = Path(__file__).parent
 DECLEARN = """
 import asyncio, sys
 from pathlib import Path
-from fedclip.tools.quickrun import Federation
+from fedclip.cli.quickrun import Federation
 federation = Federation(Path(sys.argv[1]))
 asyncio.run(federation.run(seed=3))
 """
-PROCESS = "import sys\nfrom pathlib import Path\nfrom fedclip.tools.simulate import run\n"
+PROCESS = "import sys\nfrom pathlib import Path\nfrom fedclip.engines.local.simulate import run\n"
 PROCESS += "run(Path(sys.argv[1]), 3, quiet=True)"
 
 
@@ -89,7 +89,7 @@ def test_bounds_model_and_epsilon_are_the_same(
     write_sites(tmp_path)
 
     def written(out: str) -> Path:
-        from fedclip.tools.runner import free_port
+        from fedclip.cli.runner import free_port
 
         server = ", ".join(f"{k} = {json.dumps(v)}" for k, v in settings.items())
         changes = {

@@ -15,9 +15,9 @@ import pytest
 from flower_loop import arrays_of, record
 from flwr.app import Context, Message, RecordDict
 
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.spent import read_spent
 from fedclip.report import read_report
-from fedclip.tools.check import check_config
-from fedclip.tools.spent import read_spent
 
 APP = Path(__file__).parents[2] / "examples" / "flower"
 

@@ -35,14 +35,14 @@ from hostile.hostile.client_app import ATTACKS, NUMBER, SECRET, Arrays, record, 
 from hostile.hostile.server_app import MODEL, plain
 from typer.testing import CliRunner
 
-from fedclip.adapters.flower import UpdateClipMod, supernode
-from fedclip.adapters.flower.supernode import Border
-from fedclip.federation.site.gate import Gate
-from fedclip.federation.site.policy import Policy
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.plain import bound_to, reply_from
-from fedclip.tools.cli import app
+from fedclip.cli.main import app
+from fedclip.engines.flower import UpdateClipMod, supernode
+from fedclip.engines.flower.supernode import Border
+from fedclip.site.gate import Gate
+from fedclip.site.policy import Policy
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.tables import bound_to, reply_from
 
 PLAIN = Policy(max_norm=0.5, allow_metrics=["num-examples"])
 IDS = itertools.count(1)

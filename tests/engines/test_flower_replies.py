@@ -18,8 +18,8 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import FedAvg
 
-from fedclip.adapters.flower import UpdateClipMod, UpdateClipStrategy
-from fedclip.adapters.flower.mod import RECORD
+from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
+from fedclip.engines.flower.mod import RECORD
 
 FIVE = range(1, 6)
 FIXED = {"start_norm": 1.0, "learning_rate": 0.0}
@@ -136,7 +136,7 @@ def test_one_node_has_one_reply_and_others_have_none() -> None:
 
 
 def _bound(strategy: UpdateClipStrategy) -> ConfigRecord:
-    from fedclip.federation.update.plain import bound_to
+    from fedclip.updates.tables import bound_to
 
     return ConfigRecord(bound_to(strategy.server.bound.sent))
 

@@ -19,11 +19,11 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, QFedAvg, Strategy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedclip.adapters.flower import UpdateClipMod, UpdateClipStrategy
-from fedclip.adapters.flower.strategy import _AVERAGES
-from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.plain import client_of
-from fedclip.federation.update.served import Served
+from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
+from fedclip.engines.flower.strategy import _AVERAGES
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.store import Served
+from fedclip.updates.tables import client_of
 
 TEN = range(1, 11)
 SIZE = 50

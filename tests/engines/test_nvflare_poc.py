@@ -26,9 +26,9 @@ from nvflare.job_config.api import FedJob
 from nvflare.job_config.defs import FilterType
 from nvflare_hostile import NUMBER, SECRET, WAYS, Hostile, Keep, PutBack
 
-from fedclip.adapters.nvflare import add_update_clipping
-from fedclip.federation.site.gate import spent
-from fedclip.federation.site.policy import Policy
+from fedclip.engines.nvflare import add_update_clipping
+from fedclip.site.gate import spent
+from fedclip.site.policy import Policy
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "nvflare"

@@ -23,9 +23,9 @@ from nvflare.app_common.np.recipes.lr.fedavg import FedAvgLrRecipe
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 from nvflare.client.config import TransferType
 
-from fedclip.adapters.nvflare import add_update_clipping
-from fedclip.federation.update.plain import client_of, server_of
-from fedclip.tools.check import check_config
+from fedclip.cli.check.configuration import check_config
+from fedclip.engines.nvflare import add_update_clipping
+from fedclip.updates.tables import client_of, server_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nvflare"
 SCRIPT = str(EXAMPLE / "client.py")
@@ -63,7 +63,7 @@ def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
     server, client = exported(job, tmp_path)
     settings = {"start_norm": 0.5, "scope": {"a": 1.0, "*": 1.0}}
     assert server["workflows"][0]["args"]["aggregator"] == {
-        "path": "fedclip.adapters.nvflare.server.CloseRound",
+        "path": "fedclip.engines.nvflare.server.CloseRound",
         "args": {"settings": settings, "folder": "/srv/spent"},
     }
     (sends,), (receives,), (clips,) = (
@@ -73,16 +73,16 @@ def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
     )
     # Only of the training: evaluation is left alone.
     assert sends["tasks"] == receives["tasks"] == clips["tasks"] == ["train"]
-    assert sends["filters"][0]["path"] == "fedclip.adapters.nvflare.server.SendBound"
-    assert receives["filters"][0]["path"] == "fedclip.adapters.nvflare.client.ReceiveBound"
+    assert sends["filters"][0]["path"] == "fedclip.engines.nvflare.server.SendBound"
+    assert receives["filters"][0]["path"] == "fedclip.engines.nvflare.client.ReceiveBound"
     assert clips["filters"] == [
-        {"path": "fedclip.adapters.nvflare.client.ClipUpdate", "args": {"settings": settings}}
+        {"path": "fedclip.engines.nvflare.client.ClipUpdate", "args": {"settings": settings}}
     ]
     # What the page has an operator write into a list of classes.
     parts = [sends["filters"][0], *receives["filters"], *clips["filters"]]
     parts.append(server["workflows"][0]["args"]["aggregator"])
     allowed = ComponentPathAuthorizer._path_matches_prefix
-    assert all(allowed(part["path"], "fedclip.adapters.nvflare") for part in parts)
+    assert all(allowed(part["path"], "fedclip.engines.nvflare") for part in parts)
     custom = tmp_path / "job" / "app" / "custom"
     assert [path.name for path in custom.rglob("*.py")] == ["client.py"]
 

@@ -18,10 +18,10 @@ from nvflare.apis.shareable import make_reply
 from nvflare.app_common.abstract.fl_model import ParamsType
 from nvflare_rounds import Federation, contexts, result, task
 
-from fedclip.adapters.nvflare import ClipUpdate, CloseRound, ReceiveBound, SendBound
-from fedclip.adapters.nvflare.client import KEY
+from fedclip.engines.nvflare import ClipUpdate, CloseRound, ReceiveBound, SendBound
+from fedclip.engines.nvflare.client import KEY
 from fedclip.errors import FedclipWarning
-from fedclip.federation.update.plain import client_of, server_of
+from fedclip.updates.tables import client_of, server_of
 
 NOISE = {"noise_multiplier": 1.0, "expected_clients": 9}
 REPEATED = {"generator": "insecure", "seed": 1}
@@ -276,7 +276,7 @@ def test_a_bound_is_sent_in_open_rounds_only(tmp_path: Path) -> None:
 
 
 def test_nothing_needs_declearn() -> None:
-    code = "import sys; sys.modules['declearn'] = None; import fedclip.adapters.nvflare"
+    code = "import sys; sys.modules['declearn'] = None; import fedclip.engines.nvflare"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 

@@ -25,10 +25,10 @@ from nvflare.fuel.utils import fobs
 from nvflare.private.privacy_manager import Scope
 from nvflare_rounds import Federation, contexts, result, task, wire
 
-from fedclip.adapters.nvflare import ClipUpdate, ReceiveBound, SitePolicy
-from fedclip.adapters.nvflare.client import KEY
-from fedclip.federation.site.gate import spent
-from fedclip.federation.site.policy import Policy
+from fedclip.engines.nvflare import ClipUpdate, ReceiveBound, SitePolicy
+from fedclip.engines.nvflare.client import KEY
+from fedclip.site.gate import spent
+from fedclip.site.policy import Policy
 
 SECRET = "PATIENT-1234"
 POLICY = "max_norm = 0.5\nallow_metrics = ['NUM_STEPS_CURRENT_ROUND', 'accuracy']\n"

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clippers. Each is imported, and registered with declearn, when it is first used.
+
+`servers` has the counterparts of shared ones, which need declearn.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from fedclip.engines.declearn.registration import PLUGINS
+
+
+def by_name() -> dict[str, type]:
+    """Return all clippers, those that users have written too."""
+    for name in _homes():
+        import_module(name)
+    return {name: cls for (_, name), cls in PLUGINS.items()}
+
+
+def _homes() -> list[str]:
+    found = [module.name for module in iter_modules(__path__, f"{__name__}.")]
+    return [name for name in found if not name.endswith(".servers")]
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class of a clipper, of a counterpart, or the base of clippers."""
+    # Tools ask modules for names of other kinds, for which nothing is to be imported.
+    if name[:1].isupper():
+        homes = [f"{__name__}.servers"] if name.endswith("Server") else _homes()
+        for home in map(import_module, homes):
+            found = vars(home).get(name)
+            if isinstance(found, type) and found.__module__ == home.__name__:
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

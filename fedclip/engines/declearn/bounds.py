@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What declearn's two clippers guarantee, and how a plug-in's guarantee is looked up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from fedclip.privacy import guarantees as kinds
+from fedclip.privacy.maps import Context, Guarantee, Map, Plugin
+from fedclip.privacy.norm_conversions import SINGLE, root_of_squares
+
+__all__ = ["MAPS", "look_up"]
+
+
+def _declearn_clip(module: Plugin, context: Context) -> Map:
+    result = Map(module.name, lipschitz=1.0, growth=1.0, finite=context.finite)
+    noun = "tensor" if module.name == "l2-clipping" else ""
+    limit = float(module.max_norm)
+    formula = kinds.formula_of(limit, 2, noun)
+    if not context.finite:
+        why = "it passes on NaN and infinity, which have no norm; for finite gradients the bound is"
+        instead = f"norm-clip with max_norm={limit!r}" + (" and scope='tensor'" if noun else "")
+        return replace(result, unbounded=f"{why} {formula}; use {instead} for all gradients")
+    if noun and context.shapes is None:
+        return replace(result, formula=formula)
+    count = sum(1 for shape in (context.shapes or {}).values() if math.prod(shape)) if noun else 1
+    # declearn measures and scales in the dtype of the gradient.
+    bound = root_of_squares([(limit, count)]) * (1.0 + 16 * SINGLE)
+    return replace(result, bound=bound, formula=formula)
+
+
+MAPS: dict[str, Guarantee] = {
+    "l2-clipping": _declearn_clip,
+    "l2-global-clipping": _declearn_clip,
+    "gaussian-noise": kinds.noise,
+}
+"""Guarantees of plug-ins without a method ``guarantee``, by registered name.
+
+fedclip's clippers have that method. An entry in this table comes before it; you may add one for a
+plug-in of your own."""
+
+
+def look_up(plugin: Plugin, context: Context) -> Map:
+    """Return what a plug-in guarantees: no bound if neither the plug-in nor the table has one."""
+    kind = MAPS.get(plugin.name)
+    if kind is not None:
+        return kind(plugin, context)
+    guarantee = getattr(plugin, "guarantee", None)
+    return guarantee(context) if callable(guarantee) else kinds.unknown(plugin, context)
