@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fedclip.engines.declearn.personal_client import (
         PersonalFederatedClient as PersonalFederatedClient,
     )
+    from fedclip.engines.declearn.pipeline import analyse as analyse
     from fedclip.engines.declearn.private_client import (
         PrivateFederatedClient as PrivateFederatedClient,
     )
@@ -78,6 +79,7 @@ _HOMES = {
         "engines.declearn.private_client": "PrivateFederatedClient",
         "engines.declearn.sample_clip": "SampleClip",
         "errors": "FedclipWarning NonFiniteError StateError",
+        "engines.declearn.pipeline": "analyse",
         "engines.declearn.personal": "PersonalModel",
         "engines.declearn.personal_client": "PersonalFederatedClient",
         "engines.declearn.round_robin": "RoundRobin",

@@ -35,10 +35,10 @@ from declearn.utils.serialize import (
 )
 from numpy.typing import NDArray
 
-from fedclip.engines.declearn.bounds import look_up
 from fedclip.errors import FedclipWarning, Unchecked, public_names
 from fedclip.privacy import Context
 from fedclip.privacy import guarantees as kinds
+from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Plugin
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What `fedclip.privacy.analyse` answers, to whom, and in which words."""
+"""What `fedclip.analyse` answers, to whom, and in which words."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from declearn.optimizer.modules import OptiModule
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedclip import NormClip, ValueClip, ZScoreClip
-from fedclip.privacy import MAPS, Context, Map, analyse
+from fedclip import NormClip, ValueClip, ZScoreClip, analyse
+from fedclip.privacy import MAPS, Context, Map
 from fedclip.privacy.norm_conversions import l2_of, stretch
 
 SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}

@@ -15,8 +15,8 @@ from declearn.optimizer.modules import OptiModule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedclip import Clipper, NormClip
-from fedclip.privacy import MAPS, Analysis, analyse
+from fedclip import Clipper, NormClip, analyse
+from fedclip.privacy import MAPS, Analysis
 from fedclip.rules.constant import Constant
 from fedclip.transforms import NormClipping, Transform
 

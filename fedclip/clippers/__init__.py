@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clippers. Each is imported, and registered with declearn, when it is first used.
 
-`servers` has the counterparts of shared ones, which need declearn.
+The server modules of clippers with federated statistics are in
+`fedclip.engines.declearn.clipper_servers`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from fedclip.engines.declearn.registration import PLUGINS
+from fedclip.core.plugins import PLUGINS
 
 
 def by_name() -> dict[str, type]:
@@ -21,16 +22,14 @@ def by_name() -> dict[str, type]:
 
 
 def _homes() -> list[str]:
-    found = [module.name for module in iter_modules(__path__, f"{__name__}.")]
-    return [name for name in found if not name.endswith(".servers")]
+    return [module.name for module in iter_modules(__path__, f"{__name__}.")]
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class of a clipper, of a counterpart, or the base of clippers."""
+    """Return the class of a clipper, or a base of clippers."""
     # Tools ask modules for names of other kinds, for which nothing is to be imported.
     if name[:1].isupper():
-        homes = [f"{__name__}.servers"] if name.endswith("Server") else _homes()
-        for home in map(import_module, homes):
+        for home in map(import_module, _homes()):
             found = vars(home).get(name)
             if isinstance(found, type) and found.__module__ == home.__name__:
                 return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import glob
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,16 +15,13 @@ from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, NumpyBackend, back
 from fedclip.clippers.core import Core
 from fedclip.clippers.families import as_tuple
 from fedclip.core.parameters import boolean, choice, non_negative, parameter, positive
+from fedclip.core.plugins import Regularizer, V
 from fedclip.core.scopes import Groups, check_exclude, resolve
-from fedclip.engines.declearn.registration import Regularizer
 from fedclip.errors import FedclipWarning
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.constant import Constant, Given
 from fedclip.transforms import Action, Gradient, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, spanned
-
-if TYPE_CHECKING:
-    from declearn.model.api import Vector
 
 
 def _check_axis(axis: object) -> int:
@@ -149,11 +146,12 @@ class AGC(Core, Regularizer):
     def build(self) -> Transform:
         return NormClipping(Constant((0.0,)))
 
-    def run(self, gradients: Vector[Any], weights: Vector[Any]) -> Vector[Any]:
+    def run(self, gradients: V, weights: V) -> V:
         """Return the clipped gradients; the very same object if nothing is clipped."""
         coefs = self._coefs(gradients)
         outputs = self.clip(coefs, self._coefs(weights))
-        return gradients if outputs is coefs else type(gradients)(dict(outputs))
+        make: Callable[[dict[str, Array]], V] = type(gradients)
+        return gradients if outputs is coefs else make(dict(outputs))
 
     def clip(
         self,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 
@@ -20,18 +20,14 @@ from fedclip.clippers.core import Core
 from fedclip.core import states
 from fedclip.core.measures import MEANS
 from fedclip.core.parameters import boolean, parameter
+from fedclip.core.plugins import OptiModule, V
 from fedclip.core.records import ALL, RoundRecord, StepRecord, read_rounds
 from fedclip.core.scopes import Groups, Scope, check_scope, resolve
 from fedclip.core.states import Statistics
-from fedclip.engines.declearn.registration import OptiModule
 from fedclip.errors import StateError, nearest, shown
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules import Rule, known
 from fedclip.transforms import NormClipping, Transform
-
-if TYPE_CHECKING:
-    from declearn.model.api import Vector
-    from declearn.optimizer.modules import AuxVar
 
 
 class Clipper(Core, OptiModule, register=False):
@@ -73,13 +69,14 @@ class Clipper(Core, OptiModule, register=False):
         super().__init_subclass__(register=register, **kwargs)
 
     # -- declearn's interface -----------------------------------------------------------------
-    def run(self, gradients: Vector[Any]) -> Vector[Any]:
+    def run(self, gradients: V) -> V:
         """Return the clipped gradients; the very same object if nothing is clipped."""
         coefs = self._coefs(gradients)
         outputs = self.clip(coefs)
-        return gradients if outputs is coefs else type(gradients)(dict(outputs))
+        make: Callable[[dict[str, Array]], V] = type(gradients)
+        return gradients if outputs is coefs else make(dict(outputs))
 
-    def collect_aux_var(self) -> AuxVar | None:
+    def collect_aux_var(self) -> object | None:
         """Return nothing; on a server, begin a round."""
         with self.lock:
             self._memory.release()
@@ -131,16 +128,16 @@ class Clipper(Core, OptiModule, register=False):
     def l2_bound(self, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
         """Return the largest L2 norm of an output for tensors of these shapes; None: no bound.
 
-        `fedclip.privacy.analyse` also says why there is none, and analyses whole optimizers.
+        `fedclip.analyse` also says why there is none, and analyses whole optimizers.
         """
-        return privacy.analyse(self, shapes).l2_bound
+        return privacy.analyse_plugins([self], shapes).l2_bound
 
     def sensitivity(self, relation: str, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
         """Return the L2 sensitivity of a sum of outputs, one for each record; None: there is none.
 
         `relation` is "add-remove" or "replace-one".
         """
-        return privacy.analyse(self, shapes).sensitivity(relation)
+        return privacy.analyse_plugins([self], shapes).sensitivity(relation)
 
     # -- the way of a gradient ----------------------------------------------------------------
     def clip(

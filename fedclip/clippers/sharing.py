@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from fedclip.clippers.families import LimitedClipper
 from fedclip.core import parameters
 from fedclip.core.parameters import boolean, integer, parameter
 from fedclip.statistics.client import SharedStatistics
 from fedclip.transforms import Transform
-
-if TYPE_CHECKING:
-    from declearn.optimizer.modules import AuxVar
 
 
 class SharedClipper(LimitedClipper, register=False):
@@ -55,7 +52,7 @@ class SharedClipper(LimitedClipper, register=False):
         settings = {key: getattr(self, key) for key in self._shared_settings()}
         self._sharing = SharedStatistics(self.name, self._transform, settings)
 
-    def collect_aux_var(self) -> AuxVar | None:
+    def collect_aux_var(self) -> object | None:
         """Return the counts, if they are shared; on a server, begin a round."""
         super().collect_aux_var()
         if not self._on_client:
@@ -71,7 +68,7 @@ class SharedClipper(LimitedClipper, register=False):
             return FedclipSharedCounts(1, counts)
         return None
 
-    def process_aux_var(self, aux_var: AuxVar) -> None:
+    def process_aux_var(self, aux_var: object) -> None:
         """Take over the state that the server has sent.
 
         Raises

@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomlkit
 from tomlkit.items import Item
 
 from fedclip.core import parameters
-
-if TYPE_CHECKING:
-    from declearn.optimizer.modules import OptiModule
-    from declearn.optimizer.regularizers import Regularizer
 
 __all__ = ["to_toml", "toml_item", "toml_line", "toml_value", "value_of"]
 
@@ -80,7 +76,7 @@ def value_of(text: str) -> object:
         return text
 
 
-def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:
+def to_toml(clipper: Any) -> str:
     """Return the line of TOML that makes the clipper; parameters at their defaults are left out.
 
     Parameters
@@ -99,10 +95,8 @@ def to_toml(clipper: OptiModule[Any] | Regularizer) -> str:
     >>> print(to_toml(ZScoreClip(warmup=10, scope=["enc.*", "head.*"])))
     modules = [["zscore-clip", {warmup = 10, scope = ["enc.*", "head.*"]}]]
     """
-    # Imported here: the other functions do not need declearn.
-    from declearn.optimizer.regularizers import Regularizer
-
-    kind = "regularizer" if isinstance(clipper, Regularizer) else "module"
+    bases = [cls.__name__ for cls in type(clipper).__mro__]
+    kind = "regularizer" if "Regularizer" in bases else "module"
     if isinstance(clipper, type) or not all(hasattr(clipper, a) for a in ("name", "get_config")):
         raise TypeError(
             f"to_toml takes a clipper, or another plug-in of declearn, got {clipper!r:.80}: make "

@@ -7,7 +7,7 @@ Each file imports its framework; of the rest of fedclip, only commands import su
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fedclip.errors import ADAPTERS, part_of
+from fedclip.errors import LOOPS, part_of
 
 if not TYPE_CHECKING:
 
@@ -16,4 +16,4 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted([*ADAPTERS, "flower", "nvflare"])
+    return sorted(LOOPS)

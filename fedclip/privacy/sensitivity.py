@@ -31,7 +31,7 @@ _PLACES = ("record", "aggregate")
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a pipeline guarantees; made by `fedclip.privacy.analyse`.
+    """What a pipeline guarantees; made by `fedclip.analyse`.
 
     Attributes
     ----------

@@ -24,13 +24,13 @@ from fedclip.cli.check.findings import (
     registered,
 )
 from fedclip.cli.check.statistics import is_shared
-from fedclip.engines.declearn.bounds import look_up
 from fedclip.engines.declearn.evaluation import unfit as unfit_for_noise
 from fedclip.engines.declearn.messages import DECLEARN_RANGE
+from fedclip.engines.declearn.pipeline import analyse
 from fedclip.engines.declearn.sample_clip import SampleClip, unfit
 from fedclip.engines.declearn.secagg import plan
-from fedclip.privacy import analyse
 from fedclip.privacy.accounting import Release, epsilon
+from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Context, Plugin
 from fedclip.privacy.norm_conversions import number
 from fedclip.updates.claims import (

@@ -145,9 +145,9 @@ class PersonalModel(AnyModel):
     model : Model
         A model of declearn.
     personal : pattern or list of patterns
-        Names of the tensors that stay, as in `fedclip.core.scopes`: ``"head"`` or ``["head.*"]``; the
-        word ``"batchnorm"`` stands for all tensors of layers that keep running statistics. None,
-        if the wrapper is for `frozen_batchnorm`, or for frozen layers of Keras or Haiku.
+        Names of the tensors that stay, as in `fedclip.core.scopes`: ``"head"`` or ``["head.*"]``;
+        the word ``"batchnorm"`` stands for all tensors of layers that keep running statistics.
+        None, if the wrapper is for `frozen_batchnorm`, or for frozen layers of Keras or Haiku.
     frozen_batchnorm : {"eval"} or None, default=None
         In networks of torch: "eval" lets frozen BatchNorm normalise by its statistics and leave
         them as they are, as in evaluation. None: they move with each step, though the layer is

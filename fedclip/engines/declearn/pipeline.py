@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
-from fedclip.core import parameters
-from fedclip.engines.declearn.bounds import look_up
 from fedclip.errors import nearest
-from fedclip.privacy.maps import Context, Map, Plugin, Shapes
+from fedclip.privacy.bounds import analyse_plugins
+from fedclip.privacy.maps import Plugin, Shapes
 from fedclip.privacy.sensitivity import Analysis
 
 __all__ = ["analyse"]
@@ -55,28 +55,9 @@ def analyse(
     >>> print(analyse(["norm-clip", "yogi"], shapes).reasons[0])
     yogi: no bound is known of it
     """
-    parameters.boolean(finite=finite)
-    known = _checked(shapes)
     plugins, lrate, w_decay = _plugins(pipeline)
-    maps: list[Map] = []
-    for plugin in plugins:
-        context = Context(known, finite or any(m.finite for m in maps[-1:]))
-        maps.append(look_up(plugin, context))
-    return Analysis(tuple(maps), lrate, w_decay)
-
-
-def _checked(shapes: object) -> Shapes | None:
-    if shapes is None:
-        return None
-    allowed = "shapes must be a dict of tuples of ints, such as {'w': (3, 2)}"
-    if not isinstance(shapes, Mapping):
-        raise TypeError(f"{allowed}, got {shapes!r}")
-    for name, shape in shapes.items():
-        if not isinstance(shape, Sequence) or isinstance(shape, str):
-            raise TypeError(f"{allowed}, got {shape!r} for {name!r}")
-        for length in shape:
-            parameters.integer(0, **{f"shapes[{name!r}]": length})
-    return {name: tuple(shape) for name, shape in shapes.items()}
+    result = analyse_plugins(plugins, shapes, finite=finite)
+    return replace(result, lrate=lrate, w_decay=w_decay)
 
 
 def _plugins(pipeline: object) -> tuple[list[Plugin], float | None, float | None]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers the plug-ins with declearn, whichever of the two packages is imported first.
 
-Clippers do without declearn: their bases here take the place of declearn's, which take them for
-their own (as virtual subclasses) as soon as declearn is there. The other plug-ins, those of
-a server and of DP-SGD, are made of declearn's own classes, and register when they are imported.
+The plug-ins of a server and of DP-SGD are made of declearn's classes, and register when they are
+imported. Clippers do without declearn (see `fedclip.core.plugins`): here their bases become
+virtual subclasses of declearn's.
 
 If declearn has been imported, ``import fedclip`` registers the plug-ins at once. Otherwise it
 waits: as soon as ``import declearn`` has run, and before anybody can use it, it registers them.
@@ -18,80 +18,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["PLUGINS", "OptiModule", "Regularizer", "enter", "register_when_possible"]
-
-PLUGINS: dict[tuple[str, str], type] = {}
-"""The classes that do without declearn's bases, by declearn's group and by name."""
-
-_entering = False
-
-
-class Plugin:
-    """A class that declearn takes for one of its own, and that it need not be there for."""
-
-    name: ClassVar[str]
-    group: ClassVar[str]
-    """The base class of declearn's that it stands for."""
-
-    def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
-        """Register the class with declearn: now, or as soon as declearn is imported."""
-        super().__init_subclass__(**kwargs)
-        if not register:
-            return
-        if not getattr(cls, "name", None):
-            raise TypeError(
-                f"{cls.__name__} must define a class attribute 'name' with a value to be "
-                "auto-registered."
-            )
-        if (cls.group, cls.name) in PLUGINS:
-            raise KeyError(f"Name {cls.name!r} has already been registered.")
-        PLUGINS[cls.group, cls.name] = cls
-        if _entering:
-            try:
-                _enter(cls)
-            except KeyError:
-                del PLUGINS[cls.group, cls.name]
-                raise
-
-    @classmethod
-    def from_config(cls, config: dict[str, object]) -> Self:
-        """Return the plug-in with the parameters of a dict."""
-        return cls(**config)
-
-    @classmethod
-    def from_specs(cls, name: str, config: dict[str, object]) -> Plugin:
-        """Return declearn's plug-in of a name, with the parameters of a dict."""
-        made: Plugin = _base_of(cls.group).from_specs(name, config)
-        return made
-
+from fedclip.core.plugins import PLUGINS, OptiModule, Plugin, Regularizer, register_with
 
 if TYPE_CHECKING:
     from importlib.abc import Loader
 
-    from declearn.optimizer.modules import OptiModule as Module
-    from declearn.optimizer.regularizers import Regularizer as Regularizer
-
-    OptiModule: TypeAlias = Module[Any]
-else:
-
-    class OptiModule(Plugin, register=False):
-        """Stands for declearn's `OptiModule`."""
-
-        group = "OptiModule"
-        aux_name = None
-        auxvar_cls = None
-
-        def process_aux_var(self, aux_var: object) -> None:
-            """Refuse a message: this module has no counterpart."""
-            if aux_var is not None:
-                raise NotImplementedError(f"{self.name} takes no message, got {aux_var!r:.80}")
-
-    class Regularizer(Plugin, register=False):
-        """Stands for declearn's `Regularizer`."""
-
-        group = "Regularizer"
+__all__ = ["enter", "register_when_possible"]
 
 
 def _base_of(group: str) -> Any:
@@ -110,8 +44,7 @@ def _enter(cls: type[Plugin]) -> None:
 
 def enter() -> None:
     """Register with declearn what waits for it, and from now on each class when it is defined."""
-    global _entering
-    _entering = True
+    register_with(_enter)
     for group, stand_in in (("OptiModule", OptiModule), ("Regularizer", Regularizer)):
         _base_of(group).register(stand_in)
     for cls in list(PLUGINS.values()):
