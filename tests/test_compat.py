@@ -15,8 +15,7 @@ from declearn.optimizer.modules import OptiModule
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedclip import UpdateClipServer
-from fedclip import translate as compat
+from fedclip import UpdateClipServer, translate
 from fedclip.cli.catalogue import build
 from fedclip.core.toml import toml_line
 from fedclip.privacy.accounting import RELATIONS, Release, epsilon
@@ -35,7 +34,7 @@ INDEX = json.loads((Path(__file__).parent / "golden" / "index.json").read_text()
 )
 def test_every_way_to_write_dims(dim: Any, inverse: bool, expected: dict[str, Any]) -> None:
     given = {"max_norm": 1, "dim": dim, "inverse_dims": inverse}
-    _, name, config = compat.translate("torchzero", "ClipNorm", given)
+    _, name, config = translate.translate("torchzero", "ClipNorm", given)
     assert name == "norm-clip"
     assert config == {"max_norm": 1, "ord": 2, **expected}
     OptiModule.from_specs(name, config)
@@ -44,9 +43,9 @@ def test_every_way_to_write_dims(dim: Any, inverse: bool, expected: dict[str, An
 @pytest.mark.parametrize("given", [{"inverse_dims": True}, {"dim": []}, {"ord": 0}])
 def test_what_the_peer_never_clips_is_a_no_op_and_said(given: dict[str, Any]) -> None:
     config = {"max_norm": 1, **given}
-    assert compat.translate("torchzero", "ClipNorm", config) == ("module", "no-op", {})
+    assert translate.translate("torchzero", "ClipNorm", config) == ("module", "no-op", {})
     assert any(
-        "nothing is clipped" in note for note in compat.notes("torchzero", "ClipNorm", config)
+        "nothing is clipped" in note for note in translate.notes("torchzero", "ClipNorm", config)
     )
 
 
@@ -54,14 +53,14 @@ def test_left_out_parameters_have_the_peers_defaults() -> None:
     # What is recorded holds every parameter in force: leaving out one that is at its default
     # changes nothing.
     for record in INDEX:
-        entry = compat.PEERS[record["peer"]][record["cls"]]
+        entry = translate.PEERS[record["peer"]][record["cls"]]
         short = {
             key: value
             for key, value in record["config"].items()
             if not (key in entry.parameters and entry.parameters[key] == value)
         }
-        full = compat.translate(record["peer"], record["cls"], record["config"])
-        found = compat.translate(record["peer"], record["cls"], short)
+        full = translate.translate(record["peer"], record["cls"], record["config"])
+        found = translate.translate(record["peer"], record["cls"], short)
         assert found == full, record["file"]
 
 
@@ -72,19 +71,19 @@ def required(parameters: dict[str, Any]) -> dict[str, Any]:
     given = {
         key: {**values, **limits, "min_val": -1}.get(key, 0.5)
         for key, default in parameters.items()
-        if default is compat.values.REQUIRED
+        if default is translate.values.REQUIRED
     }
     # Of the two that Fabric knows it takes one.
     return given | ({"max_norm": 0.5} if "clip_val" in parameters else {})
 
 
-EVERY = [(peer, cls) for peer, classes in compat.known().items() for cls in classes]
+EVERY = [(peer, cls) for peer, classes in translate.known().items() for cls in classes]
 
 
 def test_every_translation_of_defaults_makes_a_clipper() -> None:
     for peer, cls in EVERY:
-        kind, name, config = compat.translate(
-            peer, cls, required(compat.PEERS[peer][cls].parameters)
+        kind, name, config = translate.translate(
+            peer, cls, required(translate.PEERS[peer][cls].parameters)
         )
         made = build(kind, name, config)
         assert kind == "policy" or made.name == name
@@ -123,7 +122,7 @@ EMA = {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup": 20, "warmup_norm"
     ],
 )
 def test_drytorch_is_read_in_its_own_words(given: dict[str, Any], warmup: str) -> None:
-    _, name, config = compat.translate(
+    _, name, config = translate.translate(
         "drytorch", "HistClipper", {**given, "warmup_clip_strategy": warmup}
     )
     assert name == "ema-clip"
@@ -133,16 +132,16 @@ def test_drytorch_is_read_in_its_own_words(given: dict[str, Any], warmup: str) -
 def test_what_peers_have_besides_is_refused_by_name() -> None:
     reasons = {
         (peer, cls): reason
-        for peer, classes in compat.PEERS.items()
+        for peer, classes in translate.PEERS.items()
         for cls, reason in classes.items()
         if isinstance(reason, str)
     }
     assert ("drytorch", "StatsCollector") in reasons
     assert ("smartclip", "clip_context") in reasons
     for (peer, cls), reason in reasons.items():
-        assert cls not in compat.known()[peer]
+        assert cls not in translate.known()[peer]
         with pytest.raises(ValueError, match=re.escape(reason)):
-            compat.translate(peer, cls, {})
+            translate.translate(peer, cls, {})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ def test_what_peers_have_besides_is_refused_by_name() -> None:
 )
 def test_every_public_name_of_a_seed_is_known(history: str, module: str) -> None:
     public = pytest.importorskip(history).__all__
-    assert {name for name in public if name != "__version__"} <= set(compat.PEERS[module])
+    assert {name for name in public if name != "__version__"} <= set(translate.PEERS[module])
 
 
 TYPES: list[Any] = [None, True, 3, 0.5, -1, "x", "1", [1], {}, math.nan, b"x", 1j, object()]
@@ -159,12 +158,12 @@ TYPES: list[Any] = [None, True, 3, 0.5, -1, "x", "1", [1], {}, math.nan, b"x", 1
 @pytest.mark.slow
 @pytest.mark.parametrize(("peer", "cls"), EVERY)
 def test_no_value_of_a_wrong_type_is_taken_in_silence(peer: str, cls: str) -> None:
-    parameters = compat.PEERS[peer][cls].parameters
+    parameters = translate.PEERS[peer][cls].parameters
     given = required(parameters)
     for key, default in parameters.items():
         for value in TYPES:
             try:
-                build(*compat.translate(peer, cls, {**given, key: value}))
+                build(*translate.translate(peer, cls, {**given, key: value}))
             except (TypeError, ValueError):
                 continue
             assert not isinstance(value, (bytes, complex, dict)), (key, value)
@@ -179,17 +178,17 @@ def test_the_page_lists_every_class_and_its_clipper() -> None:
     rows = re.findall(r"^\| ([\w-]+) \| `([\w.]+)`[^|]* \| \[`([\w-]+)`\]", page.read_text(), re.M)
     written = {(peer, cls): name for peer, cls, name in rows}
     for peer, cls in EVERY:
-        given = required(compat.PEERS[peer][cls].parameters)
+        given = required(translate.PEERS[peer][cls].parameters)
         # What is written there in one row for several classes.
         if peer in ("keras", "lightning", "flower", "smartclip-tf") or "." in cls:
             continue
-        assert written[peer, cls] == compat.translate(peer, cls, given)[1]
+        assert written[peer, cls] == translate.translate(peer, cls, given)[1]
 
 
 def test_every_recorded_defect_has_a_note() -> None:
     for record in INDEX:
         if not record["match"]:
-            assert compat.notes(record["peer"], record["cls"], record["config"])
+            assert translate.notes(record["peer"], record["cls"], record["config"])
 
 
 @pytest.mark.parametrize(
@@ -239,7 +238,7 @@ def test_every_recorded_defect_has_a_note() -> None:
 def test_what_peers_take_besides(
     peer: str, cls: str, config: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    kind, name, translated = compat.translate(peer, cls, config)
+    kind, name, translated = translate.translate(peer, cls, config)
     assert expected.items() <= translated.items()
     assert build(kind, name, translated).name == name
 
@@ -308,7 +307,7 @@ LOCAL = {"clipping_norm": 1.0, "sensitivity": 1e-4, "epsilon": 10.0, "delta": 1e
 def test_what_a_peer_does_not_take_is_a_sentence_with_the_nearest_name(
     peer: str, cls: str, config: dict[str, Any], words: str
 ) -> None:
-    for function in (compat.translate, compat.notes):
+    for function in (translate.translate, translate.notes):
         with pytest.raises(ValueError, match=re.escape(words)):
             function(peer, cls, config)
 
@@ -317,20 +316,20 @@ def test_noise_is_as_large_as_in_flower() -> None:
     """Of theirs: z C on the sum; with votes (z^-2 - (2 stddev)^-2)^-1/2 in the place of z."""
     given: dict[str, Any] = {"noise_multiplier": 1.1, "num_sampled_clients": 20}
     fixed = "DifferentialPrivacyServerSideFixedClipping"
-    _, _, found = compat.translate("flower", fixed, {**given, "clipping_norm": 4.0})
+    _, _, found = translate.translate("flower", fixed, {**given, "clipping_norm": 4.0})
     wanted = {"start_norm": 4.0, "learning_rate": 0.0, "expected_clients": 20}
     assert wanted.items() <= found.items()
     assert UpdateClipServer(**found).budget.update_noise == 1.1
-    said = " ".join(compat.notes("flower", fixed, {**given, "clipping_norm": 4.0}))
+    said = " ".join(translate.notes("flower", fixed, {**given, "clipping_norm": 4.0}))
     assert "the noise on the sum of the updates is Flower's" in said
     adaptive = "DifferentialPrivacyServerSideAdaptiveClipping"
-    _, _, found = compat.translate("flower", adaptive, {**given, "clipped_count_stddev": 0.9})
+    _, _, found = translate.translate("flower", adaptive, {**given, "clipped_count_stddev": 0.9})
     assert UpdateClipServer(**found).budget.update_noise == pytest.approx(
         (1.1**-2 - 1.8**-2) ** -0.5
     )
-    assert "larger than Flower" not in said + " ".join(compat.notes("flower", adaptive, given))
+    assert "larger than Flower" not in said + " ".join(translate.notes("flower", adaptive, given))
     # Without a deviation of theirs, which would be 1.
-    _, _, found = compat.translate("flower", adaptive, given)
+    _, _, found = translate.translate("flower", adaptive, given)
     assert UpdateClipServer(**found).budget.update_noise == pytest.approx(1.1 * (4 / 3) ** 0.5)
 
 
@@ -341,11 +340,11 @@ def test_a_site_policy_has_the_noise_of_local_dp_and_says_what_it_costs(
     clip: float, sensitivity: float, budget: float, delta: float
 ) -> None:
     local = {"clipping_norm": clip, "sensitivity": sensitivity, "epsilon": budget, "delta": delta}
-    kind, name, config = compat.translate("flower", "LocalDpMod", local)
+    kind, name, config = translate.translate("flower", "LocalDpMod", local)
     assert (kind, name, config["max_norm"]) == ("policy", "site-policy", clip)
     deviation = sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / budget
     assert config["noise_multiplier"] * clip == pytest.approx(deviation)
-    said = " ".join(compat.notes("flower", "LocalDpMod", local))
+    said = " ".join(translate.notes("flower", "LocalDpMod", local))
     for relation in RELATIONS:
         cost = epsilon([Release(config["noise_multiplier"])], delta, relation)
         assert f"epsilon {cost:.3g} at" in said or f"{cost:.3g} for replacing" in said
@@ -354,6 +353,6 @@ def test_a_site_policy_has_the_noise_of_local_dp_and_says_what_it_costs(
 
 
 def test_local_dp_of_flowers_documentation_costs_millions() -> None:
-    said = " ".join(compat.notes("flower", "LocalDpMod", LOCAL))
+    said = " ".join(translate.notes("flower", "LocalDpMod", LOCAL))
     assert "epsilon 2.13e+08 at delta 1e-05" in said
     assert "8.52e+08 for replacing it, where the settings say 10" in said

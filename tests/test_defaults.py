@@ -15,7 +15,7 @@ from helpers import each_framework, needs, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedclip import translate as compat
+from fedclip import translate
 from fedclip.arrays import backend_named
 from fedclip.clippers import by_name
 from fedclip.rules import state_of, updated
@@ -166,7 +166,7 @@ WITH_PRESETS = [(clipper, name) for clipper, known in PRESETS.items() for name i
 
 @pytest.mark.parametrize(("clipper", "name"), WITH_PRESETS)
 def test_a_preset_is_what_translate_prints(clipper: str, name: str) -> None:
-    kind, registered, config = compat.translate(*PRESETS[clipper][name])
+    kind, registered, config = translate.translate(*PRESETS[clipper][name])
     cls: Any = by_name()[clipper]
     assert (kind, registered) == ("regularizer" if clipper == "agc" else "module", clipper)
     assert cls.preset(name).get_config() == cls(**config).get_config()

@@ -13,8 +13,7 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 from helpers import needs
 
-from fedclip import NormClip
-from fedclip import translate as compat
+from fedclip import NormClip, translate
 from fedclip.testing import FRAMEWORKS, apply, to_vector
 
 CASES = json.loads((Path(__file__).parent / "golden" / "edge_cases.json").read_text())
@@ -74,7 +73,7 @@ def arrays(name: str) -> dict[str, np.ndarray]:
 
 
 def make(operation: str) -> Any:
-    kind, name, config = compat.translate(*OPERATIONS[operation])
+    kind, name, config = translate.translate(*OPERATIONS[operation])
     base: Any = OptiModule if kind == "module" else Regularizer
     return base.from_specs(name, config)
 

@@ -13,7 +13,7 @@ import pytest
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
-from fedclip import compat
+from fedclip import translate
 from fedclip.testing import to_numpy, to_vector
 
 FOLDER = Path(__file__).parent / "golden"
@@ -41,7 +41,7 @@ def each(*, match: bool) -> Any:
 
 
 def build(record: dict[str, Any]) -> OptiModule | Regularizer:
-    kind, name, config = compat.translate(record["peer"], record["cls"], record["config"])
+    kind, name, config = translate.translate(record["peer"], record["cls"], record["config"])
     if record.get("first_clip_step") is not None and "warmup" in config:
         # The peer's gate counts observations over all groups, ours counts calls.
         config["warmup"] = record["first_clip_step"] + 1
@@ -120,7 +120,7 @@ def test_gamma_of_adagc(scope: str) -> None:
 
 @each(match=False)
 def test_defect_not_shared(record: dict[str, Any]) -> None:
-    assert compat.notes(record["peer"], record["cls"], record["config"]), "no note says so"
+    assert translate.notes(record["peer"], record["cls"], record["config"]), "no note says so"
     wanted, got = expected(record), run(record)
     assert all(np.isfinite(values).all() for values in got.values())
     # Not the recorded numbers, by far more than any tolerance (where those clip at all) ...

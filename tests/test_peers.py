@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other packages' clippers, run side by side with ours on random models and gradients.
 
-`compat.translate` says which clipper of ours gives a peer's numbers. Here the peer itself runs,
+`translate.translate` says which clipper of ours gives a peer's numbers. Here the peer itself runs,
 as its users would call it, with random parameters, and gives the same; or, where it has a
 defect, it is left out of what is drawn: docs/peers-defects.md shows it.
 """
@@ -18,7 +18,7 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 from helpers import norm, require
 
-from fedclip import translate as compat
+from fedclip import translate
 from fedclip.testing import apply, to_numpy, to_vector
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ class Draw:
 # -- running ours and theirs ------------------------------------------------------------------
 def build(peer: str, cls: str, config: Config, **ours: Any) -> Any:
     """Return the clipper that a peer's translates to; `ours` replaces parameters."""
-    kind, name, translated = compat.translate(peer, cls, config)
+    kind, name, translated = translate.translate(peer, cls, config)
     base: Any = OptiModule if kind == "module" else Regularizer
     return base.from_specs(name, {**translated, **ours})
 
@@ -439,4 +439,4 @@ def test_every_class_that_is_here_is_compared() -> None:
     compared = {(row.peer, row.cls) for row in ROWS}
     # smartclip's default percentile has a defect. Those that are not here are in tests/golden.
     for peer in RUN:
-        assert {cls for p, cls in compared if p == peer} == set(compat.known()[peer])
+        assert {cls for p, cls in compared if p == peer} == set(translate.known()[peer])

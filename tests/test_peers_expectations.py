@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What other packages test of their clippers, asked of ours in our own words: a sample.
 
-`compat.translate` gives the clipper. docs/coming-from.md has the count of all that was asked.
+`translate.translate` gives the clipper. docs/coming-from.md has the count of all that was asked.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 from helpers import require
 
-from fedclip import FedclipWarning, OwnLimit
-from fedclip import translate as compat
+from fedclip import FedclipWarning, OwnLimit, translate
 
 torch = require("torch")
 
 
 def translated(peer: str, cls: str, **config: Any) -> Any:
-    kind, name, found = compat.translate(peer, cls, config)
+    kind, name, found = translate.translate(peer, cls, config)
     base: Any = OptiModule if kind == "module" else Regularizer
     return base.from_specs(name, found)
 

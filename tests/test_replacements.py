@@ -14,7 +14,7 @@ from declearn.optimizer.regularizers import Regularizer
 from helpers import require
 
 import fedclip
-from fedclip import translate as compat
+from fedclip import translate
 from fedclip.testing import apply, to_numpy, to_vector
 from fedclip.translate.values import REQUIRED
 
@@ -171,10 +171,10 @@ def test_tables_of_classes(package: str, there: str, here: str) -> None:
     cls, option = re.match(r"`([^`]+)`(?: with `(\w+)`)?", there).groups()  # type: ignore[union-attr]
     if package in BESIDE | RECORDED | SHELLS:
         return
-    parameters = compat.PEERS[package][cls].parameters
+    parameters = translate.PEERS[package][cls].parameters
     config = {n: VALUES.get(n, 0.5) for n, d in parameters.items() if d is REQUIRED}
     config |= {option: 0.5} if option else {}
-    kind, name, translated = compat.translate(package, cls, config)
+    kind, name, translated = translate.translate(package, cls, config)
     written = dict(re.findall(r"`(\w+) = \"?([^`\"]+)\"?`", here))
     assert name == re.match(r"\[`([\w-]+)`\]", here)[1]  # type: ignore[index]
     words = {k: v for k, v in translated.items() if isinstance(v, str)}

@@ -284,7 +284,7 @@ def translate(
     ] = None,
 ) -> None:
     """Translate another package's clipper into a line of TOML."""
-    from fedclip import translate as compat
+    from fedclip import translate
     from fedclip.cli.catalogue import build
     from fedclip.cli.check.findings import text_of
     from fedclip.core.toml import toml_line, value_of
@@ -296,14 +296,14 @@ def translate(
             fail(f"{item!r} must be PARAMETER=VALUE", code=2)
         given[key.strip()] = value_of(value.strip())
     try:
-        kind, name, parameters = compat.translate(package, cls, given)
+        kind, name, parameters = translate.translate(package, cls, given)
         # Build the clipper, so that a line with invalid parameters is refused.
         build(kind, name, parameters)
     except (TypeError, ValueError, OverflowError) as exc:
         text = text_of(exc)
         fail(text if package in text else f"{cls} of {package}: {text}")
     typer.echo(toml_line(kind, name, parameters))
-    for note in compat.notes(package, cls, given):
+    for note in translate.notes(package, cls, given):
         say(f"note: {note}", err=True)
 
 

@@ -28,7 +28,7 @@ from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.core import states
 from fedclip.core.parameters import Config
 from fedclip.core.states import Fields, Statistics
-from fedclip.engines.declearn.version import other
+from fedclip.core.version import other
 from fedclip.errors import FedclipWarning, StateError, shown
 from fedclip.rules import Basis, State, state_of, updated
 from fedclip.rules.protection import Protection

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedclip.arrays import Array
 from fedclip.core.scopes import Scope
-from fedclip.engines.declearn.version import VERSION
+from fedclip.core.version import VERSION
 
 Arrays = Mapping[str, Array]
 

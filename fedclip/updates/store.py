@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedclip.core.records import SERVED, RoundRecord
-from fedclip.engines.declearn.version import VERSION
+from fedclip.core.version import VERSION
 from fedclip.errors import StateError
 from fedclip.privacy.ledger import FILE
 from fedclip.privacy.locks import locked

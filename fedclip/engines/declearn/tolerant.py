@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 
 from declearn.optimizer.modules import AuxVar
 
-from fedclip.engines.declearn.version import VERSION, other
+from fedclip.core.version import VERSION, other
 from fedclip.errors import Unchecked
 
 

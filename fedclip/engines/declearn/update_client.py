@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
+from fedclip.core.version import VERSION, Versioned
 from fedclip.engines.declearn.context import CLIENT, SHARED, ClientRound
 from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
 from fedclip.engines.declearn.update_norms import UpdateNorms
-from fedclip.engines.declearn.version import VERSION, Versioned
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
 from fedclip.updates.protocol import SentBound
 
