@@ -214,7 +214,7 @@ ADAPTERS = {
 
 
 def test_each_adapter_is_looked_at() -> None:
-    folder = Path(fedclip.__file__).parent / "adapters"
+    folder = Path(fedclip.__file__).parent / "loops"
     texts = {file.stem: file.read_text("utf-8") for file in folder.glob("*.py")}
     needing = {name for name, text in texts.items() if "with needing(" in text}
     assert {*needing, "torch"} == set(ADAPTERS)
@@ -304,12 +304,12 @@ def test_an_unknown_name_is_an_attribute_error_with_the_nearest() -> None:
     assert not hasattr(fedclip, "nothing")
 
 
-@pytest.mark.parametrize("name", ["", ".adapters.torch", ".adapters.jax", ".privacy", ".testing"])
+@pytest.mark.parametrize("name", ["", ".loops.torch", ".loops.jax", ".privacy", ".testing"])
 def test_a_module_shows_its_public_names_only(name: str) -> None:
     module = pytest.importorskip(f"fedclip{name}")
     assert dir(module) == sorted(module.__all__)
     assert all(hasattr(module, shown) for shown in dir(module))
-    assert dir(fedclip.loops)[0] == "flower"
+    assert "torch" in dir(fedclip.loops)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_module_shows_its_public_names_only(name: str) -> None:
         ("from fedclip import clip_grad_norm", ImportError, "torch import clip_grad_norm_'"),
         ("fedclip.clip_", AttributeError, "from fedclip.loops.torch import clip_"),
         ("fedclip.loops.clip_", AttributeError, "from fedclip.loops.torch import clip_"),
-        ("from fedclip.loops import torhc", ImportError, "did you mean 'import fedclip.ad"),
+        ("from fedclip.loops import torhc", ImportError, "did you mean 'import fedclip.loops"),
         ("from fedclip import NormClp", ImportError, "did you mean 'NormClip'"),
     ],
 )

@@ -23,7 +23,6 @@ from helpers import each_framework, needs
 
 from fedclip import Clipper, FedclipWarning
 from fedclip.arrays import NUMPY, backend_named
-from fedclip.engines.declearn.statistics_messages import FedclipSharedCounts
 from fedclip.engines.declearn.statistics_server import SharedServer
 from fedclip.rules.sharing import Judgement
 from fedclip.statistics.client import SharedRule
@@ -36,6 +35,7 @@ from fedclip.statistics.counts import (
     counts_of,
     quantile_of,
 )
+from fedclip.statistics.messages import FedclipSharedCounts
 
 Steps = Sequence[float | Mapping[str, float]]
 

@@ -18,7 +18,7 @@ def by_name() -> dict[str, type]:
     """Return all clippers, those that users have written too."""
     for name in _homes():
         import_module(name)
-    return {name: cls for (_, name), cls in PLUGINS.items()}
+    return {name: cls for (group, name), cls in PLUGINS.items() if group != "AuxVar"}
 
 
 def _homes() -> list[str]:

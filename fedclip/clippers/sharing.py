@@ -10,6 +10,7 @@ from fedclip.clippers.families import LimitedClipper
 from fedclip.core import parameters
 from fedclip.core.parameters import boolean, integer, parameter
 from fedclip.statistics.client import SharedStatistics
+from fedclip.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.transforms import Transform
 
 
@@ -62,8 +63,6 @@ class SharedClipper(LimitedClipper, register=False):
             with self.lock:
                 counts, statistics = self._sharing.collect(self._statistics())
                 self._install(statistics)
-            # Imported here: messages are declearn's.
-            from fedclip.engines.declearn.statistics_messages import FedclipSharedCounts
 
             return FedclipSharedCounts(1, counts)
         return None
@@ -76,8 +75,6 @@ class SharedClipper(LimitedClipper, register=False):
         ValueError
             If clipper and counterpart do not match, or the message is not valid.
         """
-        from fedclip.engines.declearn.statistics_messages import FedclipSharedState
-
         if self._sharing is not None and isinstance(aux_var, FedclipSharedState):
             with self.lock:
                 statistics = self._sharing.receive(aux_var, self._statistics())

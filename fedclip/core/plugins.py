@@ -8,7 +8,7 @@ subclasses of declearn's and registers each clipper, as soon as declearn is impo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from fedclip.errors import nearest
 
@@ -64,23 +64,30 @@ class Plugin:
         return PLUGINS[cls.group, name].from_config(config)
 
 
-class OptiModule(Plugin, register=False):
-    """Stands for declearn's `OptiModule`."""
+if TYPE_CHECKING:
+    # Type checkers see declearn's classes, which optimizers take.
+    from declearn.optimizer.modules import OptiModule as Module
+    from declearn.optimizer.regularizers import Regularizer as Regularizer
 
-    group = "OptiModule"
-    aux_name: ClassVar[str | None] = None
-    auxvar_cls: ClassVar[type | None] = None
+    OptiModule: TypeAlias = Module[Any]
+else:
 
-    def process_aux_var(self, aux_var: object) -> None:
-        """Refuse a message: this module has no server module."""
-        if aux_var is not None:
-            raise NotImplementedError(f"{self.name} takes no message, got {aux_var!r:.80}")
+    class OptiModule(Plugin, register=False):
+        """Stands for declearn's `OptiModule`."""
 
+        group = "OptiModule"
+        aux_name: ClassVar[str | None] = None
+        auxvar_cls: ClassVar[type | None] = None
 
-class Regularizer(Plugin, register=False):
-    """Stands for declearn's `Regularizer`."""
+        def process_aux_var(self, aux_var: object) -> None:
+            """Refuse a message: this module has no server module."""
+            if aux_var is not None:
+                raise NotImplementedError(f"{self.name} takes no message, got {aux_var!r:.80}")
 
-    group = "Regularizer"
+    class Regularizer(Plugin, register=False):
+        """Stands for declearn's `Regularizer`."""
+
+        group = "Regularizer"
 
 
 def register_with(register_class: Callable[[type[Plugin]], None]) -> None:

@@ -7,8 +7,11 @@ It knows no engine: `fedclip.analyse` looks up declearn's plug-ins by name. Star
 
 from __future__ import annotations
 
+from fedclip.errors import public_names
 from fedclip.privacy.bounds import MAPS, analyse_plugins
 from fedclip.privacy.maps import Context, Map
 from fedclip.privacy.sensitivity import RELATIONS, Analysis
 
 __all__ = ["MAPS", "RELATIONS", "Analysis", "Context", "Map", "analyse_plugins"]
+
+__dir__ = public_names(__name__)

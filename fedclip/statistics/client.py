@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +34,7 @@ from fedclip.rules import Basis, State, state_of, updated
 from fedclip.rules.protection import Protection
 from fedclip.rules.sharing import Learning
 from fedclip.statistics.counts import Counts, Tally
-
-if TYPE_CHECKING:
-    from fedclip.engines.declearn.statistics_messages import FedclipSharedState
+from fedclip.statistics.messages import FedclipSharedState
 
 MAX_STEPS = 10_000
 """Largest number of norms of a group that a client counts in a round, by default."""

@@ -15,11 +15,10 @@ from types import MappingProxyType
 
 from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
-from declearn.optimizer.modules import AuxVar
 
+from fedclip.core.messages import FromServer, Message
 from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.secagg import inside
-from fedclip.engines.declearn.tolerant import FromServer
 from fedclip.errors import Unchecked
 from fedclip.updates.averaging import peaks, zeros
 from fedclip.updates.limits import OTHER_TENSORS
@@ -75,7 +74,7 @@ class UpdateClipBound(FromServer):
 
 
 @dataclass
-class UpdateClipVotes(AuxVar):
+class UpdateClipVotes(Message):
     """The vote of a client about its update, or the sum over clients.
 
     A message always has four ints >= 0, because a secure sum needs all fields; or five, if clients
@@ -108,7 +107,7 @@ class UpdateClipVotes(AuxVar):
         """The votes with noise, side by side; or their secure sum."""
         return self._side or (() if self.n_noised is None else (self.n_noised,))
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields that are sent."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return {name: number for name, number in found.items() if number is not None}
@@ -129,7 +128,7 @@ class UpdateClipVotes(AuxVar):
 
     def aggregate(self, other: object) -> UpdateClipVotes:
         """Return the sum; an object of another type counts as an invalid reply."""
-        if isinstance(other, AuxVar) and hasattr(other, "parts"):
+        if isinstance(other, Message) and hasattr(other, "parts"):
             # A message that keeps others side by side, in the wrong place: it keeps this one, too.
             raise TypeError(f"votes are added to {type(other).__name__}")
         other = other if isinstance(other, UpdateClipVotes) else UpdateClipVotes(n_faults=1)

@@ -20,6 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fedclip.core.messages import Message
 from fedclip.core.plugins import PLUGINS, OptiModule, Plugin, Regularizer, register_with
 
 if TYPE_CHECKING:
@@ -28,25 +29,38 @@ if TYPE_CHECKING:
 __all__ = ["enter", "register_when_possible"]
 
 
-def _base_of(group: str) -> Any:
+def _bases() -> dict[str, Any]:
+    """Return declearn's base classes, by group."""
     from declearn.optimizer import modules, regularizers
 
-    return {"OptiModule": modules.OptiModule, "Regularizer": regularizers.Regularizer}[group]
+    return {
+        "OptiModule": modules.OptiModule,
+        "Regularizer": regularizers.Regularizer,
+        "AuxVar": modules.AuxVar,
+    }
 
 
 def _enter(cls: type[Plugin]) -> None:
-    """Register a class with declearn, if it is not."""
+    """Register a class with declearn, unless it is registered."""
     from declearn.utils import access_types_mapping, register_type
+    from declearn.utils.serialize import add_serialization_support
 
-    if access_types_mapping(cls.group).get(cls.name) is not cls:
-        register_type(cls, cls.name, cls.group)
+    if access_types_mapping(cls.group).get(cls.name) is cls:
+        return
+    register_type(cls, cls.name, cls.group)
+    if issubclass(cls, Message):
+        for fmt in ("msgpack", "json"):
+            add_serialization_support(
+                cls, fmt=fmt, encode=cls.to_dict, decode=cls.from_dict, name=f"AuxVar>{cls.name}"
+            )
 
 
 def enter() -> None:
     """Register with declearn what waits for it, and from now on each class when it is defined."""
     register_with(_enter)
-    for group, stand_in in (("OptiModule", OptiModule), ("Regularizer", Regularizer)):
-        _base_of(group).register(stand_in)
+    stand_ins = {"OptiModule": OptiModule, "Regularizer": Regularizer, "AuxVar": Message}
+    for group, base in _bases().items():
+        base.register(stand_ins[group])
     for cls in list(PLUGINS.values()):
         try:
             _enter(cls)

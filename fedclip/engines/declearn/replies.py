@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 if TYPE_CHECKING:
-    from declearn.optimizer.modules import AuxVar
-
     from fedclip.engines.declearn.generics import AnyVector
 
 UPDATES = "updates"
@@ -47,8 +45,8 @@ class Expected(NamedTuple):
         Makes the replacement for a message of another kind.
     """
 
-    kind: type[AuxVar]
-    abstention: Callable[[], AuxVar]
+    kind: type[Any]
+    abstention: Callable[[], Any]
 
 
 _EXPECTED: ContextVar[Mapping[str, Expected]] = ContextVar(
@@ -66,7 +64,7 @@ class _Round(NamedTuple):
 _ROUND: ContextVar[_Round | None] = ContextVar("fedclip_senders", default=None)
 
 
-def expect(key: str, kind: type[AuxVar], abstention: Callable[[], AuxVar]) -> None:
+def expect(key: str, kind: type[Any], abstention: Callable[[], Any]) -> None:
     """Note which message is expected under the name of an auxiliary variable."""
     _EXPECTED.set({**_EXPECTED.get(), key: Expected(kind, abstention)})
 

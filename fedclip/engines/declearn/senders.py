@@ -18,12 +18,12 @@ from declearn.messaging import TrainReply
 from declearn.optimizer.modules import AuxVar
 
 from fedclip.core import parameters
+from fedclip.core.messages import FromServer
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 from fedclip.engines.declearn.quorum import MEMBERS
 from fedclip.engines.declearn.replies import UPDATES, Expected, Sender, expected, note
-from fedclip.engines.declearn.statistics_messages import FedclipSharedCounts
-from fedclip.engines.declearn.tolerant import FromServer
+from fedclip.statistics.messages import FedclipSharedCounts
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from declearn.optimizer.modules import AuxVar, OptiModule
 
@@ -19,11 +19,11 @@ from fedclip.core.scopes import resolve
 from fedclip.engines.declearn.context import under_way
 from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.replies import expect, sender_of
-from fedclip.engines.declearn.statistics_messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.errors import StateError, Unchecked
 from fedclip.privacy import guarantees as kinds
 from fedclip.privacy.maps import Plugin
 from fedclip.statistics.client import MAX_STEPS
+from fedclip.statistics.messages import FedclipSharedCounts, FedclipSharedState
 from fedclip.statistics.server import SharedState
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
@@ -56,7 +56,7 @@ logs it.
 """
 
 
-class SharedServer(OptiModule[FedclipSharedState], register=False):
+class SharedServer(OptiModule[Any], register=False):
     """Counterpart of a shared clipper: merges the clients' counts, and sends the state back.
 
     ::
@@ -75,7 +75,7 @@ class SharedServer(OptiModule[FedclipSharedState], register=False):
     """The clipper of this counterpart, a `fedclip.clippers.sharing.SharedClipper`."""
     __signature__: ClassVar[inspect.Signature]
     guarantee = kinds.unchanged
-    auxvar_cls = FedclipSharedState
+    auxvar_cls: Any = FedclipSharedState
 
     def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Give the class its signature and its docstring."""

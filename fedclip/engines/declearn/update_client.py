@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
@@ -78,7 +78,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
 
     name: ClassVar[str] = "update-clip-client"
     aux_name: ClassVar[str] = AUX_NAME
-    auxvar_cls = UpdateClipVotes
+    auxvar_cls: Any = UpdateClipVotes
 
     def __init__(self, *, noise: Config | None = None, fedclip: str = VERSION) -> None:
         UpdateNorms.__init__(self)

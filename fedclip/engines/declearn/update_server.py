@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from declearn.optimizer.modules import OptiModule
 
@@ -20,7 +20,7 @@ from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.schedule import DUE
 
 
-class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
+class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     """A bound of updates that follows a quantile of norms; central noise.
 
     ::
@@ -108,7 +108,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[UpdateClipBound]):
     )
     guarantee = kinds.unchanged_or_noise
     aux_name: ClassVar[str] = AUX_NAME
-    auxvar_cls = UpdateClipBound
+    auxvar_cls: Any = UpdateClipBound
 
     _round: ServerRound | None = None
     _message: UpdateClipBound | None = None

@@ -1,20 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages from the server that clients with an older or newer fedclip can read."""
+"""The bases of messages, which declearn takes for its own, and of those from the server.
+
+A client with an older or newer fedclip can read each message of a server.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from declearn.optimizer.modules import AuxVar
-
+from fedclip.core.plugins import Plugin
 from fedclip.core.version import VERSION, other
 from fedclip.errors import Unchecked
 
 
+class Message(Plugin, register=False):
+    """Stands for declearn's `AuxVar`: a dataclass that engines send, and add up."""
+
+    group = "AuxVar"
+
+    def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
+        """Give the message the name of its class, under which declearn packs it."""
+        cls.name = cls.__name__
+        super().__init_subclass__(register=register, **kwargs)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields as plain values."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Make a message from what came over the wire, unchecked."""
+        raise NotImplementedError
+
+    def aggregate(self, other: Any) -> Self:
+        """Add another client's message."""
+        raise TypeError(f"{type(self).__name__} cannot be added up")
+
+    @staticmethod
+    def default_aggregate(first: Any, second: Any) -> Any:
+        """Add two values of a field, as declearn does for fields in cleartext."""
+        return first + second
+
+    def __add__(self, other: object) -> Self:
+        return self.aggregate(other)
+
+    def __radd__(self, other: object) -> Self:
+        return self if isinstance(other, int) and other == 0 else self.aggregate(other)
+
+
 @dataclass
-class FromServer(AuxVar, register=False):
+class FromServer(Message, register=False):
     """Base of the messages from the server to its clients.
 
     Decoding never raises: an exception there would end the client without a report, and leave

@@ -12,9 +12,8 @@ from types import MappingProxyType
 from typing import Self
 
 import numpy as np
-from declearn.optimizer.modules import AuxVar
 
-from fedclip.engines.declearn.tolerant import FromServer
+from fedclip.core.messages import FromServer, Message
 from fedclip.errors import Unchecked
 
 
@@ -48,7 +47,7 @@ class FedclipSharedState(FromServer):
 
 
 @dataclass
-class FedclipSharedCounts(AuxVar):
+class FedclipSharedCounts(Message):
     """The message from a client to the server, at the end of each round, or a sum of messages.
 
     Nothing here raises, whatever a client may have sent: an exception while declearn adds up the
