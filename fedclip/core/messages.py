@@ -44,10 +44,17 @@ class Message(Plugin, register=False):
         return first + second
 
     def __add__(self, other: object) -> Self:
-        return self.aggregate(other)
+        try:
+            return self.aggregate(other)
+        except TypeError:
+            return NotImplemented
 
     def __radd__(self, other: object) -> Self:
-        return self if isinstance(other, int) and other == 0 else self.aggregate(other)
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
+    def prepare_for_secagg(self) -> tuple[dict[str, object], dict[str, object] | None]:
+        """Return the fields to encrypt, and those that stay in cleartext."""
+        return self.to_dict(), None
 
 
 @dataclass
