@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
+from recordings import FOLDER, INDEX, arrays_of
 
 from fedclip import compat
 from fedclip.testing import to_numpy, to_vector
 
-FOLDER = Path(__file__).parents[1] / "golden"
-INDEX: list[dict[str, Any]] = json.loads((FOLDER / "index.json").read_text())["files"]
 # The one without gradients holds counts and bounds: see test_adaptive_bound.
 GRADIENTS = [r for r in INDEX if r["kinds"]]
 BOUNDS = [r for r in INDEX if not r["kinds"]]
@@ -50,13 +47,13 @@ def build(record: dict[str, Any]) -> OptiModule | Regularizer:
 
 
 def expected(record: dict[str, Any]) -> dict[str, np.ndarray]:
-    with np.load(FOLDER / record["file"]) as data:
-        return {
-            name: data[f"scale/{name}"] * GRADS[name].astype(record["dtype"]).astype(float)
-            if kind == "scale"
-            else data[f"out/{name}"].astype(float)
-            for name, kind in record["kinds"].items()
-        }
+    data = arrays_of(record)
+    return {
+        name: data[f"scale/{name}"] * GRADS[name].astype(record["dtype"]).astype(float)
+        if kind == "scale"
+        else data[f"out/{name}"].astype(float)
+        for name, kind in record["kinds"].items()
+    }
 
 
 def run(record: dict[str, Any], framework: str = "numpy") -> dict[str, np.ndarray]:
@@ -95,10 +92,9 @@ def test_reproduced(record: dict[str, Any]) -> None:
 def test_adaptive_bound(record: dict[str, Any]) -> None:
     clipper: Any = build(record)
     size = record["config"]["sample_size"]
-    with np.load(FOLDER / record["file"]) as data:
-        unclipped, bounds = data["unclipped"], data["bound"]
+    data = arrays_of(record)
     bound = record["config"]["initial"]
-    for count, after in zip(unclipped, bounds, strict=True):
+    for count, after in zip(data["unclipped"], data["bound"], strict=True):
         for sample in range(size):
             norm = bound * (0.5 if sample < count else 2.0)
             clipper.run(to_vector({"w": np.array([norm])}))
@@ -109,8 +105,7 @@ def test_adaptive_bound(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize("scope", ["global", "tensor"])
 def test_gamma_of_adagc(scope: str) -> None:
     (record,) = (r for r in INDEX if r["file"] == f"adagc_{scope}_w10.npz")
-    with np.load(FOLDER / record["file"]) as data:
-        gamma = data["aux/gamma"].reshape(STEPS, -1)
+    gamma = arrays_of(record)["aux/gamma"].reshape(STEPS, -1)
     clipper: Any = build(record)
     for t in range(STEPS):
         clipper.run(to_vector({n: GRADS[n][t] for n in record["kinds"]}))
@@ -170,8 +165,7 @@ def limit_falls(record: dict[str, Any], got: Any, wanted: Any) -> None:
     finite = np.array([row for row in limits if np.isfinite(row).all()])
     # The four steps whose gradients are a millionth of the others.
     assert (np.diff(finite, axis=0) < 0).any()
-    with np.load(FOLDER / record["file"]) as data:
-        theirs = [data[key] for key in data if key.startswith("aux/threshold")]
+    theirs = [v for key, v in arrays_of(record).items() if key.startswith("aux/threshold")]
     assert all((np.diff(np.nan_to_num(t), axis=0) >= 0).all() for t in theirs)
 
 

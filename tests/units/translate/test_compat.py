@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import tomllib
@@ -14,13 +13,12 @@ import pytest
 from declearn.optimizer.modules import OptiModule
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import INDEX
 
 from fedclip import UpdateClipServer, compat
 from fedclip.privacy.accounting import RELATIONS, Release, epsilon
 from fedclip.toml import toml_line
 from fedclip.tools.catalogue import build
-
-INDEX = json.loads((Path(__file__).parents[2] / "golden" / "index.json").read_text())["files"]
 
 
 @pytest.mark.parametrize(
