@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli.test_simulate import write  # noqa: F401
 from helpers import free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import Node, call, large_run
 from rich.console import Console
 
-from cli.test_simulate import write  # noqa: F401
 from fedclip.report import read_report
 from fedclip.report.advice import Advice, Proposal
 from fedclip.report.results import Result, result_of

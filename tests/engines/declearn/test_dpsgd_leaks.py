@@ -21,11 +21,11 @@ from declearn.messaging import Error, EvaluationRequest, SerializedMessage, Trai
 from declearn.optimizer import Optimizer
 from declearn.utils import access_types_mapping
 from declearn.utils.serialize import json_load, msgpack_load, msgpack_serialize
+from engines.declearn.test_dpsgd_manager import Silent, client, data, manager, request, train
 from helpers import require
 from units.dpsgd.test_dpsgd_persample import MODELS
 
 import fedclip
-from engines.declearn.test_dpsgd_manager import Silent, client, data, manager, request, train
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.records import Records

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federation_runs import ADAPTIVE, Run, running
-
 from engines.declearn.test_network import WATCHFUL, ended, signalled, until
+from federation_runs import ADAPTIVE, Run, running
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,13 @@ from declearn.messaging import Error, EvaluationReply, EvaluationRequest
 from declearn.metrics import MetricSet
 from declearn.metrics._mean import MeanState
 from declearn.utils import set_device_policy
+from engines.declearn.test_dpsgd_leaks import differing, messages
+from engines.declearn.test_dpsgd_manager import client, data, manager, request, train
 from typer.testing import CliRunner
 from units.dpsgd.test_dpsgd_persample import MODELS
 
 from benchmarks import dpsgd_evaluation as benchmark
 from benchmarks.audit import estimate
-from engines.declearn.test_dpsgd_leaks import differing, messages
-from engines.declearn.test_dpsgd_manager import client, data, manager, request, train
 from fedclip.dpsgd import evaluation as evaluations
 from fedclip.dpsgd.calibrate import calibrate, evaluation_noise
 from fedclip.dpsgd.evaluation import Accuracy, Evaluation

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engines.declearn.test_network import until
 from federation_runs import ADAPTIVE, N, complete, running
 
-from engines.declearn.test_network import until
 from fedclip.errors import StateError
 from fedclip.federation.restart import load_round
 from fedclip.federation.update.secagg import plan

@@ -22,6 +22,7 @@ from engines.declearn.test_dpsgd_manager import request
 from helpers import require
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from units.dpsgd.test_dpsgd_persample import MODELS, Model, numbers, rng
 
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.manager import PrivateTrainingManager
@@ -29,7 +30,6 @@ from fedclip.dpsgd.noise import IndependentNoise
 from fedclip.dpsgd.persample import clipped_sum
 from fedclip.dpsgd.sample_clip import SampleClip
 from fedclip.privacy.noise import insecure_normals
-from units.dpsgd.test_dpsgd_persample import MODELS, Model, numbers, rng
 
 
 def without_noise(name: str, mode: str, positions: Any) -> tuple[Any, float]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import require
-
 from units.dpsgd.test_dpsgd_models import Calls
 
 pytestmark = pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from declearn.dataset import InMemoryDataset
 from engines.declearn.test_dpsgd_manager import Silent, data, manager, request
 from report_runs import call
+from units.dpsgd.test_dpsgd_persample import MODELS
 
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample import clipped_sum
@@ -22,7 +23,6 @@ from fedclip.dpsgd.sample_clip import SampleClip
 from fedclip.privacy.ledger import Ledger, fingerprint
 from fedclip.tools.check import check_config
 from fedclip.tools.persons import asked_for, units
-from units.dpsgd.test_dpsgd_persample import MODELS
 
 pytestmark = pytest.mark.slow
 
