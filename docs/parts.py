@@ -2,7 +2,7 @@
 
 A room is a file or folder directly under ``fedclip/``. An arrow leads from a room to each other
 room that it imports, wherever the import stands. The floor of a room is one above the highest
-that it imports. ``tests/project/test_structure.py`` checks the drawing, and that the table in
+that it imports. ``tests/test_structure.py`` checks the drawing, and that the table in
 ``docs/how-it-is-built.md`` is current.
 """
 
