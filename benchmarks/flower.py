@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "engines"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from flower_loop import Loop, arrays_of, record
 from flwr.clientapp.mod import adaptiveclipping_mod
 from flwr.serverapp.strategy import (
