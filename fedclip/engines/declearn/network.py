@@ -30,7 +30,7 @@ from declearn.utils._register import REGISTRIES
 
 from fedclip.core import parameters
 from fedclip.engines.declearn.aggregator import ClippedAveraging
-from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.evaluation import EVALUATIONS, Evaluations, counted, nothing
 from fedclip.engines.declearn.quorum import MEMBERS, WHO, Members, plain, told, unfit
 from fedclip.engines.declearn.senders import note_senders
@@ -255,7 +255,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self.members = Members(self.handler.client_names, self.min_replies)
         MEMBERS.set(self.members)
         # A run that has failed, in this task, has left its round open.
-        SERVER.set(None)
+        change(server=None)
         if (self.min_replies or 0) > len(self.members.names):
             few = (
                 f"{len(self.members.names)} clients have registered: lower it, or raise min_clients"

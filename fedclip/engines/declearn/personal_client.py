@@ -36,7 +36,7 @@ from fedclip.core.parameters import Config
 from fedclip.core.scopes import check_exclude, resolve
 from fedclip.engines.declearn import personal as models
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
-from fedclip.engines.declearn.context import SHARED
+from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.evaluation import clipped
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.personal import PersonalModel, chosen, listed, merged, part
@@ -297,11 +297,11 @@ class PersonalFederatedClient(FederatedClient):
         if why:
             return self._refused(why)
         self._before = None if self._kept is None else _own(self._kept)
-        token = SHARED.set((model if self._kept is None else self._kept, self._encrypter))
+        change(sharing=(model if self._kept is None else self._kept, self._encrypter))
         try:
             reply = run(message)
         finally:
-            SHARED.reset(token)
+            change(sharing=None)
         if isinstance(reply, EvaluationReply) and self._encrypter is not None:
             shown = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
             beyond, why = clipped(shown, limit := self._encrypter.quantizer.val_range)

@@ -9,8 +9,9 @@ from declearn.client_sampler import ClientSampler
 from declearn.messaging import TrainReply
 
 from fedclip.core import parameters
+from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.generics import AnyModel
-from fedclip.updates.schedule import DUE, Schedule
+from fedclip.updates.schedule import Schedule
 
 
 class RoundRobin(ClientSampler):
@@ -78,7 +79,7 @@ class RoundRobin(ClientSampler):
         if self._schedule is None:
             raise RuntimeError("round-robin has no clients: call init_clients() first")
         self._due = frozenset(self._schedule.due(self._round))
-        DUE.set(self._schedule.at(self._round))
+        change(participation=self._schedule.at(self._round))
         self._round += 1
         if found := self._due & eligible_clients:
             return set(found)

@@ -24,7 +24,7 @@ from report_runs import call
 from benchmarks.audit import estimate
 from fedclip import UpdateClipServer
 from fedclip.cli.check.configuration import check_config
-from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.context import ROUND, change
 from fedclip.engines.declearn.evaluation import EVALUATIONS, Evaluations
 from fedclip.engines.declearn.messages import UpdateClipVotes
 from fedclip.engines.declearn.private_evaluation import Accuracy
@@ -49,7 +49,7 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _no_round_is_left_open() -> Iterator[None]:
     yield
-    SERVER.set(None)
+    change(server=None)
     EVALUATIONS.set(None)
 
 
@@ -59,7 +59,7 @@ def module(**settings: Any) -> UpdateClipServer:
 
 def listening(server: UpdateClipServer, clients: int = CLIENTS, secure: bool = False) -> Any:
     """Return a network that has begun a run, and the module's answer to its first round."""
-    SERVER.set(None)
+    change(server=None)
     network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
     network._evaluated = Evaluations(MetricSet([Accuracy()]), clients, secure)
     EVALUATIONS.set(network._evaluated)
@@ -238,7 +238,7 @@ def test_a_run_after_one_that_failed_begins_without_its_round(
     first, second = module(), module()
     listening(first)
     network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
-    assert SERVER.get() is not None
+    assert ROUND.get().server is not None
 
     async def begin() -> str:
         await network.wait_for_clients()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import fedclip
 from benchmarks import turns_audit as attack
-from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.quorum import MEMBERS, Members
 from fedclip.engines.declearn.serving import turns
 from fedclip.privacy import ledger
@@ -252,7 +252,7 @@ def lived(config: dict[str, Any], life: list[str]) -> None:
             names += "f" if event == "newcomer" and len(names) < 6 else ""
             draws = sampler(names, 2)
             if event in ("restart", "forget"):
-                SERVER.set(None)
+                change(server=None)
                 server = Server([("update-clip-server", config)], CLIPPED)
                 if event == "restart" and saved:
                     server.optim.set_state(saved)
