@@ -62,8 +62,8 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "fixed 0.1, every round": Mechanism(_server(0.1, "every round")),
     "fixed 1, every round": Mechanism(_server(1.0, "every round")),
     **{f"fixed 0.3, {how}": Mechanism(_server(0.3, how)) for how in HOW},
-    **{f"adaptive, {how}": Mechanism(_server("search", how), default=True) for how in HOW},
-    SLOW: Mechanism(_server("search", "every round")),
+    **{f"adaptive, {how}": Mechanism(_server(None, how), default=True) for how in HOW},
+    SLOW: Mechanism(_server(None, "every round")),
 }
 
 

@@ -39,7 +39,7 @@ from fedclip.site.replies import Replies
 from fedclip.updates.averaging import zeros
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import alike, signature
-from fedclip.updates.protocol import COUNTS, VOTES, Arrays, is_one_of
+from fedclip.updates.protocol import BINS, COUNTS, VOTES, Arrays, is_one_of
 from fedclip.updates.running import refuse_statistics
 
 AnyArray: TypeAlias = NDArray[Any]
@@ -239,6 +239,9 @@ class Gate:
                 result |= {name: int(bool(bit)) for name, bit in zip(names, bits, strict=True)}
             else:
                 _LOGGER.warning("not sent: %s, which is no vote", " and ".join(names))
+        place = found.get("bin")
+        if result["votes"] and type(place) is int and 0 <= place < BINS:
+            result["bin"] = place
         return result
 
     def _charge(self) -> None:

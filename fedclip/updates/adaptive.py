@@ -26,18 +26,26 @@ from fedclip.errors import StateError
 from fedclip.privacy.accounting import Accountant, check_evaluation
 from fedclip.privacy.correlated import coefficients
 from fedclip.updates.averaging import zeros
-from fedclip.updates.bound import FIRST, BoundRule, Search, share_within
+from fedclip.updates.bound import FIRST, FIRST_VARIANCE, BoundRule, projected
 from fedclip.updates.client_noise import SiteNoise, share_of_clients
 from fedclip.updates.noise import MANY_ROUNDS, Budget, draws_of
-from fedclip.updates.pace import spread
 from fedclip.updates.protocol import Arrays, SentBound
 from fedclip.updates.schedule import Due
 
 
-def _start(start_norm: float | str) -> float | str:
-    if isinstance(start_norm, str):
-        return parameters.choice(("search",), start_norm=start_norm)
-    return limit(start_norm=start_norm)
+def _start(start_norm: object) -> float | None:
+    if start_norm == "search":
+        raise ValueError("start_norm='search' is what happens without it: remove start_norm")
+    return parameters.optional(limit, start_norm=start_norm)
+
+
+def _fixed(learning_rate: object) -> float | None:
+    if learning_rate not in (None, 0):
+        raise ValueError(
+            f"learning_rate={learning_rate!r} has no meaning any more, as the votes say how far to "
+            "move the bound: remove learning_rate, or set it to 0 to fix the bound"
+        )
+    return None if learning_rate is None else 0.0
 
 
 def _names(unnoised: str | Sequence[str]) -> list[str]:
@@ -49,7 +57,7 @@ def _path(ledger: str | PathLike[str]) -> str:
     return parameters.name(ledger=fspath(ledger) if isinstance(ledger, PathLike) else ledger)
 
 
-_START, _UNNOISED = 'float or "search"', "list of names or None"
+_UNNOISED = "list of names or None"
 
 
 class AdaptiveBound(Documented):
@@ -66,18 +74,14 @@ class AdaptiveBound(Documented):
     logger: ClassVar[logging.Logger] = logging.getLogger("fedclip.server")
     takes_turns: ClassVar[str] = "let a Schedule with per_round={} say who is due"
 
-    start_norm: float | str = parameter(_start, default="search", kw_only=False, kind=_START)
-    """Bound of the first round, > 0. With "search" that is 0.1, and the bound moves by a factor
-    of 4 a round as long as nearly all or nearly none of the updates are within it. From 100 times
-    too low or too high, it is within a factor of 2 after 10 rounds in 95 % of searches, where the
-    noise on the votes is at most a tenth of the clients."""
+    start_norm: float | None = parameter(_start, default=None, kw_only=False, kind="float or None")
+    """Bound of the first round, > 0. None: the bound starts at 0.1 and moves by up to a factor of 8
+    a round; it is within a factor of 1.5 of the quantile after 4 rounds from 300 times too low or
+    too high. With noise, the first round then only counts votes, and costs no more than these."""
     quantile: float = parameter(unit_interval, default=0.5)
-    """Share of the updates that the bound should leave alone, in (0, 1)."""
-    learning_rate: float = parameter(non_negative, default=0.2)
-    """How fast the bound moves, as long as votes turn: by a factor of at most
-    ``exp(± learning_rate)`` a round. If they stay on one side, it moves faster, up to about a
-    factor of 2 a round: a tenth of the median is left behind within 8 rounds. 0 fixes the bound;
-    then clients do not vote."""
+    """Share of the updates that the bound should not clip, in (0, 1)."""
+    learning_rate: float | None = parameter(_fixed, default=None, kind="0 or None")
+    """0 fixes the bound at `start_norm`; then clients do not vote. None: it follows the votes."""
     min_norm: float = parameter(limit, default=1e-6)
     """The bound never falls below this, > 0."""
     max_norm: float = parameter(limit, default=1e4)
@@ -87,9 +91,10 @@ class AdaptiveBound(Documented):
     """Standard deviation of the noise, as a multiple of the sensitivity, with which a round is
     accounted; 0 for no noise."""
     bits_noise: float | None = parameter(non_negative, default=None)
-    """Standard deviation of the noise on the sum of the votes, > ``noise_multiplier / 2``. None:
-    ``max(expected_clients / 20, noise_multiplier)``, which suits 3 clients as well as 1,000; with
-    `evaluation_share`, the multiplier is that of a round without its evaluation."""
+    """Noise on the votes, > ``noise_multiplier / 2``: the count of each bin gets a standard
+    deviation of twice that, or ``sqrt(2)`` times for replace-one. None:
+    ``max(expected_clients / 20, noise_multiplier)``; with `evaluation_share`, the multiplier is
+    that of a round without its evaluation."""
     expected_clients: int | None = parameter(integer, 1, default=None)
     """Number of clients in a round, by which averages are divided, however many reply. Noise
     needs it, because the true number must not be used."""
@@ -141,32 +146,27 @@ class AdaptiveBound(Documented):
 
     def __post_init__(self) -> None:
         """Check what must go together, and begin without a round."""
-        searching = isinstance(self.start_norm, str)
-        first = FIRST if isinstance(self.start_norm, str) else self.start_norm
+        first = FIRST if self.start_norm is None else self.start_norm
         least, most = self.min_norm, self.max_norm
-        if least > most or not (searching or least <= first <= most):
+        if least > most or not (self.start_norm is None or least <= first <= most):
             got = f"{self.start_norm!r} and {[least, most]}"
             raise ValueError(f"start_norm must be within [min_norm, max_norm], got {got}")
-        if searching and self.learning_rate == 0:
-            raise ValueError(
-                "learning_rate=0 fixes the bound, and clients do not vote: give start_norm a "
-                "number, because a search needs their votes"
-            )
+        self.follows = self.learning_rate is None
+        if self.start_norm is None and not self.follows:
+            raise ValueError("learning_rate=0 fixes the bound: give start_norm a number")
         if self.seed is not None and self.generator == "secure":
             raise ValueError(
                 f"a seed goes with generator='insecure' only, got seed={self.seed!r}: noise that "
                 "can be repeated can be subtracted"
             )
-        self.rule = BoundRule(self.quantile, self.learning_rate, least, most)
-        self.bound = self.rule.within(first)
-        self.search = Search() if searching else None
-        self.evidence = 0.0
+        self.rule = BoundRule(self.quantile, least, most)
+        self.bound, self.variance = self.rule.within(first), FIRST_VARIANCE
         self.round = 0
         self.budget = self._budget()
         self.site = self._site()
         # The message of the round that is open.
         self.sent: SentBound | None = None
-        # Whether a search has found the bound too high for the noise of this round.
+        # Whether the average of this round is not released.
         self.withheld = False
         # Why training has to end; the next message tells the clients.
         self.stop = ""
@@ -209,7 +209,8 @@ class AdaptiveBound(Documented):
             self.expected_clients,
             Accountant(self.delta, self.relation),
             draws_of(self.generator, self.seed),
-            bits_noise=0.0 if self.learning_rate == 0 else self.bits_noise,
+            bits_noise=self.bits_noise if self.follows else 0.0,
+            votes_first=self.start_norm is None,
             max_epsilon=self.max_epsilon,
             separation=self.separation,
             coefficients=self._coefficients(),
@@ -238,7 +239,7 @@ class AdaptiveBound(Documented):
         for name, only in {**alone, "evaluation_share": 0.0}.items():
             if (value := getattr(self, name)) != only:
                 raise ValueError(f"noise_at='clients' goes with {name}={only!r}, got {value!r}")
-        if self.learning_rate == 0 and self.bound != self.max_norm:
+        if not self.follows and self.bound != self.max_norm:
             raise ValueError("noise_at='clients' with a fixed bound needs max_norm = start_norm")
         return SiteNoise(
             noise_multiplier=self.noise_multiplier,
@@ -268,6 +269,7 @@ class AdaptiveBound(Documented):
             why = self.takes_turns.format(self.expected_clients)
             why = f"separation={self.separation} is for clients that take turns: {why}"
             self.halt(due.refusal(self.separation, self.expected_clients) if due else why)
+        only_votes = self.budget is not None and self.budget.votes_first
         if self.budget is not None and not self.stop:
             self.halt(self.budget.reserve(self.round + 1, due))
         if self.stop:
@@ -275,8 +277,9 @@ class AdaptiveBound(Documented):
         self.withheld = False
         self.sent = SentBound(
             self.bound,
-            adaptive=self.learning_rate > 0,
+            adaptive=self.follows,
             private=self.budget is not None,
+            only_votes=only_votes,
             round=self.round + 1,
             stop=self.stop,
             schedule=self.budget.schedule if self.budget else "",
@@ -284,23 +287,24 @@ class AdaptiveBound(Documented):
         return self.sent
 
     def count(
-        self, votes: int, within: int, clients: int, noised: Sequence[int] = ()
+        self, counts: Float64, clients: int, noised: Sequence[Sequence[int]] = ()
     ) -> dict[str, Any]:
         """Count a round and its votes, and set the next bound; return the record of the round.
 
-        Votes with the noise of the clients are `noised`.
+        `counts` has a number for each bin; votes with the noise of the clients are `noised`.
         """
         assert self.sent is not None
         self.round += 1
         if self.budget is not None:
             self.budget.unevaluated = True
-        share = self._share(votes, within, clients, noised)
-        if share is not None:
-            self.bound, self.search, too_high, self.evidence = self.rule.after(
-                self.sent.bound, share, self.search, self.evidence, self._spread(votes)
+        share = None
+        votes = clients
+        if self.follows:
+            counts, votes, divisor, noise = self._counted(counts, clients, noised)
+            self.bound, self.variance, share = self.rule.after(
+                self.sent.bound, self.variance, counts, divisor, noise
             )
-            # The noise would have the size of that bound.
-            self.withheld = too_high and self.budget is not None
+        self.withheld = self.sent.only_votes
         if self.site is not None and (why := self.site.void(clients, counted=False)):
             self.withheld = True
             self.halt(why)
@@ -319,7 +323,7 @@ class AdaptiveBound(Documented):
         sent, self.sent = self.sent, None
         assert sent is not None
         if self.withheld:
-            if self.budget is not None:
+            if self.budget is not None and not sent.only_votes:
                 self.budget.skip(average, self.round)
             return zeros(average)
         if self.budget is None or self.site is not None:
@@ -374,36 +378,26 @@ class AdaptiveBound(Documented):
             f"noise: remove it, or allow it in {self.name} with unnoised = [{name!r}]"
         )
 
-    def _share(self, votes: int, within: int, clients: int, noised: Sequence[int]) -> float | None:
-        """Return the share of updates within the bound; None if it is not known."""
-        if self.learning_rate == 0:
-            return None
-        if self.site is not None:
-            centred = self.site.centred(noised, clients)
-            return share_within(0, 0, self.expected_clients, centred)
-        if self.budget is not None:
-            noise = self.budget.noise_on_votes(self.round)
-            return share_within(votes, within, self.expected_clients, noise)
-        if not 0 <= within <= votes <= clients:
-            text = f"{within} of {votes} votes from {clients} clients can not be right"
-            self.warn(f"{text}, and are not counted")
-            return None
-        return share_within(votes, within, None, 0.0)
-
-    def _spread(self, votes: int) -> float:
-        """Return the standard deviation of the share at its quantile; public, if there is noise."""
+    def _counted(
+        self, counts: Float64, clients: int, noised: Sequence[Sequence[int]]
+    ) -> tuple[Float64, int, int | None, float]:
+        """Return counts with their noise, how many voted, the divisor, and the noise."""
         if self.budget is None:
-            return spread(self.quantile, votes, 0.0)
-        return spread(self.quantile, self.budget.clients, self.budget.bits_noise)
+            possible = projected(counts, max(clients, 0))
+            return possible, round(float(possible.sum())), None, 0.0
+        # Who has voted does not get known.
+        expected, noise = self.budget.clients, self.budget.noise_of_bins
+        if self.site is not None:
+            return self.site.counts(noised, clients), clients, expected, noise
+        noisy = self.budget.noised_counts(projected(counts, expected), self.round)
+        return noisy, clients, expected, noise
 
     def _report(self, record: Mapping[str, object], silent: int, clients: int) -> None:
         share, parts = record["share"], [f"round {self.round}, bound {record['bound']:.4g}"]
         if share is not None:
             parts.append(f"{share:.0%} of the updates within it, next bound {self.bound:.4g}")
         if self.withheld:
-            parts.append("it is too high for its noise: the average is not released")
-        elif self.search is not None:
-            parts.append("the search goes on")
+            parts.append("it has only counted votes: the average is not released")
         if self.budget is not None:
             parts.append(f"epsilon {self.epsilon:.4g} at delta {self.delta:g}")
         elif share is not None and silent:
@@ -413,11 +407,10 @@ class AdaptiveBound(Documented):
     # -- state ----------------------------------------------------------------------------------
     def get_state(self) -> dict[str, object]:
         """Return the bound, the number of rounds, and what was spent of the budget."""
-        search = None if self.search is None else list(self.search)
-        state = {"bound": self.bound, "round": self.round, "spent": [], "search": search}
+        state = {"bound": self.bound, "round": self.round, "spent": []}
         if self.budget is not None:
             state |= {"ledger": self.budget.identity(), "spent": self.budget.accountant.get_state()}
-        return state | {"evidence": self.evidence}
+        return state | {"variance": self.variance}
 
     def set_state(self, state: Mapping[str, object]) -> None:
         """Take over a state that `get_state` returned; what was spent here stays spent.
@@ -432,18 +425,18 @@ class AdaptiveBound(Documented):
         try:
             bound = parameters.positive(bound=state["bound"])
             round_ = parameters.integer(0, round=state["round"])
-            evidence = parameters.number("a finite number", evidence=state.get("evidence", 0.0))
+            # A state of an earlier version has none.
+            variance = parameters.positive(variance=state.get("variance", FIRST_VARIANCE))
         except (TypeError, ValueError) as exc:
             raise StateError(str(exc)) from exc
-        search = Search.of(state.get("search"))
         spent = Accountant.check_state(state["spent"])
         if spent and self.budget is None:
             raise StateError(
                 f"the state has spent a privacy budget, and this {self.name} adds no noise: its "
                 "averages would void the guarantee; set the noise_multiplier of that state"
             )
-        self.search, self.evidence = search, evidence
-        self.bound, self.round = self.rule.within(bound), round_
+        self.bound, self.round, self.variance = self.rule.within(bound), round_, variance
         if self.budget is not None:
+            self.budget.votes_first = self.start_norm is None and round_ == 0
             self.budget.resume(spent, state)
         self.stop = ""

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The bound of the next round, from the share of the updates that were within this one's.
+r"""The bound of the next round, from how far the clients' norms are from this one's.
 
-::
+Each client votes for the bin of its update in octaves, ``log2(norm / bound)``. One count for each
+bin is what the server needs::
 
-    b     = sum(within - votes / 2) / m + 1/2          share of the updates within C
-    C    <- C * exp(-learning_rate * (b - quantile))   Andrew et al., 2021, arXiv:1905.03871
-            and faster, up to a factor of 2, while the votes stay on one side: `pace.py`
+    p   = nearest shares >= 0 to counts / m that add up to 1
+    y   = where p reaches the quantile, interpolated within its bin
+    R   = (quantile (1 - quantile) / m + bins (noise / m)^2 / 4) / density(y)^2
+    P  += 0.15^2                       how far the norms may have moved since the last round
+    if y^2 > 9 (P + R):  P = y^2 - R   a jump: trust this round more than those before
+    K   = P / (P + R)
+    log2(bound) += K y,                by at most 3 octaves
+    P  *= 1 - K
 
-With noise on the votes, the centred sum is clamped to ``± m / 2`` before the noise is added: one
-client moves it by at most 1/2, however many reply.
+That is a Kalman filter on the logarithm of the bound, with variance P (Kalman, 1960). The quantile
+is that of Andrew et al., 2021, arXiv:1905.03871, whose clients send the sign of y only.
 
-A search finds the bound with the same votes if nothing is known about the norms::
-
-    u     = (b - quantile) / (half of the way to 0 or to 1), within [-1, 1]
-    C    <- C * exp(-u * step)
-    step <- log 4      while u is -1, or is 1, round after round: nearly none, or nearly all
-            step / 2   otherwise, until it is below log(4) / 16: found
+Privacy: a vote adds 1 to one count at most. Before the noise, `projected` moves counts that no m
+clients can have sent to the nearest ones that they can have, which brings no two sums further
+apart. Whatever follows the noise costs nothing.
 """
 
 from __future__ import annotations
@@ -24,73 +27,56 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fedclip.errors import StateError
-from fedclip.updates.pace import paced, pull_of
+import numpy as np
+
+from fedclip.core.measures import Float64
+from fedclip.updates.protocol import BINS, EDGES, WITHIN
 
 FIRST = 0.1
-"""First bound of a search."""
+"""First bound, if `start_norm` is not given."""
 
-_STEP = math.log(4.0)
-_FOUND = _STEP / 16
+FIRST_VARIANCE = 9.0
+"""Variance of log2 of the bound before the first vote."""
+
+_DRIFT = 0.15**2
+_JUMP = 9.0
+# A density beyond these comes from too few votes, or from updates that are all alike.
+_DENSITIES = 0.4, 2.0
 
 
-def share_within(votes: int, within: int, clients: int | None, noise: float) -> float | None:
-    """Return the share of updates within the bound, in [0, 1]; None if nobody has voted.
+def projected(counts: Float64, total: float, *, exactly: bool = False) -> Float64:
+    """Return the nearest counts >= 0 that add up to at most `total`, or `exactly` to it.
 
-    Of the `votes`, so many were `within` the bound. Their sum, with `noise`, is divided by the
-    expected number of `clients`; if that is None, by the number of votes.
+    Examples
+    --------
+    >>> projected(np.array([3.0, -1.0, 1.0]), 2.0)
+    array([2., 0., 0.])
+    >>> projected(np.array([0.5, 0.0, 1.0]), 2.0)
+    array([0.5, 0. , 1. ])
     """
-    if clients is None:
-        return within / votes if votes else None
-    centred = min(max(within - votes / 2, -clients / 2), clients / 2)
-    return min(max((centred + noise) / clients + 0.5, 0.0), 1.0)
+    positive: Float64 = np.maximum(counts, 0.0)
+    if not exactly and positive.sum() <= total:
+        return positive
+    # All lose the same, or are 0 (Held, Wolfe & Crowder, 1974).
+    falling = np.sort(counts)[::-1]
+    excess = (np.cumsum(falling) - total) / np.arange(1, counts.size + 1)
+    return np.asarray(np.maximum(counts - excess[falling > excess][-1], 0.0))
 
 
-class Search(NamedTuple):
-    """State of a search.
-
-    Attributes
-    ----------
-    direction
-        Direction of the last full step: 1 up, -1 down; 0 before the first one.
-    turned
-        Whether both nearly all and nearly none have been within the bound.
-    """
-
-    step: float = _STEP
-    direction: int = 0
-    turned: bool = False
-
-    @classmethod
-    def of(cls, state: object) -> Search | None:
-        """Return the search of a state; None if there is none."""
-        match state:
-            case None:
-                return None
-            case [float() as step, int() as direction, bool() as turned] if (
-                0 < step <= _STEP and direction in (-1, 0, 1)
-            ):
-                return cls(step, direction, turned)
-        raise StateError(f"'search' must be None or [step, direction, turned], got {state!r:.100}")
-
-
-class Moved(NamedTuple):
+class NextBound(NamedTuple):
     """The bound after a round.
 
     Attributes
     ----------
-    search
-        State of the search, if it is not over.
-    too_high
-        Whether, during a search, nearly all updates were within the bound.
-    evidence
-        How clearly the votes have been on one side, above 0 if too many were within the bound.
+    variance
+        That of its logarithm, in octaves squared.
+    share
+        Share of the updates within the bound of the round; None if nobody has voted.
     """
 
     bound: float
-    search: Search | None
-    too_high: bool = False
-    evidence: float = 0.0
+    variance: float
+    share: float | None
 
 
 @dataclass(frozen=True)
@@ -101,7 +87,6 @@ class BoundRule:
     """
 
     quantile: float
-    learning_rate: float
     lowest: float
     highest: float
 
@@ -112,27 +97,59 @@ class BoundRule:
     def after(
         self,
         bound: float,
-        share: float,
-        search: Search | None = None,
-        evidence: float = 0.0,
-        spread: float = 0.0,
-    ) -> Moved:
+        variance: float,
+        counts: Float64,
+        clients: int | None = None,
+        noise: float = 0.0,
+    ) -> NextBound:
         """Return the bound after a round.
 
-        `spread` is the standard deviation of a share that is as it should be.
+        Parameters
+        ----------
+        counts
+            Of each bin, with noise of standard deviation `noise`.
+        clients
+            By how many to divide, if there is noise; None: by the number of votes.
         """
-        if search is None:
-            rule = {"quantile": self.quantile, "learning_rate": self.learning_rate}
-            step, evidence = paced(share, evidence, **rule, spread=spread)
-            return Moved(self.within(bound * math.exp(step)), None, evidence=evidence)
-        pull = pull_of(share, self.quantile)
-        step, direction, turned = search
-        if abs(pull) == 1.0:
-            turned = turned or direction == pull
-            direction = -int(pull)
-        step = step / 2 if turned or abs(pull) < 1.0 else _STEP
-        moved = self.within(bound * math.exp(-pull * step))
-        # A search also ends at one of the limits of the bound.
-        over = step <= _FOUND or (moved == bound and abs(pull) == 1.0)
-        left = None if over else Search(step, direction, turned)
-        return Moved(moved, left, too_high=pull == 1.0)
+        votes = float(clients or counts.sum())
+        variance += _DRIFT
+        if votes == 0:
+            return NextBound(bound, variance, None)
+        shares = projected(counts / votes, 1.0, exactly=True)
+        octaves, density = self._read(shares)
+        of_votes = self.quantile * (1.0 - self.quantile) / votes
+        of_noise = BINS * (noise / votes) ** 2 / 4.0
+        error = (of_votes + of_noise) / density**2
+        if octaves**2 > _JUMP * (variance + error):
+            variance = octaves**2 - error
+        gain = variance / (variance + error)
+        moved = self.within(bound * 2.0 ** (gain * octaves))
+        return NextBound(moved, (1.0 - gain) * variance, float(min(shares[:WITHIN].sum(), 1.0)))
+
+    def _read(self, shares: Float64) -> tuple[float, float]:
+        """Return how many octaves the quantile is above the bound, and the density there."""
+        below = np.concatenate([[0.0], np.cumsum(shares)[:-1]])
+        # The last bin in which the quantile may be: those after it begin beyond it.
+        place = int(np.searchsorted(below, self.quantile)) - 1
+        if place in (0, BINS - 1):
+            return EDGES[0 if place == 0 else -1], _DENSITIES[0]
+        low, width = EDGES[place - 1], EDGES[place] - EDGES[place - 1]
+        density = float(shares[place]) / width
+        octaves = low + (self.quantile - float(below[place])) / density
+        return octaves, min(max(density, _DENSITIES[0]), _DENSITIES[1])
+
+
+def one_hot(times: float, clipped: bool) -> tuple[int, ...]:
+    """Return a client's vote: 1 for the bin of an update of so many `times` the bound.
+
+    Whether the update was clipped decides at the bound, where rounding may differ.
+
+    Examples
+    --------
+    >>> one_hot(1.5, clipped=True)
+    (0, 0, 0, 0, 0, 0, 1, 0, 0, 0)
+    """
+    octaves = math.log2(times) if times > 0.0 else -math.inf
+    place = sum(octaves > edge for edge in EDGES)
+    place = max(place, WITHIN) if clipped else min(place, WITHIN - 1)
+    return tuple(int(i == place) for i in range(BINS))

@@ -7,7 +7,7 @@
         update = 0
     for each group of tensors:
         group *= min(1, limit / norm(group))
-    vote 1 if nothing was clipped, else 0; none without an update
+    vote for the bin of log2(norm / bound); with groups, of the largest such ratio
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
 from fedclip.transforms import Gradient, NormClipping, NotFiniteError
 from fedclip.updates.averaging import zeros
+from fedclip.updates.bound import one_hot
 from fedclip.updates.limits import Limits, norms_of
-from fedclip.updates.protocol import Arrays, Reply, SentBound
+from fedclip.updates.protocol import BINS, Arrays, Reply, SentBound
 from fedclip.updates.running import refuse_statistics
 
 
@@ -39,7 +40,9 @@ class Outcome(NamedTuple):
     Attributes
     ----------
     norm
-        The smallest bound that would leave the update alone; None without a valid update.
+        The smallest bound that would not clip the update; None without a valid update.
+    times
+        That norm as a multiple of the bound.
     clipped
         Whether the update was above the bound.
     zeroed
@@ -50,18 +53,20 @@ class Outcome(NamedTuple):
     norm: float | None = None
     clipped: bool = False
     zeroed: str = ""
+    times: float = 0.0
 
     def reply(self, sent: SentBound) -> Reply:
-        """Return what the server is told."""
-        # Do not send a bit that the server does not need.
+        """Return what the client sends to the server: no number that the server does not need."""
         votes = sent.adaptive and self.norm is not None
-        told, zeroed = not sent.private, bool(self.zeroed)
+        counted, zeroed = not sent.private, bool(self.zeroed)
+        bins = one_hot(self.times, self.clipped) if votes else (0,) * BINS
         return Reply(
-            self.arrays,
+            zeros(self.arrays) if sent.only_votes else self.arrays,
             votes=int(votes),
             within=int(votes and not self.clipped),
-            clipped=int(told and self.clipped and not zeroed),
-            zeroed=int(told and zeroed),
+            clipped=int(counted and self.clipped and not zeroed),
+            zeroed=int(counted and zeroed),
+            bins=bins if sent.adaptive and sent.bins == BINS else (),
         )
 
 
@@ -153,8 +158,9 @@ class UpdateClient:
         norm = None if idle else times * bound
         clipped = bool(on_host(found.clipped).any())
         if far := self._far(update, times):
-            return Outcome(zeros(update), norm, clipped, self._told(far))
-        return Outcome(gradient.result(update, found.outputs, gradient.rest), norm, clipped)
+            return Outcome(zeros(update), norm, clipped, self._told(far), times)
+        arrays = gradient.result(update, found.outputs, gradient.rest)
+        return Outcome(arrays, norm, clipped, times=times)
 
     def _told(self, why: str) -> str:
         self.logger.warning("%s shares zeros for the update: %s", self.called, why)

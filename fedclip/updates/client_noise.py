@@ -7,7 +7,8 @@ r"""Noise from the sites: each client adds its share of it, so that no server se
     sigma    = z_delta * C / sqrt(n)             of one client, on each value
     update  -> norm <= C - step * sqrt(d) / 2    rounding adds no more to it than that
     k        = round(update / step) + discrete Gaussian of standard deviation sigma / step
-    vote    -> A * (-1, 0 or 1) + discrete Gaussian of standard deviation 2 A bits_noise / sqrt(n)
+    vote    -> A * (0 or 1) + discrete Gaussian of standard deviation 2 A bits_noise / sqrt(n)
+                                                 for each bin
 
 The integers k, and those of the votes, are what is summed, exactly. The sum over n clients tells no
 more than one Gaussian mechanism of multiplier z, for update and votes together
@@ -38,7 +39,7 @@ from fedclip.core.parameters import Configured, integer, limit, non_negative, pa
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance
 from fedclip.updates.averaging import rounded
-from fedclip.updates.protocol import Arrays, SentBound
+from fedclip.updates.protocol import BINS, Arrays, SentBound
 
 # A draw beyond so many standard deviations has a probability of 1e-31.
 _TAIL = 12
@@ -166,21 +167,24 @@ class SiteNoise(Configured):
         return ""
 
     # -- votes ----------------------------------------------------------------------------------
-    def vote(self, votes: int, within: int) -> int:
-        """Return a client's vote with noise, an integer >= 0."""
-        noise = int(draws(self._variance, 1)[0])
-        return self._kept(self._offset + self._vote * (2 * within - votes) + noise)
+    def vote(self, bins: Sequence[int]) -> list[int]:
+        """Return a client's vote with noise: an integer >= 0 for each bin."""
+        noise = draws(self._variance, BINS).tolist()
+        pairs = zip(bins, noise, strict=True)
+        return [self._in_range(self._offset + self._vote * n + x) for n, x in pairs]
 
-    def _kept(self, vote: int) -> int:
-        return min(max(vote, 0), 2 * self._offset)
+    def _in_range(self, vote: int, clients: int = 1) -> int:
+        return min(max(vote, 0), 2 * self._offset * clients)
 
-    def centred(self, votes: Sequence[int], clients: int) -> float:
-        """Return the sum of votes of ± 1/2, with their noise; or what the only one, a sum, is."""
-        if len(votes) == 1:
-            # Honest clients' votes are in that range; a float does not hold any integer.
-            vote = min(max(votes[0], 0), 2 * self._offset * max(clients, 1))
-            return (vote - clients * self._offset) / (2 * self._vote)
-        return sum(self._kept(vote) - self._offset for vote in votes) / (2 * self._vote)
+    def counts(self, votes: Sequence[Sequence[int]], clients: int) -> Float64:
+        """Return the counts of the bins with their noise; the only vote may be a secure sum."""
+        senders = max(clients, 1) if len(votes) == 1 else 1
+        # Honest clients' votes are in that range; a float does not hold any integer.
+        kept = [[self._in_range(int(n), senders) for n in vote] for vote in votes]
+        if len(votes) != 1:
+            clients = len(votes)
+        sums = [sum(column) - clients * self._offset for column in zip(*kept, strict=True)]
+        return np.array(sums or [0] * BINS, np.float64) / self._vote
 
     # -- updates --------------------------------------------------------------------------------
     def step(self, arrays: Arrays, bound: float, encrypter: Any) -> float:

@@ -7,11 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedclip.arrays import Array
+import numpy as np
+
+from fedclip.arrays import Array, Float64
 from fedclip.core.scopes import Scope
 from fedclip.core.version import VERSION
 
 Arrays = Mapping[str, Array]
+
+EDGES = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0)
+"""Between the bins of votes, in octaves: log2(norm / bound). The first and the last are open."""
+BINS = len(EDGES) + 1
+WITHIN = EDGES.index(0.0) + 1
+"""The number of bins that are within the bound."""
 
 VOTES = ((0, 0), (1, 0), (1, 1))
 """What one client may say: it does not vote, its update was above the bound, it was within it."""
@@ -24,6 +32,43 @@ def is_one_of(known: Sequence[tuple[int, ...]], numbers: Sequence[object]) -> bo
     return all(type(n) is int for n in numbers) and tuple(numbers) in known
 
 
+def is_vote(votes: object, within: object, bins: object) -> bool:
+    """Whether one client may vote so: for one bin, which fits, or for none; () is no bins."""
+    if not is_one_of(VOTES, (votes, within)) or not isinstance(bins, (tuple, list)):
+        return False
+    if len(bins) == 0:
+        return True
+    right = len(bins) == BINS and all(type(n) is int and n in (0, 1) for n in bins)
+    return right and (sum(bins), sum(bins[:WITHIN])) == (votes, within)
+
+
+def counts_of(votes: int, within: int, bins: Sequence[float]) -> Float64:
+    """Return votes as one count for each bin.
+
+    An older client does not say which: its vote counts as half for each of the two bins next to the
+    bound on its side.
+
+    Examples
+    --------
+    >>> counts_of(1, 0, ())
+    array([0. , 0. , 0. , 0. , 0. , 0.5, 0.5, 0. , 0. , 0. ])
+    """
+    counts = np.zeros(BINS)
+    if len(bins):
+        counts += bins
+    else:
+        counts[WITHIN - 2 : WITHIN] = within / 2
+        counts[WITHIN : WITHIN + 2] = (votes - within) / 2
+    return counts
+
+
+WITHOUT_BINS = (
+    "a vote without bins, as an older fedclip sends it, is not counted with noise: install the "
+    "server's version on that client"
+)
+"""Why a vote of an older client counts as an abstention."""
+
+
 @dataclass(frozen=True)
 class SentBound:
     """What the server sends to each client at the start of a round.
@@ -34,6 +79,10 @@ class SentBound:
         Largest norm of the whole update.
     adaptive
         Whether the clients should vote.
+    bins
+        How many bins the server counts; 0 for an older server, which takes none.
+    only_votes
+        Whether the round only looks for the bound: then updates are shared as zeros.
     private
         Whether noise is added; then clients send no counts that noise does not cover.
     scope
@@ -59,6 +108,8 @@ class SentBound:
     steps: bool = False
     fedclip: str = VERSION
     schedule: str = ""
+    only_votes: bool = False
+    bins: int = BINS
 
 
 @dataclass(frozen=True)
@@ -71,6 +122,9 @@ class Reply:
         The clipped update; of an invalid reply, anything.
     votes, within
         1 if the client votes, and 1 if its update was within the bound.
+    bins
+        The vote, 1 for one of the `BINS`; or the counts of a secure sum. An older client sends
+        none.
     clipped, zeroed
         1 if the update was clipped, or replaced by zeros; always 0 if the server adds noise.
     sender
@@ -97,6 +151,7 @@ class Reply:
     clients: int = 1
     steps: int | None = None
     senders: Sequence[str] = ()
+    bins: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -108,8 +163,7 @@ class Closed:
     average
         The average of the updates, with noise if there is any; zeros if it is withheld.
     withheld
-        Whether a search has found the bound too high for its noise, so that the average is not
-        released.
+        Whether the round has only counted votes, so that its average is not released.
     faults
         Why each reply counts as zeros; "" if it does not.
     record

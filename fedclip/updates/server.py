@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from fedclip.arrays import Float64
 from fedclip.core.scopes import Scope, check_exclude, check_scope
 from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.aggregation import Closing
@@ -24,7 +27,16 @@ from fedclip.updates.averaging import rounded, zeros
 from fedclip.updates.client_noise import SITES_ELSEWHERE
 from fedclip.updates.combining import Combining
 from fedclip.updates.limits import Limits, check_whole
-from fedclip.updates.protocol import VOTES, Arrays, Closed, Reply, SentBound, is_one_of
+from fedclip.updates.protocol import (
+    BINS,
+    WITHOUT_BINS,
+    Arrays,
+    Closed,
+    Reply,
+    SentBound,
+    counts_of,
+    is_vote,
+)
 from fedclip.updates.running import refuse_statistics
 from fedclip.updates.schedule import Due
 from fedclip.updates.weights import Shares
@@ -136,15 +148,24 @@ class UpdateServer:
         if why := bound.unheard(vetted.void):
             bound.halt(why)
             raise RuntimeError(why)
-        said = [r for r in replies if r.clients > 1 or is_one_of(VOTES, (r.votes, r.within))]
         clients = sum(reply.clients for reply in replies)
-        record = bound.count(sum(r.votes for r in said), sum(r.within for r in said), clients)
+        counts = sum((self._votes(reply) for reply in replies), start=np.zeros(BINS))
+        record = bound.count(counts, clients)
         record["clipped"] = sum(reply.clipped for reply in vetted.sound)
         record["zeroed"] = sum(reply.zeroed for reply in vetted.sound)
         record |= {"replies": clients, "refused": len(replies) - len(vetted.sound)}
         average = rounded(vetted.exact, like) if vetted.exact else zeros(like)
         released = dict(bound.release(average, vetted.exact))
         return Closed(released, bound.withheld, vetted.faults, record)
+
+    def _votes(self, reply: Reply) -> Float64:
+        """Return the counts of a reply; none if no honest client votes so."""
+        if reply.clients == 1 and not is_vote(reply.votes, reply.within, reply.bins):
+            return np.zeros(BINS)
+        if self.bound.budget and reply.votes and not len(reply.bins):
+            self.bound.warn(f"{reply.sender or 'a reply'}: {WITHOUT_BINS}")
+            return np.zeros(BINS)
+        return counts_of(reply.votes, reply.within, reply.bins)
 
     def get_state(self) -> dict[str, Any]:
         """Return the bound, the number of rounds, and what was spent of the budget."""

@@ -154,7 +154,7 @@ class Served:
 
         Norms stay on the clients, and with noise so does what was clipped: then the share tells.
         """
-        adaptive = self.server.bound.learning_rate > 0
+        adaptive = self.server.bound.follows
         for round_ in self.rounds:
             bound, share, steps = round_["bound"], round_["share"], round_["replies"]
             limit = {"limit": bound, "limit_min": bound, "limit_max": bound}

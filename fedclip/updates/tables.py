@@ -25,7 +25,7 @@ from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.client_noise import SITES_ELSEWHERE
 from fedclip.updates.combining import Combining
-from fedclip.updates.protocol import Arrays, Reply, SentBound
+from fedclip.updates.protocol import BINS, Arrays, Reply, SentBound
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares
 
@@ -162,6 +162,8 @@ def bound_from(message: Mapping[str, object]) -> SentBound:
             steps=parameters.boolean(steps=message.get("steps")),
             fedclip=_text(message, "fedclip"),
             schedule=_text(message, "schedule"),
+            only_votes=parameters.boolean(only_votes=message.get("only_votes", False)),
+            bins=parameters.integer(0, bins=message.get("bins", 0)),
         )
     except (TypeError, ValueError) as exc:
         raise ValueError(
@@ -179,8 +181,10 @@ def _text(message: Mapping[str, object], name: str) -> str:
 
 def reply_to(reply: Reply) -> dict[str, int]:
     """Return what a client says beside its arrays."""
-    said = {name: getattr(reply, name) for name in _COUNTS}
-    return said if reply.steps is None else said | {"steps": reply.steps}
+    content = {name: getattr(reply, name) for name in _COUNTS}
+    if any(reply.bins):
+        content["bin"] = reply.bins.index(1)
+    return content if reply.steps is None else content | {"steps": reply.steps}
 
 
 def reply_from(arrays: Arrays, said: object, sender: str = "") -> Reply:
@@ -198,7 +202,13 @@ def reply_from(arrays: Arrays, said: object, sender: str = "") -> Reply:
     """
     said = dict[str, Any](said) if isinstance(said, Mapping) else {}
     counts: dict[str, Any] = {name: said.get(name) for name in _COUNTS}
-    if not all(type(count) is int for count in counts.values()) or set(said) - {*counts, "steps"}:
+    place = said.get("bin", 0)
+    if not all(type(count) is int for count in [*counts.values(), place]) or set(said) - {
+        *counts,
+        "steps",
+        "bin",
+    }:
         fault = "it says nothing that update clipping does: the client has no update clipping, "
         return Reply(arrays, sender=sender, fault=f"{fault}or another one")
-    return Reply(arrays, **counts, sender=sender, steps=said.get("steps"))
+    bins = tuple(int(i == place) for i in range(BINS)) if "bin" in said else ()
+    return Reply(arrays, **counts, sender=sender, steps=said.get("steps"), bins=bins)

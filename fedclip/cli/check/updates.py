@@ -19,8 +19,15 @@ from fedclip.updates.weights import WITH_NOISE, Shares, shares_of
 
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
 
-# Up to this noise on the share of votes, 95 % of searches take 10 rounds.
-_EASY = 0.1
+# With more noise on the count of a bin, as a share of the clients, the votes say too little.
+_MOST_NOISE = 0.2
+
+_REVEALED = (
+    "each client's vote tells the server the norm of its update, within a factor of 1.4 near the "
+    "bound; the server sees the clipped update, too",
+    "the votes of a secure sum of few clients nearly reveal the norms of their updates: set "
+    "learning_rate = 0 if these must not be known",
+)
 
 Problem = tuple[Literal["problem", "leak", "note"], str, str]
 """Severity, section, message."""
@@ -93,6 +100,8 @@ def update_problems(
             text = "with noise, update-clip-server has to come first, and without regularizers"
             yield "problem", SERVER, f"{text}: others would change what the noise is sized on"
         yield from _noise(aggregator, module, known)
+    if module is not None and module.follows and not noise:
+        yield "note", SERVER, _REVEALED[known.secagg is not None]
     yield from _weights(aggregator.shares, noise, known)
     yield from _combining(aggregator, module, known)
     limit = module.max_norm if module else aggregator.max_norm
@@ -241,11 +250,12 @@ def _noise(
     if aggregator.on_nonfinite == "raise":
         # A server is trusted with its own noise, and so with errors.
         yield "problem" if module.site else "leak", AGGREGATOR, RAISES
-    noise = budget.bits_noise / budget.clients
-    if module.search is not None and noise > _EASY:
+    noise = budget.noise_of_bins / budget.clients
+    if module.follows and noise > _MOST_NOISE:
         text = (
-            f"noise of {noise:.2g} of the clients on the votes is too much for a quick search: "
-            "give start_norm a number near the norms of the updates, or raise expected_clients"
+            f"the noise on each count of votes is {noise:.2g} of the clients, which hides where "
+            "their norms are: fix the bound with start_norm and learning_rate = 0, or raise "
+            "expected_clients"
         )
         yield "note", SERVER, text
     if module.ledger is None:

@@ -42,7 +42,7 @@ WAYS = {
     ),
     "adaptive-bound": Way(
         "updates clipped to a bound that follows the median of their norms",
-        server='[["update-clip-server", {learning_rate = 1.0}]]',
+        server='["update-clip-server"]',
     ),
 }
 """The three ways to train, each in a folder of its name."""

@@ -78,7 +78,7 @@ def proposals(norms: Norms, early: bool = False, cut: Collection[str] = ()) -> I
     fixed = ("clipped-averaging", {"max_norm": limit, **weights})
     yield _proposal(norms, "fixed", {"aggregator": fixed}, shares, limit)
     # In 20 rounds this rate was 0 to 1 point of accuracy better than the default.
-    follows = {"start_norm": rounded(norms.middle(0.5, first=True) or limit), "learning_rate": 0.5}
+    follows = {"start_norm": rounded(norms.middle(0.5, first=True) or limit)}
     lines: Lines = {
         "aggregator": ("clipped-averaging", weights),
         "client_opt": ("update-clip-client", {}),

@@ -240,15 +240,15 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if sent.private:
             refuse_statistics(updates.coefs)
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
-        same = outcome.arrays is updates.coefs
-        vector = updates if same else type(updates)(dict(outcome.arrays))
+        reply = outcome.reply(sent)
+        same = reply.arrays is updates.coefs
+        vector = updates if same else type(updates)(dict(reply.arrays))
         site = round_.site if round_ else None
         if round_ is not None:
             round_.outcome = outcome
             if site is not None:
                 shared = site.shared(vector.coefs, sent.bound, round_.step, round_.encrypter)
                 vector = type(vector)(shared)
-        reply = outcome.reply(sent)
         weight = self.shares.counted(n_steps) if self.shares.kind == "steps" else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
         result.secagg_range = self.secagg_range

@@ -29,6 +29,7 @@ from fedclip.privacy.correlated import Stream, coefficients, error, grown
 from fedclip.privacy.ledger import read_entries
 from fedclip.updates import noise as budget
 from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import Reply
 from fedclip.updates.schedule import Due, Schedule
 from fedclip.updates.server import UpdateServer
@@ -143,18 +144,43 @@ def test_what_is_released_is_the_stream_in_units_of_the_bound() -> None:
     np.testing.assert_array_equal([a["w"] for a in again], [a["w"] for a in banded])
 
 
-def test_a_round_that_is_withheld_is_one_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_round_that_only_votes_begins_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its votes are charged; the schedule and its noise begin with the round after it."""
     drawn = []
     draw = Stream.draw
     monkeypatch.setattr(
         Stream, "draw", lambda self, *args: drawn.append(args[0]) or draw(self, *args)
     )
-    server = UpdateServer(AdaptiveBound(**BANDED, bits_noise=1.01, max_norm=1e4))
-    like = {"w": np.zeros(5)}
-    for _ in range(8):
-        server.open(Due(3, 6))
-        server.close([Reply(like, votes=1, within=1)] * 2, like)
-    assert drawn == [5] * 8
+    bound = AdaptiveBound(**{**BANDED, "start_norm": None, "bits_noise": 1.01})
+    server, like = UpdateServer(bound), {"w": np.ones(5)}
+    owed = [[2.02, 1], [2.0, 1]]
+    assert bound.budget.cost(4) == epsilon([Release(*o) for o in owed], 1e-5)  # type: ignore[union-attr]
+    for round_ in range(4):
+        sent = server.open(Due(3, 6))
+        assert sent.only_votes == (round_ == 0)
+        replies = [UpdateClient().clip(like, sent, steps=1)] * 2
+        assert bool(np.any(replies[0].arrays["w"])) == (round_ > 0)
+        closed = server.close(replies, like)
+        assert (closed.withheld, closed.record["withheld"]) == (round_ == 0, round_ == 0)
+        assert bool(np.any(closed.average["w"])) == (round_ > 0)
+        assert sorted(bound.get_state()["spent"]) == sorted(owed[: 1 + (round_ > 0)])  # type: ignore[call-overload]
+    assert drawn == [5] * 3
+
+
+def test_banded_noise_cancels_where_the_bound_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in units of the bound: what a later round takes back is scaled to that round."""
+    zeros = {"w": np.zeros(3)}
+
+    def released(jump: bool) -> list[Any]:
+        bound, rows = seeded(start_norm=1.0), []
+        server = UpdateServer(bound)
+        for round_ in range(6):
+            sent = server.open(Due(3, 12))
+            rows.append(server.close([Reply(zeros)] * 4, zeros).average["w"] / sent.bound)
+            bound.bound = 8.0 if jump and round_ >= 2 else 1.0
+        return rows
+
+    np.testing.assert_allclose(released(True), released(False), atol=1e-6)
 
 
 # -- what is charged ----------------------------------------------------------------------------
