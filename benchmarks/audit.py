@@ -30,7 +30,7 @@ from scipy import stats
 
 from fedclip import ClippedAveraging, UpdateClipClient, UpdateClipServer
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
-from fedclip.updates import adaptive
+from fedclip.updates import bound as adaptive
 from fedclip.updates import bound as bounds
 from fedclip.updates.limits import Limits
 

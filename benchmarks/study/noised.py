@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import turns
 from benchmarks.study.cells import Field, Job, Mechanism
 from fedclip.privacy.accounting import noise_multiplier
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.server import UpdateServer
 
 EPSILONS = {"noise epsilon 2": 2.0, "noise epsilon 8": 8.0}

@@ -47,7 +47,7 @@ from fedclip.engines.local.simulate import Simulation
 from fedclip.privacy.accounting import Accountant, epsilon, split_noise
 from fedclip.privacy.audit import Claim, Guesses, guess
 from fedclip.privacy.gaussian import epsilon_of, mu_of
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import Reply
 from fedclip.updates.server import UpdateServer

@@ -25,7 +25,7 @@ from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.privacy.trust_models import by_silent
 from fedclip.privacy.trust_models import in_words as told
 from fedclip.report import ReportError, read_report
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.store import read, server_in
 

@@ -36,11 +36,9 @@ from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import add_noise, secure_normals
 from fedclip.site.policy import Policy, check_owned
 from fedclip.site.replies import Replies
-from fedclip.updates.averaging import zeros
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.limits import alike, signature
+from fedclip.updates.limits import alike, refuse_statistics, signature, zeros
 from fedclip.updates.protocol import BINS, COUNTS, VOTES, Arrays, is_one_of
-from fedclip.updates.running import refuse_statistics
 
 AnyArray: TypeAlias = NDArray[Any]
 

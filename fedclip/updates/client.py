@@ -27,11 +27,8 @@ from fedclip.errors import FedclipWarning, NonFiniteError
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
 from fedclip.transforms import Gradient, NormClipping, NotFiniteError
-from fedclip.updates.averaging import zeros
-from fedclip.updates.bound import one_hot
-from fedclip.updates.limits import Limits, norms_of
-from fedclip.updates.protocol import BINS, Arrays, Reply, SentBound
-from fedclip.updates.running import refuse_statistics
+from fedclip.updates.limits import Limits, norms_of, refuse_statistics, zeros
+from fedclip.updates.protocol import BINS, Arrays, Reply, SentBound, one_hot
 
 
 class Outcome(NamedTuple):

@@ -38,7 +38,7 @@ from fedclip.core.measures import Float64
 from fedclip.core.parameters import Configured, integer, limit, non_negative, parameter, positive
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance
-from fedclip.updates.averaging import rounded
+from fedclip.updates.limits import rounded
 from fedclip.updates.protocol import BINS, Arrays, SentBound
 
 # A draw beyond so many standard deviations has a probability of 1e-31.

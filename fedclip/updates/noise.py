@@ -34,7 +34,7 @@ from fedclip.privacy.accounting import Accountant, Release, covers
 from fedclip.privacy.correlated import Stream
 from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
-from fedclip.updates.schedule import Due
+from fedclip.updates.schedule import Participation
 
 MANY_ROUNDS = 10**6
 UNIT = "the updates of a client"
@@ -94,7 +94,7 @@ class Budget:
         # What states say was spent, and in which ledger it was: taken over before the next round.
         self._before = accountant
         self._origins: list[str] = []
-        self._identity, self._due = uuid4().hex, Due(1, 0)
+        self._identity, self._due = uuid4().hex, Participation(1, 0)
         both = accounting.split_evaluation(noise_multiplier, evaluation_share)
         self.update_noise, self.evaluation_noise = both
         # Whether a round was trained, and its evaluation, which is paid for, is not done.
@@ -192,9 +192,9 @@ class Budget:
         paid = self.separation * self._turns(self._rounds) - self._rounds
         return min(self.votes_first + paid + self.separation * turns, most)
 
-    def reserve(self, round_: int, due: Due | None = None) -> str:
+    def reserve(self, round_: int, due: Participation | None = None) -> str:
         """Charge a round before anything of it leaves; return why there is none, or ""."""
-        due = due or Due(1, 0)
+        due = due or Participation(1, 0)
         if not (self._drawn and due.follows(self._due)):
             self._begin()
         self._due, self._drawn = due, False

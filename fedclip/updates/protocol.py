@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round of update clipping exchanges, as plain objects: any engine can send them."""
+"""What a round of update clipping exchanges: plain objects, and the same as flat tables.
+
+::
+
+    message     server -> client                     bound_to, bound_from
+    vote        client -> server, next to the arrays reply_to, reply_from
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from fedclip.arrays import Array, Float64
-from fedclip.core.scopes import Scope
+from fedclip.core import parameters
+from fedclip.core.scopes import Scope, check_scope
 from fedclip.core.version import VERSION
 
 Arrays = Mapping[str, Array]
@@ -30,6 +39,22 @@ COUNTS = ((0, 0), (1, 0), (0, 1))
 def is_one_of(known: Sequence[tuple[int, ...]], numbers: Sequence[object]) -> bool:
     """Whether a client's numbers are ints, and known ones; 1.0 and True are none."""
     return all(type(n) is int for n in numbers) and tuple(numbers) in known
+
+
+def one_hot(times: float, clipped: bool) -> tuple[int, ...]:
+    """Return a client's vote: 1 for the bin of an update of so many `times` the bound.
+
+    Whether the update was clipped decides at the bound, where rounding may differ.
+
+    Examples
+    --------
+    >>> one_hot(1.5, clipped=True)
+    (0, 0, 0, 0, 0, 0, 1, 0, 0, 0)
+    """
+    octaves = math.log2(times) if times > 0.0 else -math.inf
+    place = sum(octaves > edge for edge in EDGES)
+    place = max(place, WITHIN) if clipped else min(place, WITHIN - 1)
+    return tuple(int(i == place) for i in range(BINS))
 
 
 def is_vote(votes: object, within: object, bins: object) -> bool:
@@ -155,7 +180,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Closed:
+class RoundResult:
     """What a round has come to.
 
     Attributes
@@ -174,3 +199,83 @@ class Closed:
     withheld: bool
     faults: list[str]
     record: dict[str, Any]
+
+
+# -- messages as flat tables of numbers and texts, which any engine can send ---------------------
+_COUNTS = ("votes", "within", "clipped", "zeroed")
+
+
+def bound_to(sent: SentBound) -> dict[str, str | int | float | bool]:
+    """Return a message to the clients as numbers and texts."""
+    return {**asdict(sent), "scope": json.dumps(sent.scope)}
+
+
+def bound_from(message: Mapping[str, object]) -> SentBound:
+    """Return what a server has sent.
+
+    Raises
+    ------
+    ValueError
+        If it is not a message of `bound_to`.
+    """
+    try:
+        return SentBound(
+            parameters.positive(bound=message.get("bound")),
+            scope=check_scope(json.loads(_text(message, "scope")), limits=True),
+            round=parameters.integer(1, round=message.get("round")),
+            adaptive=parameters.boolean(adaptive=message.get("adaptive")),
+            private=parameters.boolean(private=message.get("private")),
+            stop=_text(message, "stop"),
+            steps=parameters.boolean(steps=message.get("steps")),
+            fedclip=_text(message, "fedclip"),
+            schedule=_text(message, "schedule"),
+            only_votes=parameters.boolean(only_votes=message.get("only_votes", False)),
+            bins=parameters.integer(0, bins=message.get("bins", 0)),
+        )
+    except (TypeError, ValueError) as exc:
+        raise ValueError(
+            f"the server's message is not that of update clipping ({exc!s:.200}): both need the "
+            "same version of fedclip"
+        ) from None
+
+
+def _text(message: Mapping[str, object], name: str) -> str:
+    text = message.get(name)
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a text, got {type(text).__name__}")
+    return text
+
+
+def reply_to(reply: Reply) -> dict[str, int]:
+    """Return what a client says beside its arrays."""
+    content = {name: getattr(reply, name) for name in _COUNTS}
+    if any(reply.bins):
+        content["bin"] = reply.bins.index(1)
+    return content if reply.steps is None else content | {"steps": reply.steps}
+
+
+def reply_from(arrays: Arrays, said: object, sender: str = "") -> Reply:
+    """Return a client's reply; with a fault if what it says is not of `reply_to`.
+
+    `close` then counts it as zeros, and its votes as an abstention. The sender is for the engine
+    to say.
+
+    Examples
+    --------
+    >>> reply_from({}, {"votes": 1, "within": 1, "clipped": 0, "zeroed": 0}, "a").fault
+    ''
+    >>> reply_from({}, {"votes": 10}, "b").fault
+    'it says nothing that update clipping does: the client has no update clipping, or another one'
+    """
+    said = dict[str, Any](said) if isinstance(said, Mapping) else {}
+    counts: dict[str, Any] = {name: said.get(name) for name in _COUNTS}
+    place = said.get("bin", 0)
+    if not all(type(count) is int for count in [*counts.values(), place]) or set(said) - {
+        *counts,
+        "steps",
+        "bin",
+    }:
+        fault = "it says nothing that update clipping does: the client has no update clipping, "
+        return Reply(arrays, sender=sender, fault=f"{fault}or another one")
+    bins = tuple(int(i == place) for i in range(BINS)) if "bin" in said else ()
+    return Reply(arrays, **counts, sender=sender, steps=said.get("steps"), bins=bins)

@@ -34,6 +34,8 @@ WITH_NOISE = (
     "weights out of clipped-averaging"
 )
 
+SUM_AND_REPLIES = "it is a secure sum together with other replies"
+
 
 def shares_of(weights: Sequence[float], max_share: float | None = None) -> list[float]:
     """Return shares in proportion to weights >= 0, none above `max_share`.
@@ -161,9 +163,26 @@ class Shares:
         shares = shares_of(weights, self.max_share)
         return [Share(share, 1.0, fault) for share, fault in zip(shares, faults, strict=True)]
 
+    def weight_of(self, reply: Reply, alone: bool = True) -> Share:
+        """Return what a reply is multiplied by before the sum is divided by that of the weights.
+
+        `alone`: no secure sum is next to other replies. Without `max_share` that is what `of` says.
+        """
+        if self.kind == "equal":
+            return Share(1.0, reply.clients)
+        if reply.clients > 1 and alone:
+            return self._of_sum(reply)
+        if fault := self._fault(reply, ()) or ("" if alone else SUM_AND_REPLIES):
+            return Share(0.0, 0.0, fault)
+        return Share(self.factors.get(reply.sender, self.counted(reply.steps or 0)), 1.0)
+
+    def divisor_of(self, reply: Reply, share: Share) -> float:
+        """Return what a reply adds to the divisor: its weight; of a secure sum, 1."""
+        return 1.0 if reply.clients > 1 and not share.fault else share.factor
+
     def _fault(self, reply: Reply, seen: Collection[str]) -> str:
         if reply.clients != 1:
-            return "it is a sum beside other replies"
+            return SUM_AND_REPLIES
         if not self.table:
             claimed = type(reply.steps) is int and reply.steps >= 0
             return "" if claimed else "its number of steps is none"

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from quickruns import write_config, write_sites
 from typer.testing import CliRunner
 
+from fedclip.cli.check.claims import Claim, voids_of
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.main import app
 from fedclip.core.toml import toml_value
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.claims import Claim, voids_of
+from fedclip.updates.bound import AdaptiveBound
 
 GOOD = """
 [network]

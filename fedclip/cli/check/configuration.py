@@ -35,6 +35,7 @@ from declearn.quickrun import DataSourceConfig, parse_data_folder
 
 import fedclip
 from fedclip.cli.catalogue import is_ours
+from fedclip.cli.check.claims import Claim, voids_of
 from fedclip.cli.check.findings import (
     Check,
     Section,
@@ -63,8 +64,7 @@ from fedclip.engines.declearn.quorum import unfit
 from fedclip.engines.declearn.senders import NamedClients
 from fedclip.errors import nearest
 from fedclip.privacy.maps import Plugin
-from fedclip.updates.claims import Claim, voids_of
-from fedclip.updates.tables import server_of, settings_in
+from fedclip.updates.store import server_of, settings_in
 
 APP = "pyproject.toml"
 """The file with the settings of an app of Flower."""

@@ -14,6 +14,7 @@ from typing import Literal
 
 from declearn.optimizer.regularizers import Regularizer
 
+from fedclip.cli.check.claims import Claim, too_large_delta, too_large_epsilon, voids_of
 from fedclip.cli.check.findings import (
     Plugins,
     Section,
@@ -33,12 +34,6 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Context, Plugin
 from fedclip.privacy.norm_conversions import number
-from fedclip.updates.claims import (
-    Claim,
-    too_large_delta,
-    too_large_epsilon,
-    voids_of,
-)
 
 CLIENT, SERVER = "client_opt", "server_opt"
 

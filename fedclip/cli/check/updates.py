@@ -12,9 +12,9 @@ from fedclip.engines.declearn.messages import AUX_NAME, DECLEARN_RANGE
 from fedclip.engines.declearn.update_client import UpdateClipClient
 from fedclip.engines.declearn.update_server import UpdateClipServer
 from fedclip.privacy.accounting import Release, epsilon
-from fedclip.updates.arc import brought
+from fedclip.updates.aggregation import num_shortened
 from fedclip.updates.client_noise import UNSURE_MASKS, UNSURE_PEERS
-from fedclip.updates.schedule import Due
+from fedclip.updates.schedule import Participation
 from fedclip.updates.weights import WITH_NOISE, Shares, shares_of
 
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
@@ -230,7 +230,7 @@ def _combining(
     if combining.kind == "arc":
         text += ". Before a plain mean, as here, the guarantee of ARC's paper does not hold"
         # Never more than half of them, however many there are.
-        share = brought(clients, combining.n_hostile) / clients if clients else 0.5
+        share = num_shortened(clients, combining.n_hostile) / clients if clients else 0.5
         if module is not None and share <= 1 - module.quantile:
             text += (
                 f". About {1 - module.quantile:.0%} of the updates are as long as the bound that "
@@ -246,7 +246,7 @@ def _noise(
     budget, clients, rounds = module.budget, known.clients, known.rounds
     assert budget is not None
     if aggregator.exclude:
-        yield "problem", AGGREGATOR, aggregator.closing.beside_noise()
+        yield "problem", AGGREGATOR, aggregator.aggregation.unfit_for_noise()
     if aggregator.on_nonfinite == "raise":
         # A server is trusted with its own noise, and so with errors.
         yield "problem" if module.site else "leak", AGGREGATOR, RAISES
@@ -292,7 +292,7 @@ def _turns(module: UpdateClipServer, known: Known) -> Iterator[Problem]:
     """Say whether clients take turns as far apart as noise is accounted for."""
     assert module.expected_clients is not None
     if known.clients:
-        due = Due.of(known.clients, module.expected_clients)
+        due = Participation.of(known.clients, module.expected_clients)
         if why := due.refusal(module.separation, module.expected_clients):
             yield "problem", SERVER, why
         elif due.separation > module.separation:

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from fedclip.arrays import Float64
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import Outcome
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.protocol import SentBound
-from fedclip.updates.schedule import Due
+from fedclip.updates.schedule import Participation
 
 if TYPE_CHECKING:
     from fedclip.engines.declearn.generics import AnyModel, AnyVector
@@ -100,7 +100,7 @@ class RoundContext:
     client: ClientPart | None = None
     server: ServerPart | None = None
     sharing: tuple[AnyModel, object] | None = None
-    participation: Due | None = None
+    participation: Participation | None = None
     members: Any = None
     expected: Any = None
     senders: Any = None

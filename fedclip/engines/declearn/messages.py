@@ -23,8 +23,7 @@ from fedclip.core.messages import FromServer, Message
 from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.secagg import inside
 from fedclip.errors import Unchecked
-from fedclip.updates.averaging import peaks, zeros
-from fedclip.updates.limits import OTHER_TENSORS
+from fedclip.updates.limits import OTHER_TENSORS, peaks, zeros
 from fedclip.updates.protocol import BINS, COUNTS, Reply, counts_of, is_one_of, is_vote
 
 AUX_NAME = "update-clip"

@@ -192,7 +192,11 @@ class PersonalFederatedClient(FederatedClient):
             return ""
         if not isinstance(aggregator, ClippedAveraging):
             return "noise from the clients goes with the aggregator 'clipped-averaging'"
-        return RAISES if aggregator.on_nonfinite == "raise" else aggregator.closing.beside_noise()
+        return (
+            RAISES
+            if aggregator.on_nonfinite == "raise"
+            else aggregator.aggregation.unfit_for_noise()
+        )
 
     def _measure(self, manager: TrainingManager) -> None:
         """Have the norms of updates noted, unless somebody does."""

@@ -16,7 +16,7 @@ from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
 from fedclip.engines.declearn.replies import expect, faulty_senders
 from fedclip.privacy import guarantees as kinds
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.protocol import WITHOUT_BINS
 
 

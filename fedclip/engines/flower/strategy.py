@@ -4,7 +4,7 @@
 ::
 
     configure   messages of the inner strategy; those of whose turn it is; with the bound in each
-    aggregate   clipped updates, in the order of the nodes
+    aggregate   add each clipped update, in the order of the nodes, and forget it
                 average = `UpdateServer.close`
                 the inner strategy gets the model - average from everybody, and does the rest
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
@@ -26,10 +26,9 @@ from flwr.serverapp import Grid, strategy
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedclip.engines.flower.mod import RECORD, floats_of, one_record, record_of
-from fedclip.updates.protocol import Closed, Reply
+from fedclip.updates.protocol import Reply, RoundResult, bound_to, reply_from
 from fedclip.updates.schedule import Schedule
-from fedclip.updates.store import Served
-from fedclip.updates.tables import bound_to, reply_from, server_of, settings_in
+from fedclip.updates.store import PersistentServer, server_of, settings_in
 
 _AVERAGES = {
     *("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedProx", "FedYogi", "QFedAvg"),
@@ -145,7 +144,7 @@ class UpdateClipStrategy(Strategy):
                 f"with separation={bound.separation} nodes take turns by a schedule: leave "
                 "fraction_train=1.0, and give min_available_nodes the number of all nodes"
             )
-        self.inner, self.served = inner, Served(settings, folder)
+        self.inner, self.served = inner, PersistentServer(settings, folder)
         self.server = self.served.server
         self._schedule: Schedule | None = None
         self._rounds = 0
@@ -247,10 +246,17 @@ class UpdateClipStrategy(Strategy):
             return None, None
         came = self._came(replies)
         like = floats_of(self._model)
-        told = [self._read(message) for message in came.values()]
-        closed = self.served.close(told, like=like)
+        broken = set[str]()
+        for message in came.values():
+            reply = self._read(message)
+            self.served.add(reply, like)
+            broken |= {reply.sender} if reply.fault else set()
+            # What was added needs no more memory.
+            for name in list(message.content.array_records):
+                message.content[name] = ArrayRecord()
+        closed = self.served.close(like=like)
         self._rounds += 1
-        self._explain(told, closed)
+        self._explain([str(node) for node in came], broken, closed)
         metrics = MetricRecord(
             {f"update-clip-{name}": closed.record[name] for name in ("bound", "epsilon")}
         )
@@ -286,16 +292,17 @@ class UpdateClipStrategy(Strategy):
         try:
             arrays = floats_of(one_record(content, "the reply")[1])
             reply = reply_from(arrays, dict(content.metric_records[RECORD]), node)
-            if self.server.closing.shares.kind == "steps":
+            if self.server.aggregation.shares.kind == "steps":
                 counted = [r[self._key] for r in content.metric_records.values() if self._key in r]
                 reply = replace(reply, steps=int(counted[0]) if len(counted) == 1 else None)
         except Exception as exc:  # whatever a client sends
             return Reply({}, sender=node, fault=f"it can not be read ({exc!r:.200})")
         return reply
 
-    def _explain(self, told: Sequence[Reply], closed: Closed) -> None:
-        changed = [r.sender for r, f in zip(told, closed.faults, strict=True) if f and not r.fault]
-        if changed and not self.server.closing.combining.too_few(len(told)):
+    def _explain(self, nodes: Sequence[str], broken: Collection[str], closed: RoundResult) -> None:
+        pairs = zip(nodes, closed.faults, strict=True)
+        changed = [node for node, fault in pairs if fault and node not in broken]
+        if changed and not self.server.aggregation.combining.too_few(len(nodes)):
             log(
                 WARNING,
                 "what UpdateClipMod has clipped came otherwise from %s: it must be the first of "

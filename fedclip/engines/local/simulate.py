@@ -45,7 +45,7 @@ from fedclip.report.place import places_of
 from fedclip.report.results import Result, best_round
 from fedclip.report.rows import Row
 from fedclip.report.seeing import outliers_of, seen
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.limits import norms_of
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.schedule import Schedule
@@ -163,14 +163,18 @@ class Simulation:
         due = self.schedule.due(self.rounds) if self.schedule else None
         self.rounds += 1
         for client, trained in self.crowd.train_all(self.crowd.asked(due), start, aux):
-            replies.append(self._reply(client, trained, sent))
+            reply = self._reply(client, trained, sent)
+            if self.server:
+                self.server.add(reply, start.coefs)
+            else:
+                replies.append(reply)
             for name, said in trained.aux.items():
                 told[name] = told[name] + said if name in told else said
         self.crowd.hand_over(None, start)
         if told:
             self.rest.process_aux_var(told)
         if self.server:
-            closed = self.server.close(replies, like=start.coefs)
+            closed = self.server.close(like=start.coefs)
             self.rest.apply_gradients(self.model, type(start)(closed.average))
         elif replies:
             updates = functools.reduce(operator.add, replies)

@@ -136,7 +136,7 @@ def test_one_node_has_one_reply_and_others_have_none() -> None:
 
 
 def _bound(strategy: UpdateClipStrategy) -> ConfigRecord:
-    from fedclip.updates.tables import bound_to
+    from fedclip.updates.protocol import bound_to
 
     return ConfigRecord(bound_to(strategy.server.bound.sent))
 

@@ -47,7 +47,7 @@ sys.meta_path.insert(0, Refuse())
 ROUND = """
 import json
 import numpy as np
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.server import UpdateServer
 

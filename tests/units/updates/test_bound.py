@@ -16,13 +16,21 @@ from hypothesis.extra.numpy import arrays
 from benchmarks.bound_speed import Federation
 from fedclip.errors import StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.bound import FIRST, BoundRule, one_hot, projected
+from fedclip.updates.bound import FIRST, AdaptiveBound, BoundRule, projected
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.noise import Budget, draws_of
-from fedclip.updates.protocol import BINS, Reply, SentBound, is_vote
+from fedclip.updates.protocol import (
+    BINS,
+    Reply,
+    SentBound,
+    bound_from,
+    bound_to,
+    is_vote,
+    one_hot,
+    reply_from,
+    reply_to,
+)
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.tables import bound_from, bound_to, reply_from, reply_to
 
 RULE = BoundRule(0.5, 1e-6, 1e4)
 MODEL = {"w": np.zeros(1)}

@@ -32,7 +32,7 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.planning import plan
 from fedclip.updates import noise as budgets
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.tables import server_of
+from fedclip.updates.store import server_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger'")
 

@@ -208,7 +208,7 @@ def test_where_nothing_is_wrong_none_of_it_is_said(check: Any) -> None:
 SHARED = ', ["zscore-clip", {shared = true}]'
 
 
-def test_shared_statistics_beside_noise_are_refused_unless_it_is_written(check: Any) -> None:
+def test_shared_statistics_unfit_for_noise_are_refused_unless_it_is_written(check: Any) -> None:
     found = central(check, server=', "zscore-clip-server"', client=SHARED)
     assert not found.ok
     assert "zscore-clip-server sends what it has learnt from the clients without noise" in said(

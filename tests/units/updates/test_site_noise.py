@@ -41,11 +41,11 @@ from fedclip.privacy.discrete import draws
 from fedclip.site.gate import Gate, Refused
 from fedclip.site.policy import Policy
 from fedclip.updates import client_noise as site_noise
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.protocol import BINS
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.tables import client_of, server_of
+from fedclip.updates.store import client_of, server_of
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
@@ -506,7 +506,7 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
     ("aggregator", "text"),
     [
         ({"on_nonfinite": "raise"}, "tells of that client without noise: take 'skip'"),
-        ({"exclude": "w"}, "noise can not be sized on what exclude="),
+        ({"exclude": "w"}, "noise cannot be sized on what exclude="),
         ({"weights": "steps", "max_steps": 9}, "weights do not go with noise"),
         ({"combine": "arc", "n_hostile": 1}, "combine = 'arc' does not go with noise"),
         ({"name": "averaging"}, "goes with the aggregator 'clipped-averaging'"),

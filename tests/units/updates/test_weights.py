@@ -20,10 +20,10 @@ from helpers import each_framework, to_vector
 from fedclip.cli.check.configuration import check_config
 from fedclip.engines.declearn.messages import ClippedUpdates
 from fedclip.engines.declearn.senders import NamedClients, note_senders
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.averaging import averaged
+from fedclip.updates.aggregation import averaged
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.protocol import Closed, Reply
+from fedclip.updates.protocol import Reply, RoundResult
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares, shares_of
 
@@ -159,7 +159,7 @@ def test_configurations_come_back(weights: dict[str, Any]) -> None:
 def test_an_average_and_a_bound_by_hand(weights: dict[str, Any]) -> None:
     """What the plug-ins give, too: see `test_update_core`. Votes count alike in all of them."""
 
-    def closed(weights: dict[str, Any]) -> Closed:
+    def closed(weights: dict[str, Any]) -> RoundResult:
         server = UpdateServer(AdaptiveBound(0.5), shares=Shares(**weights))
         opened = server.open()
         replies = [

@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.schedule import Due
+from fedclip.updates.bound import AdaptiveBound
+from fedclip.updates.schedule import Participation
 
 # Above this epsilon, a guarantee is one in name only. Ponomareva et al. (2023, "How to DP-fy ML")
 # draw the line there: even odds may then become 99.995 % certainty.
@@ -107,7 +107,7 @@ def _of_noise(claim: Claim, bound: AdaptiveBound) -> Iterator[Void]:
         if text := too_large_epsilon(spent, what, "plan"):
             yield "problem", "noise", text
     if claim.population is not None:
-        due = Due.of(claim.population, per_round)
+        due = Participation.of(claim.population, per_round)
         if text := due.refusal(separation, per_round):
             yield "problem", "noise", text
     if claim.chooses_clients:
