@@ -509,6 +509,9 @@ class AdaptiveBound(Documented):
         """Return counts with their noise, how many voted, the divisor, and the noise."""
         if self.budget is None:
             possible = projected(counts, max(clients, 0))
+            if not np.array_equal(possible, counts):
+                text = f"no {clients} clients vote like that: the nearest possible votes count"
+                self.warn(text)
             return possible, round(float(possible.sum())), None, 0.0
         # Who has voted does not get known.
         expected, noise = self.budget.clients, self.budget.noise_of_bins

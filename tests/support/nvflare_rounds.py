@@ -47,9 +47,9 @@ class Federation:
         self.settings = settings
         self.server = contexts("server")
         self.aborted = Signal()
-        self.aggregation = CloseRound(settings, str(folder))
-        self.aggregation.fl_ctx = self.server.new_context()
-        self.aggregation.fl_ctx.set_prop(FLContextKey.RUN_ABORT_SIGNAL, self.aborted)
+        self.closing = CloseRound(settings, str(folder))
+        self.closing.fl_ctx = self.server.new_context()
+        self.closing.fl_ctx.set_prop(FLContextKey.RUN_ABORT_SIGNAL, self.aborted)
 
     def asked(self, name: str, model: Mapping[str, Any], **meta: Any) -> Shareable:
         """Return the task that arrives at a client."""
@@ -69,19 +69,19 @@ class Federation:
         """Hand a reply to the aggregator, as NVFlare's workflow does."""
         model = FLModelUtils.from_shareable(wire(reply))
         model.meta["client_name"] = name
-        self.aggregation.accept_model(model)
+        self.closing.accept_model(model)
 
     def round(
         self, updates: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int] | None = None
     ) -> FLModel:
         """Return what a round of honest clients comes to."""
-        self.aggregation.reset_stats()
+        self.closing.reset_stats()
         model = {k: np.zeros_like(v) for k, v in next(iter(updates.values())).items()}
         for name, update in updates.items():
             meta = {MetaKey.NUM_STEPS_CURRENT_ROUND: (steps or {}).get(name, 5)}
             self.arrives(name, self.replied(name, update, self.asked(name, model), **meta))
-        return self.aggregation.aggregate_model()
+        return self.closing.aggregate_model()
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
-        return self.aggregation._served.rounds
+        return self.closing._served.rounds

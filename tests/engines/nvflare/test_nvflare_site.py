@@ -304,7 +304,7 @@ def test_a_job_can_not_play_the_site(tmp_path: Path) -> None:
 
 def clipped_twice(site: Site, ours: Federation) -> Shareable:
     """Return what leaves of an update of norm 28 in a job with update clipping."""
-    ours.aggregation.reset_stats()
+    ours.closing.reset_stats()
     ReceiveBound().process(site.receives(ours.asked("site-1", MODEL)), site.context)
     return site.sends(result(moved(10.0)))
 
@@ -314,7 +314,7 @@ def test_an_update_with_noise_is_within_the_bound(tmp_path: Path) -> None:
     site = Site(tmp_path, f"{POLICY}noise_multiplier = 4.0\n", filters=[ClipUpdate({})])
     ours.arrives("site-1", clipped_twice(site, ours))
     # 8 normal numbers of deviation 2: their norm is above 0.3.
-    assert norm(ours.aggregation.aggregate_model().params) == pytest.approx(0.3, rel=1e-6)
+    assert norm(ours.closing.aggregate_model().params) == pytest.approx(0.3, rel=1e-6)
     assert ours.rounds[0]["refused"] == 0
 
 
@@ -327,7 +327,7 @@ def test_the_smaller_bound_wins_beside_update_clipping(bound: float, tmp_path: P
     # The vote is of what the site lets out: it tells nothing more.
     assert dxo.meta[KEY]["within"] == (bound > 0.5)
     ours.arrives("site-1", left)
-    assert norm(ours.aggregation.aggregate_model().params) <= min(bound, 0.5)
+    assert norm(ours.closing.aggregate_model().params) <= min(bound, 0.5)
 
 
 def test_noise_is_added_and_the_budget_is_one_for_all_jobs(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ from fedclip.updates.client import UpdateClient
 from fedclip.updates.server import UpdateServer
 
 def server():
-    return UpdateServer(AdaptiveBound(1.0, learning_rate=0.2))
+    return UpdateServer(AdaptiveBound(1.0))
 
 first, clients, model = server(), [UpdateClient() for _ in range(3)], {"w": np.zeros(2)}
 sent = first.open()
