@@ -1,4 +1,4 @@
-"""What torch expects of its own clip functions, asked of fedclip's; docs/torch.md has the table.
+"""What torch expects of its own clip functions, asked of fedclip's; docs/developers/peers-tests.md has the count.
 
 The expectations are those of torch's test_nn.py, written here anew.
 """

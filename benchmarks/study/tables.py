@@ -135,11 +135,6 @@ class Study:
         corrected = holm([one.p for one in found.values()])
         return {key: (one, p) for (key, one), p in zip(found.items(), corrected, strict=True)}
 
-    def best(self, trouble: str) -> str:
-        """Return the mechanism with the highest mean, tuned where it can be."""
-        names = mechanisms.MECHANISMS
-        return max(names, key=lambda name: (np.mean(self.means(trouble, name)), name == "none"))
-
 
 def _shown(one: Difference, p: float = 1.0) -> str:
     text = f"{one.mean + 0.0:+.1f}±{one.half:.1f}"
