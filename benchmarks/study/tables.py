@@ -148,7 +148,7 @@ def _percent(scores: Sequence[float]) -> str:
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 def _tuned(study: Study) -> Iterator[Sequence[str]]:
