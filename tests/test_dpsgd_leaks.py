@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 torch: Any = require("torch")
 pytest.importorskip("opacus")
 nn = torch.nn
-PAGE = Path(__file__).parents[1] / "docs" / "dp-sgd.md"
+PAGE = Path(__file__).parents[1] / "docs" / "dp-sgd-messages.md"
 
 
 # -- on the wire -------------------------------------------------------------------------------
