@@ -11,6 +11,9 @@ BIN := $(VENV)/bin
 PY  := $(BIN)/python
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
+# Tests that need Flower or NVFlare.
+OTHERS := tests/engines/flower tests/engines/nvflare tests/engines/together
+
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test engines engines-soak soak extras lint format docs site bench build clean
 
@@ -32,17 +35,17 @@ test: $(VENV)/.dev  ## run the whole test suite
 
 engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an environment of their own
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \
-	  tests/engines fedclip/adapters/flower fedclip/adapters/nvflare
+	  $(OTHERS) fedclip/engines/flower fedclip/engines/nvflare
 
 engines-soak: $(ENGINES)/.made  ## run the longer tests on Flower and NVFlare, and attacks on a site's policy
-	$(ENGINES)/bin/python -m pytest -m soak tests/engines
+	$(ENGINES)/bin/python -m pytest -m soak $(OTHERS)
 
 soak: $(VENV)/.dev engines-soak  ## run searches and audits that take an hour or two
 	$(PIP) -e '.[oracle]'
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m soak
 
 extras: $(VENV)/.dev  ## install the wheel with each extra into an environment of its own
-	$(PY) -m pytest -m soak tests/test_wheel.py
+	$(PY) -m pytest -m soak tests/project/test_wheel.py
 
 lint: $(VENV)/.dev  ## check format, style and types
 	$(BIN)/ruff format --check

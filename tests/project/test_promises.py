@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of promises: each row names an object, a source, tests and limits that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+PAGE = (TESTS.parent / "docs" / "promises.md").read_text(encoding="utf-8")
+CODE = "\n".join(file.read_text("utf-8") for file in (TESTS.parent / "fedclip").rglob("*.py"))
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("| **")
+]
+
+
+@pytest.mark.parametrize("cells", ROWS, ids=lambda cells: cells[0].split("**")[1])
+def test_each_promise_has_an_object_a_source_and_tests(cells: list[str]) -> None:
+    _, objects, source, tests, uncovered = cells
+    assert source
+    assert uncovered
+    names = re.findall(r"`(\w+)`", objects)
+    assert names
+    for name in names:
+        assert re.search(rf"^(class|def) {name}\b", CODE, re.MULTILINE), name
+    found = re.findall(r"`(test_\w+\.py)::(\w+)`", tests)
+    assert found
+    for file, name in found:
+        (there,) = TESTS.rglob(file)
+        assert re.search(rf"^(async )?def {name}\(", there.read_text(), re.MULTILINE), name
+
+
+def test_no_promise_is_missing() -> None:
+    assert len(ROWS) >= 20
