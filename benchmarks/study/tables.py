@@ -19,7 +19,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.study import mechanisms, noised, orderings
-from benchmarks.study.cells import Cell, Field, Scores, chosen, worst
+from benchmarks.study.cells import Cell, Scores, chosen, worst
 from benchmarks.study.scenes import CLAIMS, SOURCES, TROUBLES
 from fedclip.cli.ranking import interval
 from fedclip.privacy.correlated import coefficients, error
@@ -29,7 +29,6 @@ PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("study", "study-noise"))
 FIGURE = ROOT / "docs" / "images" / "study.png"
 LEVEL = 0.05
 FIXED = "fixed 0.3, every round"
-_, SPIKES, ATTACKS = orderings.FIELDS
 DRAWN = {
     True: (
         *("none", "norm-clip", "zscore-clip", "mad-clip, shared", "update, fixed"),
@@ -184,15 +183,6 @@ def _noised(study: Study) -> Iterator[Sequence[str]]:
         yield name, *cells
 
 
-def _ordering(study: Study, field: Field, scale: float) -> Iterator[Sequence[str]]:
-    for name in field.mechanisms:
-        cells = []
-        for trouble, data in field.places:
-            mean, half = interval(study.of(trouble, data, name))
-            cells.append(f"{scale * mean:.1f}±{scale * (half or 0):.1f}")
-        yield name, *cells
-
-
 def _instead(study: Study) -> Iterator[Sequence[str]]:
     troubles = (*("sizes", "sizes and labels", "hostile"), CLAIMS)
     bare = {trouble: study.means(trouble, "none", tuned=False) for trouble in troubles}
@@ -235,11 +225,6 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
         _noised(study),
     ),
     "left": lambda study: _table(["rounds apart", "noise left", "in theory"], _left(study)),
-    "attacks": lambda study: _table(
-        ["", *(f"{t.removeprefix('attack ')}, {d}" for t, d in ATTACKS.places)],
-        _ordering(study, ATTACKS, 100.0),
-    ),
-    "spikes": lambda study: _table(["", *SOURCES], _ordering(study, SPIKES, 1.0)),
 }
 
 
