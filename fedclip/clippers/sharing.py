@@ -10,7 +10,7 @@ from fedclip.clippers.families import LimitedClipper
 from fedclip.core import parameters
 from fedclip.core.parameters import boolean, integer, parameter
 from fedclip.statistics.client import SharedStatistics
-from fedclip.statistics.messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.statistics.counts import FedclipSharedCounts, FedclipSharedState
 from fedclip.transforms import Transform
 
 

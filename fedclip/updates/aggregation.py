@@ -27,7 +27,7 @@ That is against zeros as its update; the plain mean moves by C / n. The mean and
 than C, and "trimmed" no longer than sqrt(n / (n - f)) C. A reply that is refused counts as zeros.
 
 Allouah, Guerraoui, Gupta, Jellouli, Rizk & Stephan, 2024, "Adaptive gradient clipping for robust
-federated learning", arXiv:2405.14432: what they prove of ARC needs a robust mean to follow, not the
+federated learning", arXiv:2405.14432: their proof for ARC needs a robust mean to follow, not the
 plain one here. Yin, Chen, Ramchandran & Bartlett, 2018, "Byzantine-robust distributed learning:
 towards optimal statistical rates", arXiv:1803.01498.
 """
@@ -46,7 +46,7 @@ from fedclip.updates.limits import Limits, host_values, norms_of
 from fedclip.updates.protocol import Arrays, Reply
 from fedclip.updates.weights import WITH_NOISE, Shares
 
-# So many values are added at once, which stay in the cache; so many of a table are sorted at once.
+# Numbers of values that are added at once, in the cache, and of a table that is sorted at once.
 _PIECE, _TABLE = 2**14, 2**20
 
 REPEATED = "its sender has replied already"
@@ -112,7 +112,7 @@ class Combining:
         return of.get(self.kind, f"1 / (n - {2 * self.n_hostile})")
 
     def unfit(self, *, weights: bool = False, noise: bool = False, secure: bool = False) -> str:
-        """Return why updates can not be combined like this; "" if they can."""
+        """Return why updates cannot be combined like this; "" if they can."""
         reasons = (
             (
                 secure,
@@ -121,7 +121,7 @@ class Combining:
             (noise, f"noise: that is sized on 1 / n of the bound, not on {self.pull}"),
             (weights, "weights: n_hostile counts clients, and one may have most of the weight"),
         )
-        why = next((why for found, why in reasons if found), "") if self.n_hostile else ""
+        why = next((why for applies, why in reasons if applies), "") if self.n_hostile else ""
         return f"combine = {self.kind!r} does not go with {why}; take the mean" if why else ""
 
     def too_few(self, clients: int) -> str:
@@ -145,7 +145,7 @@ class Combining:
         factors: Sequence[float],
         divisor: float | None = None,
     ) -> dict[str, Float64]:
-        """Return the one update of so many clients; those without an update count as zeros.
+        """Return one update for a number of clients; those without an update count as zeros.
 
         The mean is the sum of updates times factors, over the `divisor` (None: the clients).
         """
@@ -206,7 +206,7 @@ def trimmed_mean(updates: Sequence[Arrays], clients: int, n_hostile: int) -> dic
             for backend, update in zip(backends, updates, strict=True)
         ]
         mean = np.zeros(rows[0].size)
-        # Sorted as they are, if that is float32; narrower ones as float32, which is exact.
+        # Narrower dtypes are sorted as float32, which is exact.
         dtype, step = np.result_type(np.float32, *rows), max(1, _TABLE // clients)
         for start in range(0, mean.size, step):
             piece = slice(start, start + step)
@@ -214,8 +214,8 @@ def trimmed_mean(updates: Sequence[Arrays], clients: int, n_hostile: int) -> dic
             for column, row in enumerate(rows):
                 table[:, column] = row[piece]
             table.sort(axis=1)
-            kept = table[:, n_hostile : clients - n_hostile]
-            mean[piece] = kept.mean(axis=1, dtype=np.float64)
+            middle = table[:, n_hostile : clients - n_hostile]
+            mean[piece] = middle.mean(axis=1, dtype=np.float64)
         means[name] = mean.reshape(tuple(first.shape))
     return means
 
@@ -243,12 +243,12 @@ class Aggregation:
         return WITH_NOISE if self.shares.kind != "equal" else self.combining.unfit(noise=True)
 
     def unfit_for_sums(self, replies: Sequence[Reply]) -> str:
-        """Return why these cannot be combined, as they are secure sums; "" if they can."""
+        """Return why these cannot be combined, because they are secure sums; "" if they can."""
         return self.combining.unfit(secure=any(reply.clients > 1 for reply in replies))
 
     @property
     def holds(self) -> str:
-        """What a round holds beyond two arrays of the model's size; "" if nothing."""
+        """The replies that a round holds beyond two arrays of the model's size; "" if nothing."""
         if self.combining.needs_all:
             return f"all replies, as combine = {self.combining.kind!r} compares them"
         if self.shares.max_share is not None:
@@ -332,8 +332,8 @@ class RunningAverage:
         return fault
 
     def _add(self, reply: Reply) -> str:
-        shares, alone = self.aggregation.shares, not (self.clients and self._sums(reply))
-        share = shares.weight_of(reply, alone)
+        shares, mixed = self.aggregation.shares, self.clients > 0 and self._sums(reply)
+        share = shares.weight_of(reply, alone=not mixed)
         try:
             fault = share.fault or self._fault(reply)
             if not fault:

@@ -142,8 +142,8 @@ class BoundRule:
         if octaves**2 > _JUMP * (variance + error):
             variance = octaves**2 - error
         gain = variance / (variance + error)
-        moved = self.within(bound * 2.0 ** (gain * octaves))
-        return NextBound(moved, (1.0 - gain) * variance, float(min(shares[:WITHIN].sum(), 1.0)))
+        following = self.within(bound * 2.0 ** (gain * octaves))
+        return NextBound(following, (1.0 - gain) * variance, float(min(shares[:WITHIN].sum(), 1.0)))
 
     def _read(self, shares: Float64) -> tuple[float, float]:
         """Return how many octaves the quantile is above the bound, and the density there."""
@@ -197,7 +197,7 @@ class AdaptiveBound(Documented):
 
     name: ClassVar[str] = "update clipping"
     logger: ClassVar[logging.Logger] = logging.getLogger("fedclip.server")
-    takes_turns: ClassVar[str] = "let a Schedule with per_round={} say who is due"
+    takes_turns: ClassVar[str] = "use a Schedule with per_round={}"
 
     start_norm: float | None = parameter(_start, default=None, kw_only=False, kind="float or None")
     """Bound of the first round, > 0. None: the bound starts at 0.1 and moves by up to a factor of 8
@@ -238,7 +238,7 @@ class AdaptiveBound(Documented):
     or those with another client in its place, which needs twice the noise."""
     separation: int = parameter(integer, 1, default=1)
     """Least number of rounds from one turn of a client to its next; a client is charged for one
-    round in so many. It takes the client sampler `round-robin`, and more than
+    round in that many. It takes the client sampler `round-robin`, and more than
     ``(separation - 1) * expected_clients`` clients."""
     noise: str = parameter(parameters.choice, ("independent", "banded"), default="independent")
     """"banded": each round takes back a part of the noise of the ``separation - 1`` rounds before
@@ -265,7 +265,7 @@ class AdaptiveBound(Documented):
     seed: int | None = parameter(integer, 0, default=None)
     """Seed that makes the insecure noise repeatable."""
     unnoised: str | Sequence[str] | None = parameter(_names, default=None, kind=_UNNOISED)
-    """Other modules of the server whose statistics may go out without noise beside the noised
+    """Other modules of the server whose statistics may go out without noise, next to the noised
     average, such as ``["zscore-clip-server"]``; epsilon does not cover what they reveal. All
     others are refused."""
 
@@ -360,8 +360,8 @@ class AdaptiveBound(Documented):
                 "noise_at='clients' needs noise_multiplier, and honest, the share of the clients "
                 "that surely add their noise, such as honest = 0.75"
             )
-        alone = {"separation": 1, "noise": "independent", "generator": "secure"}
-        for name, only in {**alone, "evaluation_share": 0.0}.items():
+        required = {"separation": 1, "noise": "independent", "generator": "secure"}
+        for name, only in {**required, "evaluation_share": 0.0}.items():
             if (value := getattr(self, name)) != only:
                 raise ValueError(f"noise_at='clients' goes with {name}={only!r}, got {value!r}")
         if not self.follows and self.bound != self.max_norm:
@@ -385,7 +385,7 @@ class AdaptiveBound(Documented):
 
     # -- a round --------------------------------------------------------------------------------
     def open(self, due: Participation | None = None) -> SentBound:
-        """Charge the next round, and return its bound; or why there is none.
+        """Charge the next round, and return its bound; or why no round begins.
 
         `due` is what a schedule says of the round, if clients take turns. A round that does not
         follow the one before, in the same schedule, is charged as the first of another schedule.
@@ -441,7 +441,7 @@ class AdaptiveBound(Documented):
     def release(
         self, average: Mapping[str, object], exact: Mapping[str, Float64] | None = None
     ) -> Arrays:
-        """Close the round; return its average with noise, the same object if there is none.
+        """Close the round; return its average with noise, the same object without noise.
 
         `exact` is the average before it was rounded to the dtypes of the model.
         """
@@ -465,8 +465,8 @@ class AdaptiveBound(Documented):
         assert self.loss_bound is not None
         bounds = np.array([self.loss_bound, *[1.0] * (rows.shape[1] - 1)])
         clipped = np.clip(np.nan_to_num(rows / bounds, nan=0.5), 0.0, 1.0)
-        found = self.budget.evaluated(clipped, self.round)
-        return None if found is None else found * bounds
+        means = self.budget.evaluated(clipped, self.round)
+        return None if means is None else means * bounds
 
     def warn(self, what: str) -> None:
         """Log a warning."""
@@ -497,10 +497,10 @@ class AdaptiveBound(Documented):
         return False
 
     def refusal_of(self, name: str) -> str:
-        """Return why other statistics may not go out beside averages with noise."""
+        """Return why other statistics may not go out together with averages that have noise."""
         return (
-            f"{name} sends what it has learnt from the clients without noise, beside averages with "
-            f"noise: remove it, or allow it in {self.name} with unnoised = [{name!r}]"
+            f"{name} sends statistics of the clients without noise, next to averages with noise: "
+            f"remove it, or allow it in {self.name} with unnoised = [{name!r}]"
         )
 
     def _counted(
@@ -513,7 +513,7 @@ class AdaptiveBound(Documented):
                 text = f"no {clients} clients vote like that: the nearest possible votes count"
                 self.warn(text)
             return possible, round(float(possible.sum())), None, 0.0
-        # Who has voted does not get known.
+        # The server does not know who has voted.
         expected, noise = self.budget.clients, self.budget.noise_of_bins
         if self.site is not None:
             return self.site.counts(noised, clients), clients, expected, noise

@@ -119,8 +119,8 @@ class UpdateClient:
         RuntimeError
             If the server has decided to stop.
         ValueError
-            If the bound is none, or for another scope; with noise, if the update is also of running
-            statistics.
+            If `sent` has no valid bound, or its scope differs; with noise, if the update is also of
+            running statistics.
         NonFiniteError
             If the update is not finite and ``on_nonfinite="raise"``; the message names the tensors.
         """
@@ -145,18 +145,18 @@ class UpdateClient:
         transform = NormClipping(Constant(limits))
         gradient = Gradient.of(self.called, update, groups, transform)
         try:
-            found = gradient.clipped(transform, NoState(), "raise")
+            step = gradient.clipped(transform, NoState(), "raise")
         except NotFiniteError:
             return Outcome(zeros(update), zeroed=self._told(self._not_finite(gradient)))
         # The factor by which the bound would have to grow to leave the update alone.
-        pairs = zip(on_host(found.norms).tolist(), limits, strict=True)
+        pairs = zip(on_host(step.norms).tolist(), limits, strict=True)
         times = max((n / c for n, c in pairs), default=0.0)
         idle = times == 0.0 if steps is None else steps == 0
         norm = None if idle else times * bound
-        clipped = bool(on_host(found.clipped).any())
+        clipped = bool(on_host(step.clipped).any())
         if far := self._far(update, times):
             return Outcome(zeros(update), norm, clipped, self._told(far), times)
-        arrays = gradient.result(update, found.outputs, gradient.rest)
+        arrays = gradient.result(update, step.outputs, gradient.rest)
         return Outcome(arrays, norm, clipped, times=times)
 
     def _told(self, why: str) -> str:
@@ -168,16 +168,16 @@ class UpdateClient:
         text = f"NaN or infinity in {named}" if named else "a norm beyond float64"
         if self.on_nonfinite == "raise":
             raise NonFiniteError(f"{self.called}: {text}")
-        told = f"{self.called}: {text}; zeros are shared for the update"
+        warning = f"{self.called}: {text}; zeros are shared for the update"
         # Point to the caller of `clip`, or of `prepare_for_sharing`.
-        warnings.warn(told, FedclipWarning, stacklevel=4)
+        warnings.warn(warning, FedclipWarning, stacklevel=4)
         return text
 
     def _far(self, update: Arrays, times: float) -> str:
         """Return a sentence if a finite update is far out of range, else ""."""
         if self.zeroing_norm is not None:
-            whole = resolve("global", None, tuple(update))
-            norm = (norms_of(update, whole, self.called, self.zeroing_ord) or [math.inf])[0]
+            groups = resolve("global", None, tuple(update))
+            norm = (norms_of(update, groups, self.called, self.zeroing_ord) or [math.inf])[0]
             if norm > self.zeroing_norm:
                 return f"its norm is {norm:.4g}, above zeroing_norm={self.zeroing_norm!r}"
         if self.zeroing_factor is not None and times > self.zeroing_factor:

@@ -38,7 +38,7 @@ _SLACK = 1.0 + 1e-5
 def signature(arrays: Arrays) -> Signature:
     """Return names and shapes.
 
-    Dtypes are none of it: if one client's dtype decided about the updates of others, that client
+    Dtypes do not count: if one client's dtype decided about the updates of others, that client
     could move the average by more than its share.
     """
     return tuple(sorted((name, tuple(array.shape)) for name, array in arrays.items()))
@@ -109,7 +109,7 @@ class Limits:
         try:
             return self.excess(reply.arrays, bound, whole, reply.clients)
         except Exception as exc:
-            return f"it can not be measured ({exc!r:.200})"
+            return f"it cannot be measured ({exc!r:.200})"
 
     def excess(self, arrays: Arrays, bound: float, whole: bool = True, clients: int = 1) -> str:
         """Return by how much an update is beyond its limit; of a sum, only what its dtypes are."""
@@ -149,8 +149,8 @@ class Limits:
         limits = tuple(limit * mass + noise for limit in self.of(groups, bound, whole))
         transform = NormClipping(Constant(limits))
         gradient = Gradient.of(self.called, sums, groups, transform)
-        found = gradient.clipped(transform, NoState(), "raise")
-        return dict(gradient.result(sums, found.outputs, gradient.rest))
+        clipped = gradient.clipped(transform, NoState(), "raise")
+        return dict(gradient.result(sums, clipped.outputs, gradient.rest))
 
 
 def norms_of(arrays: Arrays, groups: Groups, called: str, ord: Order = 2) -> list[float] | None:
@@ -193,12 +193,12 @@ def zeros(arrays: Arrays) -> dict[str, Array]:
 
 def peaks(arrays: Arrays, limit: float) -> dict[str, float]:
     """Return the tensors that hold a value beyond ±limit, or NaN, and their largest values."""
-    found = {}
+    beyond = {}
     for name, array in arrays.items():
         peak = peak_of(bits(backend_of(array).to_host(array)))
         if not peak <= limit:
-            found[name] = peak
-    return found
+            beyond[name] = peak
+    return beyond
 
 
 # -- running statistics, such as those of BatchNorm ---------------------------------------------
@@ -227,8 +227,8 @@ def refuse_statistics(model: Arrays) -> None:
     ValueError
         The message names them, and says what to do.
     """
-    if found := statistics_of(model):
-        named = ", ".join(map(repr, found[:4])) + (f" and {len(found) - 4} more" * (len(found) > 4))
+    if names := statistics_of(model):
+        named = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
         raise ValueError(
             f"the model holds running statistics ({named:.300}), and noise is for weights only: a "
             "variance with noise turns negative. Keep them at the clients (personal layers; or "
@@ -254,22 +254,22 @@ def statistics_of(model: Arrays) -> list[str]:
     for name in model:
         *above, last = re.split(r"[/.:|]+|==", re.sub(r":\d+$", "", name.lower()))
         layers.setdefault("/".join(above), {})[last] = name
-    found = {name for name in model if _NAMED.search(name.lower())}
+    matches = {name for name in model if _NAMED.search(name.lower())}
     for prefix, layer in layers.items():
-        found |= _siblings(layer, model) if prefix else set()
-        found |= set(_in_rows(layer, model))
-    return [name for name in model if name in found and not _is_whole(model[name])]
+        matches |= _siblings(layer, model) if prefix else set()
+        matches |= set(_in_rows(layer, model))
+    return [name for name in model if name in matches and not _is_whole(model[name])]
 
 
 def _siblings(layer: Mapping[str, str], model: Arrays) -> set[str]:
     """Return the statistics of a layer that its other arrays give away."""
-    found = {last for last in ("var", "variance", "std") if {last, "mean"} <= layer.keys()}
-    found |= {"mean"} if found else set()
+    matches = {last for last in ("var", "variance", "std") if {last, "mean"} <= layer.keys()}
+    matches |= {"mean"} if matches else set()
     if any(_is_counter(model[name]) for name in layer.values()):
         unknown = [last for last in layer if not (last in _LEARNT or last.isdecimal())]
         shapes = Counter(tuple(model[layer[last]].shape) for last in unknown)
-        found |= {last for last in unknown if shapes[tuple(model[layer[last]].shape)] > 1}
-    return {layer[last] for last in found}
+        matches |= {last for last in unknown if shapes[tuple(model[layer[last]].shape)] > 1}
+    return {layer[last] for last in matches}
 
 
 def _in_rows(layer: Mapping[str, str], model: Arrays) -> Iterator[str]:

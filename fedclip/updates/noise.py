@@ -38,7 +38,7 @@ from fedclip.updates.schedule import Participation
 
 MANY_ROUNDS = 10**6
 UNIT = "the updates of a client"
-"""What a ledger of a server says that it protects."""
+"""The unit of protection in a server's ledger."""
 
 # Ledgers without a file, by their identity: a state may go on in another object.
 _OF_THIS_PROCESS: dict[str, Ledger] = {}
@@ -134,7 +134,7 @@ class Budget:
         self._rounds, self._stream, self._drawn = 0, Stream(self.coefficients), False
 
     def _turns(self, rounds: int) -> int:
-        """Return how many turns a client has, at most, from the first of so many rounds on."""
+        """Return how many turns a client has, at most, in the first `rounds` rounds."""
         return -(-rounds // self.separation)
 
     @property
@@ -200,7 +200,7 @@ class Budget:
         return min(self.votes_first + paid + self.separation * turns, most)
 
     def reserve(self, round_: int, due: Participation | None = None) -> str:
-        """Charge a round before anything of it leaves; return why there is none, or ""."""
+        """Charge a round before anything of it leaves; return why it cannot begin, or ""."""
         due = due or Participation(1, 0)
         if not (self._drawn and due.follows(self._due)):
             self._begin()
@@ -306,8 +306,8 @@ class Budget:
         # What a round takes back must be of the same values, whatever their order.
         names = sorted(average)
         normals = self._next(average, round_)
-        found = add_noise({name: average[name] for name in names}, std, normals, exact)
-        return {name: found[name] for name in average}
+        result = add_noise({name: average[name] for name in names}, std, normals, exact)
+        return {name: result[name] for name in average}
 
     def skip(self, average: Mapping[str, Array], round_: int) -> None:
         """Draw the noise of a round that is not released: later rounds count it as one."""
@@ -323,7 +323,7 @@ class Budget:
 
         def piece(size: int) -> Float64:
             nonlocal noise
-            found, noise = noise[:size], noise[size:]
-            return found
+            drawn, noise = noise[:size], noise[size:]
+            return drawn
 
         return piece

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round of update clipping exchanges: plain objects, and the same as flat tables.
+"""The messages of a round of update clipping: plain objects, and the same as flat tables.
 
 ::
 
@@ -37,12 +37,12 @@ COUNTS = ((0, 0), (1, 0), (0, 1))
 
 
 def is_one_of(known: Sequence[tuple[int, ...]], numbers: Sequence[object]) -> bool:
-    """Whether a client's numbers are ints, and known ones; 1.0 and True are none."""
+    """Whether a client's numbers are ints, and known ones; 1.0 and True do not count."""
     return all(type(n) is int for n in numbers) and tuple(numbers) in known
 
 
 def one_hot(times: float, clipped: bool) -> tuple[int, ...]:
-    """Return a client's vote: 1 for the bin of an update of so many `times` the bound.
+    """Return a client's vote: 1 for the bin of an update whose norm is `times` the bound.
 
     Whether the update was clipped decides at the bound, where rounding may differ.
 
@@ -96,7 +96,7 @@ WITHOUT_BINS = (
 
 @dataclass(frozen=True)
 class SentBound:
-    """What the server sends to each client at the start of a round.
+    """The server's message to each client at the start of a round.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ class SentBound:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client replies, or the secure sum of several replies.
+    """The reply of a client, or the secure sum of several replies.
 
     Attributes
     ----------
@@ -181,7 +181,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round has come to.
+    """The result of a round.
 
     Attributes
     ----------
@@ -211,7 +211,7 @@ def bound_to(sent: SentBound) -> dict[str, str | int | float | bool]:
 
 
 def bound_from(message: Mapping[str, object]) -> SentBound:
-    """Return what a server has sent.
+    """Return the message of a server.
 
     Raises
     ------
@@ -247,15 +247,15 @@ def _text(message: Mapping[str, object], name: str) -> str:
 
 
 def reply_to(reply: Reply) -> dict[str, int]:
-    """Return what a client says beside its arrays."""
+    """Return the numbers of a reply, without its arrays."""
     content = {name: getattr(reply, name) for name in _COUNTS}
     if any(reply.bins):
         content["bin"] = reply.bins.index(1)
     return content if reply.steps is None else content | {"steps": reply.steps}
 
 
-def reply_from(arrays: Arrays, said: object, sender: str = "") -> Reply:
-    """Return a client's reply; with a fault if what it says is not of `reply_to`.
+def reply_from(arrays: Arrays, table: object, sender: str = "") -> Reply:
+    """Return a client's reply; with a fault if the table is not one of `reply_to`.
 
     `close` then counts it as zeros, and its votes as an abstention. The sender is for the engine
     to say.
@@ -267,15 +267,15 @@ def reply_from(arrays: Arrays, said: object, sender: str = "") -> Reply:
     >>> reply_from({}, {"votes": 10}, "b").fault
     'it says nothing that update clipping does: the client has no update clipping, or another one'
     """
-    said = dict[str, Any](said) if isinstance(said, Mapping) else {}
-    counts: dict[str, Any] = {name: said.get(name) for name in _COUNTS}
-    place = said.get("bin", 0)
-    if not all(type(count) is int for count in [*counts.values(), place]) or set(said) - {
+    table = dict[str, Any](table) if isinstance(table, Mapping) else {}
+    counts: dict[str, Any] = {name: table.get(name) for name in _COUNTS}
+    place = table.get("bin", 0)
+    if not all(type(count) is int for count in [*counts.values(), place]) or set(table) - {
         *counts,
         "steps",
         "bin",
     }:
         fault = "it says nothing that update clipping does: the client has no update clipping, "
         return Reply(arrays, sender=sender, fault=f"{fault}or another one")
-    bins = tuple(int(i == place) for i in range(BINS)) if "bin" in said else ()
-    return Reply(arrays, **counts, sender=sender, steps=said.get("steps"), bins=bins)
+    bins = tuple(int(i == place) for i in range(BINS)) if "bin" in table else ()
+    return Reply(arrays, **counts, sender=sender, steps=table.get("steps"), bins=bins)

@@ -22,7 +22,7 @@ from fedclip.core import parameters
 
 
 class Participation(NamedTuple):
-    """What a schedule says of a round.
+    """The place of a round in a schedule.
 
     Attributes
     ----------
@@ -43,12 +43,12 @@ class Participation(NamedTuple):
 
     def follows(self, other: Participation) -> bool:
         """Whether this is the next round of the same schedule."""
-        wanted = other.round + bool(self.schedule)
-        return (self.schedule, self.round) == (other.schedule, wanted)
+        expected = other.round + bool(self.schedule)
+        return (self.schedule, self.round) == (other.schedule, expected)
 
     @classmethod
     def of(cls, clients: int, per_round: int) -> Participation:
-        """Return how far turns are apart where at most so many of the clients are in a round."""
+        """Return how far turns are apart with at most `per_round` of the clients in a round."""
         return cls(-(-clients // per_round), clients)
 
     def refusal(self, separation: int, per_round: int) -> str:
@@ -107,5 +107,5 @@ class Schedule:
 
     def due(self, round_: int) -> Sequence[str]:
         """Return who has a turn in a round, from 0 on."""
-        apart = self.turns.separation
-        return self.clients[round_ % apart :: apart]
+        separation = self.turns.separation
+        return self.clients[round_ % separation :: separation]

@@ -8,7 +8,7 @@ app, `settings_in`.
 
     PersistentServer(settings, folder):
         lock the file; take over the state that it holds
-        write the file                       one that can not be written is found out now
+        write the file                       a file that cannot be written is refused now
     Open a round:
         charge it to the ledger in the same folder, if there is noise
     Close a round:
@@ -84,22 +84,24 @@ def settings_in(run_config: Mapping[str, object]) -> dict[str, Any]:
     ...
     ValueError: nobody reads 'update_clip.noise-multiplier': write update-clip.noise-multiplier
     """
-    found: dict[str, Any] = {}
-    ours = set[str]().union(*map(_known, _PARTS)) - _ANYBODYS
+    settings: dict[str, Any] = {}
+    known = set[str]().union(*map(_known, _PARTS)) - _ANYBODYS
     for name, value in run_config.items():
         table, dot, key = name.rpartition(".")
         if not name.startswith("update-clip."):
             meant = "clip" in table.lower() and nearest(table, ["update-clip", "updateclip"])
-            if meant or get_close_matches(_snake(key), ours, n=1, cutoff=0.9):
-                own = "" if dot else ", or give a setting of the app itself another name"
-                raise ValueError(f"nobody reads {name!r}: write update-clip.{key}{own}")
+            if meant or get_close_matches(_snake(key), known, n=1, cutoff=0.9):
+                advice = "" if dot else ", or give a setting of the app itself another name"
+                raise ValueError(f"nobody reads {name!r}: write update-clip.{key}{advice}")
             continue
         key, dot, inner = name.removeprefix("update-clip.").partition(".")
         key = _snake(key)
-        if key in found and not (dot and isinstance(found[key], dict) and inner not in found[key]):
+        if key in settings and not (
+            dot and isinstance(settings[key], dict) and inner not in settings[key]
+        ):
             raise ValueError(f"update-clip.{key.replace('_', '-')} is given twice: keep one")
-        found[key] = {**found.get(key, {}), inner: value} if dot else value
-    return found
+        settings[key] = {**settings.get(key, {}), inner: value} if dot else value
+    return settings
 
 
 def _snake(key: str) -> str:
@@ -110,7 +112,7 @@ def server_of(settings: Mapping[str, object]) -> UpdateServer:
     """Return the server that a table of settings describes.
 
     The table has the parameters of `update-clip-server` (whose `max_norm` is the largest bound)
-    and of `clipped-averaging`, but for what is declearn's own.
+    and of `clipped-averaging`, except those of declearn alone.
 
     Raises
     ------
@@ -150,7 +152,7 @@ def client_of(settings: Mapping[str, object]) -> UpdateClient:
 
 
 class StoredState(NamedTuple):
-    """What a file holds: settings, the server's state, and the record of each round."""
+    """The content of a file: settings, the server's state, and the record of each round."""
 
     settings: Mapping[str, object]
     state: Mapping[str, object]
@@ -158,7 +160,7 @@ class StoredState(NamedTuple):
 
 
 def read(path: Path) -> StoredState:
-    """Return what a file holds.
+    """Return the content of a file.
 
     Raises
     ------
@@ -166,16 +168,16 @@ def read(path: Path) -> StoredState:
         If it is not a file of `PersistentServer`, or is damaged.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        kept = StoredState(found["settings"], found["state"], found["rounds"])
-        if not all(isinstance(table, dict) for table in (kept.settings, *kept.rounds)):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        stored = StoredState(content["settings"], content["state"], content["rounds"])
+        if not all(isinstance(table, dict) for table in (stored.settings, *stored.rounds)):
             raise TypeError("settings must be a table, and rounds tables")
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise StateError(
             f"{path} is not a server's file of update clipping, or is damaged ({exc!r:.200}): "
             "name the folder of this federation, or another one if nothing was spent in it"
         ) from exc
-    return kept
+    return stored
 
 
 def server_in(folder: Path | None, settings: Mapping[str, object]) -> UpdateServer:
@@ -203,12 +205,12 @@ class PersistentServer:
     StateError
         If the file is damaged, or was made with noise and these settings add none.
     OSError
-        If the file can not be written, or another process serves from it.
+        If the file cannot be written, or another process serves from it.
 
     Notes
     -----
     Guarantee: epsilon in the ledger is never less than that of the rounds that `open` has begun.
-    A ledger that is put back to an earlier one can not be seen, unless the state is later.
+    A ledger that is put back to an earlier one cannot be seen, unless the state is later.
 
     Examples
     --------
@@ -231,7 +233,7 @@ class PersistentServer:
         self.rounds: list[dict[str, Any]] = []
         self.path = None if place is None else place / SERVED
         self.leave: Callable[[], object] = lambda: None
-        """Let others serve from the file; the end of this object does so, too."""
+        """Release the file to others; the end of this object does so, too."""
         if self.path is None:
             return
         try:
@@ -239,13 +241,13 @@ class PersistentServer:
         except OSError as exc:
             raise OSError(
                 f"no state can be kept in {folder} ({exc}): a server is running there, or this "
-                "process may not write; give each federation a folder of its own"
+                "process may not write; give each federation its own folder"
             ) from exc
         self.leave = weakref.finalize(self, lock.close)
         if self.path.exists():
-            kept = read(self.path)
-            self.server.set_state(dict(kept.state))
-            self.rounds = kept.rounds
+            stored = read(self.path)
+            self.server.set_state(dict(stored.state))
+            self.rounds = stored.rounds
         self._write()
 
     def open(self, due: Participation | None = None) -> SentBound:
@@ -262,7 +264,7 @@ class PersistentServer:
         Raises
         ------
         OSError
-            If the file can not be written. Then nothing of the round is released.
+            If the file cannot be written. Then nothing of the round is released.
         """
         closed = self.server.close(replies, like)
         self.rounds.append(closed.record)
@@ -272,7 +274,8 @@ class PersistentServer:
     def _records(self) -> Iterator[dict[str, Any]]:
         """Yield the rounds as reports read them, with one step for each vote.
 
-        Norms stay on the clients, and with noise so does what was clipped: then the share tells.
+        Norms stay on the clients. With noise the number of clipped ones does, too; the share
+        replaces it.
         """
         adaptive = self.server.bound.follows
         for round_ in self.rounds:

@@ -30,7 +30,7 @@ Void = tuple[Literal["problem", "leak"], str, str]
 
 
 class Claim(NamedTuple):
-    """What a configuration says of a federation whose averages, or records, have noise.
+    """The settings of a federation whose averages, or records, have noise.
 
     Attributes
     ----------
@@ -136,7 +136,7 @@ def too_large_epsilon(spent: float, what: str, command: str) -> str:
 
 
 def too_large_delta(delta: float, least: int, what: str, unit: str) -> str:
-    """Return a sentence if a delta allows one of at least so many units to be published."""
+    """Return a sentence if a delta allows one of at least `least` units to be published."""
     if delta * least < 1.0:
         return ""
     return (

@@ -34,7 +34,7 @@ Problem = tuple[Literal["problem", "leak", "note"], str, str]
 
 
 class Known(NamedTuple):
-    """What is known of a run, beside its optimizers.
+    """The known facts of a run, besides its optimizers.
 
     Attributes
     ----------
@@ -69,9 +69,9 @@ def update_problems(
     client = [p for p in plugins.get(CLIENT, ()) if isinstance(p, UpdateClipClient)]
     server = [p for p in plugins.get(SERVER, ()) if isinstance(p, UpdateClipServer)]
     for side in (CLIENT, SERVER):
-        ours = [p for p in plugins.get(side, ()) if getattr(p, "aux_name", None) == AUX_NAME]
-        if len(ours) > 1:
-            text = f"{len(ours)} modules exchange {AUX_NAME!r}: only the last would be heard"
+        exchanging = [p for p in plugins.get(side, ()) if getattr(p, "aux_name", None) == AUX_NAME]
+        if len(exchanging) > 1:
+            text = f"{len(exchanging)} modules exchange {AUX_NAME!r}: only the last would be heard"
             yield "problem", side, f"{text}; keep one"
     if not isinstance(aggregator, ClippedAveraging):
         for other in (*client[:1], *server[:1]):
@@ -89,7 +89,7 @@ def update_problems(
         text = f"a bound C of the whole update is split by the table: {', '.join(parts)}"
         yield "note", AGGREGATOR, f"{text}; noise, if there is any, is scaled to C"
     if "fairness" in optim:
-        text = "declearn's fairness puts an aggregator of its own in the place of clipped-averaging"
+        text = "declearn's fairness replaces clipped-averaging by its own aggregator"
         yield "problem", AGGREGATOR, text
     module = server[0] if server else None
     noise = module is not None and module.budget is not None
@@ -105,7 +105,7 @@ def update_problems(
     yield from _weights(aggregator.shares, noise, known)
     yield from _combining(aggregator, module, known)
     limit = module.max_norm if module else aggregator.max_norm
-    if (module and module.site) or any(one.site for one in client):
+    if (module and module.site) or any(module_.site for module_ in client):
         yield from _sites(module, client, known)
     elif limit and (text := _range(aggregator.secagg_range, limit, known.secagg)):
         yield "problem", AGGREGATOR, text
@@ -121,12 +121,12 @@ def _sites(
 ) -> Iterator[Problem]:
     """Say whether server and clients agree on the clients' noise, and against whom it protects."""
     site = None if module is None else module.site
-    wanted = None if site is None else site.get_config()
-    if module is None or site is None or any(one.noise != wanted for one in client):
-        here = next((_table(one.noise) for one in client if one.noise), "none")
+    expected_noise = None if site is None else site.get_config()
+    if module is None or site is None or any(module_.noise != expected_noise for module_ in client):
+        here = next((_table(module_.noise) for module_ in client if module_.noise), "none")
         expected = "none: leave the table out, or set noise_at = 'clients'"
-        if wanted is not None:
-            expected = f"{_table(wanted)}: write the same table"
+        if expected_noise is not None:
+            expected = f"{_table(expected_noise)}: write the same table"
         yield (
             "problem",
             CLIENT,
@@ -169,7 +169,7 @@ def _sites(
 
 
 def _weights(shares: Shares, noise: bool, known: Known) -> Iterator[Problem]:
-    """Say what weights can not go with, what they reveal, and what one site may do."""
+    """Say what weights cannot go with, what they reveal, and what one site may do."""
     if shares.kind == "equal":
         return
     secure = known.secagg is not None
@@ -183,9 +183,11 @@ def _weights(shares: Shares, noise: bool, known: Known) -> Iterator[Problem]:
             text += f" {len(shares.table)}: the run ends if others register"
             yield "problem", AGGREGATOR, text
         if not known.named:
-            where = "clients their names" if secure else "the server who sends which reply"
+            where = (
+                "its name to each client" if secure else "the sender of each reply to the server"
+            )
             text = (
-                f"a table of weights needs the protocol 'fedclip-websockets', which tells {where}"
+                f"a table of weights needs the protocol 'fedclip-websockets', which names {where}"
             )
             text += ", or client_sampler = {'strategy': 'named-clients'}" * (not secure)
             yield "note", AGGREGATOR, text
@@ -216,7 +218,7 @@ def _weights(shares: Shares, noise: bool, known: Known) -> Iterator[Problem]:
 def _combining(
     aggregator: ClippedAveraging, module: UpdateClipServer | None, known: Known
 ) -> Iterator[Problem]:
-    """Say what a mean that resists can not go with, and what one site may do."""
+    """Say what a mean that resists cannot go with, and what one site may do."""
     combining, clients = aggregator.combining, known.clients
     if combining.kind == "mean":
         return
@@ -242,7 +244,7 @@ def _combining(
 def _noise(
     aggregator: ClippedAveraging, module: UpdateClipServer, known: Known
 ) -> Iterator[Problem]:
-    """Say what noise can not go with, and what it costs."""
+    """Say what noise cannot go with, and what it costs."""
     budget, clients, rounds = module.budget, known.clients, known.rounds
     assert budget is not None
     if aggregator.exclude:
@@ -279,8 +281,9 @@ def _noise(
             f"{budget.clients}, on which noise is sized: raise that, or lower max_clients"
         )
         yield "problem", SERVER, text
-    if rounds and (left := module.rounds_left(rounds)) < rounds:
-        text = f"max_epsilon={module.max_epsilon:g} allows {left} rounds, and {rounds} are planned"
+    if rounds and (affordable := module.rounds_left(rounds)) < rounds:
+        text = f"max_epsilon={module.max_epsilon:g} allows {affordable} rounds, and {rounds} are"
+        text = f"{text} planned"
         yield "problem", SERVER, f"{text}: training ends with an error after them"
     elif rounds:
         cost = budget.cost(rounds)

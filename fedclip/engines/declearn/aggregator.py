@@ -30,7 +30,7 @@ _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 RAISES = (
     "on_nonfinite = 'raise' ends the run for everybody where one client's update is not finite, "
-    "which tells of that client without noise: take 'skip'"
+    "which reveals that client without noise: take 'skip'"
 )
 """Why noise does not cover what that setting reveals."""
 
@@ -81,9 +81,9 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         What happens to an update with NaN or infinity: it is replaced by zeros and counted; or it
         raises an error, which in declearn ends the training of all clients.
     weights : {"equal", "steps"} or table, default="equal"
-        What a client's share in the average is in proportion to: 1; the number of steps that it
+        The share of a client in the average is in proportion to: 1; the number of steps that it
         says it took; or a number > 0 for each client in a public table, ``{"client_0" = 120.0}``,
-        by the name that the server's connection has for it. Not beside noise.
+        by the name that the server's connection has for it. Not with noise.
     max_share : float or None, default=None
         Largest share that one client may have, in (0, 1]; the rest is spread over the others in
         proportion.
@@ -94,13 +94,13 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         How the clipped updates become one: their mean; the mean after ARC has brought the longest
         to the length of the next longest; or, of each coordinate, the mean of all but the
         `n_hostile` smallest and largest values. In cleartext only, with equal weights, and not
-        beside noise.
+        with noise.
     n_hostile : int or None, default=None
         Number of clients that may be hostile, >= 1, for "arc" and "trimmed", which need more than
         twice as many replies. A round with fewer counts as zeros, with a warning.
     client : str or None, default=None
         The name of this client in the table; a server over `fedclip-websockets` sets it for its
-        clients, who need it under secure aggregation.
+        clients; under secure aggregation.
     fedclip : str, default=the version of this fedclip
         The version that wrote the configuration; a server sets it for its clients.
 
@@ -278,9 +278,9 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if site is not None:
             limits = replace(aggregation.limits, noise=site.std(1.0))
             aggregation = replace(aggregation, limits=limits)
-        whole, clients = round_ is not None, budget.clients if budget else None
+        together, clients = round_ is not None, budget.clients if budget else None
         tensors: Any = getattr(like, "coefs", {})
-        running = aggregation.start(tensors, bound, self._warn, whole=whole, clients=clients)
+        running = aggregation.start(tensors, bound, self._warn, whole=together, clients=clients)
         for reply in replies:
             running.add(reply)
         exact = running.finish()

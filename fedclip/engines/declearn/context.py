@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of one node of declearn share about the current round.
+"""The current round, as the parts of one node of declearn share it.
 
 declearn passes auxiliary variables only to modules, and the round's update only to the aggregator.
 Neither gets a reference to the other, and a process may hold many nodes. declearn calls them one
@@ -80,7 +80,7 @@ class ServerPart:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What is known of the current round; a part that is not under way is None.
+    """The current round of a node; a part that is not under way is None.
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ class RoundContext:
     participation
         What the sampler has drawn for the round that begins; None without turns.
     members, expected, senders, evaluations
-        The clients of the run; the messages that server modules expect; who has sent the replies;
+        The clients of the run; the messages that server modules expect; the senders of the replies;
         the evaluations that get noise.
     """
 

@@ -34,10 +34,10 @@ DECLEARN_RANGE = 1e5
 
 UNWEIGHED = (
     "under secure aggregation a client weighs its own update, and this one does not know how: a "
-    "table of weights needs the server's protocol 'fedclip-websockets', which tells each client "
+    "table of weights needs the server's protocol 'fedclip-websockets', which gives each client "
     "its name; 'steps' needs max_steps there, and takes no max_share"
 )
-"""Why a client sends zeros in the place of an update."""
+"""Why a client sends zeros instead of an update."""
 
 _LOGGER = logging.getLogger("declearn.client.fedclip")
 
@@ -185,7 +185,7 @@ class UpdateClipVotes(Message):
     @classmethod
     def among(cls, messages: Sequence[object]) -> UpdateClipVotes:
         """Return the sum of the votes among messages of any kind; the others are abstentions."""
-        votes = [one if isinstance(one, cls) else cls(n_faults=1) for one in messages]
+        votes = [message if isinstance(message, cls) else cls(n_faults=1) for message in messages]
         return sum(votes[1:], start=votes[0])
 
     def __radd__(self, other: object) -> UpdateClipVotes:
@@ -208,8 +208,8 @@ class ClippedUpdates(ModelUpdates):
     updates
         The clipped update. None in what `aggregate` returns: see `parts`.
     weights
-        1 for each client; or its number of steps, if these are the weights, and below 0 if what it
-        says is none.
+        1 for each client; or its number of steps, if these are the weights, and below 0 if that
+        is not valid.
     n_clients, n_clipped, n_zeroed
         Number of updates, and of those that were clipped or zeroed.
     """
@@ -239,12 +239,12 @@ class ClippedUpdates(ModelUpdates):
         return Reply(coefs, fault=fault, clients=max(1, self.n_clients), steps=steps)
 
     def beyond(self, limit: float) -> str:
-        """Return which values are beyond a range of secure aggregation; "" if none is."""
-        found = peaks(self.updates.coefs, limit)
-        named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in found.items())
+        """Return which values are beyond a range of secure aggregation; "" for none."""
+        values = peaks(self.updates.coefs, limit)
+        named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in values.items())
         text = f"values beyond secagg_range=±{limit:g} in {named}: lower the bound of clipped-"
         text += "averaging, or raise clipval on the server and secagg_range with it"
-        return text if found else ""
+        return text if values else ""
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, without copying them as declearn's own method does."""
@@ -324,7 +324,7 @@ class ClippedUpdates(ModelUpdates):
             _LOGGER.error("zeros are sent instead of the update: %s", why)
             content |= {"updates": zeros_like(self.updates), "n_clipped": 0, "n_zeroed": 1}
             return content, None
-        # The server can not weigh what it does not see.
+        # The server cannot weigh what it does not see.
         updates = self.updates if factor == 1.0 else self.updates * factor
         coefs = inside(updates.coefs, limit)
         content["updates"] = updates if coefs is updates.coefs else type(updates)(dict(coefs))

@@ -23,7 +23,7 @@ from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 from fedclip.engines.declearn.quorum import MEMBERS
 from fedclip.engines.declearn.replies import UPDATES, Expected, Sender, expected, note
-from fedclip.statistics.messages import FedclipSharedCounts
+from fedclip.statistics.counts import FedclipSharedCounts
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 

@@ -22,7 +22,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
     ::
 
         Start of a round:  receive C
-        Steps:             nothing; gradients pass as they are
+        Steps:             nothing; gradients pass unchanged
         End of the round:  the aggregator has clipped the update to C
                            vote for the bin of log2(norm(update) / C); none without an update
 
@@ -59,7 +59,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
     With `noise`, update and vote leave as integers with discrete Gaussian noise
     (`fedclip.updates.client_noise`). It takes a `PersonalFederatedClient` and secure
     aggregation: without it, or with fewer clients in the sum than expected, nothing is sent.
-    Joye-Libert's protocol does not tell a client how many there are.
+    With Joye-Libert's protocol, a client does not know how many there are.
 
     References
     ----------

@@ -24,7 +24,7 @@ class UpdateNorms(OptiModule[Any]):
 
     ::
 
-        Steps:             nothing; gradients pass as they are
+        Steps:             nothing; gradients pass unchanged
         End of the round:  the client notes norm(update), before it is shared
 
     It is not for configurations: `PersonalFederatedClient`, `fedclip quickrun` and `fedclip
@@ -34,7 +34,7 @@ class UpdateNorms(OptiModule[Any]):
     Notes
     -----
     The records (norm before, bound if there is a fixed one, clipped or not) stay on the client.
-    What is left out: a round without a step, and an update with tensors of integers.
+    Excluded: a round without a step, and an update with tensors of integers.
 
     Examples
     --------
@@ -64,13 +64,13 @@ class UpdateNorms(OptiModule[Any]):
     def measure(self, updates: AnyVector, bound: float | None = None) -> None:
         """Note the norm of an update, and whether it is above a fixed bound."""
         try:
-            whole = resolve("global", None, tuple(updates.coefs))
-            found = norms_of(updates.coefs, whole, self.name)
-        except TypeError:  # integers, which have to be told apart where they are clipped
+            groups = resolve("global", None, tuple(updates.coefs))
+            norms = norms_of(updates.coefs, groups, self.name)
+        except TypeError:  # integers, which are reported where they are clipped
             return
-        if found is None:
+        if norms is None:
             self.recorder.add_nonfinite()
-        for norm in found or []:
+        for norm in norms or []:
             limit = math.inf if bound is None else bound
             self.note(norm, SentBound(limit, adaptive=False), norm > limit)
 
@@ -90,6 +90,6 @@ class UpdateNorms(OptiModule[Any]):
 
     def set_state(self, state: Mapping[str, object]) -> None:
         """Take over the records of the rounds."""
-        found = state.get("round") if isinstance(state, Mapping) else None
-        round_ = check_count("round", found)
+        number = state.get("round") if isinstance(state, Mapping) else None
+        round_ = check_count("round", number)
         self.recorder.set_state(round_, read_rounds(state))

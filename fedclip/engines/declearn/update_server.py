@@ -119,7 +119,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
 
     # -- the round, in declearn's order ---------------------------------------------------------
     def collect_aux_var(self) -> UpdateClipBound:
-        """Return the bound of the next round, or why there is none."""
+        """Return the bound of the next round, or why no round begins."""
         # declearn has just called another module, in the same loop.
         if (other := under_way(counted=False)) is not None and other[1] is not self:
             self.halt("there are two update-clip-server modules in server_opt: keep one")
@@ -145,7 +145,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         return self._message
 
     def _take_evaluations(self) -> None:
-        """Let nothing but means with noise be told of evaluations; halt where that can not be."""
+        """Replace evaluations by means with noise; halt if that is impossible."""
         if (run := EVALUATIONS.get()) is None:
             self.halt("evaluation_share needs the server's protocol 'fedclip-websockets'")
         else:
@@ -162,11 +162,11 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         if not isinstance(aux_var, UpdateClipVotes):
             aux_var = UpdateClipVotes.among(getattr(aux_var, "parts", None) or [aux_var])
         self._round.counted = True
-        there = aux_var.n_clients - (0 if self.site is None else aux_var.n_faults)
+        clients = aux_var.n_clients - (0 if self.site is None else aux_var.n_faults)
         if self.budget is not None and self.site is None and aux_var.coarse[0]:
             self.warn(WITHOUT_BINS)
             aux_var = aux_var.with_bins_only()
-        self.count(aux_var.counts(), there, aux_var.noised)
+        self.count(aux_var.counts(), clients, aux_var.noised)
         if 0 < aux_var.n_faults <= aux_var.n_clients:
             senders = ", ".join(map(repr, faulty_senders(self.aux_name)[:5]))
             text = f"no proper vote in {aux_var.n_faults} of {aux_var.n_clients} replies"
@@ -192,7 +192,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         if round_.average is None:
             return (
                 "the updates were not averaged by 'clipped-averaging': set aggregator = "
-                "'clipped-averaging', and no fairness, which brings an aggregator of its own"
+                "'clipped-averaging', and no fairness, which brings its own aggregator"
             )
         if self.budget is None:
             return ""

@@ -52,7 +52,7 @@ _NOT_AROUND = {
 
 
 def _check_inner(inner: object) -> None:
-    """Refuse what is no strategy of this API, or is or holds one that this can not go around."""
+    """Refuse what is no strategy of this API, or is or holds one that cannot be wrapped."""
     if not isinstance(inner, Strategy):
         raise TypeError(
             f"got {type(inner).__module__}.{type(inner).__name__}: take a strategy of "
@@ -92,7 +92,7 @@ class UpdateClipStrategy(Strategy):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a setting is none or does not go with another one or with `inner`.
+        At construction, if a setting is not valid or does not go with another one or with `inner`.
         Before messages are sent: with noise, if the model holds running statistics.
     RuntimeError
         Before messages are sent: with noise, if they are not for as many nodes as
@@ -105,13 +105,13 @@ class UpdateClipStrategy(Strategy):
     the clients' own metrics are left out. Evaluations are the app's own, and epsilon does not cover
     them.
 
-    A round that is withheld leaves model and `inner` as they are; Flower keeps the model. So does
+    A round that is withheld leaves model and `inner` unchanged; Flower keeps the model. So does
     each round after the budget is spent.
 
     Tensors of whole numbers stay as the server has them.
 
-    C / m bounds the average. An adaptive `inner`, such as FedAdam, makes steps of its own length
-    of it.
+    C / m bounds the average. An adaptive `inner`, such as FedAdam, scales the
+    step that follows from it.
 
     Examples
     --------
@@ -172,7 +172,7 @@ class UpdateClipStrategy(Strategy):
         return cls(inner, settings, folder=folder)
 
     def initialize_parameters(self, client_manager: object) -> None:
-        """Say why Flower's older API, which calls this, can not run update clipping."""
+        """Say why Flower's older API, which calls this, cannot run update clipping."""
         raise RuntimeError(
             "server_fn, workflows and SecAgg+ are of Flower's older API: call "
             "strategy.start(grid, …) in a function with @app.main()"
@@ -212,8 +212,8 @@ class UpdateClipStrategy(Strategy):
         self._model = dict(arrays)
         for message in messages:
             # FedAvg has one content for all.
-            told = {RECORD: ConfigRecord(bound_to(sent))}
-            message.content = RecordDict({**message.content, **told})
+            record = {RECORD: ConfigRecord(bound_to(sent))}
+            message.content = RecordDict({**message.content, **record})
         self._asked = {message.metadata.dst_node_id: message for message in messages}
         return messages
 
@@ -224,8 +224,8 @@ class UpdateClipStrategy(Strategy):
         if self._private and bound.separation > 1 and bound.expected_clients:
             self._schedule = self._schedule or Schedule(nodes, bound.expected_clients)
             due = self._schedule.due(self._rounds)
-            if found := [nodes[name] for name in due if name in nodes]:
-                return found
+            if present := [nodes[name] for name in due if name in nodes]:
+                return present
             raise RuntimeError(
                 f"all nodes whose turn it is have left ({', '.join(due[:5])}), and nobody may take "
                 "their place: start again with those that are there"
@@ -262,8 +262,8 @@ class UpdateClipStrategy(Strategy):
         )
         if closed.withheld:
             return None, metrics
-        sound = [m for m, fault in zip(came.values(), closed.faults, strict=True) if not fault]
-        handed = self._handed(sound, {k: like[k] - closed.average[k] for k in like})
+        valid = [m for m, fault in zip(came.values(), closed.faults, strict=True) if not fault]
+        handed = self._handed(valid, {k: like[k] - closed.average[k] for k in like})
         arrays, inner_metrics = self.inner.aggregate_train(server_round, handed)
         metrics = MetricRecord({**(inner_metrics or {}), **metrics})
         if arrays is None:
@@ -285,7 +285,7 @@ class UpdateClipStrategy(Strategy):
         return came
 
     def _read(self, message: Message) -> Reply:
-        """Return a client's reply; with a fault if it is none."""
+        """Return a client's reply; with a fault if it is not valid."""
         node, content = str(message.metadata.src_node_id), message.content
         if RECORD not in content.metric_records:
             return Reply({}, sender=node, fault="its app has no UpdateClipMod as its first mod")
@@ -296,7 +296,7 @@ class UpdateClipStrategy(Strategy):
                 counted = [r[self._key] for r in content.metric_records.values() if self._key in r]
                 reply = replace(reply, steps=int(counted[0]) if len(counted) == 1 else None)
         except Exception as exc:  # whatever a client sends
-            return Reply({}, sender=node, fault=f"it can not be read ({exc!r:.200})")
+            return Reply({}, sender=node, fault=f"it cannot be read ({exc!r:.200})")
         return reply
 
     def _explain(self, nodes: Sequence[str], broken: Collection[str], closed: RoundResult) -> None:
@@ -306,19 +306,19 @@ class UpdateClipStrategy(Strategy):
             log(
                 WARNING,
                 "what UpdateClipMod has clipped came otherwise from %s: it must be the first of "
-                "the mods, with none such as LocalDpMod before it",
+                "the mods, with no other, such as LocalDpMod, before it",
                 ", ".join(changed[:5]),
             )
 
     def _handed(self, sound: Sequence[Message], model: Mapping[str, Any]) -> list[Message]:
         """Return the averaged model as everybody's reply, for the inner strategy.
 
-        In float64, so that a strategy that adds up so many equal models rounds only once, in the
+        In float64, so that a strategy that adds up many equal models rounds only once, in the
         end; and a record for each, as some strategies empty it. With noise it is the reply of all
         that were asked, and nothing else is in it.
         """
-        whole = {k: model[k] if k in model else a.numpy() for k, a in self._model.items()}
-        record = record_of({k: np.asarray(x, np.float64) for k, x in whole.items()})
+        full = {k: model[k] if k in model else a.numpy() for k, a in self._model.items()}
+        record = record_of({k: np.asarray(x, np.float64) for k, x in full.items()})
         name = one_record(next(iter(self._asked.values())).content, "")[0]
         if self._private:
             equal = MetricRecord({self._key: 1})
@@ -328,9 +328,9 @@ class UpdateClipStrategy(Strategy):
             ]
         alike = self._alike(sound)
         for message in alike:
-            ours = {RECORD, *message.content.array_records}
-            rest = {k: v for k, v in message.content.items() if k not in ours}
-            message.content = RecordDict({**rest, name: ArrayRecord(dict(record))})
+            dropped = {RECORD, *message.content.array_records}
+            others = {k: v for k, v in message.content.items() if k not in dropped}
+            message.content = RecordDict({**others, name: ArrayRecord(dict(record))})
         return alike
 
     def _alike(self, sound: Sequence[Message]) -> list[Message]:
@@ -373,5 +373,5 @@ class UpdateClipStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Return the metrics of the inner strategy."""
-        found: MetricRecord | None = self.inner.aggregate_evaluate(server_round, replies)
-        return found
+        metrics: MetricRecord | None = self.inner.aggregate_evaluate(server_round, replies)
+        return metrics

@@ -86,7 +86,7 @@ class Simulation:
     Raises
     ------
     ToolError
-        If data or model are not where the file says, or if it can not be simulated.
+        If data or model are not where the file says, or if it cannot be simulated.
     """
 
     def __init__(self, file: Path, seed: int | None = None) -> None:
@@ -97,8 +97,8 @@ class Simulation:
             config = tomllib.load(text)["run"]
         # Nobody registers here, and declearn wants to know how many do.
         self.config = FLRunConfig.from_params(**{"register": 1, **config})
-        found = SimulateConfig.from_toml(toml, False, "simulate", True)
-        self.settings = found if seed is None else replace(found, seed=seed)
+        settings = SimulateConfig.from_toml(toml, False, "simulate", True)
+        self.settings = settings if seed is None else replace(settings, seed=seed)
         _refuse(optim, self.config, self.settings, self.experiment.files)
         set_device_policy(gpu=False)
         self.aggregator = cast(Any, optim.aggregator)
@@ -147,7 +147,7 @@ class Simulation:
         return server
 
     def step(self) -> str:
-        """Run a round of training; return why there is none, if so."""
+        """Run a round of training; return why no round begins, or ""."""
         start = self.model.get_weights(trainable=True)
         aux = self.rest.collect_aux_var()
         for module in self.rest.modules:
@@ -159,7 +159,7 @@ class Simulation:
             return sent.stop
         for records in (self.records, *self.norms.values()):
             records.recorder.start_round()
-        replies, told = [], dict[str, AuxVar]()
+        replies, sums = [], dict[str, AuxVar]()
         due = self.schedule.due(self.rounds) if self.schedule else None
         self.rounds += 1
         for client, trained in self.crowd.train_all(self.crowd.asked(due), start, aux):
@@ -168,11 +168,11 @@ class Simulation:
                 self.server.add(reply, start.coefs)
             else:
                 replies.append(reply)
-            for name, said in trained.aux.items():
-                told[name] = told[name] + said if name in told else said
+            for name, aux_var in trained.aux.items():
+                sums[name] = sums[name] + aux_var if name in sums else aux_var
         self.crowd.hand_over(None, start)
-        if told:
-            self.rest.process_aux_var(told)
+        if sums:
+            self.rest.process_aux_var(sums)
         if self.server:
             closed = self.server.close(like=start.coefs)
             self.rest.apply_gradients(self.model, type(start)(closed.average))
@@ -187,8 +187,8 @@ class Simulation:
         """Return what a client replies; an attacker may send more than the bound allows."""
         update, steps = trained.update, trained.steps
         if sent is None:
-            whole = resolve("global", None, tuple(update.coefs))
-            norms = norms_of(update.coefs, whole, "simulate")
+            groups = resolve("global", None, tuple(update.coefs))
+            norms = norms_of(update.coefs, groups, "simulate")
             norm = norms[0] if norms else math.nan
             self._note(client, norm, SentBound(math.inf, adaptive=False), False)
             return self.aggregator.prepare_for_sharing(update, steps)
@@ -198,8 +198,8 @@ class Simulation:
             self._note(client, norm, sent, outcome.clipped)
         reply = outcome.reply(sent)
         if client in self.crowd.hostile and not self.settings.attackers_clip:
-            said = int(sent.adaptive)
-            reply = Reply(update.coefs, votes=said, within=said)
+            vote = int(sent.adaptive)
+            reply = Reply(update.coefs, votes=vote, within=vote)
         return replace(reply, sender=self.crowd.names[client], steps=steps)
 
     def _note(self, client: int, norm: float, sent: SentBound, clipped: bool) -> None:
@@ -216,16 +216,20 @@ class Simulation:
         checkpoints = Checkpointer(str(self.folder / "server"), max_history=1)
         first = not self.losses
         stamp = checkpoints.checkpoint(self.model, self.optim, metrics, first_call=first)
-        for site, found in sites.items():
-            checkpoints.save_metrics(found, f"metrics_{site}", timestamp=stamp)
+        for site, results in sites.items():
+            checkpoints.save_metrics(results, f"metrics_{site}", timestamp=stamp)
         self.losses.append(float(metrics["loss"]))
-        plain = {s: {k: v for k, v in own.items() if np.ndim(v) == 0} for s, own in sites.items()}
-        confusions = {s: own["confusion"] for s, own in sites.items() if "confusion" in own}
+        plain = {
+            s: {k: v for k, v in results.items() if np.ndim(v) == 0} for s, results in sites.items()
+        }
+        confusions = {
+            s: results["confusion"] for s, results in sites.items() if "confusion" in results
+        }
         # Of 100 clients they take a fifth of a second.
         if (n := len(self.losses)) < 10 or n % 10 == 0 or self.rounds == self.config.rounds:
             self.outliers = [site for site in self._outliers() if site in sites]
         self.result = Result(plain, self.outliers, confusions=confusions)
-        self.by_site.append({site: own["loss"] for site, own in plain.items()})
+        self.by_site.append({site: results["loss"] for site, results in plain.items()})
         if best_round(self.by_site, self.result.healthy) == len(self.by_site) - 1:
             self.best, self.best_round = weights, self.rounds
         if self.bound:
@@ -236,7 +240,7 @@ class Simulation:
             self._keep_records()
 
     def _outliers(self) -> list[str]:
-        """Return the clients with norms far above the others'; none beside noise for clients."""
+        """Return the clients with norms far above the other clients; none if clients get noise."""
         if self.bound and self.bound.noise_multiplier:
             return []
         rows = [
@@ -263,10 +267,10 @@ class Simulation:
     def _keep_records(self) -> None:
         """Write what the first clients' own modules have recorded, where those of a run do."""
         for client, norms in self.norms.items():
-            kept = copy.copy(self.crowd.optimizer(client))
-            kept.modules = [*kept.modules, norms]
+            optimizer = copy.copy(self.crowd.optimizer(client))
+            optimizer.modules = [*optimizer.modules, norms]
             folder = str(self.folder / self.crowd.names[client])
-            Checkpointer(folder).save_optimizer(kept, timestamp=self._part)
+            Checkpointer(folder).save_optimizer(optimizer, timestamp=self._part)
 
 
 def run(
@@ -281,11 +285,11 @@ def run(
     Raises
     ------
     ToolError
-        If the simulation can not start.
+        If the simulation cannot start.
     """
     if seed is None:
-        found = SimulateConfig.from_toml(str(file), False, "simulate", True)
-        seed = found.seed
+        settings = SimulateConfig.from_toml(str(file), False, "simulate", True)
+        seed = settings.seed
     try:
         simulation = _seeded(file, seed)
         spread = _spread() if engine == "flower" else None
@@ -389,10 +393,10 @@ def _schedule(
             f"{bound.separation} of update-clip-server has them take turns: leave one out"
         )
     most = bound.expected_clients or 1
-    found = Schedule(names, most)
-    if why := found.turns.refusal(bound.separation, most):
+    schedule = Schedule(names, most)
+    if why := schedule.turns.refusal(bound.separation, most):
         raise ToolError(f"[optim.server_opt] {why}")
-    return found
+    return schedule
 
 
 def _refuse(
@@ -421,7 +425,7 @@ def _refuse(
 
 @contextmanager
 def _logged(file: Path) -> Iterator[None]:
-    """Let what is logged get to a file, and what is warned of only there."""
+    """Write logs to a file, and warnings only there."""
     logger, handler = logging.getLogger("declearn"), logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     before, logger.propagate = logger.propagate, False

@@ -4,7 +4,7 @@
 ::
 
     ReceiveBound, on what arrives   take the bound out of the task, for this task only
-    ClipUpdate, on what leaves      clip the difference to the bound; the votes go beside it
+    ClipUpdate, on what leaves      clip the difference to the bound; the votes go with it
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReceiveBound(Filter):
 
 
 class ClipUpdate(Filter):
-    """Clips what a client sends, and puts its votes beside it.
+    """Clips the update that a client sends, and adds its votes.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class ClipUpdate(Filter):
         self._client = client_of(settings)
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the clipped update; a reply that says that the client failed stays as it is."""
+        """Return the clipped update; a reply that says that the client failed stays unchanged."""
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable
         sent = fl_ctx.get_prop(KEY)

@@ -4,7 +4,7 @@
 ::
 
     CloseRound.reset_stats       a round begins: open it, or end the job if it must not
-    SendBound, on what leaves    the bound goes beside the model
+    SendBound, on what leaves    the bound goes with the model
     CloseRound.accept_model      add a reply, under the name that NVFlare knows its sender by
     CloseRound.aggregate_model   close the round
 """
@@ -51,7 +51,7 @@ class CloseRound(ModelAggregator):
 
     Notes
     -----
-    The model of a round is what `SendBound` has seen of it. What is published is the average;
+    The model of a round is what `SendBound` has seen of it. Only the average is published;
     neither votes nor the clients' metrics are in it.
     """
 
@@ -130,11 +130,11 @@ class CloseRound(ModelAggregator):
                 f"min_clients={budget.clients}"
             )
         average = served.close(like=model).average
-        # A late reply is none of this round.
+        # A late reply does not belong to this round.
         self._model = None
         # NVFlare adds it to the model, whose whole numbers have to stay whole.
-        whole = {k: v.dtype for k, v in model.items() if v.dtype.kind in "iu"}
-        average |= {k: np.rint(average[k]).astype(dtype) for k, dtype in whole.items()}
+        integers = {k: v.dtype for k, v in model.items() if v.dtype.kind in "iu"}
+        average |= {k: np.rint(average[k]).astype(dtype) for k, dtype in integers.items()}
         return FLModel(params_type=ParamsType.DIFF, params=average)
 
     def _run(self) -> Path:
@@ -143,7 +143,7 @@ class CloseRound(ModelAggregator):
 
 
 class SendBound(Filter):
-    """Puts the bound of the round beside the model that a client gets.
+    """Adds the bound of the round to the model that a client gets.
 
     Raises
     ------

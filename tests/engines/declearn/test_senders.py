@@ -20,7 +20,7 @@ import fedclip
 from fedclip.engines.declearn import replies
 from fedclip.engines.declearn.clipper_servers import ZScoreClipServer
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
-from fedclip.statistics.messages import FedclipSharedCounts
+from fedclip.statistics.counts import FedclipSharedCounts
 
 
 class AuxVar(_AuxVar, register=False):

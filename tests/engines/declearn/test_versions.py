@@ -17,7 +17,7 @@ from federation_liars import anything
 import fedclip
 from fedclip.core.version import VERSION
 from fedclip.engines.declearn.messages import UpdateClipBound
-from fedclip.statistics.messages import FedclipSharedState
+from fedclip.statistics.counts import FedclipSharedState
 
 NEWER = "9.0.0"
 SERVER = [("update-clip-server", {"start_norm": 1.0}), "zscore-clip-server"]

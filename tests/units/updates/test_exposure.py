@@ -126,7 +126,7 @@ CENTRAL: list[tuple[dict[str, str], str, str]] = [
     ),
     ({"noise": sized("noise_multiplier = 0.5")}, "problem", "for 10 rounds is a guarantee in name"),
     ({"noise": sized("noise_multiplier = 1e-300")}, "problem", "is a guarantee in name only"),
-    ({"aggregator": RAISES}, "leak", "tells of that client without noise: take 'skip'"),
+    ({"aggregator": RAISES}, "leak", "reveals that client without noise: take 'skip'"),
 ]
 OTHERS: list[tuple[dict[str, str], str, str]] = [
     ({"run": "poisson = false\n" + PRIVATE}, "problem", "epsilon is that of Poisson samples"),

@@ -505,7 +505,7 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
 @pytest.mark.parametrize(
     ("aggregator", "text"),
     [
-        ({"on_nonfinite": "raise"}, "tells of that client without noise: take 'skip'"),
+        ({"on_nonfinite": "raise"}, "reveals that client without noise: take 'skip'"),
         ({"exclude": "w"}, "noise cannot be sized on what exclude="),
         ({"weights": "steps", "max_steps": 9}, "weights do not go with noise"),
         ({"combine": "arc", "n_hostile": 1}, "combine = 'arc' does not go with noise"),
@@ -610,7 +610,7 @@ def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> No
         ({}, "note", "NumPy's PCG64, which is no cryptographic generator"),
         ({"bitsize": 64}, "problem", "integers of 62 bits for each client are not summed exactly"),
         ({"clients": 3}, "problem", "at most 3 clients take part in a round, .* the noise of 4"),
-        ({"more": ', on_nonfinite = "raise"'}, "problem", "tells of that client without noise"),
+        ({"more": ', on_nonfinite = "raise"'}, "problem", "reveals that client without noise"),
         (
             {"honest": 0.5},
             "problem",

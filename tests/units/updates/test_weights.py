@@ -352,7 +352,7 @@ def test_a_table_needs_to_know_who_is_in_a_sum() -> None:
     shares = Shares(TABLE)
     for senders, clients in (((), 3), (("a", "b", "eve"), 3), (("a", "a"), 2), (NAMES, 3)):
         (share,) = shares.of([Reply({}, clients=clients, senders=senders)])
-        assert share == (0.0, 0.0, "weights does not tell who is in the secure sum")
+        assert share == (0.0, 0.0, "weights does not name the clients of the secure sum")
 
 
 # -- refusals -----------------------------------------------------------------------------------
@@ -397,8 +397,13 @@ modules = [['update-clip-server', {noise_multiplier = 1.0, expected_clients = 20
         ("weights = {a = 3, b = 1}", "", "note", "'a' has the largest share: one site moves the "),
         ("weights = {a = 3, b = 1}", "", "note", "average by 0.75 of the bound at most"),
         ("weights = {a = 3, b = 1}", "", "note", "each site how many the others have"),
-        ("weights = {a = 3, b = 1}", "", "note", "tells the server who sends which reply"),
-        ("weights = {a = 3, b = 1}", "[secagg]\nsecagg_type = 'masking'", "note", "their names"),
+        ("weights = {a = 3, b = 1}", "", "note", "names the sender of each reply to the server"),
+        (
+            "weights = {a = 3, b = 1}",
+            "[secagg]\nsecagg_type = 'masking'",
+            "note",
+            "its name to each client",
+        ),
         ("weights = {a = 3, b = 1}", "[secagg]\nsecagg_type = 'masking'", "note", "up to 3 times"),
         ("weights = {a = 3, b = 1, c = 1}\nmax_share = 0.4", "", "note", "by 0.4 of the bound"),
         ("weights = 'steps'", "", "note", "one that claims a million has nearly the whole"),
