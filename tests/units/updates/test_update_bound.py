@@ -97,9 +97,9 @@ def test_a_step_by_hand(bins: dict[str, float], octaves: float, share: float) ->
 
 
 def test_a_quantile_other_than_the_median_and_noise_by_hand() -> None:
-    rule = BoundRule(0.8, 1e-6, 1e4)
-    row = counts(b2=4.0, b5=4.0, b8=2.0)
-    assert math.log2(rule.after(1.0, 1e9, row).bound) == pytest.approx(0.5, abs=1e-6)
+    rule = BoundRule(0.7, 1e-6, 1e4)
+    row = counts(b2=6.0, b5=2.0, b8=2.0)
+    assert math.log2(rule.after(1.0, 1e9, row).bound) == pytest.approx(0.25, abs=1e-6)
     # Of noise 2 and m = 10: R = (0.25 / 10 + 10 / 4 * 0.2^2) / density^2
     noisy = RULE.after(1.0, 1.0, counts(b5=10.0), 10, 2.0)
     gain = 1.0225 / (1.0225 + 0.125 / 4)
@@ -292,10 +292,11 @@ def test_a_first_round_without_a_start_costs_its_votes(share: float, loss: float
 
 
 def test_the_budget_counts_a_first_round_of_votes() -> None:
-    most = epsilon([Release(2.0), Release(1.0, 3)], 1e-5) * (1 + 1e-12)
-    bound = AdaptiveBound(**PRIVATE, max_epsilon=most)
-    assert bound.rounds_left() == 4
-    for _ in range(4):
+    # Votes cost 1 / 1.2^2 of a round, so of 3.5 rounds two are left for updates.
+    most = epsilon([Release(3.5**-0.5)], 1e-5)
+    bound = AdaptiveBound(**PRIVATE, bits_noise=0.6, max_epsilon=most)
+    assert bound.rounds_left() == 3
+    for _ in range(3):
         assert not bound.open().stop
         bound.count(np.zeros(BINS), 4)
     assert "the privacy budget is spent" in bound.open().stop
