@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from uuid import uuid4
@@ -178,10 +179,11 @@ class Budget:
     @property
     def _votes_multiplier(self) -> float:
         """The noise multiplier of a round that only counts votes, and its evaluation."""
-        squares = (2.0 * self.bits_noise) ** -2
+        votes = min(2.0 * self.bits_noise, sys.float_info.max)
         if self.evaluation_noise > 0.0:
-            squares += self.evaluation_noise**-2
-        return float(squares**-0.5)
+            # 1 / sqrt(votes^-2 + evaluation^-2), without squares that overflow.
+            return votes / math.hypot(1.0, votes / self.evaluation_noise)
+        return votes
 
     def _after_votes(self) -> Accountant:
         """Return what will be spent after a first round that only counts votes."""

@@ -274,7 +274,7 @@ def test_a_first_round_without_a_start_costs_its_votes(share: float, loss: float
     votes = 3.0 if not share else (3.0**-2 + 2.0**-2) ** -0.5
     both = [Release(votes), Release(1.0)]
     assert bound.budget is not None
-    assert bound.budget.cost(2) == epsilon(both, 1e-5)
+    assert bound.budget.cost(2) == pytest.approx(epsilon(both, 1e-5))
     assert bound.open().only_votes
     bound.count(counts(b9=4.0), 4)
     assert np.all(bound.release({"w": np.ones(2)})["w"] == 0.0)
