@@ -41,10 +41,10 @@ class Core(Documented):
     exclude: str | Sequence[str] | None = parameter(
         check_exclude, default=None, kind="pattern, list of patterns or None"
     )
-    """Names, or patterns of names, of the tensors that are left alone."""
+    """Names or patterns of the tensors that are not clipped."""
     on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
-    """What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises an
-    error, or it passes (see `fedclip.Clipper`)."""
+    """If a gradient has NaN or infinity: set it to zero and count it ("skip"), raise an error
+    ("raise"), or pass it on ("propagate")."""
 
     def __post_init__(self) -> None:
         """Build the transform, and begin without statistics."""

@@ -23,11 +23,10 @@ class SharedClipper(LimitedClipper, register=False):
     """The parameters of its own that the counterpart need not have."""
 
     shared: bool = parameter(boolean, default=False)
-    """Let all clients of a federation share one state, and so one limit. The server's optimizer
-    must then have `{name}-server`. The state does not change during a round."""
+    """All clients of a federation share one limit. The server's optimizer needs `{name}-server`.
+    The limit is fixed during a round."""
     shared_name: str | None = parameter(parameters.name, default=None)
-    """Name of this pair of clipper and counterpart, needed if there are several pairs of a
-    kind."""
+    """Name of this pair of clipper and server module, if there are several of a kind."""
 
     @classmethod
     def _shared_settings(cls) -> list[str]:
@@ -109,19 +108,16 @@ class HistoryClipper(SharedClipper, register=False):
     """Base of clippers with statistics of the norms themselves."""
 
     include_current: bool = parameter(boolean, default=False)
-    """Let the statistics learn a norm before they judge it, not after; needs
-    ``feedback="raw"``."""
+    """Learn a norm before judging it; needs ``feedback="raw"``."""
     warmup: int = parameter(integer, 0, default=20)
-    """Number of norms, >= 0, after which the statistics set the limit; the first norm never
-    meets a limit of theirs. In a federation, the norms of all clients count, but the first of
-    each."""
+    """Number of norms, >= 0, before the statistics set the limit; they never limit the first norm.
+    Shared: the norms of all clients count, except the first of each."""
     warmup_norm: float | None = parameter(parameters.limit, default=None)
-    """Fixed limit during the warm-up, in the units of the gradient; None for none."""
+    """Fixed limit during the warm-up, > 0, in units of the gradient."""
     warmup_factor: float | None = parameter(parameters.at_least_one, default=2.25)
-    """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. A norm
-    above it is a spike, which the statistics learn as 1.1 medians. The first norms, up to five,
-    fill the median alone (see `fedclip.rules.protection`). None for no limit: the statistics learn
-    all norms as they are."""
+    """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. Norms
+    above it are learnt as 1.1 medians; the first five only fill the median
+    (`fedclip.rules.protection`). None: no limit, and norms are learnt unclipped."""
 
     def __post_init__(self) -> None:
         """Check that a norm is learnt as it was seen."""
