@@ -1,9 +1,9 @@
 """Write what the documentation takes from the clippers' docstrings: ``python docs/clippers.py``.
 
-A page in ``docs/clippers/`` has a part written by hand, "When to use it". Above it stands the first
-sentence of the docstring of its class, and below it, between two marks, the rest of the docstring,
-so that page and docstring can not differ.
-``tests/project/test_docs.py`` checks that it is current.
+A page in ``docs/clippers/`` has a part written by hand, "When to use it". Above it is the first
+sentence of the class docstring, and below it, between two marks, the rest of the docstring.
+Parameters and guarantees of many clippers are described once, in ``docs/clippers/index.md``.
+``tests/project/test_docs.py`` checks that the pages are current.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.core.parameters import signature_of
+from fedclip.clippers import families, sharing
+from fedclip.core.docstrings import kind_of, meanings
+from fedclip.core.parameters import Parameter, signature_of
 from fedclip.core.toml import toml_value
 
 DOCS = Path(__file__).parent
@@ -29,9 +31,18 @@ LISTS = {
     DOCS / "index.md": "- [`{name}`](clippers/{name}.md)",
 }
 """Pages with a list of all clippers, and the form of its lines."""
-START = "<!-- from the docstring; rewrite it with: python docs/clippers.py -->"
-END = "<!-- end of the docstring -->"
-HEAD = ("| parameter | default | meaning |", "|---|---|---|")
+START = "<!-- by docs/clippers.py -->"
+END = "<!-- end -->"
+COMMON = {
+    "All clippers; `agc` has the last two": ("scope", "keep_memory", "exclude", "on_nonfinite"),
+    "Clippers of norms": ("ord", "eps"),
+    "`norm-clip`, `normalize` and `centralize`": ("dims", "inverse_dims", "min_size"),
+    "Adaptive limits": ("max_norm", "on_spike"),
+    "Adaptive limits but `growth-clip`": ("shared", "shared_name"),
+    "Adaptive limits from statistics: `auto-clip`, `ema-clip`, `mad-clip`, `percentile-norm-clip`, "
+    "`zscore-clip`": (*("warmup", "warmup_norm", "warmup_factor", "include_current", "feedback"),),
+}
+"""The parameters of many clippers, by the clippers that have them."""
 NEW = "# `{name}`\n\n## When to use it\n\nTo be written.\n\n{start}\n{end}\n"
 
 
@@ -62,48 +73,110 @@ def render(kind: str, name: str) -> str:
     lines = [START, "", "## How it works", ""]
     lines += [f"![{pictures.alternative(name)}](../images/clippers/{name}.svg)", ""]
     lines += [markdown(body), "", "## Parameters", ""]
-    lines += parameters(cls, parts.get("Parameters", ""))
-    if kind != "regularizer":
-        lines += ["", f"`fedclip list {name}` shows the same; `nan` in TOML is None."]
-    if parts.get("Notes"):
-        lines += ["", "## State, guarantees, edge cases", "", markdown(parts["Notes"])]
-    if parts.get("Examples"):
-        known = f">>> from fedclip import {cls.__name__}"
-        lines += ["", "## Example", "", "```pycon", known, parts["Examples"].strip(), "```"]
+    notes = parts.get("Notes", "")
+    if name.endswith("-clip-server") and name != "update-clip-server":
+        lines += ["[Those of all server modules](index.md#server-modules)."]
+        notes = notes.partition("\n\n")[0]
+    else:
+        lines += parameters(cls, parts.get("Parameters", "")) or ["None."]
+    if common_notes() in notes:
+        notes = notes.replace(common_notes(), "").strip()
+        notes = f"[Guarantees of adaptive limits](index.md#guarantees).\n\n{notes}"
+    if notes:
+        lines += ["", "## Guarantees", "", markdown(notes)]
     if parts.get("References"):
         lines += ["", "## Source", "", markdown(parts["References"])]
     lines += ["", END]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
+def common() -> dict[str, tuple[Parameter, str]]:
+    """Return the parameters of many clippers, and what they mean."""
+    bases: tuple[Any, ...] = (families.SlicedClipper, sharing.HistoryClipper)
+    known = {
+        name: (declared, meanings(base).get(name, ""))
+        for base in bases
+        for name, declared in base.parameters.items()
+    }
+    usual: Any = plugin("module", "zscore-clip")
+    return {**known, "feedback": (usual.parameters["feedback"], meanings(usual)["feedback"])}
+
+
+def common_notes() -> str:
+    """Return the guarantees of all adaptive limits, as their docstrings have them."""
+    return sections(plugin("module", "zscore-clip"))["Notes"].partition("\n\n")[0]
+
+
 def parameters(cls: type, text: str) -> list[str]:
-    """Return the parameters as tables: the clipper's own, and those of most clippers."""
-    meanings = {}
+    """Return a list of the clipper's own parameters, and a line that names the common ones."""
+    written = {}
     for entry in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
         head, _, meaning = entry.partition("\n")
         names, _, kind = head.partition(" :")
-        words = meaning.split()
-        if "{" in kind:
-            words.append(f"Values: {re.sub(', default=.*|[{}]', '', kind).strip()}.")
+        values = re.sub(", default=.*|[{}]", "", kind).strip() if "{" in kind else ""
         for name in names.split(","):
-            meanings[name.strip(" *")] = " ".join(words)
-    own: list[str] = []
-    shared: list[str] = []
+            written[name.strip(" *")] = (" ".join(meaning.split()), values)
     known: Any = cls
-    common = [n for n, declared in getattr(cls, "parameters", {}).items() if declared.common]
-    # A counterpart has its clipper's parameters, and says so in one entry for all of them.
-    shown = inspect.signature(known.__init__).parameters if "settings" in meanings else None
-    for name, parameter in (shown or signature_of(cls)).items():
+    declared = getattr(cls, "parameters", {})
+    # A server module has one entry for all parameters of its clipper.
+    formal = inspect.signature(known.__init__).parameters if "settings" in written else None
+    lines: list[str] = []
+    links = False
+    for name, parameter in (formal or signature_of(cls)).items():
         if name == "self":
             continue
-        default = (
-            "" if parameter.default is parameter.empty else f"`{toml_value(parameter.default)}`"
-        )
-        meaning = inline(meanings.get(name, "")).replace("|", "\\|")
-        (shared if name in common else own).append(f"| `{name}` | {default} | {meaning} |")
-    between = ["", "Other clippers have these as well:", ""] if own and shared else []
-    tables = [[*HEAD, *rows] if rows else [] for rows in (own, shared)]
-    return [*tables[0], *between, *tables[1]]
+        if name in declared and is_common(cls, name):
+            links = True
+            continue
+        shown = shown_default(name, parameter.default)
+        lines.append(described(shown, *written.get(name, ("", ""))))
+    if links:
+        also = "Also " * bool(lines)
+        lines += [""] * bool(lines) + [f"{also}[common parameters](index.md#common-parameters)."]
+    return lines
+
+
+def is_common(cls: Any, name: str) -> bool:
+    """Return whether a class has a common parameter as the list of them describes it."""
+    if name not in common():
+        return False
+    usual, meaning = common()[name]
+    own = meanings(cls).get(name, "")
+    return bool(cls.parameters[name].default == usual.default and own == meaning)
+
+
+def shown_default(name: str, default: object) -> str:
+    """Return a parameter with its default, if it has one."""
+    if default is inspect.Parameter.empty:
+        return f"`{name}`"
+    return f"`{name}={'None' if default is None else toml_value(default)}`"
+
+
+def described(shown: str, meaning: str, values: str) -> str:
+    """Return the line of a parameter; with its values, if the meaning does not name them all."""
+    if not all(word in meaning for word in re.findall('"\\w+"', values)):
+        meaning += f" Values: {values}."
+    return f"- {shown}: {inline(meaning)}"
+
+
+def index() -> str:
+    """Return the part of the index that describes common parameters and guarantees."""
+    lines = [START, "", "## Common parameters"]
+    for clippers, names in COMMON.items():
+        lines += ["", f"{clippers}:", ""]
+        for name in names:
+            declared, meaning = common()[name]
+            kind = kind_of(declared)
+            values = kind.replace("{", "").replace("}", "") if "{" in kind else ""
+            meaning = meaning.replace("`{name}-server`", "its server module")
+            lines.append(described(shown_default(name, declared.default), meaning, values))
+    lines += ["", "## Guarantees", "", "Of adaptive limits:", "", markdown(common_notes())]
+    cls = plugin("module", "zscore-clip-server")
+    parts = sections(cls)
+    lines += ["", "## Server modules", "", markdown(parts[""].partition("\n\n")[2]), ""]
+    lines += parameters(cls, parts["Parameters"].replace("zscore-clip", "its clipper"))
+    lines += ["", markdown(parts["Notes"].partition("\n\n")[2])]
+    return "\n".join([*lines, "", END])
 
 
 def markdown(text: str) -> str:
@@ -146,13 +219,19 @@ def inline(text: str) -> str:
 
 def updated(page: str, kind: str, name: str) -> str:
     """Return a page with the docstring's parts as they are now."""
-    before, mark, rest = page.partition(START)
-    if not mark or END not in rest:
-        raise ValueError(f"the page of {name!r} lacks the marks {START!r} and {END!r}")
+    before, rest = marked(page, name)
     title, _, written = before.partition("\n")
     summary = markdown(sections(plugin(kind, name))[""].partition("\n\n")[0])
     written = written[written.index("## ") :]
-    return f"{title}\n\n{summary}\n\n{written}{render(kind, name)}{rest.partition(END)[2]}"
+    return f"{title}\n\n{summary}\n\n{written}{render(kind, name)}{rest}"
+
+
+def marked(page: str, name: str) -> tuple[str, str]:
+    """Return what is before the generated part of a page, and what is after it."""
+    before, mark, rest = page.partition(START)
+    if not mark or END not in rest:
+        raise ValueError(f"the page of {name!r} lacks the marks {START!r} and {END!r}")
+    return before, rest.partition(END)[2]
 
 
 def listed(page: str, row: str) -> str:
@@ -162,6 +241,9 @@ def listed(page: str, row: str) -> str:
     changed, count = re.subn(rf"(^{first}[\w-]+`\]\(.*\n)+", lambda _: rows, page, flags=re.M)
     if count != 1:
         raise ValueError(f"the page has {count} lists of clippers, not one")
+    if START in changed:
+        before, after = marked(changed, "index")
+        changed = f"{before}{index()}{after}"
     return changed
 
 

@@ -81,8 +81,8 @@ class AutoClip(HistoryClipper):
     min_std: float = parameter(non_negative, default=0.1)
     """Smallest standard deviation, as a multiple of the median, >= 0."""
     feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
-    """Learn the limit of a spike ("clipped"), its norm ("raw", which raises the limit for long), or
-    nothing ("none")."""
+    """Learn a spike at its limit ("clipped"), at its norm ("raw"; a burst then raises the limit
+    soon), or not ("none")."""
     warmup = parameter()
     """Norms that only fill the statistics, >= 0; fewer than 5 count as 5."""
 

@@ -73,13 +73,13 @@ class EmaClip(HistoryClipper):
     """Clip a spike to ``ratio * mean`` ("max"), to ``mean`` ("mean"), or to ``(ratio * mean)^2 /
     n`` ("reciprocal")."""
     feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
-    """Learn a spike after clipping ("clipped"), before it ("raw"; a burst then raises the limit
-    within a few steps), or not ("none")."""
+    """Learn a spike at its limit ("clipped"), at its norm ("raw"; a burst then raises the limit
+    soon), or not ("none")."""
     warmup_scope: str = parameter(choice, ("group", "global"), default="group")
     """`warmup_norm` limits each group ("group"), or all groups together ("global"; AdaGC, with the
     scope "tensor"), which needs ``ord=2``."""
     estimator: str = parameter(choice, ("adagc", "drytorch"), default="drytorch")
-    """Start at the mean of the warm-up's norms ("drytorch"; without warm-up at 0, far too low for a
+    """Start at the mean of the warm-up's norms ("drytorch"; 0 without warm-up, far too low for a
     while), or at the smallest ("adagc")."""
 
     def build(self) -> Transform:

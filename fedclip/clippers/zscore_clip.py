@@ -74,10 +74,10 @@ class ZScoreClip(HistoryClipper):
     """Weight of the past, in (0, 1); 0.97 remembers about 33 steps."""
     action: str = parameter(choice, ("reciprocal", "max", "mean"), default="max")
     """Clip spikes to the limit ("max"), to ``mean + z_max^2 / z * std`` ("reciprocal"), or to
-    ``mean`` ("mean"). After the last two, the limit hardly follows rising norms."""
+    ``mean`` ("mean"). With the last two, rising norms hardly raise the limit."""
     feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
-    """Learn a spike after clipping ("clipped"), before it ("raw"; a burst then raises the limit
-    within a few steps), or not ("none")."""
+    """Learn a spike at its limit ("clipped"), at its norm ("raw"; a burst then raises the limit
+    soon), or not ("none")."""
     factor: float = parameter(positive, default=1.0)
     """Factor on the "reciprocal" limit, > 0."""
     estimator: str = parameter(choice, ("zclip", "drytorch", "smartclip"), default="zclip")

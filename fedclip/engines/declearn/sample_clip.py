@@ -61,30 +61,30 @@ def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float
 
 
 class SampleClip(Documented, OptiModule[AuxVar]):
-    """Says how DP-SGD clips records, for `PrivateFederatedClient`.
+    """Set how DP-SGD clips records, for `PrivateFederatedClient`.
 
     ::
 
         Step(batch):
             for each record of the batch:
                 g = gradient of the record
-                g = what stands before sample-clip in the optimizer, applied to g
+                g = the modules before sample-clip, applied to g
                 g *= factor(norm(g))                       (fedclip.dpsgd.clipping)
             grads = (sum of g + noise) / expected batch size
-            apply what stands after sample-clip to grads
+            apply the modules after sample-clip to grads
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above.
+        At construction, if a parameter is out of range.
     RuntimeError
-        If a gradient comes to it outside of `PrivateFederatedClient`: nothing there clips
-        records or adds noise.
+        If a gradient reaches it outside of `PrivateFederatedClient`, where nothing clips records or
+        adds noise.
 
     Notes
     -----
-    The state is the adaptive bound, to which noise has been added; it is None before the first
-    step and in the other modes.
+    The state is the adaptive bound, computed from noised counts. It is None before the first step,
+    and in other modes.
 
     References
     ----------
@@ -103,36 +103,35 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     name: ClassVar[str] = "sample-clip"
 
     max_norm: float | None = parameter(positive, default=None, kw_only=False)
-    """Bound C on the norm of a record's gradient, > 0; the start of the bound if
-    ``mode="adaptive"``. None: the server's ``sclip_norm``; another number than the server's is
-    refused."""
+    """Bound C on the norm of a record's gradient, > 0; with "adaptive" the first bound. None: the
+    server's ``sclip_norm``, which any other number must equal."""
     mode: str | Sequence[str] = parameter(
         _mode,
         default="flat",
         kw_only=False,
         kind='{"flat", "tensor", "layer", "automatic", "adaptive"} or list of patterns',
     )
-    """How records are clipped: one norm over all tensors, or one for each group, whose bounds are
-    C / √k; "automatic" and "adaptive" divide the update by C, so that the learning rate need not
-    follow it."""
+    """One norm over all tensors ("flat"), or one for each tensor, layer or pattern, with bounds C /
+    √k for k groups. "automatic" and "adaptive" divide the update by C, so C need not match the
+    learning rate."""
     micro_batch: int = parameter(integer, 1, default=128)
-    """How many records are in memory at once, >= 1; fewer, if their gradients are large."""
+    """Records in memory at once, >= 1; fewer if their gradients are large."""
     gamma: float = parameter(positive, default=0.01)
-    """Stability constant of "automatic", > 0, in the units of the gradient."""
+    """Stability constant of "automatic", > 0, in units of the gradient."""
     quantile: float = parameter(unit_interval, default=0.5)
-    """Fraction of the records that the adaptive bound leaves alone, in (0, 1)."""
+    """Share of records that the adaptive bound does not clip, in (0, 1)."""
     rate: float = parameter(positive, default=0.2)
-    """Size of the adaptive bound's steps, in logarithms, > 0."""
+    """Step size of the adaptive bound's logarithm, > 0."""
 
     evaluation_share: float = parameter(share, default=0.0)
-    """Share of the budget's epsilon for noise on evaluations, one in each round, in [0.001, 1).
-    0: what evaluations tell of the validation records has no noise."""
+    """Share of epsilon for noise on evaluations, one a round, in [0.001, 1). 0: evaluations have no
+    noise, and reveal validation records."""
     loss_bound: float | None = parameter(limit, default=None)
-    """So much of a record's loss counts at most in an evaluation with noise, > 0; required with
-    ``evaluation_share``, as is the other way round."""
+    """Largest loss of a record in a noised evaluation, > 0; required with `evaluation_share`, and
+    only then."""
 
     bound: float | None = None
-    """The adaptive bound, once there was a step."""
+    """The adaptive bound, after the first step."""
 
     def __post_init__(self) -> None:
         """Check what goes together."""
