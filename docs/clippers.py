@@ -27,20 +27,22 @@ from fedclip.core.toml import toml_value
 DOCS = Path(__file__).parent
 PAGES = DOCS / "clippers"
 LISTS = {
-    PAGES / "index.md": "| [`{name}`]({name}.md) | {summary} |",
+    PAGES / "index.md": "- [`{name}`]({name}.md): {summary}",
     DOCS / "index.md": "- [`{name}`](clippers/{name}.md)",
 }
 """Pages with a list of all clippers, and the form of its lines."""
-START = "<!-- by docs/clippers.py -->"
-END = "<!-- end -->"
+START = "<!--docs/clippers.py-->"
+END = "<!--end-->"
+ADAPTIVE = "`auto-clip`, `ema-clip`, `mad-clip`, `percentile-norm-clip` and `zscore-clip`"
 COMMON = {
     "All clippers; `agc` has the last two": ("scope", "keep_memory", "exclude", "on_nonfinite"),
-    "Clippers of norms": ("ord", "eps"),
+    'Clippers of norms; also "var", except for adaptive limits': ("ord", "eps"),
     "`norm-clip`, `normalize` and `centralize`": ("dims", "inverse_dims", "min_size"),
-    "Adaptive limits": ("max_norm", "on_spike"),
-    "Adaptive limits but `growth-clip`": ("shared", "shared_name"),
-    "Adaptive limits from statistics: `auto-clip`, `ema-clip`, `mad-clip`, `percentile-norm-clip`, "
-    "`zscore-clip`": (*("warmup", "warmup_norm", "warmup_factor", "include_current", "feedback"),),
+    f"Adaptive limits: `adaptive-clip`, `growth-clip`, {ADAPTIVE}": ("max_norm", "on_spike"),
+    "All these but `growth-clip`": ("shared", "shared_name"),
+    "All these but `adaptive-clip`": (
+        *("warmup", "warmup_norm", "warmup_factor", "include_current", "feedback"),
+    ),
 }
 """The parameters of many clippers, by the clippers that have them."""
 NEW = "# `{name}`\n\n## When to use it\n\nTo be written.\n\n{start}\n{end}\n"
@@ -70,18 +72,22 @@ def render(kind: str, name: str) -> str:
     cls = plugin(kind, name)
     parts = sections(cls)
     _, _, body = parts[""].partition("\n\n")
-    lines = [START, "", "## How it works", ""]
+    lines = [START, "", "## Rule", ""]
     lines += [f"![{pictures.alternative(name)}](../images/clippers/{name}.svg)", ""]
-    lines += [markdown(body), "", "## Parameters", ""]
     notes = parts.get("Notes", "")
     if name.endswith("-clip-server") and name != "update-clip-server":
-        lines += ["[Those of all server modules](index.md#server-modules)."]
-        notes = notes.partition("\n\n")[0]
+        lines += [markdown(notes.partition("\n\n")[0]), ""]
+        lines += ["See [all server modules](index.md#server-modules)."]
+        notes = ""
     else:
+        lines += [markdown(body), "", "## Parameters", ""]
         lines += parameters(cls, parts.get("Parameters", "")) or ["None."]
-    if common_notes() in notes:
-        notes = notes.replace(common_notes(), "").strip()
-        notes = f"[Guarantees of adaptive limits](index.md#guarantees).\n\n{notes}"
+    for clippers, shared in common_notes().items():
+        if shared in notes:
+            link = f"See [guarantees of {clippers}](index.md#guarantees)."
+            notes = f"{link}\n\n{notes.replace(shared, '').strip()}"
+    # The fields of a state interest readers of the docstring only.
+    notes = re.sub(r"\n\nState[^.]*?:(.+\n?)*", "", notes)
     if notes:
         lines += ["", "## Guarantees", "", markdown(notes)]
     if parts.get("References"):
@@ -102,9 +108,11 @@ def common() -> dict[str, tuple[Parameter, str]]:
     return {**known, "feedback": (usual.parameters["feedback"], meanings(usual)["feedback"])}
 
 
-def common_notes() -> str:
-    """Return the guarantees of all adaptive limits, as their docstrings have them."""
-    return sections(plugin("module", "zscore-clip"))["Notes"].partition("\n\n")[0]
+def common_notes() -> dict[str, str]:
+    """Return the guarantees that docstrings of several clippers have, by these clippers."""
+    adaptive = sections(plugin("module", "zscore-clip"))["Notes"].split("\n\n")
+    copies = sections(plugin("module", "ema-value-clip"))["Notes"].split("\n\n")
+    return {"adaptive limits": adaptive[0], "clippers with arrays": copies[-1]}
 
 
 def parameters(cls: type, text: str) -> list[str]:
@@ -128,8 +136,10 @@ def parameters(cls: type, text: str) -> list[str]:
         if name in declared and is_common(cls, name):
             links = True
             continue
-        shown = shown_default(name, parameter.default)
-        lines.append(described(shown, *written.get(name, ("", ""))))
+        meaning, values = written.get(name, ("", ""))
+        if name in declared and declared[name].common and "table" not in values:
+            values = ""  # as in the index
+        lines.append(described(shown_default(name, parameter.default), meaning, values))
     if links:
         also = "Also " * bool(lines)
         lines += [""] * bool(lines) + [f"{also}[common parameters](index.md#common-parameters)."]
@@ -170,11 +180,13 @@ def index() -> str:
             values = kind.replace("{", "").replace("}", "") if "{" in kind else ""
             meaning = meaning.replace("`{name}-server`", "its server module")
             lines.append(described(shown_default(name, declared.default), meaning, values))
-    lines += ["", "## Guarantees", "", "Of adaptive limits:", "", markdown(common_notes())]
+    lines += ["", "## Guarantees"]
+    for clippers, shared in common_notes().items():
+        lines += ["", f"Of {clippers}:", "", markdown(shared)]
     cls = plugin("module", "zscore-clip-server")
     parts = sections(cls)
     lines += ["", "## Server modules", "", markdown(parts[""].partition("\n\n")[2]), ""]
-    lines += parameters(cls, parts["Parameters"].replace("zscore-clip", "its clipper"))
+    lines += parameters(cls, parts["Parameters"].replace("`zscore-clip`", "the clipper"))
     lines += ["", markdown(parts["Notes"].partition("\n\n")[2])]
     return "\n".join([*lines, "", END])
 

@@ -81,12 +81,9 @@ def draw_norms(ax: Any, data: Series) -> None:
 def norms_in_words(data: Series) -> str:
     """Say what becomes of the stream."""
     before, after = np.array(data["before"]), np.array(data["after"])
-    steady = np.median(after[20:SPIKE])
-    at_nan = "passes" if np.isnan(after[BAD]) else "becomes zeros" if not after[BAD] else "stays"
     return (
-        f"norms of {np.median(before[:SPIKE]):.1f} become {steady:.2g}, a spike of "
-        f"{before[SPIKE]:.0f} becomes {after[SPIKE]:.2g}; after a tenfold rise {after[RISE]:.2g}, "
-        f"then {after[-1]:.2g}; NaN {at_nan}."
+        f"norms near {np.median(before[:SPIKE]):.1f} become {np.median(after[20:SPIKE]):.2g}, a "
+        f"spike of {before[SPIKE]:.0f} becomes {after[SPIKE]:.2g}."
     )
 
 
@@ -230,9 +227,8 @@ def rounds_in_words(data: Series) -> str:
     )
     before, after = (data[f"{key} {CLIENTS - 1}"][-1] for key in ("before", "after"))
     return (
-        f"norms of {CLIENTS} clients fall from 3 to 0.3; those of one are 15 times as large. The "
-        f"limit is {first} in round 1, {tenth} in round 10, {last} at the end, where its norm of "
-        f"{before:.2g} becomes {after:.2g}."
+        f"the limit is {first}, {tenth} and {last} in rounds 1, 10 and {ROUNDS}; the largest norm "
+        f"of {CLIENTS} clients, {before:.2g}, becomes {after:.2g}."
     )
 
 

@@ -35,8 +35,7 @@ class AdaptiveClip(SharedClipper):
                     b = unclipped / every;  unclipped = 0
                     limit *= exp(-rate * (b - quantile)), within [min_norm, max_norm]
 
-    It clips gradients on one machine, without noise. For the updates of a federation, and for
-    privacy, use `update-clip-server`.
+    It clips gradients, without noise. For updates, and for privacy, use `update-clip-server`.
 
     Raises
     ------
@@ -47,19 +46,18 @@ class AdaptiveClip(SharedClipper):
     Notes
     -----
     No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
-    comes back. NaN and infinity never enter the statistics. The limit depends on the data: only
-    `max_norm` bounds a sensitivity.
+    comes back. NaN and infinity never enter the statistics. The state continues from round to
+    round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
+    the data: only `max_norm` bounds a sensitivity.
 
-    A spike of any size moves the limit by one step. The limit does not depend on the gradient that
-    it clips. A norm of 0 does not count. Tiny norms pull the limit down: from 1e-6 it needs 115
-    steps to reach 0.1, unless `min_norm` is higher.
+    A spike of any size moves the limit by one step. A norm of 0 does not count. Tiny norms pull the
+    limit down: from 1e-6 it needs 115 steps to reach 0.1. Prevent that with `min_norm`.
 
-    State of each group: limit, both counts since its last change, the last five norms.
+    State of each group: limit, counts since its last change, last five norms.
 
     References
     ----------
-    Andrew, Thakkar, McMahan & Ramaswamy, 2021, "Differentially private learning with adaptive
-    clipping", arXiv:1905.03871.
+    Andrew, Thakkar, McMahan & Ramaswamy, 2021, arXiv:1905.03871.
 
     Examples
     --------
@@ -78,16 +76,15 @@ class AdaptiveClip(SharedClipper):
     quantile: float = parameter(unit_interval, default=0.5, kw_only=False)
     """Share of norms that should be at most the limit, in (0, 1)."""
     rate: float = parameter(up_to, 10, default=0.2)
-    """Step size, in (0, 10]: a step changes the limit by at most a factor ``exp(rate)``."""
+    """Step size, in (0, 10]: a limit changes by at most a factor ``exp(rate)``."""
     start_norm: float | None = parameter(limit, default=None)
     """First limit, > 0. None: the median of the first five norms."""
     every: int = parameter(integer, 1, default=1)
     """Steps between two changes of the limit, >= 1."""
     min_norm: float | None = parameter(positive, default=None)
-    """Smallest limit, > 0; None for none."""
+    """Smallest limit, > 0."""
     warmup_factor: float = parameter(at_least_one, default=2.25)
-    """Without `start_norm`: limit before the fifth norm, as a multiple of the median so far, >=
-    1."""
+    """Without `start_norm`: limit before the fifth norm, in medians so far, >= 1."""
 
     def build(self) -> Transform:
         low = 0.0 if self.min_norm is None else self.min_norm

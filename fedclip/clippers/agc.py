@@ -50,8 +50,7 @@ class AGC(Core, Regularizer):
                 if n + eps > limit:
                     gradient of the unit *= limit / (n + eps)
 
-    It is a declearn *regularizer*, ``Optimizer(regularizers=["agc"])``: modules do not see the
-    weights. Regularizers act on the raw gradient, before all modules.
+    It is a declearn *regularizer*, because modules do not see the weights, and acts before them.
 
     Raises
     ------
@@ -61,19 +60,17 @@ class AGC(Core, Regularizer):
 
     Notes
     -----
-    With ``eps=0``, in float64: no unit of the output is above its limit. If no unit was before, the
-    same object comes back. For fixed weights, clipping twice equals clipping once: it projects on a
-    product of balls.
+    With ``eps=0``, in float64, no unit of the output is above its limit. If none was before, the
+    same object comes back. For fixed weights it is a projection: clipping twice equals clipping
+    once.
 
-    Weights with NaN or infinity count as zero, with a warning. Weights of zero get the limit
-    ``ratio * min_norm``. Dtype and shape never change, also of empty and 0-d tensors. With
-    "output", sparse gradients count as dense, and the record of a tensor is that of its worst unit.
-    There is no state except `rounds` and `last`, which declearn does not save.
+    Vectors are one unit. Weights with NaN or infinity count as zero, with a warning. Dtype and
+    shape never change. With "output", sparse gradients count as dense, and the record of a
+    tensor is that of its worst unit. The state has only records, which declearn does not save.
 
     References
     ----------
-    Brock, De, Smith & Simonyan, 2021, "High-performance large-scale image recognition without
-    normalization", arXiv:2102.06171.
+    Brock, De, Smith & Simonyan, 2021, arXiv:2102.06171.
 
     Examples
     --------
@@ -91,31 +88,28 @@ class AGC(Core, Regularizer):
     guarantee = kinds.weight_limit
 
     ratio: float = parameter(positive, default=1.0, kw_only=False)
-    """Largest gradient norm relative to the weights' norm, > 0. With 1, a step of plain SGD changes
-    a unit by at most the learning rate times its norm. The paper uses 0.01 for batches of 4096,
-    more for smaller ones, and `min_norm` 0.001: ``AGC.preset("nfnets")``."""
+    """Largest gradient norm, relative to the weights' norm, > 0. ``AGC.preset("nfnets")`` has the
+    paper's 0.01 for batches of 4096."""
     unit: str = parameter(choice, ("output", "tensor", "global", "optax"), default="output")
-    """Elements that share a norm: all weights of one output of a layer ("output"), a tensor
-    ("tensor"), all tensors ("global"), or as in optax ("optax": sum over axis 0 of 2 or 3
-    dimensions, over all but the last of 4 or more; a tensor with one dimension longer than 1 is one
-    unit)."""
+    """What shares a norm: all weights of one output ("output"), a tensor ("tensor"), all tensors
+    ("global"), or "optax": axis 0 of 2 or 3 dimensions, all but the last of 4 or more, or a tensor
+    with one dimension longer than 1."""
     axis: int | None = parameter(_check_axis, default=None)
-    """With "output": the axis of the outputs. None: the layer's, if a loop knows the model; else 0
-    for torch and NumPy, -1 for TensorFlow and JAX. Vectors are one unit."""
+    """Axis of the outputs, with "output". None: the layer's, if the loop knows it; else 0 for torch
+    and NumPy, -1 for TensorFlow and JAX."""
     dims: int | Sequence[int] | None = parameter(
         check_dims, default=None, kind="int, list of int or None"
     )
-    """With "output": sum over these dimensions, for layouts that `axis` cannot describe. 0-d counts
-    as shape (1,); tensors without these dimensions do not change."""
+    """With "output": sum over these dimensions, if `axis` cannot describe the layout. Tensors
+    without them do not change."""
     min_norm: float = parameter(positive, default=1.0)
-    """Smallest norm of weights, > 0: weights that start at zero can move. 1 is a typical initial
-    norm."""
+    """Smallest norm of weights, > 0, so that zero weights can move."""
     eps: float = parameter(non_negative, default=0.0)
     """Added to both norms, >= 0; 0 is exact, 1e-8 is smartclip."""
     skip_vectors: bool = parameter(boolean, default=False)
-    """Do not clip tensors of one dimension or less, such as biases."""
+    """Skip tensors of one dimension or less, such as biases."""
     exclude = parameter()
-    """Tensors that are not clipped; the paper skips the last layer."""
+    """Tensors to skip; the paper skips the last layer."""
 
     def __post_init__(self) -> None:
         """Check what goes together, and begin without weights."""

@@ -61,8 +61,8 @@ class Clipper(Core, OptiModule, register=False):
     scope: Scope = parameter(
         check_scope, default="global", kind='{"global", "tensor", "layer"} or list of patterns'
     )
-    """Which tensors share a norm, and statistics if there are any: all, each one separately, those
-    of a layer, or those that match a pattern."""
+    """Which tensors share a norm, and statistics: all, each one, those of a layer, or those that
+    match a pattern."""
     keep_memory: bool = parameter(boolean, default=True)
     """Whether to reuse the memory of large outputs between steps."""
 

@@ -39,8 +39,7 @@ class Centralize(SlicedClipper):
 
     References
     ----------
-    Yong, Huang, Hua & Zhang, 2020, "Gradient centralization: a new optimization technique for deep
-    neural networks", arXiv:2004.01461.
+    Yong, Huang, Hua & Zhang, 2020, arXiv:2004.01461.
 
     Examples
     --------

@@ -25,8 +25,8 @@ class EmaClip(HistoryClipper):
                 mean = decay * mean + (1 - decay) * u
                 group *= min(1, limit / n)
 
-    ``EmaClip.preset("adagc")`` has the defaults of the paper's code, ``preset("drytorch")`` those
-    of drytorch's ``EMACriterion``.
+    ``EmaClip.preset("adagc")`` has the paper's defaults, ``preset("drytorch")`` those of drytorch's
+    ``EMACriterion``.
 
     Raises
     ------
@@ -37,19 +37,19 @@ class EmaClip(HistoryClipper):
     Notes
     -----
     No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
-    comes back. NaN and infinity never enter the statistics. The limit depends on the data: only
-    `max_norm` bounds a sensitivity.
+    comes back. NaN and infinity never enter the statistics. The state continues from round to
+    round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
+    the data: only `max_norm` bounds a sensitivity.
 
-    During the warm-up, `warmup_norm` bounds it too. With clipped feedback, the mean grows by at
-    most a factor ``1 + (1 - decay) * (ratio - 1)`` a step: 1.02, or 1.001 with the paper's ratio of
-    1.05. With `warmup_factor`, norms of 0 are not learnt. If all norms are 0, the warm-up goes on.
+    With clipped feedback, the mean grows by at most a factor ``1 + (1 - decay) * (ratio - 1)`` a
+    step: 1.02, or 1.001 with the paper's ratio of 1.05. With `warmup_factor`, norms of 0 are
+    not learnt; if all are 0, the warm-up goes on.
 
     State of each group: mean, count, last five norms.
 
     References
     ----------
-    Wang et al., 2025, "AdaGC: improving training stability for large language model pretraining",
-    arXiv:2502.11034.
+    AdaGC: Wang et al., 2025, arXiv:2502.11034.
 
     Examples
     --------
@@ -70,17 +70,17 @@ class EmaClip(HistoryClipper):
     decay: float = parameter(unit_interval, default=0.98)
     """Weight of the past, in (0, 1); 0.98 remembers about 50 steps."""
     action: str = parameter(choice, ("max", "mean", "reciprocal"), default="max")
-    """Clip a spike to ``ratio * mean`` ("max"), to ``mean`` ("mean"), or to ``(ratio * mean)^2 /
-    n`` ("reciprocal")."""
+    """Clip a spike to ``ratio * mean`` ("max"), ``mean`` ("mean"), or ``(ratio * mean)^2 / n``
+    ("reciprocal")."""
     feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
     """Learn a spike at its limit ("clipped"), at its norm ("raw"; a burst then raises the limit
     soon), or not ("none")."""
     warmup_scope: str = parameter(choice, ("group", "global"), default="group")
-    """`warmup_norm` limits each group ("group"), or all groups together ("global"; AdaGC, with the
-    scope "tensor"), which needs ``ord=2``."""
+    """`warmup_norm` limits each group ("group"), or all together ("global", as AdaGC does with the
+    scope "tensor"; needs ``ord=2``)."""
     estimator: str = parameter(choice, ("adagc", "drytorch"), default="drytorch")
-    """Start at the mean of the warm-up's norms ("drytorch"; 0 without warm-up, far too low for a
-    while), or at the smallest ("adagc")."""
+    """Start at the mean of the warm-up's norms ("drytorch"; without warm-up at 0, far too low), or
+    at the smallest ("adagc")."""
 
     def build(self) -> Transform:
         if self.ratio < 1 and self.feedback != "raw":

@@ -38,8 +38,7 @@ class EmaNormClip(MeasuredClipper):
                 e *= limit / norm(e)
                 group *= min(1, limit / norm(group))
 
-    A gradient that keeps its direction passes. Noise averages to a shorter vector, and is clipped
-    to the norm of that average.
+    A gradient that keeps its direction passes. Noise is clipped to the shorter norm of its average.
 
     Raises
     ------
@@ -79,13 +78,12 @@ class EmaNormClip(MeasuredClipper):
     decay: float = parameter(unit_interval, default=0.99, kw_only=False)
     """Weight of the past, in (0, 1); 0.99 remembers about 100 steps."""
     max_growth: float | None = parameter(at_least_one, default=1.5)
-    """Largest factor by which the average's norm grows in a step, >= 1; None for none."""
+    """Largest growth of the average's norm in a step, a factor >= 1; None for any."""
     init: float | str = parameter(_check_init, default="first", kind='float or "first"')
     """Start at the first gradient, which passes ("first"), or at this value in every element. From
     0.0 the first output is ``1 - decay`` times the gradient."""
     min_norm: float | None = parameter(positive, default=None)
-    """Norm to which the average may always grow, > 0; None for none. From 0 it may grow to any
-    norm."""
+    """Norm to which the average may always grow, > 0. From 0 it may grow to any norm."""
     debias: bool = parameter(boolean, default=False)
     """Divide the average by ``1 - decay^t``, which corrects its start at 0; needs ``init=0.0``."""
     scope = parameter()

@@ -34,8 +34,7 @@ class EmaValueClip(Clipper):
     is clipped, the same object comes back. No bound is known in advance. NaN and infinity never
     enter the average.
 
-    The average learns an element before limiting it: of a single spike s, ``(1 - decay) * s``
-    passes on top of the average. Sparse gradients count as dense: the averages of absent rows fall.
+    Of a single spike s, ``(1 - decay) * s`` passes on top of the average, which learns it first. Sparse gradients count as dense: the averages of absent rows fall.
     In records, norm and limit are the largest of all elements.
 
     State: for each tensor an array of its shape on its device (float64 for float64, else float32),
@@ -64,11 +63,10 @@ class EmaValueClip(Clipper):
     """Weight of the past, in (0, 1); 0.99 remembers about 100 steps."""
     init: float = parameter(non_negative, default=0.0)
     """Start of the average, as a multiple of the first gradient, >= 0. With 0 the first output is
-    ``1 - decay`` times the gradient, and grows over ``1 / (1 - decay)`` steps; with 1 it is the
-    gradient."""
+    ``1 - decay`` times the gradient, and grows over ``1 / (1 - decay)`` steps."""
     debias: bool = parameter(boolean, default=False)
-    """Divide the average by ``1 - decay^t``, which corrects its start at 0: the first output is
-    then the gradient. Needs ``init=0``."""
+    """Divide the average by ``1 - decay^t``: the first output is then the gradient. Needs
+    ``init=0``."""
     scope = parameter()
     """Which tensors share a record; every element has its own limit."""
 

@@ -46,8 +46,8 @@ class SlicedClipper(Clipper, register=False):
     dims: int | Sequence[int] | None = parameter(
         check_dims, default=None, kind="int, list of int or None"
     )
-    """Treat each slice of a tensor as a group; a slice spans these dimensions. Negative numbers
-    count from the end. Only with the scopes "global" and "tensor", which then mean the same."""
+    """Each slice of a tensor is a group, and spans these dimensions; negative ones count from the
+    end. Only with the scopes "global" and "tensor", which then mean the same."""
     inverse_dims: bool = parameter(boolean, default=False)
     """Slices span all dimensions except `dims`."""
     min_size: int = parameter(integer, 1, default=1)

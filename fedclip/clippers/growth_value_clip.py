@@ -63,8 +63,8 @@ class GrowthValueClip(Clipper):
     mul: float | None = parameter(positive, default=1.5, kw_only=False)
     """Largest factor from one output to the next, > 0; None for no such limit."""
     add: float | None = parameter(non_negative, default=None)
-    """Largest difference from one output to the next, >= 0, in units of the gradient. With `mul`,
-    the tighter one applies; without both, nothing is clipped."""
+    """Largest difference from one output to the next, >= 0, in gradient units. With `mul`, the
+    tighter one applies; without both, nothing is clipped."""
     min_value: float | None = parameter(positive, default=None)
     """Smaller past outputs count as this, > 0. None: after an output of exactly 0, `mul` does not
     limit the element."""

@@ -26,8 +26,8 @@ class MadClip(HistoryClipper):
                 append min(n, 2 * limit) to history, the last `window` norms
                 group *= min(1, limit / n)
 
-    Spikes that fill less than half of the window do not move the limit. If norms rise for good, it
-    follows within half a window.
+    Spikes in less than half of the window do not move the limit. It follows rising norms within
+    half a window.
 
     Raises
     ------
@@ -38,8 +38,9 @@ class MadClip(HistoryClipper):
     Notes
     -----
     No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
-    comes back. NaN and infinity never enter the statistics. The limit depends on the data: only
-    `max_norm` bounds a sensitivity.
+    comes back. NaN and infinity never enter the statistics. The state continues from round to
+    round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
+    the data: only `max_norm` bounds a sensitivity.
 
     Equal norms give a limit 30 % above them (``mad_factor * min_mad``). If all norms are 0, the
     warm-up goes on.
@@ -48,8 +49,7 @@ class MadClip(HistoryClipper):
 
     References
     ----------
-    Hampel, 1974, "The influence curve and its role in robust estimation",
-    doi:10.1080/01621459.1974.10482962.
+    Hampel, 1974, doi:10.1080/01621459.1974.10482962.
 
     Examples
     --------
@@ -64,8 +64,8 @@ class MadClip(HistoryClipper):
     guarantee = kinds.learnt_limit
 
     mad_factor: float = parameter(positive, default=3.0, kw_only=False)
-    """Deviations from median to limit, > 0. The factor 1.4826 makes a deviation the standard
-    deviation of normal norms."""
+    """Deviations from median to limit, > 0; 1.4826 makes them standard deviations of normal
+    norms."""
     window: int = parameter(window_size, 3, default=64)
     """Number of norms in the history, 3 to 65,536."""
     min_mad: float = parameter(non_negative, default=0.1)

@@ -36,12 +36,11 @@ class NormClip(FixedClipper):
     the limit, the same object comes back. Clipping twice equals clipping once.
 
     Dtype and shape never change, also of empty and 0-d tensors. Norms that overflow their dtype,
-    such as of 1e20 in float32, are clipped correctly. There is no state except records.
+    such as of 1e20 in float32, are clipped correctly. The state has only records.
 
     References
     ----------
-    Pascanu, Mikolov & Bengio, 2013, "On the difficulty of training recurrent neural networks",
-    arXiv:1211.5063.
+    Pascanu, Mikolov & Bengio, 2013, arXiv:1211.5063.
 
     Examples
     --------
@@ -62,11 +61,11 @@ class NormClip(FixedClipper):
     min_norm: float | None = parameter(limit, default=None)
     """Scale smaller groups up to this norm, > 0, unless they are zero."""
     scope = parameter()
-    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` sets the limits of groups; the other
-    tensors form one group with the limit `max_norm`."""
+    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` limits groups differently; the other
+    tensors are one group."""
     eps = parameter()
-    """Added to the norm in ``max_norm / (n + eps)``, >= 0; 0 is exact, 1e-6 is
-    `torch.nn.utils.clip_grad_norm_`."""
+    """Added to the norm in ``max_norm / (n + eps)``, >= 0; 0 is exact, 1e-6 as in torch's
+    `clip_grad_norm_`."""
 
     def build(self) -> Transform:
         if self.min_norm is None:

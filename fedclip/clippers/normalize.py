@@ -39,8 +39,7 @@ class Normalize(FixedClipper):
 
     References
     ----------
-    Hazan, Levy & Shalev-Shwartz, 2015, "Beyond convexity: stochastic quasi-convex optimization",
-    arXiv:1507.02030.
+    Hazan, Levy & Shalev-Shwartz, 2015, arXiv:1507.02030.
 
     Examples
     --------
@@ -57,14 +56,13 @@ class Normalize(FixedClipper):
     norm: float = parameter(limit, default=1.0, kw_only=False)
     """Norm of each group of the output, > 0, in units of the output."""
     scope = parameter()
-    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` sets the norms of groups; the other
-    tensors form one group with `norm`."""
+    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups other norms; the other
+    tensors are one group."""
     ord = parameter()
     """Order of the norm, see `fedclip.core.measures`. With "std" or "var", groups of fewer than two
     elements do not change."""
     eps = parameter()
-    """Added to the norm in the factor, >= 0: groups near or below `eps` stay smaller than
-    `norm`."""
+    """Added to the norm in the factor, >= 0: norms near or below `eps` stay smaller."""
 
     def build(self) -> Transform:
         return self._fixed(self.norm, Action(self.eps, rescale=True))

@@ -31,7 +31,7 @@ class PercentileNormClip(HistoryClipper):
                 append min(n, 2 * limit) to history
                 group *= min(1, limit / n)
 
-    ``PercentileNormClip.preset("autoclip")`` has the defaults of the paper's code.
+    ``PercentileNormClip.preset("autoclip")`` has the paper's defaults.
 
     Raises
     ------
@@ -42,23 +42,23 @@ class PercentileNormClip(HistoryClipper):
     Notes
     -----
     No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
-    comes back. NaN and infinity never enter the statistics. The limit depends on the data: only
-    `max_norm` bounds a sensitivity.
+    comes back. NaN and infinity never enter the statistics. The state continues from round to
+    round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
+    the data: only `max_norm` bounds a sensitivity.
 
-    Spikes are learnt at twice the limit, because a limit that learns itself cannot rise. A burst of
-    ``(1 - percentile / 100) * window`` spikes at most doubles the limit. Norms that rise for good
-    double it repeatedly.
+    Spikes are learnt at twice the limit: a limit that learns itself cannot rise. A burst of ``(1 -
+    percentile / 100) * window`` spikes at most doubles the limit; lasting ones double it
+    repeatedly.
 
-    The paper's history has no end; here it is at most the last 65,536 norms, half a megabyte a
-    group. If all norms are 0, the warm-up goes on.
+    The largest history is half a megabyte a group; the paper's has no end. If all norms are 0, the
+    warm-up goes on.
 
-    State of each group: the history (with "stream" two numbers, with "p2" five markers and their
-    positions), the count.
+    State of each group: history (with "stream" two numbers, with "p2" five markers and positions),
+    count.
 
     References
     ----------
-    Seetharaman, Wichern, Pardo & Le Roux, 2020, "AutoClip: adaptive gradient clipping for source
-    separation networks", arXiv:2007.14469.
+    AutoClip: Seetharaman, Wichern, Pardo & Le Roux, 2020, arXiv:2007.14469.
 
     Examples
     --------
@@ -74,22 +74,21 @@ class PercentileNormClip(HistoryClipper):
     _client_settings = ("rate", "decay")
 
     percentile: float = parameter(up_to, 100, default=95.0, kw_only=False)
-    """Percentage of past norms that are at most the limit, in (0, 100]; the paper suggests 10."""
+    """Percentage of past norms at most the limit, in (0, 100]; the paper suggests 10."""
     history: str = parameter(choice, ("window", "stream", "p2"), default="window")
-    """Percentile of the last `window` norms, interpolated ("window"); a running estimate that
-    follows rises and falls ("stream"); or of all norms, estimated from five numbers ("p2")."""
+    """The last `window` norms, interpolated ("window"); an estimate that follows rises and falls
+    ("stream"); or all norms, by five numbers ("p2")."""
     window: int | None = parameter(window_size, 1, default=256)
-    """Norms in the history, 1 to 65,536; None for 65,536. Only with "window"."""
+    """Norms in the "window", 1 to 65,536; None for 65,536."""
     rate: float = parameter(up_to, 1, default=0.02)
-    """Step size of the estimate, in (0, 1]. Only with "stream"."""
+    """Step size of "stream", in (0, 1]."""
     decay: float = parameter(unit_interval, default=0.99)
-    """Weight of the past in the mean distance that scales these steps, in (0, 1). Only with
-    "stream"."""
+    """Weight of the past in the scale of the steps of "stream", in (0, 1)."""
     feedback: str = parameter(choice, ("clipped", "raw"), default="clipped")
-    """Learn twice the limit of a spike ("clipped"), or its norm ("raw": a burst of that length sets
-    the limit)."""
+    """Learn twice the limit of a spike ("clipped"), or its norm ("raw": such a burst sets the
+    limit)."""
     warmup = parameter()
-    """Norms that only fill the history, >= 0; the first always does, with "p2" the first five."""
+    """Norms that only fill the history, >= 0; at least 1, with "p2" 5."""
 
     def build(self) -> Transform:
         if self.percentile == 100.0 and self.history != "window":

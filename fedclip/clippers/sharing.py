@@ -110,13 +110,13 @@ class HistoryClipper(SharedClipper, register=False):
     include_current: bool = parameter(boolean, default=False)
     """Learn a norm before judging it; needs ``feedback="raw"``."""
     warmup: int = parameter(integer, 0, default=20)
-    """Number of norms, >= 0, before the statistics set the limit; they never limit the first norm.
-    Shared: the norms of all clients count, except the first of each."""
+    """Number of norms, >= 0, before the statistics set the limit. Shared: the norms of all clients
+    count, except the first of each."""
     warmup_norm: float | None = parameter(parameters.limit, default=None)
     """Fixed limit during the warm-up, > 0, in units of the gradient."""
     warmup_factor: float | None = parameter(parameters.at_least_one, default=2.25)
-    """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. Norms
-    above it are learnt as 1.1 medians; the first five only fill the median
+    """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. Spikes
+    are learnt as 1.1 medians; the first five norms only fill the median
     (`fedclip.rules.protection`). None: no limit, and norms are learnt unclipped."""
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ class ZScoreClip(HistoryClipper):
                 variance = decay * variance + (1 - decay) * (u - mean)^2
                 group *= min(1, limit / n)
 
-    ``ZScoreClip.preset("zclip")`` has the defaults of the paper's code.
+    ``ZScoreClip.preset("zclip")`` has the paper's defaults.
 
     Raises
     ------
@@ -42,8 +42,9 @@ class ZScoreClip(HistoryClipper):
     Notes
     -----
     No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
-    comes back. NaN and infinity never enter the statistics. The limit depends on the data: only
-    `max_norm` bounds a sensitivity.
+    comes back. NaN and infinity never enter the statistics. The state continues from round to
+    round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
+    the data: only `max_norm` bounds a sensitivity.
 
     Equal norms give a limit 25 % above them (``z_max * min_std``). One to three spikes in the
     warm-up hardly move the statistics. Clippers never share statistics by accident.
@@ -52,8 +53,7 @@ class ZScoreClip(HistoryClipper):
 
     References
     ----------
-    Kumar, Owen, Chowdhury & Güra, 2025, "ZClip: adaptive spike mitigation for LLM pre-training",
-    arXiv:2504.02507.
+    ZClip: Kumar, Owen, Chowdhury & Güra, 2025, arXiv:2504.02507.
 
     Examples
     --------
@@ -73,18 +73,17 @@ class ZScoreClip(HistoryClipper):
     decay: float = parameter(unit_interval, default=0.97)
     """Weight of the past, in (0, 1); 0.97 remembers about 33 steps."""
     action: str = parameter(choice, ("reciprocal", "max", "mean"), default="max")
-    """Clip spikes to the limit ("max"), to ``mean + z_max^2 / z * std`` ("reciprocal"), or to
-    ``mean`` ("mean"). With the last two, rising norms hardly raise the limit."""
+    """Clip spikes to the limit ("max"), ``mean + z_max^2 / z * std`` ("reciprocal") or ``mean``
+    ("mean"). With the last two, rising norms hardly raise the limit."""
     feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
     """Learn a spike at its limit ("clipped"), at its norm ("raw"; a burst then raises the limit
     soon), or not ("none")."""
     factor: float = parameter(positive, default=1.0)
     """Factor on the "reciprocal" limit, > 0."""
     estimator: str = parameter(choice, ("zclip", "drytorch", "smartclip"), default="zclip")
-    """Compute mean and variance as in "zclip", "drytorch" or "smartclip"
-    (`fedclip.rules.moments`)."""
+    """Moments as in "zclip", "drytorch" or "smartclip" (`fedclip.rules.moments`)."""
     std_eps: float = parameter(non_negative, default=0.0)
-    """Added to the standard deviation in the z-score, >= 0, in units of the gradient."""
+    """Added to the standard deviation in the z-score, >= 0."""
     min_std: float = parameter(non_negative, default=0.1)
     """Smallest standard deviation, as a multiple of the mean, >= 0."""
 

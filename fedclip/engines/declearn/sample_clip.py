@@ -88,9 +88,8 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
     References
     ----------
-    Abadi et al., 2016, "Deep learning with differential privacy", arXiv:1607.00133. Bu et al.,
-    2022, "Automatic clipping", arXiv:2206.07136. Andrew et al., 2021, "Differentially private
-    learning with adaptive clipping", arXiv:1905.03871.
+    DP-SGD: Abadi et al., 2016, arXiv:1607.00133. "automatic": Bu et al., 2022, arXiv:2206.07136.
+    "adaptive": Andrew et al., 2021, arXiv:1905.03871.
 
     Examples
     --------
@@ -103,21 +102,20 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     name: ClassVar[str] = "sample-clip"
 
     max_norm: float | None = parameter(positive, default=None, kw_only=False)
-    """Bound C on the norm of a record's gradient, > 0; with "adaptive" the first bound. None: the
-    server's ``sclip_norm``, which any other number must equal."""
+    """Bound C on the norm of a record's gradient, > 0; the first bound of "adaptive". None: the
+    server's ``sclip_norm``; a different number is refused."""
     mode: str | Sequence[str] = parameter(
         _mode,
         default="flat",
         kw_only=False,
         kind='{"flat", "tensor", "layer", "automatic", "adaptive"} or list of patterns',
     )
-    """One norm over all tensors ("flat"), or one for each tensor, layer or pattern, with bounds C /
-    √k for k groups. "automatic" and "adaptive" divide the update by C, so C need not match the
-    learning rate."""
+    """One norm over all tensors ("flat"), or by "tensor", "layer" or patterns, with bounds C / √k
+    for k groups. "automatic" and "adaptive" divide the update by C."""
     micro_batch: int = parameter(integer, 1, default=128)
     """Records in memory at once, >= 1; fewer if their gradients are large."""
     gamma: float = parameter(positive, default=0.01)
-    """Stability constant of "automatic", > 0, in units of the gradient."""
+    """Stability constant of "automatic", > 0, in gradient units."""
     quantile: float = parameter(unit_interval, default=0.5)
     """Share of records that the adaptive bound does not clip, in (0, 1)."""
     rate: float = parameter(positive, default=0.2)
@@ -125,10 +123,9 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
     evaluation_share: float = parameter(share, default=0.0)
     """Share of epsilon for noise on evaluations, one a round, in [0.001, 1). 0: evaluations have no
-    noise, and reveal validation records."""
+    noise."""
     loss_bound: float | None = parameter(limit, default=None)
-    """Largest loss of a record in a noised evaluation, > 0; required with `evaluation_share`, and
-    only then."""
+    """Largest loss of a record in a noised evaluation, > 0; goes with `evaluation_share`."""
 
     bound: float | None = None
     """The adaptive bound, after the first step."""
