@@ -84,7 +84,7 @@ def render(kind: str, name: str) -> str:
         lines += parameters(cls, parts.get("Parameters", "")) or ["None."]
     for clippers, shared in common_notes().items():
         if shared in notes:
-            link = f"See [guarantees of {clippers}](index.md#guarantees)."
+            link = f"See [{clippers}](index.md#guarantees)."
             notes = f"{link}\n\n{notes.replace(shared, '').strip()}"
     # The fields of a state interest readers of the docstring only.
     notes = re.sub(r"\n\nState[^.]*?:(.+\n?)*", "", notes)
@@ -112,7 +112,10 @@ def common_notes() -> dict[str, str]:
     """Return the guarantees that docstrings of several clippers have, by these clippers."""
     adaptive = sections(plugin("module", "zscore-clip"))["Notes"].split("\n\n")
     copies = sections(plugin("module", "ema-value-clip"))["Notes"].split("\n\n")
-    return {"adaptive limits": adaptive[0], "clippers with arrays": copies[-1]}
+    return {
+        "guarantees of adaptive limits": adaptive[0],
+        "state of clippers with arrays": copies[-1],
+    }
 
 
 def parameters(cls: type, text: str) -> list[str]:
@@ -182,7 +185,7 @@ def index() -> str:
             lines.append(described(shown_default(name, declared.default), meaning, values))
     lines += ["", "## Guarantees"]
     for clippers, shared in common_notes().items():
-        lines += ["", f"Of {clippers}:", "", markdown(shared)]
+        lines += ["", f"{clippers[0].upper()}{clippers[1:]}:", "", markdown(shared)]
     cls = plugin("module", "zscore-clip-server")
     parts = sections(cls)
     lines += ["", "## Server modules", "", markdown(parts[""].partition("\n\n")[2]), ""]

@@ -34,8 +34,9 @@ class EmaValueClip(Clipper):
     is clipped, the same object comes back. No bound is known in advance. NaN and infinity never
     enter the average.
 
-    Of a single spike s, ``(1 - decay) * s`` passes on top of the average, which learns it first. Sparse gradients count as dense: the averages of absent rows fall.
-    In records, norm and limit are the largest of all elements.
+    Of a single spike s, ``(1 - decay) * s`` passes on top of the average, which learns it first.
+    Sparse gradients count as dense: the averages of absent rows fall. In records, norm and limit
+    are the largest of all elements.
 
     State: for each tensor an array of its shape on its device (float64 for float64, else float32),
     so as much memory as the model, and a step count. A run that is saved and resumed gives the same
