@@ -57,13 +57,13 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     Parameters
     ----------
     max_norm : float or None, default=None
-        Largest norm of a group of the update, > 0. None: `update-clip-server` sends the bound, through
-        `update-clip-client`.
+        Largest norm of a group of the update, > 0. None: `update-clip-server` sends the bound,
+        through `update-clip-client`.
     scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
-        Which tensors share a norm. `max_norm` limits each group; a table ``{"head.*" = 0.1}`` gives
-        groups other limits. A bound C from the server is for the whole update: each of k groups gets
-        ``C / sqrt(k)``. With a table, which then needs ``"*"``, a group with number t gets
-        ``C * t / sqrt(sum of t^2)``.
+        Which tensors share a norm. `max_norm` limits each of k groups, so that the update may reach
+        ``max_norm * sqrt(k)``; a table ``{"head.*" = 0.1}`` gives groups other limits. A bound C from
+        the server is for the whole update: each group gets ``C / sqrt(k)``. With a table, which then
+        needs ``"*"``, a group with number t gets ``C * t / sqrt(sum of t^2)``.
     exclude : pattern, list of patterns or None, default=None
         Tensors that are shared unclipped. With them, the update has no bound.
     zeroing_norm : float or None, default=None
@@ -79,17 +79,17 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         Zero and count an update with NaN or infinity ("skip"), or raise an error, which ends the
         training of all clients ("raise").
     weights : {"equal", "steps"} or table, default="equal"
-        Weight of a client: 1 ("equal"), its reported number of steps ("steps"), or a number > 0 by its
-        name in the server's connection, ``{"client_0" = 120.0}``. Not together with noise.
+        Weight of a client: 1 ("equal"), its reported number of steps ("steps"), or a number > 0 by
+        its name in the server's connection, ``{"client_0" = 120.0}``. Not together with noise.
     max_share : float or None, default=None
         Largest share of one client, in (0, 1]; the others get the excess, in proportion.
     max_steps : int or None, default=None
         Largest number of steps that counts; secure aggregation with "steps" needs it, and takes no
         `max_share`.
     combine : {"mean", "arc", "trimmed"}, default="mean"
-        Combine updates by their "mean"; by the mean after "arc" shortens the longest ones; or, for each
-        coordinate, without the `n_hostile` smallest and largest values ("trimmed"). The last two need
-        clear text and equal weights, and no noise.
+        Combine updates by their "mean"; by the mean after "arc" shortens the longest ones; or, for
+        each coordinate, without the `n_hostile` smallest and largest values ("trimmed"). The last two
+        need clear text and equal weights, and no noise.
     n_hostile : int or None, default=None
         Number of clients that may be malicious, >= 1, for "arc" and "trimmed". A round with at most
         twice as many replies counts as zeros.
