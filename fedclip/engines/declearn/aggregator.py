@@ -61,9 +61,9 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         through `update-clip-client`.
     scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
         Which tensors share a norm. `max_norm` limits each of k groups, so that the update may reach
-        ``max_norm * sqrt(k)``; a table ``{"head.*" = 0.1}`` gives groups other limits. A bound C from
-        the server is for the whole update: each group gets ``C / sqrt(k)``. With a table, which then
-        needs ``"*"``, a group with number t gets ``C * t / sqrt(sum of t^2)``.
+        ``max_norm * sqrt(k)``; a table ``{"head.*" = 0.1}`` gives groups other limits. A bound C
+        from the server is for the whole update: each group gets ``C / sqrt(k)``. With a table,
+        which then needs ``"*"``, a group with number t gets ``C * t / sqrt(sum of t^2)``.
     exclude : pattern, list of patterns or None, default=None
         Tensors that are shared unclipped. With them, the update has no bound.
     zeroing_norm : float or None, default=None
@@ -88,8 +88,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         `max_share`.
     combine : {"mean", "arc", "trimmed"}, default="mean"
         Combine updates by their "mean"; by the mean after "arc" shortens the longest ones; or, for
-        each coordinate, without the `n_hostile` smallest and largest values ("trimmed"). The last two
-        need clear text and equal weights, and no noise.
+        each coordinate, without the `n_hostile` smallest and largest values ("trimmed"). The last
+        two need clear text and equal weights, and no noise.
     n_hostile : int or None, default=None
         Number of clients that may be malicious, >= 1, for "arc" and "trimmed". A round with at most
         twice as many replies counts as zeros.
