@@ -39,14 +39,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Context:
-    """Facts about the gradients that a map gets.
+    """Facts about the gradients that a map receives.
 
     Attributes
     ----------
     shapes
-        Shape of each tensor; None if not known.
+        Shape of each tensor; None if unknown.
     finite
-        Whether the gradients hold no NaN and no infinity, and no norm is beyond float64.
+        Whether the gradients have no NaN and no infinity, and no norm is beyond float64.
     """
 
     shapes: Shapes | None = None
@@ -55,28 +55,32 @@ class Context:
 
 @dataclass(frozen=True)
 class Map:
-    """What one map guarantees, and why it guarantees no more.
+    """The guarantee of one map, and the reasons why it is not stronger.
 
     Attributes
     ----------
     name
         Registered name of the plug-in.
     bound
-        Largest L2 norm of the output, for any input; infinity if none is known.
+        Largest L2 norm of the output for any input; infinity if unknown.
     formula
-        The bound in words. If `bound` is infinite and there is a formula, it needs shapes.
+        The bound in words. If `bound` is infinite and there is a formula, the bound needs shapes.
     lipschitz
-        Largest factor by which it stretches the distance of two inputs, or of two histories of
-        inputs if it has a memory. Infinity if there is none.
+        Largest factor on the distance of two inputs, or of two histories of inputs if the map has a
+        memory; infinity if there is none.
     growth
-        Largest factor by which it stretches the norm of its input.
+        Largest factor on the norm of the input.
     finite
         Whether the output is finite.
     noise
         Whether it adds noise.
-    unbounded, shared, expands
-        Why it has no bound of its own; why its output depends on more than its input record and
-        public values; why it is not non-expansive. Empty if that is not so.
+    unbounded
+        Why it has no bound; empty if it has one.
+    shared
+        Why its output depends on more than its input record and public values; empty if it does
+        not.
+    expands
+        Why it may increase distances; empty if it does not.
     """
 
     name: str

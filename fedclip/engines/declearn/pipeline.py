@@ -24,24 +24,24 @@ def analyse(
     *,
     finite: bool = False,
 ) -> Analysis:
-    """Return what a clipper, a list of them, or an optimizer guarantees.
+    """Return the bound and sensitivity of a clipper, a list of them, or an optimizer.
 
     Parameters
     ----------
     pipeline
-        A module or regularizer; its registered name; its name and configuration; a list of
-        these, in the order in which they act; a declearn `Optimizer`, or its configuration.
+        A module or regularizer; its registered name; its name and configuration; a list of these,
+        in their order; a declearn `Optimizer`, or its configuration.
     shapes : dict of tuples or None, default=None
-        Shape of each tensor, by name. Without shapes, the result has formulas, and only the
-        bounds that do not depend on them.
+        Shape of each tensor, by name. Without shapes, the result has formulas, and only bounds that
+        do not depend on shapes.
     finite : bool, default=False
-        Assume that gradients hold no NaN and no infinity. declearn's own clippers, and those
-        with ``on_nonfinite="propagate"``, bound nothing else.
+        Assume that gradients have no NaN and no infinity. declearn's clippers, and those with
+        ``on_nonfinite="propagate"``, have no bound otherwise.
 
     Raises
     ------
     TypeError, ValueError
-        If `pipeline` or `shapes` is not as above, or a pattern of a scope matches no tensor.
+        If `pipeline` or `shapes` is invalid, or a pattern of a scope matches no tensor.
 
     Examples
     --------
