@@ -64,9 +64,9 @@ class AGC(Core, Regularizer):
     same object comes back. For fixed weights it is a projection: clipping twice equals clipping
     once.
 
-    Vectors are one unit. Weights with NaN or infinity count as zero, with a warning. Dtype and
-    shape never change. With "output", sparse gradients count as dense, and the record of a
-    tensor is that of its worst unit. The state has only records, which declearn does not save.
+    Vectors are one unit, in "optax" also tensors with one dimension longer than 1. Weights with NaN
+    or infinity count as zero, with a warning. With "output", sparse gradients count as dense,
+    and records show a tensor's worst unit. declearn does not save the records.
 
     References
     ----------
@@ -91,17 +91,15 @@ class AGC(Core, Regularizer):
     """Largest gradient norm, relative to the weights' norm, > 0. ``AGC.preset("nfnets")`` has the
     paper's 0.01 for batches of 4096."""
     unit: str = parameter(choice, ("output", "tensor", "global", "optax"), default="output")
-    """What shares a norm: all weights of one output ("output"), a tensor ("tensor"), all tensors
-    ("global"), or "optax": axis 0 of 2 or 3 dimensions, all but the last of 4 or more, or a tensor
-    with one dimension longer than 1."""
+    """What shares a norm: weights of one output ("output"), a tensor ("tensor"), or all tensors
+    ("global"). "optax": axis 0 of 2 or 3 dimensions, all but the last of 4 or more."""
     axis: int | None = parameter(_check_axis, default=None)
-    """Axis of the outputs, with "output". None: the layer's, if the loop knows it; else 0 for torch
-    and NumPy, -1 for TensorFlow and JAX."""
+    """Output axis. None: the layer's, if the loop knows it; else 0 for torch and NumPy, -1 for
+    TensorFlow and JAX."""
     dims: int | Sequence[int] | None = parameter(
         check_dims, default=None, kind="int, list of int or None"
     )
-    """With "output": sum over these dimensions, if `axis` cannot describe the layout. Tensors
-    without them do not change."""
+    """Instead of `axis`: sum over these dimensions. Tensors without them do not change."""
     min_norm: float = parameter(positive, default=1.0)
     """Smallest norm of weights, > 0, so that zero weights can move."""
     eps: float = parameter(non_negative, default=0.0)
@@ -109,7 +107,7 @@ class AGC(Core, Regularizer):
     skip_vectors: bool = parameter(boolean, default=False)
     """Skip tensors of one dimension or less, such as biases."""
     exclude = parameter()
-    """Tensors to skip; the paper skips the last layer."""
+    """Tensors to skip; in the paper, the last layer."""
 
     def __post_init__(self) -> None:
         """Check what goes together, and begin without weights."""

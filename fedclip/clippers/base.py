@@ -140,7 +140,7 @@ class Clipper(Core, OptiModule, register=False):
         return privacy.analyse_plugins([self], shapes).l2_bound
 
     def sensitivity(self, relation: str, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
-        """Return the L2 sensitivity of a sum of outputs, one per record; None if there is none.
+        """Return the L2 sensitivity of a sum of outputs, one per record; None if unbounded.
 
         `relation` is "add-remove" or "replace-one".
         """

@@ -41,9 +41,9 @@ class EmaClip(HistoryClipper):
     round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
     the data: only `max_norm` bounds a sensitivity.
 
-    With clipped feedback, the mean grows by at most a factor ``1 + (1 - decay) * (ratio - 1)`` a
-    step: 1.02, or 1.001 with the paper's ratio of 1.05. With `warmup_factor`, norms of 0 are
-    not learnt; if all are 0, the warm-up goes on.
+    With clipped feedback, a step raises the mean by at most a factor ``1 + (1 - decay) * (ratio -
+    1)``: 1.02, or 1.001 with the paper's ratio. With `warmup_factor`, norms of 0 are not
+    learnt.
 
     State of each group: mean, count, last five norms.
 

@@ -41,7 +41,7 @@ def as_tuple(dims: int | Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 class SlicedClipper(Clipper, register=False):
-    """Base of clippers that can treat each slice of a tensor by itself."""
+    """Base of clippers that can treat each slice of a tensor separately."""
 
     dims: int | Sequence[int] | None = parameter(
         check_dims, default=None, kind="int, list of int or None"

@@ -38,9 +38,9 @@ class GrowthValueClip(Clipper):
 
     Sparse gradients count as dense. In records, norm and limit are the largest of all elements.
 
-    State: for each tensor an array of its shape on its device (float64 for float64, else float32),
-    so as much memory as the model, and a step count. A run that is saved and resumed gives the same
-    outputs, bit for bit.
+    The state has an array of each tensor's shape on its device (float64 for float64, else float32),
+    and a step count. It needs as much memory as the model. A run that is saved and resumed gives
+    the same outputs, bit for bit.
 
     References
     ----------

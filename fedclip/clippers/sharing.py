@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bases of clippers that can share one state with all clients of a federation."""
+"""Bases of clippers that can share one state with all clients of a federation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedclip.transforms import Transform
 
 
 class SharedClipper(LimitedClipper, register=False):
-    """Base of the clippers that have a counterpart on the server."""
+    """Base of the clippers that have a server module."""
 
     _common_settings: ClassVar[tuple[str, ...]] = ("warmup", "scope", "exclude", "ord")
-    """The common parameters that the counterpart must have as well, where there are any."""
+    """The common parameters that the server module must have too, if the clipper has them."""
     _client_settings: ClassVar[tuple[str, ...]] = ()
-    """The parameters of its own that the counterpart need not have."""
+    """Its parameters that the server module need not have."""
 
     shared: bool = parameter(boolean, default=False)
     """All clients of a federation share one limit. The server's optimizer needs `{name}-server`.
@@ -30,7 +30,7 @@ class SharedClipper(LimitedClipper, register=False):
 
     @classmethod
     def _shared_settings(cls) -> list[str]:
-        """Return the parameters that the counterpart must have as well."""
+        """Return the parameters that the server module must have too."""
         common = [name for name, declared in cls.parameters.items() if declared.common]
         own = [name for name in cls.parameters if name not in (*common, *cls._client_settings)]
         return own + [name for name in cls._common_settings if name in common]

@@ -27,8 +27,8 @@ class Standardize(Clipper):
 
     Notes
     -----
-    No output is NaN. Of d elements, none is above ``sqrt(d)`` in absolute value, except by its
-    rounding. With ``eps=0`` the output does not depend on the gradient's scale.
+    No output is NaN. No element of d exceeds ``sqrt(d)`` in absolute value, except by its rounding.
+    With ``eps=0`` the output does not depend on the gradient's scale.
 
     Mean and standard deviation (unbiased, n - 1) are taken in float64. A constant tensor becomes
     zero. Tensors of one element or none do not change. Sparse tensors become dense. In records, the

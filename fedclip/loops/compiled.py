@@ -53,7 +53,7 @@ class ClipState(NamedTuple):
 
 
 def check_compilable(clipper: Clipper | AGC) -> None:
-    """Raise an error for a clipper that compiled code can not follow."""
+    """Raise an error for a clipper that cannot be compiled."""
     from fedclip.clippers.own_limit import OwnLimit
 
     if isinstance(clipper, OwnLimit):

@@ -84,7 +84,7 @@ def _value(variable: Variable) -> Array:
 
 
 class _Hook:
-    """What the optimizer that steps calls where Keras clips.
+    """Called by the inner optimizer where Keras clips.
 
     Keras calls ``_clip_gradients`` on gradients that are unscaled, averaged over accumulated
     steps, and not for variables that they overwrite; `_apply` notes for which variables.
@@ -204,7 +204,7 @@ class _Hook:
 
 
 def _tensors(gradients: Sequence[Array]) -> list[Array]:
-    """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients as they are."""
+    """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients unchanged."""
     return [
         keras.ops.convert_to_tensor(g, sparse=False)
         if isinstance(g, np.ndarray) or hasattr(g, "todense")

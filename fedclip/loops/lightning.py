@@ -148,7 +148,7 @@ class LightningClipping:
     _clip_callback: ClipCallback | None = None
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Let the class bring the callback with those that it configures."""
+        """Add the callback to those that the class configures."""
         super().__init_subclass__(**kwargs)
         inner = getattr(cls, "configure_callbacks", None)
         if inner is None:

@@ -36,7 +36,7 @@ __dir__ = public_names(__name__)
 
 
 class _Seen(NamedTuple):
-    """What a clipper has seen in eager code: variables, and the axes of their outputs."""
+    """Variables that a clipper has seen in eager code, and the axes of their outputs."""
 
     known: Known
     outputs: dict[str, Axes]

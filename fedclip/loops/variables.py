@@ -27,7 +27,7 @@ Variable: TypeAlias = Array
 
 
 class Operations(NamedTuple):
-    """What a framework can do with its variables, which have ``assign`` and ``numpy``.
+    """Operations of a framework on its variables, which have ``assign`` and ``numpy``.
 
     ::
 

@@ -17,8 +17,8 @@ what was released, they may be too low. Rényi's accountant is right at one orde
 before (Feldman & Zrnic, 2021, "Individual privacy accounting via a Rényi filter",
 arXiv:2008.11193).
 
-Let z be the noise multiplier that the accountant counts, and ``sigma_b`` the standard deviation of
-the noise on the sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1). Then::
+With the accountant's noise multiplier z, and the standard deviation ``sigma_b`` of the noise on the
+sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1)::
 
     z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)
 

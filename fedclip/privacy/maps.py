@@ -14,12 +14,12 @@ values in [-c, c]                     c √d                             1
 slices, units: r each, u of them      r √u                             1
 brought to a norm N (+ eps)           as a limit at N                  N / eps
 mean 0, deviation 1                   √(d - k)                         1 / eps
-mean taken away                       none of its own                  1
+mean taken away                       none                             1
 limit learnt from gradients           that of max_norm                 without limit
 ====================================  ===============================  ========================
 
 The bound of several groups is the root of the sum of their squared bounds. Bounds are rounded up,
-so that none is too low. Those of fedclip's clippers hold in every dtype, because they scale to
+and never too low. Those of fedclip's clippers hold in every dtype, because they scale to
 a little below the limit; those of declearn's clippers hold in float32 and wider. The stretching of
 distances is that of exact arithmetic.
 """
@@ -67,7 +67,7 @@ class Map:
         The bound in words. If `bound` is infinite and there is a formula, the bound needs shapes.
     lipschitz
         Largest factor on the distance of two inputs, or of two histories of inputs if the map has a
-        memory; infinity if there is none.
+        memory; infinity if unbounded.
     growth
         Largest factor on the norm of the input.
     finite

@@ -6,7 +6,7 @@ Each map of a pipeline updates the bound and the Lipschitz constant::
     bound     <- min(own bound of the map, growth of the map * bound)
     lipschitz <- lipschitz of the map * lipschitz
 
-There are two cases. *Per record*: each record goes through the pipeline by itself, and the outputs
+There are two cases. *Per record*: each record passes the pipeline separately, and the outputs
 are added up. Only the bound B of an output counts: the sum has a sensitivity of B if a record is
 added or removed, and 2 B if one is replaced. *On an aggregate*: a sum or mean of records goes
 through. Its own sensitivity s becomes ``lipschitz * s``, at most ``2 B``. Maps after the noise cost
@@ -66,7 +66,7 @@ class Analysis:
 
     @property
     def lipschitz(self) -> float:
-        """Largest factor on distances; infinity if there is none."""
+        """Largest factor on distances; infinity if unbounded."""
         return math.prod(m.lipschitz for m in self.maps)
 
     @property
@@ -93,7 +93,7 @@ class Analysis:
     def sensitivity(
         self, relation: str, on: str = "record", incoming: float | None = None
     ) -> float | None:
-        """Return the L2 sensitivity; None if there is none, for which `print` gives the reasons.
+        """Return the L2 sensitivity; None if unbounded, for reasons that `print` gives.
 
         Parameters
         ----------
@@ -162,7 +162,7 @@ class Analysis:
 
     @property
     def bound_in_words(self) -> str:
-        """The L2 bound, or the reasons why there is none, in a sentence."""
+        """The L2 bound, or the reasons why no bound exists, in a sentence."""
         shown = "" if self.l2_bound is None else number(self.l2_bound)
         if shown:
             how = "" if self.formula in ("", shown) else f" ({self.formula})"
@@ -210,7 +210,7 @@ class Analysis:
 
 # -- maps in sequence -------------------------------------------------------------------------
 def _bounds(maps: Sequence[Map]) -> list[float]:
-    """Return the bound of the output of each map; infinity if there is none."""
+    """Return the bound of the output of each map; infinity if unbounded."""
     found, bound = [], math.inf
     for map_ in maps:
         bound = min(map_.bound, bound if map_.growth == 1.0 else bound * map_.growth)
@@ -219,7 +219,7 @@ def _bounds(maps: Sequence[Map]) -> list[float]:
 
 
 def _formula(maps: Sequence[Map]) -> str:
-    """Return the bound of the last map's output, in words; empty if there is none."""
+    """Return the bound of the last map's output, in words; empty if unbounded."""
     formula, bound = "", math.inf
     for map_ in maps:
         if math.isinf(map_.growth):

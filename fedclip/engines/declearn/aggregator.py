@@ -79,8 +79,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         Zero and count an update with NaN or infinity ("skip"), or raise an error, which ends the
         training of all clients ("raise").
     weights : {"equal", "steps"} or table, default="equal"
-        Weight of a client: 1 ("equal"), its reported number of steps ("steps"), or a number > 0 by
-        its name in the server's connection, ``{"client_0" = 120.0}``. Not together with noise.
+        A client's weight: 1 ("equal"), its reported number of steps ("steps"), or a number > 0 by
+    client name, ``{"client_0" = 120.0}``. Not together with noise.
     max_share : float or None, default=None
         Largest share of one client, in (0, 1]; the others get the excess, in proportion.
     max_steps : int or None, default=None

@@ -40,7 +40,7 @@ _LEAST_SHARE = 1e-3
 
 
 def unfit(before: Modules, shapes: Shapes | None = None) -> str:
-    """Return why one of these modules can not stand before `sample-clip`; "" if all can."""
+    """Return why one of these modules cannot precede `sample-clip`; "" if all can."""
     for module in before:
         (known,) = analyse(module, shapes).maps
         why = known.shared or ("it adds noise" if known.noise else "")
@@ -199,7 +199,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
 @dataclass(frozen=True)
 class Place:
-    """What is done to records, and what to their noisy sum.
+    """How records are processed, and how their noisy sum is.
 
     Attributes
     ----------
@@ -236,7 +236,7 @@ class Place:
 
 
 def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
-    """Find `sample-clip`, and refuse what can not stand before it, or another bound.
+    """Return the place of `sample-clip`; refuse modules that cannot precede it, or another bound.
 
     Raises
     ------

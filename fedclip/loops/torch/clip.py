@@ -245,7 +245,7 @@ def are_apart(gradients: Collection[torch.Tensor]) -> bool:
 
 
 def separate(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
-    """Give each parameter a gradient of its own."""
+    """Give each parameter a separate gradient."""
     for name, gradient in gradients.items():
         parameters[name].grad = gradients[name] = gradient.clone()
 

@@ -98,7 +98,7 @@ class ClipHandle:
         self._others.leave(self)
 
     def _release(self) -> None:
-        """Let the clipper act elsewhere too: this optimizer takes no steps any more."""
+        """Release the clipper for other use: this optimizer takes no more steps."""
         if (optimizer := self._others.optimizer()) is not None:
             release(self.clipper, optimizer)
 
