@@ -87,7 +87,7 @@ def render(kind: str, name: str) -> str:
             link = f"See [{clippers}](index.md#guarantees)."
             notes = f"{link}\n\n{notes.replace(shared, '').strip()}"
     # The fields of a state interest readers of the docstring only.
-    notes = re.sub(r"\n\nState[^.]*?:(.+\n?)*", "", notes)
+    notes = re.sub(r"\n\nState of each(.+\n?)*", "", notes)
     if notes:
         lines += ["", "## Guarantees", "", markdown(notes)]
     if parts.get("References"):

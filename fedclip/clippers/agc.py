@@ -65,8 +65,8 @@ class AGC(Core, Regularizer):
     once.
 
     Vectors are one unit, in "optax" also tensors with one dimension longer than 1. Weights with NaN
-    or infinity count as zero, with a warning. With "output", sparse gradients count as dense,
-    and records show a tensor's worst unit. declearn does not save the records.
+    or infinity count as zero, with a warning. With "output", sparse gradients count as dense, and
+    records show a tensor's worst unit. declearn does not save the records.
 
     References
     ----------
@@ -88,8 +88,8 @@ class AGC(Core, Regularizer):
     guarantee = kinds.weight_limit
 
     ratio: float = parameter(positive, default=1.0, kw_only=False)
-    """Largest gradient norm, relative to the weights' norm, > 0. ``AGC.preset("nfnets")`` has the
-    paper's 0.01 for batches of 4096."""
+    """Largest gradient norm, relative to the weights' norm, > 0; the paper's 0.01 is
+    ``AGC.preset("nfnets")``."""
     unit: str = parameter(choice, ("output", "tensor", "global", "optax"), default="output")
     """What shares a norm: weights of one output ("output"), a tensor ("tensor"), or all tensors
     ("global"). "optax": axis 0 of 2 or 3 dimensions, all but the last of 4 or more."""
@@ -101,11 +101,11 @@ class AGC(Core, Regularizer):
     )
     """Instead of `axis`: sum over these dimensions. Tensors without them do not change."""
     min_norm: float = parameter(positive, default=1.0)
-    """Smallest norm of weights, > 0, so that zero weights can move."""
+    """Smallest norm of weights, > 0, so that zero weights move."""
     eps: float = parameter(non_negative, default=0.0)
     """Added to both norms, >= 0; 0 is exact, 1e-8 is smartclip."""
     skip_vectors: bool = parameter(boolean, default=False)
-    """Skip tensors of one dimension or less, such as biases."""
+    """Skip tensors of one dimension or less."""
     exclude = parameter()
     """Tensors to skip; in the paper, the last layer."""
 

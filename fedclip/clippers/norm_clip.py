@@ -61,7 +61,7 @@ class NormClip(FixedClipper):
     min_norm: float | None = parameter(limit, default=None)
     """Scale smaller groups up to this norm, > 0, unless they are zero."""
     scope = parameter()
-    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` limits groups differently; the other
+    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups other limits; the other
     tensors are one group."""
     eps = parameter()
     """Added to the norm in ``max_norm / (n + eps)``, >= 0; 0 is exact, 1e-6 as in torch's

@@ -46,9 +46,9 @@ class PercentileNormClip(HistoryClipper):
     round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
     the data: only `max_norm` bounds a sensitivity.
 
-    Spikes are learnt at twice the limit: a limit that learns itself cannot rise. A burst of ``(1 -
-    percentile / 100) * window`` spikes at most doubles the limit; lasting ones double it
-    repeatedly.
+    A limit that learns itself cannot rise, so spikes are learnt at twice the limit. A burst of ``(1
+    - percentile / 100) * window`` spikes at most doubles it (with "raw", sets it); lasting ones
+    double it repeatedly.
 
     The largest history is half a megabyte a group; the paper's has no end. If all norms are 0, the
     warm-up goes on.
@@ -76,17 +76,16 @@ class PercentileNormClip(HistoryClipper):
     percentile: float = parameter(up_to, 100, default=95.0, kw_only=False)
     """Percentage of past norms at most the limit, in (0, 100]; the paper suggests 10."""
     history: str = parameter(choice, ("window", "stream", "p2"), default="window")
-    """The last `window` norms, interpolated ("window"); an estimate that follows rises and falls
-    ("stream"); or all norms, by five numbers ("p2")."""
+    """The last `window` norms, interpolated ("window"); an estimate that follows them ("stream");
+    or all norms, by five numbers ("p2")."""
     window: int | None = parameter(window_size, 1, default=256)
     """Norms in the "window", 1 to 65,536; None for 65,536."""
     rate: float = parameter(up_to, 1, default=0.02)
     """Step size of "stream", in (0, 1]."""
     decay: float = parameter(unit_interval, default=0.99)
-    """Weight of the past in the scale of the steps of "stream", in (0, 1)."""
+    """Weight of the past in the step scale of "stream", in (0, 1)."""
     feedback: str = parameter(choice, ("clipped", "raw"), default="clipped")
-    """Learn twice the limit of a spike ("clipped"), or its norm ("raw": such a burst sets the
-    limit)."""
+    """Learn twice the limit of a spike ("clipped"), or its norm ("raw")."""
     warmup = parameter()
     """Norms that only fill the history, >= 0; at least 1, with "p2" 5."""
 

@@ -80,7 +80,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         training of all clients ("raise").
     weights : {"equal", "steps"} or table, default="equal"
         A client's weight: 1 ("equal"), its reported number of steps ("steps"), or a number > 0 by
-    client name, ``{"client_0" = 120.0}``. Not together with noise.
+        client name, ``{"client_0" = 120.0}``. Not together with noise.
     max_share : float or None, default=None
         Largest share of one client, in (0, 1]; the others get the excess, in proportion.
     max_steps : int or None, default=None

@@ -103,7 +103,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
     max_norm: float | None = parameter(positive, default=None, kw_only=False)
     """Bound C on the norm of a record's gradient, > 0; the first bound of "adaptive". None: the
-    server's ``sclip_norm``; a different number is refused."""
+    server's ``sclip_norm``, from which it must not differ."""
     mode: str | Sequence[str] = parameter(
         _mode,
         default="flat",
@@ -113,17 +113,16 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     """One norm over all tensors ("flat"), or by "tensor", "layer" or patterns, with bounds C / √k
     for k groups. "automatic" and "adaptive" divide the update by C."""
     micro_batch: int = parameter(integer, 1, default=128)
-    """Records in memory at once, >= 1; fewer if their gradients are large."""
+    """Records in memory at once, >= 1; fewer if gradients are large."""
     gamma: float = parameter(positive, default=0.01)
     """Stability constant of "automatic", > 0, in gradient units."""
     quantile: float = parameter(unit_interval, default=0.5)
     """Share of records that the adaptive bound does not clip, in (0, 1)."""
     rate: float = parameter(positive, default=0.2)
-    """Step size of the adaptive bound's logarithm, > 0."""
+    """Step size of the adaptive bound, in logarithms, > 0."""
 
     evaluation_share: float = parameter(share, default=0.0)
-    """Share of epsilon for noise on evaluations, one a round, in [0.001, 1). 0: evaluations have no
-    noise."""
+    """Share of epsilon for noise on evaluations, one a round, in [0.001, 1). 0: no noise."""
     loss_bound: float | None = parameter(limit, default=None)
     """Largest loss of a record in a noised evaluation, > 0; goes with `evaluation_share`."""
 
