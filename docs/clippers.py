@@ -45,6 +45,8 @@ COMMON = {
     ),
 }
 """The parameters of many clippers, by the clippers that have them."""
+MANY = 14
+"""If a plug-in without common parameters has more, its page has their first sentences."""
 NEW = "# `{name}`\n\n## When to use it\n\nTo be written.\n\n{start}\n{end}\n"
 
 
@@ -132,7 +134,7 @@ def parameters(cls: type, text: str) -> list[str]:
     # A server module has one entry for all parameters of its clipper.
     formal = inspect.signature(known.__init__).parameters if "settings" in written else None
     lines: list[str] = []
-    links = False
+    links, many = False, len(written) > MANY and not hasattr(cls, "build")
     for name, parameter in (formal or signature_of(cls)).items():
         if name == "self":
             continue
@@ -142,10 +144,14 @@ def parameters(cls: type, text: str) -> list[str]:
         meaning, values = written.get(name, ("", ""))
         if name in declared and declared[name].common and "table" not in values:
             values = ""  # as in the index
+        if many:
+            meaning, values = meaning.partition(". ")[0].rstrip(".") + ".", ""
         lines.append(described(shown_default(name, parameter.default), meaning, values))
     if links:
         also = "Also " * bool(lines)
         lines += [""] * bool(lines) + [f"{also}[common parameters](index.md#common-parameters)."]
+    if many and not links:
+        lines += ["", f"`fedclip list {known.name}` says more."]
     return lines
 
 

@@ -57,15 +57,13 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     Parameters
     ----------
     max_norm : float or None, default=None
-        Largest norm of a group of the update, > 0. None: `update-clip-server` sends the bound,
-        through `update-clip-client`.
+        Largest norm of a group of the update, > 0; None takes the bound from `update-clip-server`.
     scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
-        Which tensors share a norm. `max_norm` limits each of k groups, so that the update may reach
-        ``max_norm * sqrt(k)``; a table ``{"head.*" = 0.1}`` gives groups other limits. A bound C
-        from the server is for the whole update: each group gets ``C / sqrt(k)``. With a table,
-        which then needs ``"*"``, a group with number t gets ``C * t / sqrt(sum of t^2)``.
+        Which tensors share a norm: "global", "tensor", "layer", patterns, or a table of limits,
+        ``{"head.*" = 0.1}``. Of a bound C from the server, a group with number t in a table, which
+        then needs ``"*"``, gets ``C * t / sqrt(sum of t^2)``.
     exclude : pattern, list of patterns or None, default=None
-        Tensors that are shared unclipped. With them, the update has no bound.
+        Tensors that are shared unclipped, so that the update has no bound.
     zeroing_norm : float or None, default=None
         Zero the whole update above this norm of order `zeroing_ord`, > 0.
     zeroing_factor : float or None, default=None
@@ -84,12 +82,12 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     max_share : float or None, default=None
         Largest share of one client, in (0, 1]; the others get the excess, in proportion.
     max_steps : int or None, default=None
-        Largest number of steps that counts; secure aggregation with "steps" needs it, and takes no
-        `max_share`.
+        Largest number of steps that counts; secure aggregation with "steps" needs it. It then takes
+        no `max_share`.
     combine : {"mean", "arc", "trimmed"}, default="mean"
-        Combine updates by their "mean"; by the mean after "arc" shortens the longest ones; or, for
-        each coordinate, without the `n_hostile` smallest and largest values ("trimmed"). The last
-        two need clear text and equal weights, and no noise.
+        "mean" of updates; their mean after "arc" shortens the longest; or, by coordinate, without
+        the `n_hostile` smallest and largest values ("trimmed"). The last two need clear text and
+        equal weights, and no noise.
     n_hostile : int or None, default=None
         Number of clients that may be malicious, >= 1, for "arc" and "trimmed". A round with at most
         twice as many replies counts as zeros.
@@ -107,19 +105,19 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     Notes
     -----
     The update that leaves a client is finite and within its limit, in float64. An update within the
-    limit is shared as the same object. Updates are clipped before they are weighted, so no client
-    moves the average by more than its share of the bound. A client without a step shares zeros. A
-    zeroed update keeps its weight, as in TensorFlow Federated, and pulls the average to 0. Votes on
-    the bound do not depend on weights.
+    limit is shared as the same object. With k groups, each has the limit `max_norm`, or ``C /
+    sqrt(k)`` of a bound C from the server. Updates are clipped before they are weighted, so no
+    client moves the average by more than its share of the bound. Clients without a step share
+    zeros. A zeroed update keeps its weight, and pulls the average to 0. Votes do not depend on
+    weights.
 
     In clear text, the server measures each reply, and zeroes invalid ones. Under secure aggregation
     it sees only the sum, and projects it onto the norm that the clients can reach together.
 
-    With f = `n_hostile` of n replies, one client moves the average by at most ``2 f C / n``
-    ("arc"), ``C / (n - 2 f)`` ("trimmed") or ``C / n`` ("mean"), compared with zeros. After "arc",
-    no update is longer than the longest honest one; its paper's proof needs another robust mean,
-    not this one. "trimmed" stays within honest values in each coordinate, and may reach the norm
-    ``sqrt(n / (n - f)) C``.
+    Compared with zeros, one of n clients moves the "mean" by at most ``C / n``. With f =
+    `n_hostile`, that is ``2 f C / n`` ("arc") or ``C / (n - 2 f)`` ("trimmed"). After "arc", no
+    update is longer than the longest honest one; its paper's proof needs a robust mean. "trimmed"
+    stays within honest values in each coordinate, and may reach the norm ``sqrt(n / (n - f)) C``.
 
     References
     ----------

@@ -20,7 +20,7 @@ from fedclip.updates.protocol import SentBound
 
 
 class UpdateNorms(OptiModule[Any]):
-    """Record the norm of each round's update; the records stay on the client.
+    """Record the norm of each round's update; records stay on the client.
 
     ::
 
