@@ -45,6 +45,12 @@ COMMON = {
     ),
 }
 """The parameters of many clippers, by the clippers that have them."""
+EVERYWHERE = (
+    "If nothing is clipped, the same object comes back.",
+    "Dtype and shape never change, also of empty and 0-d tensors.",
+    "NaN and infinity never enter the state.",
+)
+"""Guarantees of all clippers, which the index has once."""
 MANY = 14
 """If a plug-in without common parameters has more, its page has their first sentences."""
 NEW = "# `{name}`\n\n## When to use it\n\nTo be written.\n\n{start}\n{end}\n"
@@ -88,6 +94,8 @@ def render(kind: str, name: str) -> str:
         if shared in notes:
             link = f"See [{clippers}](index.md#guarantees)."
             notes = f"{link}\n\n{notes.replace(shared, '').strip()}"
+    for sentence in EVERYWHERE:
+        notes = re.sub(r"\s+".join(map(re.escape, sentence.split())), "", notes)
     # The fields of a state interest readers of the docstring only.
     notes = re.sub(r"\n\nState of each(.+\n?)*", "", notes)
     if notes:
@@ -190,6 +198,7 @@ def index() -> str:
             meaning = meaning.replace("`{name}-server`", "its server module")
             lines.append(described(shown_default(name, declared.default), meaning, values))
     lines += ["", "## Guarantees"]
+    lines += ["", "Of all clippers:", "", " ".join(EVERYWHERE)]
     for clippers, shared in common_notes().items():
         lines += ["", f"{clippers[0].upper()}{clippers[1:]}:", "", markdown(shared)]
     cls = plugin("module", "zscore-clip-server")

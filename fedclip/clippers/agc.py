@@ -60,7 +60,7 @@ class AGC(Core, Regularizer):
 
     Notes
     -----
-    With ``eps=0``, in float64, no unit of the output is above its limit. If none was before, the
+    With ``eps=0``, in float64, no unit of the output is above its limit. If nothing is clipped, the
     same object comes back. For fixed weights it is a projection: clipping twice equals clipping
     once.
 

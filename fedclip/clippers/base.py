@@ -61,10 +61,9 @@ class Clipper(Core, OptiModule, register=False):
     scope: Scope = parameter(
         check_scope, default="global", kind='{"global", "tensor", "layer"} or list of patterns'
     )
-    """Which tensors share a norm, and statistics: all, each one, those of a layer, or those that
-    match a pattern."""
+    """Which tensors share norm and statistics: all, each one, those of a layer, or of a pattern."""
     keep_memory: bool = parameter(boolean, default=True)
-    """Whether to reuse the memory of large outputs between steps."""
+    """Reuse the memory of large outputs between steps."""
 
     def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Register the class with declearn: now, or as soon as declearn is imported."""

@@ -34,8 +34,7 @@ class Centralize(SlicedClipper):
     0-d tensors do not change, unless they share their mean with others. Sparse tensors become
     dense. If a difference is beyond the dtype, the largest finite number replaces it.
 
-    In records, the norm is the largest absolute mean, and the limit 0. There is no state except
-    records.
+    In records, the norm is the largest absolute mean, and the limit 0. The state has only records.
 
     References
     ----------

@@ -43,8 +43,8 @@ class Core(Documented):
     )
     """Names or patterns of the tensors that are not clipped."""
     on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
-    """If a gradient has NaN or infinity: set it to zero and count it ("skip"), raise an error
-    ("raise"), or pass it on ("propagate")."""
+    """A gradient with NaN or infinity is set to zero and counted ("skip"), raises an error
+    ("raise"), or passes ("propagate")."""
 
     def __post_init__(self) -> None:
         """Build the transform, and begin without statistics."""

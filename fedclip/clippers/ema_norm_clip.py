@@ -49,8 +49,8 @@ class EmaNormClip(MeasuredClipper):
     Notes
     -----
     With ``ord=2`` no output norm is above its limit, and directions do not change. If nothing is
-    clipped, the same object comes back. No bound is known in advance. NaN, infinity and overflow
-    never enter the average. A zero gradient stays zero, and shrinks the average.
+    clipped, the same object comes back. No bound is known in advance. NaN and infinity never enter
+    the state. A zero gradient stays zero, and shrinks the average.
 
     The state has an array of each tensor's shape on its device (float64 for float64, else float32),
     and a step count. It needs as much memory as the model. A run that is saved and resumed gives

@@ -32,7 +32,7 @@ class EmaValueClip(Clipper):
     -----
     No element of the output exceeds its average in absolute value. Signs do not change. If nothing
     is clipped, the same object comes back. No bound is known in advance. NaN and infinity never
-    enter the average.
+    enter the state.
 
     Of a single spike s, ``(1 - decay) * s`` passes on top of the average, which learns it first.
     Sparse gradients count as dense: the averages of absent rows fall. In records, norm and limit

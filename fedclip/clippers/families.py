@@ -47,7 +47,7 @@ class SlicedClipper(Clipper, register=False):
         check_dims, default=None, kind="int, list of int or None"
     )
     """Each slice of a tensor is a group, and spans these dimensions; negative ones count from the
-    end. Only with the scopes "global" and "tensor", which then mean the same."""
+    end. Only with the scopes "global" and "tensor", then equal."""
     inverse_dims: bool = parameter(boolean, default=False)
     """Slices span all dimensions except `dims`."""
     min_size: int = parameter(integer, 1, default=1)
@@ -95,10 +95,10 @@ class LimitedClipper(ExactClipper, register=False):
     """Base of clippers whose limit follows from past norms."""
 
     max_norm: float | None = parameter(limit, default=None)
-    """Largest limit ever, > 0, in units of the gradient. None: no such limit."""
+    """Largest limit ever, > 0, in units of the gradient."""
     on_spike: str = parameter(choice, ("clip", "skip"), default="clip")
-    """Clip a group above its limit ("clip"), or set it to zero ("skip"); loops of torch and Keras
-    then skip the step of its parameters."""
+    """Clip a group above its limit ("clip"), or set it to zero ("skip"); torch and Keras loops then
+    skip its step."""
 
     def with_rule(self, rule: Callable[..., Rule], **own: object) -> NormClipping:
         """Return the transform that brings norms to the limits of a rule.

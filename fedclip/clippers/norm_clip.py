@@ -32,11 +32,11 @@ class NormClip(FixedClipper):
     Notes
     -----
     With ``ord=2, eps=0``, in float64: no output norm is above `max_norm`, and a clipped one is at
-    most 2e-6 below (half precision: its rounding). Directions do not change. If no norm is above
-    the limit, the same object comes back. Clipping twice equals clipping once.
+    most 2e-6 below (half precision: its rounding). Directions do not change. If nothing is clipped,
+    the same object comes back. Clipping twice equals clipping once.
 
-    Dtype and shape never change, also of empty and 0-d tensors. Norms that overflow their dtype,
-    such as of 1e20 in float32, are clipped correctly. The state has only records.
+    Dtype and shape never change, also of empty and 0-d tensors. Values that overflow when squared,
+    such as 1e20 in float32, are clipped correctly. The state has only records.
 
     References
     ----------

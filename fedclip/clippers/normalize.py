@@ -34,8 +34,8 @@ class Normalize(FixedClipper):
     not depend on the gradient's scale.
 
     A zero gradient comes back as the same object, and a zero slice stays zero. Dtype and shape
-    never change, also of empty and 0-d tensors. Norms that overflow their dtype are rescaled
-    correctly. Records count norms above `norm` as clipped. There is no state except records.
+    never change, also of empty and 0-d tensors. Records count norms above `norm` as clipped. The
+    state has only records.
 
     References
     ----------

@@ -38,8 +38,8 @@ class PercentileClip(Clipper):
 
     The position is exact; in floating point, 29 % of 101 elements would give 28, not 29. Zero,
     constant, empty and 0-d tensors do not change. Of a sparse tensor, only the rows that it holds
-    count, repeated rows added up. In records, the norm is the largest absolute element. There is no
-    state except records.
+    count, repeated rows added up. In records, the norm is the largest absolute element. The state
+    has only records.
 
     References
     ----------

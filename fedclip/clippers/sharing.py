@@ -23,10 +23,10 @@ class SharedClipper(LimitedClipper, register=False):
     """Its parameters that the server module need not have."""
 
     shared: bool = parameter(boolean, default=False)
-    """All clients of a federation share one limit. The server's optimizer needs `{name}-server`.
-    The limit is fixed during a round."""
+    """All clients of a federation share one limit, fixed during a round. The server's optimizer
+    needs `{name}-server`."""
     shared_name: str | None = parameter(parameters.name, default=None)
-    """Name of this pair of clipper and server module, if there are several of a kind."""
+    """Name of this pair of clipper and server module, if there are several."""
 
     @classmethod
     def _shared_settings(cls) -> list[str]:
@@ -110,8 +110,8 @@ class HistoryClipper(SharedClipper, register=False):
     include_current: bool = parameter(boolean, default=False)
     """Learn a norm before judging it; needs ``feedback="raw"``."""
     warmup: int = parameter(integer, 0, default=20)
-    """Number of norms, >= 0, before the statistics set the limit. Shared: the norms of all clients
-    count, except the first of each."""
+    """Norms, >= 0, before the statistics set the limit. Shared: norms of all clients count, except
+    the first of each."""
     warmup_norm: float | None = parameter(parameters.limit, default=None)
     """Fixed limit during the warm-up, > 0, in units of the gradient."""
     warmup_factor: float | None = parameter(parameters.at_least_one, default=2.25)

@@ -32,7 +32,7 @@ class Standardize(Clipper):
 
     Mean and standard deviation (unbiased, n - 1) are taken in float64. A constant tensor becomes
     zero. Tensors of one element or none do not change. Sparse tensors become dense. In records, the
-    norm is the standard deviation, and the limit 1. There is no state except records.
+    norm is the standard deviation, and the limit 1. The state has only records.
 
     References
     ----------

@@ -32,13 +32,13 @@ class ValueClip(Clipper):
 
     Notes
     -----
-    No element of the output is outside the range. If none was before, the same object comes back.
-    It is a projection: clipping twice equals clipping once, and no two gradients move apart. For d
-    elements the L2 norm is at most ``max_value * sqrt(d)``; a range with one open end gives no
-    bound.
+    No element of the output is outside the range. If nothing is clipped, the same object comes
+    back. It is a projection: clipping twice equals clipping once, and no two gradients move apart.
+    For d elements the L2 norm is at most ``max_value * sqrt(d)``; a range with one open end gives
+    no bound.
 
     Repeated rows of an IndexedSlices are added up before clipping. In records, the norm is the
-    largest absolute element. There is no state except records.
+    largest absolute element. The state has only records.
 
     Examples
     --------
