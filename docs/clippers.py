@@ -36,11 +36,11 @@ END = "<!--end-->"
 ADAPTIVE = "`auto-clip`, `ema-clip`, `mad-clip`, `percentile-norm-clip` and `zscore-clip`"
 COMMON = {
     "All clippers; `agc` has the last two": ("scope", "keep_memory", "exclude", "on_nonfinite"),
-    'Clippers of norms; also "var", except for adaptive limits': ("ord", "eps"),
+    'Clippers of norms (`ord="var"` too, except for adaptive limits)': ("ord", "eps"),
     "`norm-clip`, `normalize` and `centralize`": ("dims", "inverse_dims", "min_size"),
     f"Adaptive limits: `adaptive-clip`, `growth-clip`, {ADAPTIVE}": ("max_norm", "on_spike"),
     "All these but `growth-clip`": ("shared", "shared_name"),
-    "All these but `adaptive-clip`": (
+    "All these but `growth-clip` and `adaptive-clip`": (
         *("warmup", "warmup_norm", "warmup_factor", "include_current", "feedback"),
     ),
 }

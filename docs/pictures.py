@@ -82,8 +82,8 @@ def norms_in_words(data: Series) -> str:
     """Say what becomes of the stream."""
     before, after = np.array(data["before"]), np.array(data["after"])
     return (
-        f"norms near {np.median(before[:SPIKE]):.1f} become {np.median(after[20:SPIKE]):.2g}, a "
-        f"spike of {before[SPIKE]:.0f} becomes {after[SPIKE]:.2g}."
+        f"Norms near {np.median(before[:SPIKE]):.1f} become {np.median(after[20:SPIKE]):.2g}, "
+        f"{before[SPIKE]:.0f} becomes {after[SPIKE]:.2g}."
     )
 
 
@@ -115,8 +115,8 @@ def units_in_words(data: Series) -> str:
     """Say how many units are clipped."""
     clipped = sum(a < b for a, b in zip(data["after"], data["before"], strict=True))
     return (
-        f"of {len(data['before'])} units, {clipped} have a gradient above a tenth of their "
-        "weights, and come out at that norm. Weights below 0.001 count as 0.001."
+        f"{clipped} of {len(data['before'])} units have a gradient above a tenth of their weights, "
+        "and come out there."
     )
 
 
@@ -147,7 +147,7 @@ def values_in_words(data: Series) -> str:
         data[f"mean and deviation {key}"] for key in ("before", "after")
     )
     return (
-        f"mean {mean:.2f} and standard deviation {deviation:.2f} of 2,000 values become "
+        f"Mean {mean:.2f} and standard deviation {deviation:.2f} of 2,000 values become "
         f"{abs(mean2):.2f} and {deviation2:.2f}."
     )
 
@@ -227,8 +227,8 @@ def rounds_in_words(data: Series) -> str:
     )
     before, after = (data[f"{key} {CLIENTS - 1}"][-1] for key in ("before", "after"))
     return (
-        f"the limit is {first}, {tenth} and {last} in rounds 1, 10 and {ROUNDS}; the largest norm "
-        f"of {CLIENTS} clients, {before:.2g}, becomes {after:.2g}."
+        f"Limits in rounds 1, 10 and {ROUNDS}: {first}, {tenth}, {last}. There {before:.2g} "
+        f"becomes {after:.2g}."
     )
 
 
@@ -252,8 +252,8 @@ def records_in_words(data: Series) -> str:
     """Say how many records are clipped."""
     clipped = sum(norm > 1.0 for norm in data["before"])
     return (
-        f"of 64 records, {clipped} have a gradient norm above 1, up to {max(data['before']):.2g}, "
-        "and come out at 1, before noise."
+        f"{clipped} of 64 records have norms above 1, up to {max(data['before']):.2g}, and come "
+        "out at 1, before noise."
     )
 
 
@@ -321,7 +321,8 @@ def draw(name: str) -> None:
 def alternative(name: str) -> str:
     """Say in words what the picture shows."""
     settings = ", ".join(f"{key} = {value}" for key, value in SETTINGS.get(name, {}).items())
-    return f"{settings or 'Defaults'}: {PICTURES[name].words(numbers(name))}"
+    words = PICTURES[name].words(numbers(name))
+    return f"{settings}: {words}" if settings else words
 
 
 if __name__ == "__main__":

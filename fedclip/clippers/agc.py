@@ -60,9 +60,8 @@ class AGC(Core, Regularizer):
 
     Notes
     -----
-    With ``eps=0``, in float64, no unit of the output is above its limit. If nothing is clipped, the
-    same object comes back. For fixed weights it is a projection: clipping twice equals clipping
-    once.
+    With ``eps=0``, no output unit is above its limit in float64. If nothing is clipped, the same
+    object comes back. For fixed weights it is a projection.
 
     Vectors are one unit, in "optax" also tensors with one dimension longer than 1. Weights with NaN
     or infinity count as zero, with a warning. With "output", sparse gradients count as dense, and
@@ -91,11 +90,11 @@ class AGC(Core, Regularizer):
     """Largest gradient norm, relative to the weights' norm, > 0; the paper's 0.01 is
     ``AGC.preset("nfnets")``."""
     unit: str = parameter(choice, ("output", "tensor", "global", "optax"), default="output")
-    """What shares a norm: weights of one output ("output"), a tensor ("tensor"), or all tensors
-    ("global"). "optax": axis 0 of 2 or 3 dimensions, all but the last of 4 or more."""
+    """What shares a norm: weights of one output ("output"), a tensor ("tensor"), or all ("global").
+    "optax": axis 0 of 2 or 3 dimensions, all but the last of 4 or more."""
     axis: int | None = parameter(_check_axis, default=None)
-    """Output axis. None: the layer's, if the loop knows it; else 0 for torch and NumPy, -1 for
-    TensorFlow and JAX."""
+    """Output axis. None: the layer's, if known; else 0 for torch and NumPy, -1 for TensorFlow and
+    JAX."""
     dims: int | Sequence[int] | None = parameter(
         check_dims, default=None, kind="int, list of int or None"
     )
@@ -103,7 +102,7 @@ class AGC(Core, Regularizer):
     min_norm: float = parameter(positive, default=1.0)
     """Smallest norm of weights, > 0, so that zero weights move."""
     eps: float = parameter(non_negative, default=0.0)
-    """Added to both norms, >= 0; 0 is exact, 1e-8 is smartclip."""
+    """Added to both norms, >= 0; 1e-8 is smartclip."""
     skip_vectors: bool = parameter(boolean, default=False)
     """Skip tensors of one dimension or less."""
     exclude = parameter()

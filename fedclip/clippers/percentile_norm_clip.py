@@ -74,7 +74,7 @@ class PercentileNormClip(HistoryClipper):
     _client_settings = ("rate", "decay")
 
     percentile: float = parameter(up_to, 100, default=95.0, kw_only=False)
-    """Percentage of past norms at most the limit, in (0, 100]; the paper suggests 10."""
+    """Percentage of past norms at most the limit, in (0, 100]."""
     history: str = parameter(choice, ("window", "stream", "p2"), default="window")
     """The last `window` norms, interpolated ("window"); an estimate that follows them ("stream");
     or all norms, by five numbers ("p2")."""
@@ -87,7 +87,7 @@ class PercentileNormClip(HistoryClipper):
     feedback: str = parameter(choice, ("clipped", "raw"), default="clipped")
     """Learn twice the limit of a spike ("clipped"), or its norm ("raw")."""
     warmup = parameter()
-    """Norms that only fill the history, >= 0; at least 1, with "p2" 5."""
+    """Norms that only fill the history, >= 0; at least 1, or 5 with "p2"."""
 
     def build(self) -> Transform:
         if self.percentile == 100.0 and self.history != "window":

@@ -104,15 +104,14 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
 
     Notes
     -----
-    The update that leaves a client is finite and within its limit, in float64. An update within the
-    limit is shared as the same object. With k groups, each has the limit `max_norm`, or ``C /
-    sqrt(k)`` of a bound C from the server. Updates are clipped before they are weighted, so no
-    client moves the average by more than its share of the bound. Clients without a step share
-    zeros. A zeroed update keeps its weight, and pulls the average to 0. Votes do not depend on
-    weights.
+    The update that leaves a client is finite and within its limit, in float64; the same object, if
+    it was before. With k groups, each has the limit `max_norm`, or ``C / sqrt(k)`` of a bound C
+    from the server. Updates are clipped before they are weighted, so no client moves the average by
+    more than its share of the bound. Clients without a step share zeros. A zeroed update keeps its
+    weight, and pulls the average to 0. Votes do not depend on weights.
 
     In clear text, the server measures each reply, and zeroes invalid ones. Under secure aggregation
-    it sees only the sum, and projects it onto the norm that the clients can reach together.
+    it projects the sum onto the norm that the clients can reach together.
 
     Compared with zeros, one of n clients moves the "mean" by at most ``C / n``. With f =
     `n_hostile`, that is ``2 f C / n`` ("arc") or ``C / (n - 2 f)`` ("trimmed"). After "arc", no

@@ -83,8 +83,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
     Notes
     -----
-    The state is the adaptive bound, computed from noised counts. It is None before the first step,
-    and in other modes.
+    The state is the adaptive bound, from noised counts; None in other modes.
 
     References
     ----------
@@ -102,8 +101,8 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     name: ClassVar[str] = "sample-clip"
 
     max_norm: float | None = parameter(positive, default=None, kw_only=False)
-    """Bound C on the norm of a record's gradient, > 0; the first bound of "adaptive". None: the
-    server's ``sclip_norm``, from which it must not differ."""
+    """Bound C on the norm of a record's gradient, > 0, or first bound of "adaptive". None: the
+    server's ``sclip_norm``, which must not differ."""
     mode: str | Sequence[str] = parameter(
         _mode,
         default="flat",
@@ -115,14 +114,14 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     micro_batch: int = parameter(integer, 1, default=128)
     """Records in memory at once, >= 1; fewer if gradients are large."""
     gamma: float = parameter(positive, default=0.01)
-    """Stability constant of "automatic", > 0, in gradient units."""
+    """Stability constant of "automatic", > 0."""
     quantile: float = parameter(unit_interval, default=0.5)
     """Share of records that the adaptive bound does not clip, in (0, 1)."""
     rate: float = parameter(positive, default=0.2)
     """Step size of the adaptive bound, in logarithms, > 0."""
 
     evaluation_share: float = parameter(share, default=0.0)
-    """Share of epsilon for noise on evaluations, one a round, in [0.001, 1). 0: no noise."""
+    """Share of epsilon for noise on evaluations, in [0.001, 1). 0: no noise."""
     loss_bound: float | None = parameter(limit, default=None)
     """Largest loss of a record in a noised evaluation, > 0; goes with `evaluation_share`."""
 
