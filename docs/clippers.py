@@ -94,8 +94,7 @@ def render(kind: str, name: str) -> str:
         if shared in notes:
             link = f"See [{clippers}](index.md#guarantees)."
             notes = f"{link}\n\n{notes.replace(shared, '').strip()}"
-    for sentence in EVERYWHERE:
-        notes = re.sub(r"\s+".join(map(re.escape, sentence.split())), "", notes)
+    notes = without_common(notes)
     # The fields of a state interest readers of the docstring only.
     notes = re.sub(r"\n\nState of each(.+\n?)*", "", notes)
     if notes:
@@ -126,6 +125,13 @@ def common_notes() -> dict[str, str]:
         "guarantees of adaptive limits": adaptive[0],
         "state of clippers with arrays": copies[-1],
     }
+
+
+def without_common(notes: str) -> str:
+    """Return the notes without the guarantees of all clippers."""
+    for sentence in EVERYWHERE:
+        notes = re.sub(r"\s*" + r"\s+".join(map(re.escape, sentence.split())), "", notes)
+    return notes
 
 
 def parameters(cls: type, text: str) -> list[str]:
@@ -200,7 +206,8 @@ def index() -> str:
     lines += ["", "## Guarantees"]
     lines += ["", "Of all clippers:", "", " ".join(EVERYWHERE)]
     for clippers, shared in common_notes().items():
-        lines += ["", f"{clippers[0].upper()}{clippers[1:]}:", "", markdown(shared)]
+        heading = f"{clippers[0].upper()}{clippers[1:]}:"
+        lines += ["", heading, "", markdown(without_common(shared))]
     cls = plugin("module", "zscore-clip-server")
     parts = sections(cls)
     lines += ["", "## Server modules", "", markdown(parts[""].partition("\n\n")[2]), ""]

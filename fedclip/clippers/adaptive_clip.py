@@ -46,9 +46,9 @@ class AdaptiveClip(SharedClipper):
     Notes
     -----
     No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
-    comes back. NaN and infinity never enter the statistics. The state continues from round to
-    round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
-    the data: only `max_norm` bounds a sensitivity.
+    comes back. NaN and infinity never enter the state. The state continues from round to round; a
+    run that is saved and resumed gives the same outputs, bit for bit. The limit depends on the
+    data: only `max_norm` bounds a sensitivity.
 
     A spike of any size moves the limit by one step. A norm of 0 does not count. Tiny norms pull the
     limit down: from 1e-6 it needs 115 steps to reach 0.1. Prevent that with `min_norm`.

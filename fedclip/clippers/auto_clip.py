@@ -43,9 +43,9 @@ class AutoClip(HistoryClipper):
     Notes
     -----
     No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
-    comes back. NaN and infinity never enter the statistics. The state continues from round to
-    round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
-    the data: only `max_norm` bounds a sensitivity.
+    comes back. NaN and infinity never enter the state. The state continues from round to round; a
+    run that is saved and resumed gives the same outputs, bit for bit. The limit depends on the
+    data: only `max_norm` bounds a sensitivity.
 
     No group is judged before its fifth norm. Equal norms give a limit 30 % above them (``std_factor
     * min_std``). If all norms are 0, the warm-up goes on.

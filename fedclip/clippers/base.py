@@ -61,7 +61,7 @@ class Clipper(Core, OptiModule, register=False):
     scope: Scope = parameter(
         check_scope, default="global", kind='{"global", "tensor", "layer"} or list of patterns'
     )
-    """Which tensors share norm and statistics: all, each one, those of a layer, or of a pattern."""
+    """Tensors that share norm and statistics: all, each one, those of a layer, or of a pattern."""
     keep_memory: bool = parameter(boolean, default=True)
     """Reuse the memory of large outputs between steps."""
 

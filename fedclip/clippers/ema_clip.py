@@ -37,13 +37,12 @@ class EmaClip(HistoryClipper):
     Notes
     -----
     No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
-    comes back. NaN and infinity never enter the statistics. The state continues from round to
-    round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
-    the data: only `max_norm` bounds a sensitivity.
+    comes back. NaN and infinity never enter the state. The state continues from round to round; a
+    run that is saved and resumed gives the same outputs, bit for bit. The limit depends on the
+    data: only `max_norm` bounds a sensitivity.
 
     With clipped feedback, a step raises the mean by at most a factor ``1 + (1 - decay) * (ratio -
-    1)``: 1.02, or 1.001 with the paper's ratio. With `warmup_factor`, norms of 0 are not
-    learnt.
+    1)``: 1.02, or 1.001 with the paper's ratio. With `warmup_factor`, norms of 0 are not learnt.
 
     State of each group: mean, count, last five norms.
 

@@ -51,7 +51,7 @@ class SlicedClipper(Clipper, register=False):
     inverse_dims: bool = parameter(boolean, default=False)
     """Slices span all dimensions except `dims`."""
     min_size: int = parameter(integer, 1, default=1)
-    """Do not clip slices, or with the scope "tensor" tensors, with fewer elements."""
+    """Skip slices, or with the scope "tensor" tensors, with fewer elements."""
 
 
 class MeasuredClipper(Clipper, register=False):

@@ -33,9 +33,9 @@ class GrowthClip(LimitedClipper):
     Notes
     -----
     No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
-    comes back. NaN and infinity never enter the statistics. The state continues from round to
-    round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
-    the data: only `max_norm` bounds a sensitivity.
+    comes back. NaN and infinity never enter the state. The state continues from round to round; a
+    run that is saved and resumed gives the same outputs, bit for bit. The limit depends on the
+    data: only `max_norm` bounds a sensitivity.
 
     `min_norm` also applies to the first norm. Without it, the step after a norm of 0 is a first
     step again.

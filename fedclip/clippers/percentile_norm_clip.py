@@ -42,9 +42,9 @@ class PercentileNormClip(HistoryClipper):
     Notes
     -----
     No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
-    comes back. NaN and infinity never enter the statistics. The state continues from round to
-    round; a run that is saved and resumed gives the same outputs, bit for bit. The limit depends on
-    the data: only `max_norm` bounds a sensitivity.
+    comes back. NaN and infinity never enter the state. The state continues from round to round; a
+    run that is saved and resumed gives the same outputs, bit for bit. The limit depends on the
+    data: only `max_norm` bounds a sensitivity.
 
     A limit that learns itself cannot rise, so spikes are learnt at twice the limit. A burst of ``(1
     - percentile / 100) * window`` spikes at most doubles it (with "raw", sets it); lasting ones

@@ -115,9 +115,9 @@ class HistoryClipper(SharedClipper, register=False):
     warmup_norm: float | None = parameter(parameters.limit, default=None)
     """Fixed limit during the warm-up, > 0, in units of the gradient."""
     warmup_factor: float | None = parameter(parameters.at_least_one, default=2.25)
-    """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. Spikes
-    are learnt as 1.1 medians; the first five norms only fill the median. None: no limit, and norms
-    are learnt unclipped."""
+    """Limit during the warm-up, in medians of the last five norms, >= 1. Spikes are learnt as 1.1
+    medians; the first five norms only fill the median. None: no limit; norms are learnt
+    unclipped."""
 
     def __post_init__(self) -> None:
         """Check that a norm is learnt as it was seen."""

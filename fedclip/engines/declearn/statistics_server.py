@@ -37,9 +37,8 @@ It belongs in the server's optimizer, and does not change the server's steps.
 Parameters
 ----------
 max_steps : int, default=10000
-    Largest number of norms of a group that one client may count in a round, 1 to 2^31; the
-    server excludes higher claims. Set it to a client's number of steps, to bound the weight of a
-    malicious client.
+    Norms of a group that one client may count in a round, 1 to 2^31; the server excludes higher
+    claims. Set it to a client's number of steps, to bound the weight of a malicious client.
 shared_name : str or None, default=None
     The clipper's `shared_name`, if it has one.
 **settings
