@@ -110,8 +110,8 @@ class HistoryClipper(SharedClipper, register=False):
     include_current: bool = parameter(boolean, default=False)
     """Learn a norm before judging it; needs ``feedback="raw"``."""
     warmup: int = parameter(integer, 0, default=20)
-    """Norms, >= 0, before the statistics set the limit. Shared: norms of all clients count, except
-    the first of each."""
+    """Norms, >= 0, before the statistics set the limit; they never limit the first one. Shared:
+    norms of all clients count, except the first of each."""
     warmup_norm: float | None = parameter(parameters.limit, default=None)
     """Fixed limit during the warm-up, > 0, in units of the gradient."""
     warmup_factor: float | None = parameter(parameters.at_least_one, default=2.25)
