@@ -21,7 +21,7 @@ from fedclip.transforms import Transform
 
 
 class AdaptiveClip(SharedClipper):
-    """Clip to a limit that adapts until a share `quantile` is below it.
+    """Clip to a limit that adapts until a given share of norms is below it.
 
     ::
 
