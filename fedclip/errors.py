@@ -7,15 +7,40 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, TypeAlias
 
-__all__ = ["FedclipWarning", "NonFiniteError", "StateError", "Unchecked", "nearest"]
+__all__ = ["FedclipWarning", "NonFiniteError", "Problem", "StateError", "Unchecked", "nearest"]
 
 Unchecked: TypeAlias = Any
 """What was given, or came from a file or over a wire: anything, until it has been looked at."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why something does not work; a check returns a list of them, empty if all is well.
+
+    Parameters
+    ----------
+    text : str
+        What was given, what is allowed, what to do.
+    where : str
+        The place, such as a TOML section; empty if there is only one.
+
+    Examples
+    --------
+    >>> str(Problem("lrate must be > 0, got -1.0", where="[optim]"))
+    '[optim] lrate must be > 0, got -1.0'
+    """
+
+    text: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.text}".lstrip()
 
 
 class FedclipWarning(UserWarning):
