@@ -246,7 +246,7 @@ def write(folder: Path, of: Federation, seed: int) -> tuple[Path, list[str]]:
 
 def trained(config: Path, seed: int) -> tuple[Result, Advice]:
     """Run a federation; return what came of it, and the advice."""
-    done = run(config, seed, quiet=True)
+    done = run(config, seed)
     report = read_report(Path(done.results))
     experiment = min(report.experiments)
     return result_of(report, experiment), advised(report, experiment)

@@ -13,7 +13,15 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, TypeAlias
 
-__all__ = ["FedclipWarning", "NonFiniteError", "Problem", "StateError", "Unchecked", "nearest"]
+__all__ = [
+    "FedclipWarning",
+    "NonFiniteError",
+    "Problem",
+    "StateError",
+    "ToolError",
+    "Unchecked",
+    "nearest",
+]
 
 Unchecked: TypeAlias = Any
 """What was given, or came from a file or over a wire: anything, until it has been looked at."""
@@ -52,6 +60,22 @@ class NonFiniteError(ValueError, RuntimeError):
 
     It is a `RuntimeError` too, as loops around torch's `clip_grad_norm_` catch one.
     """
+
+
+class ToolError(RuntimeError):
+    """A command cannot do what was asked for; the message says why.
+
+    Parameters
+    ----------
+    message : object
+        What was given, what is allowed, what to do.
+    code : int
+        The exit code of the command.
+    """
+
+    def __init__(self, message: object, code: int = 1) -> None:
+        super().__init__(str(message))
+        self.code = code
 
 
 class StateError(KeyError, ValueError):

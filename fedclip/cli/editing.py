@@ -9,10 +9,9 @@ from typing import Any
 
 import tomlkit
 
-from fedclip.cli.output import ToolError
 from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_item
-from fedclip.errors import nearest
+from fedclip.errors import ToolError, nearest
 from fedclip.report.advice import Lines, Proposal
 from fedclip.report.place import BY_NORM, UPDATES
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from fedclip.errors import ToolError
+
 if TYPE_CHECKING:
     from fedclip.cli.check.findings import Check
 
@@ -32,17 +34,6 @@ Results = Annotated[
         metavar="DIR", help="A folder with checkpoints; else that of the config.toml here."
     ),
 ]
-
-
-class ToolError(RuntimeError):
-    """What was asked for can not be done; the message says why, in a sentence.
-
-    Whatever raises it ends the command with this sentence, and with its exit code.
-    """
-
-    def __init__(self, message: object, code: int = 1) -> None:
-        super().__init__(str(message))
-        self.code = code
 
 
 class Commands(TyperGroup):

@@ -15,8 +15,8 @@ from pathlib import Path
 from declearn.dataset.utils import load_data_array
 
 from fedclip.cli.check.findings import Level
-from fedclip.cli.quickrun import PERSONS
 from fedclip.dpsgd.persons import numbered
+from fedclip.engines.declearn.experiment import PERSONS
 
 _NAMED = re.compile(
     r"(^|[\W_])(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"

@@ -119,7 +119,7 @@ def _range(prices: Prices, values: int) -> str:
 
 def _counted(model: Path, values: int | None, quiet: bool) -> int:
     """Return how many values a model file trains and shares, and print it."""
-    from fedclip.cli.trained import trained
+    from fedclip.engines.declearn.trained import trained
 
     if values is not None:
         fail("give either --values or --model", 2)
@@ -239,7 +239,7 @@ def audit(
     """Attack the privacy that a configuration claims, with its own model and data."""
     checked = runnable(config, simulate=True)
 
-    from fedclip.cli import audit as attack
+    from fedclip.engines.local import audit as attack
 
     found = attack.audit(checked.path, seed)
     if as_json:

@@ -46,3 +46,15 @@ def progress(tasks: Mapping[str, int], quiet: bool = False) -> Tell:
         print(line, end=end, file=sys.stderr, flush=True)
 
     return tell
+
+
+def shown(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
+    """Return a function that shows the progress of one task after each round."""
+    tasks = {task: 0}
+    tell = progress(tasks, quiet)
+
+    def show(done: int, total: int, text: str) -> None:
+        tasks[task] = total
+        tell(task, done, text)
+
+    return show

@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 
 import tomlkit
 
+from fedclip.cli import running
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.editing import relocate
-from fedclip.cli.output import ToolError
+from fedclip.cli.output import say
 from fedclip.core.parameters import Config
+from fedclip.errors import ToolError
 from fedclip.report import Report, read_report
 
 MARK = "run-done.toml"
@@ -89,13 +91,14 @@ def run(planned: Planned, tell: Callable[[int], None], command: str) -> None:
         document["network"]["port"] = free_port()
     config = folder / _CONFIG
     config.write_text(tomlkit.dumps(document), encoding="utf-8")
-    words = [command, str(config), "--seed", str(planned.seed)]
     metrics = folder / ("simulated" * (command == "simulate")) / "server" / "metrics.csv"
     if _FORKED:
         _PROCESSES.set_forkserver_preload(
             ["fedclip.engines.local.simulate", "fedclip.cli.check.configuration"]
         )
-    process = _PROCESSES.Process(target=_run, args=(words, folder / _OUTPUT), daemon=True)
+    process = _PROCESSES.Process(
+        target=_run, args=(command, config, planned.seed, folder / _OUTPUT), daemon=True
+    )
     process.start()
     try:
         while process.is_alive():
@@ -161,15 +164,19 @@ def reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
     return found
 
 
-def _run(words: list[str], output: Path) -> None:
-    """Run a fedclip command in this process, and write its output to a file."""
+def _run(command: str, config: Path, seed: int, output: Path) -> None:
+    """Run ``quickrun`` or ``simulate`` in this process, and write its output to a file."""
     with output.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    from fedclip.cli.main import main
-
-    sys.argv = ["fedclip", *words]
-    main()
+    try:
+        if command == "quickrun":
+            running.quickrun(config, seed=seed)
+        else:
+            running.simulate(config, seed=seed)
+    except ToolError as exc:
+        say(f"fedclip: {exc}", err=True)
+        sys.exit(exc.code)
 
 
 def free_port() -> int:

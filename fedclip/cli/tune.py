@@ -18,13 +18,12 @@ from pathlib import Path
 import tomlkit
 
 from fedclip.cli.editing import rewritten, set_value, unclipped
-from fedclip.cli.output import ToolError
 from fedclip.cli.ranking import AS_IS, NONE, Ranking
 from fedclip.cli.runner import Planned, planned_run, refuse
 from fedclip.cli.suggest import advised
 from fedclip.core.parameters import Config
 from fedclip.core.toml import value_of
-from fedclip.errors import nearest
+from fedclip.errors import ToolError, nearest
 from fedclip.report import read_report
 from fedclip.report.advice import Advice
 from fedclip.report.results import Result, result_of

@@ -239,7 +239,7 @@ def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
 def test_quickrun_that_is_interrupted_points_to_the_report(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fedclip.cli.quickrun
+    import fedclip.engines.declearn.quickrun
 
     async def interrupted(federation: object, seed: object) -> None:
         raise KeyboardInterrupt
@@ -247,7 +247,7 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
     write(config(port=free_port()) + '[experiment]\ncheckpoint = "results/today"\n')
     write_data(tmp_path)
     (tmp_path / "model.py").touch()
-    monkeypatch.setattr(fedclip.cli.quickrun.Federation, "run", interrupted)
+    monkeypatch.setattr(fedclip.engines.declearn.quickrun.Federation, "run", interrupted)
     monkeypatch.chdir(tmp_path)
     result = call("quickrun")
     assert result.exit_code == 130
@@ -378,7 +378,7 @@ def test_a_quickrun_tells_the_type_of_its_data_where_it_is_one(
     row: str, kind: str | None, tmp_path: Path
 ) -> None:
     """Models of JAX can not be built without; columns of two types are no reason to raise."""
-    from fedclip.cli.quickrun import Experiment
+    from fedclip.engines.declearn.experiment import Experiment
 
     folder = tmp_path / "data" / "north"
     folder.mkdir(parents=True)

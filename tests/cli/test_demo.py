@@ -15,9 +15,9 @@ from fedclip.cli.check.configuration import check_config
 from fedclip.cli.demo import run, run_demo
 from fedclip.cli.demo.data import FACTOR, SITES, write_data
 from fedclip.cli.demo.results import pulls
-from fedclip.cli.output import ToolError
 from fedclip.cli.ranking import interval
 from fedclip.cli.ranking import shown as in_words
+from fedclip.errors import ToolError
 from fedclip.report import read_report
 
 # What declearn warns of itself, in what all nodes of a federation do.

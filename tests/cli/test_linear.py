@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from declearn.model.sklearn import SklearnSGDModel
 
-from fedclip.engines.local.linear import quicken
+from fedclip.engines.declearn.experiment import vectorize_gradients
 
 
 def made(classes: int, **config: Any) -> SklearnSGDModel:
@@ -42,7 +42,7 @@ def test_they_are_those_of_declearn_and_so_are_the_losses(
     targets = rng.integers(0, classes, 9) if classes else rng.normal(size=9)
     batch = (rng.normal(size=(9, 4)), targets, rng.uniform(size=9) if weighed else None)
     plain, quick = made(classes, **config), made(classes, **config)
-    quicken(quick)
+    vectorize_gradients(quick)
     wanted, found = (model.compute_batch_gradients(batch, max_norm) for model in (plain, quick))
     for name, values in wanted.coefs.items():
         np.testing.assert_allclose(found.coefs[name], values, rtol=1e-6, atol=1e-9)
@@ -54,13 +54,13 @@ def test_they_are_those_of_declearn_and_so_are_the_losses(
 def test_only_what_has_a_closed_form_is_quickened(config: dict[str, Any]) -> None:
     model = made(2, loss="log_loss")
     model.get_wrapped_model().set_params(**config)
-    quicken(model)
+    vectorize_gradients(model)
     assert ("compute_batch_gradients" in vars(model)) == (not config)
 
 
 def test_a_record_that_scikit_learn_refuses_is_refused() -> None:
     model = made(2, loss="log_loss")
-    quicken(model)
+    vectorize_gradients(model)
     features = np.ones((3, 4))
     features[1, 2] = np.nan
     with pytest.raises(ValueError, match="NaN"):

@@ -22,11 +22,11 @@ from rich.console import Console
 from fedclip.cli import runner
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.editing import rewritten, unclipped
-from fedclip.cli.output import ToolError
-from fedclip.cli.quickrun import draw_from
 from fedclip.cli.ranking import AS_IS, NONE, Ranking, drawn, interval
 from fedclip.cli.runner import MARK, Planned
 from fedclip.cli.tune import Tuning
+from fedclip.engines.declearn.experiment import draw_from
+from fedclip.errors import ToolError
 from fedclip.report import read_report
 from fedclip.report.advice import Advice, Proposal
 from fedclip.report.results import Result, result_of

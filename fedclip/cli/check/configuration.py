@@ -53,15 +53,14 @@ from fedclip.cli.check.privacy import exposures
 from fedclip.cli.check.settings import SECTIONS, elsewhere, fits, section_faults
 from fedclip.cli.check.statistics import is_shared
 from fedclip.cli.check.updates import Known, update_problems
-from fedclip.cli.output import ToolError
 from fedclip.cli.persons import asked_for, units, unnamed
-from fedclip.cli.trained import trained
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn import stages as places
 from fedclip.engines.declearn.quorum import unfit
 from fedclip.engines.declearn.senders import NamedClients
-from fedclip.errors import nearest
+from fedclip.engines.declearn.trained import trained
+from fedclip.errors import ToolError, nearest
 from fedclip.privacy.maps import Plugin
 from fedclip.updates.claims import Claim, voids_of
 from fedclip.updates.tables import server_of, settings_in

@@ -15,12 +15,13 @@ import tomlkit
 
 from fedclip.cli.demo.data import FACTOR, SITES, write_data
 from fedclip.cli.demo.results import plot, ranked, sentences
-from fedclip.cli.output import ToolError, say, typed
+from fedclip.cli.output import say, typed
 from fedclip.cli.progress import progress
 from fedclip.cli.ranking import Ranking, drawn
 from fedclip.cli.runner import Planned, planned_run, reports, run_all
 from fedclip.cli.showing import console
 from fedclip.core.parameters import Config
+from fedclip.errors import ToolError
 
 MARKER = ".fedclip-demo"
 

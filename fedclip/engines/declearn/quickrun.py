@@ -8,135 +8,38 @@ All nodes run in this process; several federations may do so one after the other
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import math
 import os
-import random
 import socket
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from declearn.communication import NetworkClientConfig, NetworkServerConfig
-from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedServer
 from declearn.main.config import FLOptimConfig, FLRunConfig
-from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig, parse_data_folder
 from declearn.utils import (
     LOGGING_LEVEL_MAJOR,
-    make_importable,
     set_device_policy,
     setup_client_loggers,
     setup_server_loggers,
 )
 
 import fedclip
-from fedclip.cli.output import ToolError
-from fedclip.cli.progress import progress
-from fedclip.cli.trained import label
-from fedclip.engines.declearn.generics import AnyModel
+from fedclip.engines.declearn.experiment import Experiment, draw_from, vectorize_gradients
 from fedclip.engines.declearn.quorum import Members
 from fedclip.engines.declearn.serving import guarded, watchful
+from fedclip.engines.declearn.trained import label
 from fedclip.engines.declearn.update_server import UpdateClipServer
-from fedclip.engines.local.linear import quicken
+from fedclip.errors import ToolError
 from fedclip.privacy.ledger import FILE
 from fedclip.report import Reader, ReportError
 from fedclip.report.results import best_round, result_of
 
-PERSONS = "train_persons.csv"
-"""In a client's folder of data: a line for each training record, which says whose it is."""
-
 _LOGGER = logging.getLogger("declearn.server.fedclip")
-
-
-class Experiment:
-    """What a quickrun file says of data, model and results, without the network.
-
-    Attributes
-    ----------
-    toml, folder
-        The file, and the folder that holds it.
-    files
-        The files of each client, by its name.
-    metrics
-        What is measured besides the loss.
-    results
-        The folder of checkpoints and logs.
-
-    Raises
-    ------
-    ToolError
-        If data or model are not where the file says.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.toml, self.folder = str(file), file.resolve().parent
-        data = DataSourceConfig.from_toml(self.toml, False, "data")
-        experiment = ExperimentConfig.from_toml(self.toml, False, "experiment", True)
-        model = ModelConfig.from_toml(self.toml, False, "model", True)
-        self.metrics = experiment.metrics
-        default = self.folder / time.strftime("result_%y-%m-%d_%H-%M")
-        # Next to the file, from wherever it is run.
-        self.results = str(self.folder / (experiment.checkpoint or default))
-        self._name, self._file = model.model_name, model.model_file or self.folder / "model.py"
-        try:
-            # In order, so that a seed does not depend on that of the file system.
-            found: dict[str, dict[str, str]] = parse_data_folder(data, str(self.folder))
-            self.files = dict(sorted(found.items()))
-        except (OSError, ValueError) as exc:
-            raise ToolError(f"[data] {exc}") from None
-        if not self.files:
-            raise ToolError("[data] the data folder holds no client's folder")
-        if not str(self._file).endswith(".py"):
-            raise ToolError(f"[model] {str(self._file)!r} must be a Python file, model.py")
-        if not os.path.isfile(self._file):
-            raise ToolError(f"[model] there is no model file {str(self._file)!r}")
-
-    def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
-        """Return what a client trains on, in batches that a seed decides, and evaluates on."""
-        train, valid = (
-            InMemoryDataset(
-                self.files[site][f"{of}_data"],
-                target=self.files[site][f"{of}_target"],
-                expose_classes=True,
-                seed=seed if of == "train" else None,
-            )
-            for of in ("train", "valid")
-        )
-        for one in (train, valid):
-            # Models of JAX need it. Where columns are of several types, declearn raises for it.
-            types = getattr(one.feats, "dtypes", None)
-            one.expose_data_type = types is None or len({*map(str, types)}) == 1
-        return train, valid
-
-    def persons(self, site: str, of: str = "train") -> Path | None:
-        """Return the file that says whose a client's training records are, if it has one.
-
-        With `of` = "valid", that of its validation records.
-        """
-        file = Path(self.files[site][f"{of}_data"]).with_name(PERSONS.replace("train", of))
-        return file if file.exists() else None
-
-    def ledger(self, site: str = "") -> Path:
-        """Return the ledger of a client's records, next to them; or that of all clients."""
-        records = Path(self.files[site or next(iter(self.files))]["train_data"])
-        return (records if site else records.parent).resolve().with_name(FILE)
-
-    def model(self) -> AnyModel:
-        """Return a new model, as its file makes it."""
-        folder, name = os.path.split(os.path.abspath(self._file))
-        # An earlier federation may have had another model of this name.
-        sys.modules.pop(name.removesuffix(".py"), None)
-        with make_importable(folder):
-            module = importlib.import_module(name.removesuffix(".py"))
-            made: AnyModel = getattr(module, self._name)
-            return made
 
 
 class _Watched(FederatedServer):
@@ -180,13 +83,13 @@ class _Watched(FederatedServer):
 
 
 class _Quick(fedclip.PersonalFederatedClient):
-    """A client whose model is quickened."""
+    """A client that takes the gradients of batches at once where it can."""
 
     async def initialize(self) -> None:
         """Set up what trains, as the server says."""
         await super().initialize()
         if self.trainmanager is not None:
-            quicken(self.trainmanager.model)
+            vectorize_gradients(self.trainmanager.model)
 
 
 class Federation:
@@ -330,10 +233,17 @@ class Federation:
                     handlers.pop().close()
 
 
-def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[int, str, bool]:
-    """Run what a checked quickrun file describes, and show its progress.
+def run(
+    file: Path,
+    *,
+    verbose: bool = False,
+    seed: int | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+) -> tuple[int, str, bool]:
+    """Run what a checked quickrun file describes.
 
-    A seed decides how clients draw their batches, and what Python, NumPy and torch draw.
+    A seed decides how clients draw their batches, and what Python, NumPy and torch draw. After each
+    round, `progress` is called with the rounds done, the rounds planned and the sites' metrics.
 
     Returns
     -------
@@ -346,8 +256,7 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
         draw_from(seed)
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
     finished = True
-    tell = progress({"quickrun": rounds}, quiet=verbose)
-    federation.told = lambda done, text: tell("quickrun", done, text)
+    federation.told = lambda done, text: progress(done, rounds, text)
     try:
         asyncio.run(federation.run(seed))
     except KeyboardInterrupt:
@@ -355,15 +264,6 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
     except ModuleNotFoundError as exc:
         raise ToolError(f"a package that this run needs is missing: {exc}") from None
     return len(federation.clients), federation.results, finished
-
-
-def draw_from(seed: int) -> None:
-    """Let what Python, NumPy and torch draw from now on, such as a model's weights, be a seed's."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # declearn has imported it, where it is installed.
-    if torch := sys.modules.get("torch"):
-        torch.manual_seed(seed)
 
 
 def _is_free(host: str, port: int) -> bool:

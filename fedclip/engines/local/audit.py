@@ -34,16 +34,16 @@ from declearn.messaging import PrivacyRequest
 from declearn.optimizer import Optimizer
 
 from fedclip import SampleClip
-from fedclip.cli.output import ToolError
-from fedclip.cli.quickrun import Experiment
 from fedclip.core.scopes import Groups
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.persample.base import Data, Host, HostStack, shapes
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.dataset_records import Records, first_records
+from fedclip.engines.declearn.experiment import Experiment
 from fedclip.engines.declearn.generics import AnyModel
 from fedclip.engines.declearn.private_training import PrivateTrainingManager
 from fedclip.engines.local.simulate import Simulation
+from fedclip.errors import ToolError
 from fedclip.privacy.accounting import Accountant, epsilon, split_noise
 from fedclip.privacy.audit import Claim, Guesses, guess
 from fedclip.privacy.gaussian import epsilon_of, mu_of

@@ -20,11 +20,10 @@ from declearn.training import TrainingManager
 from declearn.utils import TomlConfig
 
 from fedclip import UpdateClipClient
-from fedclip.cli.quickrun import Experiment
 from fedclip.core.parameters import Config
+from fedclip.engines.declearn.experiment import Experiment, vectorize_gradients
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.personal import PersonalModel
-from fedclip.engines.local.linear import quicken
 
 
 @dataclasses.dataclass
@@ -138,7 +137,7 @@ class Crowd:
         self._effort = training.message_params
         # Personal layers are trained too, by the model within.
         whole = model.model if isinstance(model, PersonalModel) else model
-        quicken(whole)
+        vectorize_gradients(whole)
         self.model = model
         self._manager = TrainingManager(
             whole,

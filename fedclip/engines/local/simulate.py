@@ -18,11 +18,11 @@ import shutil
 import time
 import tomllib
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgpack
 import numpy as np
@@ -32,15 +32,13 @@ from declearn.optimizer.modules import AuxVar
 from declearn.utils import set_device_policy
 
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
-from fedclip.cli.output import ToolError
-from fedclip.cli.progress import progress
-from fedclip.cli.quickrun import Experiment, draw_from
-from fedclip.cli.trained import label
 from fedclip.core.records import ALL
 from fedclip.core.scopes import resolve
+from fedclip.engines.declearn.experiment import Experiment, draw_from
 from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.trained import label
 from fedclip.engines.local.crowd import Ask, Crowd, Kept, SimulateConfig, Task, Trained
-from fedclip.errors import FedclipWarning
+from fedclip.errors import FedclipWarning, ToolError
 from fedclip.report.place import places_of
 from fedclip.report.results import Result, best_round
 from fedclip.report.rows import Row
@@ -265,10 +263,18 @@ class Simulation:
             Checkpointer(folder).save_optimizer(kept, timestamp=self._part)
 
 
+Progress: TypeAlias = Callable[[int, int, str], None]
+"""Receives the rounds done, the rounds planned, and the sites' metrics."""
+
+
 def run(
-    file: Path, seed: int | None = None, *, engine: str = "process", quiet: bool = False
+    file: Path,
+    seed: int | None = None,
+    *,
+    engine: str = "process",
+    progress: Progress = lambda done, total, text: None,
 ) -> Simulated:
-    """Simulate what a checked quickrun file describes, and show its progress.
+    """Simulate what a checked quickrun file describes.
 
     A `seed` takes the place of that in [simulate]. Python's, NumPy's and torch's own sources start
     from it too. With the `engine` "flower" the clients train in the processes of Flower's
@@ -288,12 +294,12 @@ def run(
     except ModuleNotFoundError as exc:
         raise ToolError(f"a package that this run needs is missing: {exc}") from None
     if spread is None:
-        return _run(simulation, quiet)
+        return _run(simulation, progress)
     done: list[Simulated] = []
 
     def serve(ask: Ask) -> None:
         simulation.crowd.ask = ask
-        done.append(_run(simulation, quiet))
+        done.append(_run(simulation, progress))
 
     spread(serve, functools.partial(work, file.resolve(), seed), len(simulation.crowd.names))
     return done[0]
@@ -325,12 +331,11 @@ def work(file: Path, seed: int | None, task: Task) -> tuple[Trained, Kept]:
     return crowd.train(client, start, aux), crowd.state(client)
 
 
-def _run(simulation: Simulation, quiet: bool) -> Simulated:
+def _run(simulation: Simulation, progress: Progress) -> Simulated:
     config, folder = simulation.config, simulation.folder
     shutil.rmtree(folder, ignore_errors=True)
     for node in _NODES:
         (folder / node).mkdir(parents=True)
-    tell = progress({"simulate": config.rounds}, quiet=quiet)
     early: Any = config.early_stop
     stop = early.instantiate() if early else None
     begun, ended, done = time.monotonic(), "", 0
@@ -340,7 +345,7 @@ def _run(simulation: Simulation, quiet: bool) -> Simulated:
                 done += 1
                 if done % config.evaluate.frequency == 0 or done == config.rounds:
                     simulation.evaluate()
-                tell("simulate", done, simulation.result.in_words())
+                progress(done, config.rounds, simulation.result.in_words())
                 if stop and simulation.losses and not stop.update(simulation.losses[-1]):
                     ended = EARLY
                     break
