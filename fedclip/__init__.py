@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedclip.clippers import by_name
 from fedclip.engines.declearn.registration import enter, register_when_possible
-from fedclip.errors import hint_at_imports, part_of, public_names
+from fedclip.errors import part_of, public_names
 
 if TYPE_CHECKING:
     from fedclip.clippers.adaptive_clip import AdaptiveClip as AdaptiveClip
@@ -148,5 +148,4 @@ def _register() -> None:
     enter()
 
 
-hint_at_imports()
 register_when_possible(_register)

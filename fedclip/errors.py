@@ -151,26 +151,6 @@ def elsewhere(name: str, known: Sequence[str] = ()) -> str:
     return f"; did you mean {ways.get(match[0], match[0])!r}?" if match else ""
 
 
-class _Hints:
-    """A finder that comes last, and says where to find what is not where it was looked for."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        """Raise an error if there is something to say about a name in fedclip."""
-        home, _, last = name.rpartition(".")
-        root, *rest = home.split(".")
-        if root == "fedclip" and rest in ([], ["loops"]) and not last.startswith("_"):
-            hint = elsewhere(last, sys.modules["fedclip"].__all__)
-            if hint:
-                raise ImportError(f"{home} has no {last!r}{hint}", name=name)
-
-
-def hint_at_imports() -> None:
-    """Let imports of what is elsewhere say where it is."""
-    if _Hints not in sys.meta_path:
-        sys.meta_path.append(_Hints)
-
-
 def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
     """Return the `__getattr__` of a package that imports each name from its file when first used.
 

@@ -7,20 +7,18 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedclip.cli.output import HtmlFile, JsonFlag, Results, fail, results, say, typed
+from fedclip.cli.output import JsonFlag, Results, fail, results, say, typed
 
 if TYPE_CHECKING:
-    from fedclip.cli.progress import Tell
+    from fedclip.cli.output import Tell
     from fedclip.cli.ranking import Ranking
     from fedclip.cli.tune import Tuning
-    from fedclip.report import Report
 
 
 def suggest(
@@ -40,9 +38,9 @@ def suggest(
     have clipped, and with what they reveal of the data; `--use NAME` shows another so.
     """
     from fedclip.cli.check.configuration import find_config
-    from fedclip.cli.editing import rewritten
     from fedclip.cli.showing import read
     from fedclip.cli.suggest import advised, in_words
+    from fedclip.cli.tune import rewritten
     from fedclip.errors import nearest
 
     folder = results(folder)
@@ -98,7 +96,6 @@ def save(file: Path, name: str, text: str) -> None:
 
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
-    html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank finished runs by the metric of each site.
@@ -111,9 +108,8 @@ def compare(
     from fedclip.cli import showing
     from fedclip.cli.ranking import Ranking
     from fedclip.cli.runner import MARK
-    from fedclip.report.results import result_of
+    from fedclip.report.results import Result, result_of
 
-    showing.can_write(html)
     named: dict[str, Path] = {}
     for folder in folders:
         inner = sorted({mark.parent.parent for mark in folder.glob(f"*/*/{MARK}")}, key=str)
@@ -121,22 +117,16 @@ def compare(
             name = path.resolve().name
             named[str(path) if name in named else name] = path
     found = {path.resolve() for path in named.values()}
-    read = [(name, path, showing.read(path, apart=found)) for name, path in named.items()]
-    results = {
-        name: {seed.partition("/")[0]: result_of(report, seed) for seed in report.experiments}
-        for name, _, report in read
-    }
-    show_ranking(Ranking(results, next(iter(results))), read, "fedclip-compare/2", html, as_json)
+    results: dict[str, dict[str, Result]] = {}
+    for name, path in named.items():
+        report = showing.read(path, apart=found)
+        runs = {seed.partition("/")[0]: result_of(report, seed) for seed in report.experiments}
+        results[name] = runs
+    show_ranking(Ranking(results, next(iter(results))), "fedclip-compare/2", as_json)
 
 
-def show_ranking(
-    ranking: Ranking,
-    read: Sequence[tuple[str, Path, Report]],
-    schema: str,
-    html: Path | None,
-    as_json: bool,
-) -> None:
-    """Print a ranking, and write its page."""
+def show_ranking(ranking: Ranking, schema: str, as_json: bool) -> None:
+    """Print a ranking."""
     from fedclip.cli import showing
     from fedclip.cli.ranking import drawn
 
@@ -149,9 +139,6 @@ def show_ranking(
             say(table["caption"])
             typer.echo()
         say(answer)
-    if html is not None:
-        tables[0]["caption"] = f"{answer} {tables[0]['caption']}"
-        showing.save_page(read, html, tables, "Comparison of runs")
 
 
 def tune(
@@ -172,7 +159,6 @@ def tune(
         str, typer.Option(metavar="A,B", help="Sites that count; else all but outliers.")
     ] = "",
     write: Annotated[bool, typer.Option("--write", help="Write the winner into CONFIG.")] = False,
-    html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank values, or what `suggest` proposes, over several seeds.
@@ -180,13 +166,10 @@ def tune(
     The ranking goes by the metric of each site, against no clipping. Several runs go on at a time.
     After an interruption the same command continues.
     """
-    from fedclip.cli import showing
     from fedclip.cli.check.configuration import find_config
     from fedclip.cli.ranking import AS_IS, NONE
-    from fedclip.cli.runner import reports
     from fedclip.cli.tune import Tuning
 
-    showing.can_write(html)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     jobs = jobs or cores or 1
     # Several runs share the cores.
@@ -201,8 +184,7 @@ def tune(
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         fail(f"{config} cannot be tuned: {exc}")
     ranking = tuning.ranking
-    runs = [run for name in ranking.order() for run in tuning.runs[name]]
-    show_ranking(ranking, reports(runs) if html else [], "fedclip-tune/2", html, as_json)
+    show_ranking(ranking, "fedclip-tune/2", as_json)
     if "noise_multiplier" in tuning.text and not as_json:
         say("This choice is made from the data: the epsilon of a run does not cover it.")
     winner = ranking.winner
@@ -220,7 +202,7 @@ def tune(
 
 def _tuned(tuning: Tuning, jobs: int) -> None:
     """Run all that is to be tried, and print the progress."""
-    from fedclip.cli.progress import progress
+    from fedclip.cli.output import progress
     from fedclip.cli.runner import run_all
 
     tasks, before = {"tune": tuning.left}, 0

@@ -194,7 +194,7 @@ def report(
     else:
         showing.show(result, rounds)
     if html is not None:
-        showing.save_page([("", folder, result)], html)
+        showing.save_page(result, html)
 
 
 # Commands are listed in the order in which they are added.

@@ -124,12 +124,12 @@ def _counted(model: Path, values: int | None, quiet: bool) -> int:
     if values is not None:
         fail("give either --values or --model", 2)
     try:
-        found = trained(model)
+        counts = trained(model)
     except Exception as exc:  # the file may raise anything
         fail(exc, 2)
     if not quiet:
-        print(f"{found}.")
-    return found.shared
+        print(f"{counts}.")
+    return counts.shared
 
 
 @app.command()
@@ -223,7 +223,7 @@ def spent(
         print(json.dumps(costs))
     elif csv is not None:
         each = zip(found, costs, strict=True)
-        rows = (row for one, cost in each for row in csv_rows(one, cost, path))
+        rows = (row for one, cost in each for row in csv_rows(one, cost))
         write_csv(COLUMNS, rows, table := io.StringIO())
         write(csv, table.getvalue())
     else:

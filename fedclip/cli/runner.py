@@ -25,7 +25,6 @@ import tomlkit
 
 from fedclip.cli import running
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.editing import relocate
 from fedclip.cli.output import say
 from fedclip.core.parameters import Config
 from fedclip.errors import ToolError
@@ -59,9 +58,23 @@ def planned_run(document: Config, file: Path, folder: Path, rounds: int | None) 
     if rounds is not None:
         document["run"]["rounds"] = rounds
     folder = folder.absolute()
-    relocate(document, file, folder)
+    _relocate(document, file, folder)
     count, seed = document["run"].get("rounds", 0), int(folder.name.rpartition("-")[2])
     return Planned(folder.parent.name, seed, folder, tomlkit.dumps(document), int(count))
+
+
+def _relocate(document: Config, file: Path, folder: Path) -> None:
+    """Let a configuration that lies in another folder find the same files, and write there."""
+    for section in ("data", "model", "experiment"):
+        document.setdefault(section, tomlkit.table())
+    home = file.resolve().parent
+    if not document["data"].get("data_folder"):
+        found = [path for path in home.glob("data*") if path.is_dir()]
+        if len(found) == 1:
+            document["data"]["data_folder"] = str(found[0])
+    if not document["model"].get("model_file"):
+        document["model"]["model_file"] = str(home / "model.py")
+    document["experiment"]["checkpoint"] = str(folder)
 
 
 def refuse(file: Path, planned: Planned, command: str) -> None:

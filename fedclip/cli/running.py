@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fedclip.cli.output import ConfigPath, fail, runnable, say, typed
-from fedclip.cli.progress import shown
+from fedclip.cli.output import ConfigPath, fail, runnable, say, shown, typed
 
 
 def quickrun(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +16,10 @@ from fedclip.errors import nearest
 from fedclip.report import (
     Report,
     ReportError,
-    Run,
     page_of,
     read_report,
 )
-from fedclip.report.advice import Advice
+from fedclip.report.findings import Advice
 from fedclip.report.results import result_of
 from fedclip.report.rows import experiment_of, site_of
 
@@ -145,22 +144,9 @@ def can_write(html: Path | None) -> None:
             fail(f"--html needs {package}: pip install jinja2 vl-convert-python")
 
 
-def save_page(
-    reports: Sequence[tuple[str, Path, Report]],
-    file: Path,
-    tables: Sequence[Mapping[str, object]] = (),
-    title: str = "",
-) -> None:
-    """Write one page of all reports, by name and folder, with what they spent of their budgets.
-
-    With names, the experiments of a report are shown as one; without, what is advised comes first.
-    """
-    runs: list[Run] = []
-    for name, folder, report in reports:
-        advice = None if name else _advice(report)
-        runs.append(Run(name, report, _spent(folder), bool(name), advice))
-    title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
-    write(file, page_of(runs, title, tables))
+def save_page(report: Report, file: Path) -> None:
+    """Write a report as a page, with what to do first, and what was spent of privacy budgets."""
+    write(file, page_of(report, _spent(report.folder), _advice(report)))
 
 
 def _advice(report: Report) -> Advice | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ from fedclip.privacy.accounting import (
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.privacy.trust_models import by_silent
 from fedclip.privacy.trust_models import in_words as told
-from fedclip.report import ReportError, read_report
 from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.store import read, server_in
@@ -146,11 +144,11 @@ def in_words(cost: Config) -> Iterator[str]:
 
 COLUMNS = (
     *("where", "protects", "mechanism", "relation", "delta", "turn", "time", "noise_multiplier"),
-    *("sampling", "separation", "steps", "bound", "accountant", "epsilon", "data", "fedclip"),
+    *("sampling", "separation", "steps", "accountant", "epsilon", "data", "fedclip"),
 )
 
 
-def csv_rows(one: Spent, cost: Config, folder: Path) -> Iterator[Config]:
+def csv_rows(one: Spent, cost: Config) -> Iterator[Config]:
     """Yield a row for each turn that was charged, with the epsilon of all until then.
 
     A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
@@ -161,25 +159,12 @@ def csv_rows(one: Spent, cost: Config, folder: Path) -> Iterator[Config]:
     so_far = Accountant(cost["delta"], relation, own.order)
     so_far.plan = own.plan
     each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
-    rounds = not cost["entries"] and one.separation == 1
-    bounds = _bounds(folder, one.where, len(each)) if rounds else {}
     for turn, row in enumerate(cost["entries"] or each, 1):
         so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
         mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
         mechanism += " on evaluations" * (row["noise_multiplier"] in one.evaluated)
-        more = {"turn": turn, "bound": bounds.get(turn), "mechanism": mechanism}
+        more = {"turn": turn, "mechanism": mechanism}
         yield {**cost, **row, **so_far.cost()._asdict(), **more}
-
-
-def _bounds(folder: Path, server: str, rounds: int) -> Mapping[int, float]:
-    """Return the bounds of a server's rounds, as a node says that has seen all of them."""
-    found: dict[str, dict[int, float]] = {}
-    with suppress(ReportError):
-        report = read_report(folder).only([server.rpartition("/")[0]])
-        for (node, module, round_), limit in report.limits().items():
-            if module.startswith("update-clip"):
-                found.setdefault(node, {})[round_] = limit
-    return next((seen for seen in found.values() if max(seen) == rounds), {})
 
 
 def read_spent(path: Path) -> Iterator[Spent]:

@@ -16,10 +16,10 @@ people's text: they are shown as they are, never read as markup.
 """
 
 from fedclip.core.records import ALL
-from fedclip.report.experiment import Report
-from fedclip.report.page import Run, page_of
+from fedclip.report.page import page_of
 from fedclip.report.reading import Reader, read_report
 from fedclip.report.rows import COLUMNS, ReportError, Row, number, pooled, printable
+from fedclip.report.text import Report
 
 __all__ = [
     "ALL",
@@ -28,7 +28,6 @@ __all__ = [
     "Report",
     "ReportError",
     "Row",
-    "Run",
     "number",
     "page_of",
     "pooled",

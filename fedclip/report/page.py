@@ -9,22 +9,19 @@ rounds are shown if it is chosen.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedclip.core.records import RoundRecord
-from fedclip.report.advice import Advice
-from fedclip.report.curves import Curve
-from fedclip.report.experiment import Report
+from fedclip.report.findings import Advice
 from fedclip.report.results import result_of
 from fedclip.report.rows import (
+    Curve,
     Limits,
     Row,
     grouped,
@@ -34,7 +31,7 @@ from fedclip.report.rows import (
     printable,
     site_of,
 )
-from fedclip.report.table import SETTERS
+from fedclip.report.text import SETTERS, Report
 
 # With more rounds than this, of all clients, none can be chosen, as the page would be too large.
 _MOST_ROUNDS = 40_000
@@ -47,23 +44,19 @@ _WEIGHTY = ("diverged", "nonfinite", "unlike")
 _NAMED = 8
 
 
-class Run(NamedTuple):
-    """One experiment of a page: a federation, or several seeds of one."""
-
-    name: str
-    report: Report
-    spent: Mapping[str, Sequence[str]] = MappingProxyType({})
-    """What was spent of privacy budgets, in lines of text, by ledger or server."""
-    together: bool = False
-    """Whether the federations of the report are shown as one, such as several seeds."""
-    advice: Advice | None = None
-    """What is advised; for a report of one federation."""
-
-
-def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, object]] = ()) -> str:
+def page_of(
+    report: Report, spent: Mapping[str, Sequence[str]], advice: Advice | None = None
+) -> str:
     """Return the page.
 
-    `tables` come first on it, each with a caption, heads and rows of text.
+    Parameters
+    ----------
+    report
+        One federation, or several.
+    spent
+        The privacy budget that each ledger or server has spent, in lines of text.
+    advice
+        What to do after the run of one federation; see `fedclip suggest`.
 
     Raises
     ------
@@ -75,23 +68,22 @@ def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, objec
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = printable
     template = environment.from_string(_file("page.html"))
-    found = [exp for run in runs for exp in _experiments(run)]
-    metrics = dict.fromkeys(metric for exp in found for metric in exp["metrics"])
+    experiments = _experiments(report, spent, advice)
+    metrics = dict.fromkeys(metric for exp in experiments for metric in exp["metrics"])
     # Loss first: it is there without any metric being asked for.
     chosen = sorted(metrics, key=lambda name: name != "loss")[:_MOST_METRICS]
     return template.render(
-        title=title,
+        title=f"Clipping in {report.folder.resolve().name}",
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        experiments=found,
+        experiments=experiments,
         metrics=chosen,
-        tables=tables,
-        measured=any(exp["clippers"] for exp in found),
-        advised=any(run.advice for run in runs),
+        measured=any(exp["clippers"] for exp in experiments),
+        advised=advice is not None,
         data={
-            "experiments": [{key: exp[key] for key in _DRAWN} for exp in found],
+            "experiments": [{key: exp[key] for key in _DRAWN} for exp in experiments],
             "metrics": chosen,
             # Without records, nothing says in which round an evaluation was.
-            "rounds": any(run.report.rows for run in runs),
+            "rounds": bool(report.rows),
         },
         css=_file("page.css"),
         script=_file("page.js"),
@@ -112,42 +104,29 @@ def _file(name: str) -> str:
     return (files("fedclip.report") / name).read_text(encoding="utf-8")
 
 
-def _experiments(run: Run) -> list[dict[str, Any]]:
+def _experiments(
+    report: Report, spent: Mapping[str, Sequence[str]], advice: Advice | None
+) -> list[dict[str, Any]]:
     """Return each federation of a report, as the template needs it."""
-    report = run.report
-    parts = {e: report.only([e]) for e in report.experiments}
-    if run.together:
-        parts = {"": _merged(report)}
-    found: list[dict[str, Any]] = []
-    for experiment, part in parts.items():
-        alone = len(parts) == 1
-        advice = run.advice if alone else None
-        spent = [s for where, s in run.spent.items() if alone or where.startswith(f"{experiment}/")]
-        found.append(
+    result: list[dict[str, Any]] = []
+    single = len(report.experiments) == 1
+    for experiment in report.experiments:
+        part, advised = report.only([experiment]), advice if single else None
+        lines = [s for where, s in spent.items() if single or where.startswith(f"{experiment}/")]
+        result.append(
             {
-                "name": printable(run.name or experiment or report.folder.resolve().name),
-                "advice": advice,
-                "end": "" if run.together else result_of(part, experiment).in_words(),
-                "findings": _findings(part, advice),
-                "clippers": _clippers(part, advice),
+                "name": printable(experiment or report.folder.resolve().name),
+                "advice": advised,
+                "end": result_of(part, experiment).in_words(),
+                "findings": _findings(part, advised),
+                "clippers": _clippers(part, advised),
                 "metrics": _metrics(part.curves, part.servers),
                 "clients": _nodes(part),
-                "spent": [line for lines in spent for line in lines],
+                "spent": [line for some in lines for line in some],
                 "skipped": len(report.skipped),
             }
         )
-    return found
-
-
-def _merged(report: Report) -> Report:
-    """Return several runs of one federation as if they were one: its nodes have one name in all."""
-    return dataclasses.replace(
-        report,
-        rows=tuple(dataclasses.replace(row, node=site_of(row.node)) for row in report.rows),
-        curves=tuple(curve._replace(node=site_of(curve.node)) for curve in report.curves),
-        servers=frozenset(map(site_of, report.servers)),
-        private=tuple(dict.fromkeys(map(site_of, report.private))),
-    )
+    return result
 
 
 def _findings(report: Report, advice: Advice | None) -> list[str]:

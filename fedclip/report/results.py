@@ -16,10 +16,9 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from fedclip.report.experiment import Report
-from fedclip.report.place import places_of
+from fedclip.report.norms import outliers_of, places_of, seen
 from fedclip.report.rows import listed, number, pooled, site_of
-from fedclip.report.seeing import outliers_of, seen
+from fedclip.report.text import Report
 
 _HIGHER = ("accuracy", "roc_auc", "f-score", "r2")
 # A site does far worse than the others from this factor of the loss, or half of the accuracy, on.

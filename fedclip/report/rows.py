@@ -7,7 +7,7 @@ import csv
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TextIO, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeAlias, TypeVar
 
 from fedclip.core.records import RoundRecord
 
@@ -70,6 +70,29 @@ class Row:
             "norm_p95": record.norm_quantile(0.95),
         }
         return {c: own[c] if c in own else getattr(record, c) for c in COLUMNS}
+
+
+class Curve(NamedTuple):
+    """One metric of one node, round by round."""
+
+    node: str
+    metric: str
+    """Name of the metric, as declearn writes it: "loss", "accuracy", ..."""
+    points: tuple[tuple[int, float], ...]
+    """Pairs of round and value; finite ones only."""
+    nonfinite: tuple[int, ...] = ()
+    """Rounds after which it was NaN or infinite."""
+
+    @property
+    def experiment(self) -> str:
+        """The folder that holds the nodes of one federation."""
+        return experiment_of(self.node)
+
+    @property
+    def last(self) -> tuple[int, float]:
+        """Round and value of the last evaluation; NaN if it was not finite."""
+        rounds = *self.points[-1:], *((round_, math.nan) for round_ in self.nonfinite[-1:])
+        return max(rounds, key=lambda point: point[0])
 
 
 def experiment_of(node: str) -> str:

@@ -12,9 +12,7 @@ import pytest
 from checkouts import ROOT
 
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.demo import run, run_demo
-from fedclip.cli.demo.data import FACTOR, SITES, write_data
-from fedclip.cli.demo.results import pulls
+from fedclip.cli.demo import FACTOR, SITES, pulls, run, run_demo, write_data
 from fedclip.cli.ranking import interval
 from fedclip.cli.ranking import shown as in_words
 from fedclip.errors import ToolError

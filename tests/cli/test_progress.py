@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from fedclip.cli.progress import progress
+from fedclip.cli.output import progress
 
 
 def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from quickruns import write_config, write_sites
 from report_runs import call
 
 from fedclip.cli.spent import read_spent
-from fedclip.cli.suggest.ranking import read_norms
+from fedclip.cli.suggest import read_norms
 from fedclip.engines.declearn.quickrun import Federation
 from fedclip.engines.local import simulate
 from fedclip.engines.local.simulate import Simulation, run

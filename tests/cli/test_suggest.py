@@ -21,9 +21,9 @@ from report_runs import Node, call
 from fedclip.cli.catalogue import build
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.suggest import advised
-from fedclip.report import read_report, seeing
-from fedclip.report.advice import Advice
-from fedclip.report.place import FEW
+from fedclip.report import norms, read_report
+from fedclip.report.findings import Advice
+from fedclip.report.norms import FEW
 
 CONFIG = """\
 # a comment on top
@@ -308,12 +308,12 @@ def test_beside_odd_sites_an_update_must_be_far_longer(
 def test_the_page_has_the_thresholds() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "suggest.md").read_text(encoding="utf-8")
     for text in (
-        f"by steps is {seeing._ODD['step']:g} or more",
-        f"by updates is {seeing._ODD['update']:g} or more",
-        f"(without the number of steps: {seeing._ODD_ALONE:g};",
-        f"when another is odd by steps: {seeing._ODD['step']:g})",
-        f"at least {seeing._SMALL:g} times smaller",
-        f"largest norm is {seeing._SPIKE:g} times",
+        f"by steps is {norms._ODD['step']:g} or more",
+        f"by updates is {norms._ODD['update']:g} or more",
+        f"(without the number of steps: {norms._ODD_ALONE:g};",
+        f"when another is odd by steps: {norms._ODD['step']:g})",
+        f"at least {norms._SMALL:g} times smaller",
+        f"largest norm is {norms._SPIKE:g} times",
         f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
     ):
         assert text in page

@@ -13,7 +13,7 @@ does not know ends that client with a `KeyError` and leaves the server waiting f
    (`fedclip.cli.check.privacy`).
 
 What belongs together on clients and server is known where it is made, which knows of no file:
-`fedclip.cli.check.statistics` and `fedclip.cli.check.updates`.
+`fedclip.cli.check.plugins` and `fedclip.cli.check.updates`.
 
 The result is always a list of findings, never an error, whatever bytes the file holds.
 """
@@ -24,17 +24,24 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from declearn.dataset.utils import load_data_array
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.optimizer import Optimizer
-from declearn.quickrun import DataSourceConfig, parse_data_folder
 
 import fedclip
 from fedclip.cli.catalogue import is_ours
+from fedclip.cli.check.data import (
+    check_data,
+    check_folder,
+    check_model,
+    known_files,
+    protected,
+    unnamed,
+)
+from fedclip.cli.check.engines import check_app, check_job
 from fedclip.cli.check.findings import (
     Check,
     Section,
@@ -48,22 +55,22 @@ from fedclip.cli.check.findings import (
     registered,
     text_of,
 )
-from fedclip.cli.check.plugins import check_aggregator, check_counterparts, check_optimizer
+from fedclip.cli.check.plugins import (
+    check_aggregator,
+    check_counterparts,
+    check_optimizer,
+    is_shared,
+)
 from fedclip.cli.check.privacy import exposures
 from fedclip.cli.check.settings import SECTIONS, elsewhere, fits, section_faults
-from fedclip.cli.check.statistics import is_shared
 from fedclip.cli.check.updates import Known, update_problems
-from fedclip.cli.persons import asked_for, units, unnamed
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn import stages as places
 from fedclip.engines.declearn.quorum import unfit
 from fedclip.engines.declearn.senders import NamedClients
-from fedclip.engines.declearn.trained import trained
 from fedclip.errors import ToolError, nearest
 from fedclip.privacy.maps import Plugin
-from fedclip.updates.claims import Claim, voids_of
-from fedclip.updates.tables import server_of, settings_in
 
 APP = "pyproject.toml"
 """The file with the settings of an app of Flower."""
@@ -108,7 +115,7 @@ def check_config(
     config = read(check, check.path, "the file", text)
     if config is None:
         return check
-    other = {APP: _check_app, JOB: _check_job}.get(check.path.name)
+    other = {APP: check_app, JOB: check_job}.get(check.path.name)
     if other is not None and not (quickrun or simulate):
         other(check, config)
         return check
@@ -132,90 +139,6 @@ def check_config(
         what = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
         check.problem("the file", f"{what} FLOptimConfig does{nearest('client_opt', config)}")
     return check
-
-
-def _check_app(check: Check, config: Section) -> None:
-    """Check the settings of an app of Flower, as its run configuration gets them."""
-    app: Section = config
-    for key in ("tool", "flwr", "app", "config"):
-        app = part_of(app, key)
-    given = part_of(app, "update-clip")
-    where = "[tool.flwr.app.config.update-clip]"
-    if not given:
-        hint = nearest("update-clip", app)
-        check.problem(where, f"this section is missing: Flower would clip nothing{hint}")
-    for key in [key for key, value in given.items() if isinstance(value, list)]:
-        check.problem(where, f"{key}: Flower takes no lists: write one pattern, or a table")
-    if check.problems:
-        return
-    try:
-        settings = settings_in(dict(_flat(app)))
-    except ValueError as exc:
-        check.problem(where, text_of(exc))
-        return
-    evaluates = app.get("fraction-evaluate") != 0
-    claim = Claim(
-        "flower",
-        None,
-        rounds=as_count(app.get("num-server-rounds")),
-        evaluates=evaluates,
-        keeps_best=False,
-    )
-    sections = {"evaluate": "[tool.flwr.app.config]"}
-    _check_settings(check, settings, claim, where, sections)
-
-
-def _check_job(check: Check, config: Section) -> None:
-    """Check the settings of a job of NVFlare, as a recipe has exported it."""
-    workflows = [part_of(one, "args") for one in _sections(config, "workflows")]
-    named = [(one, str(part_of(one, "aggregator").get("path"))) for one in workflows]
-    ours = [one for one, path in named if path.startswith("fedclip.")]
-    if len(ours) != 1:
-        text = "fedclip clips nothing in this job: give its recipe add_update_clipping(recipe)"
-        check.problem("[workflows]", text)
-        return
-    selects = any(
-        "ModelSelector" in str(one.get("path")) for one in _sections(config, "components")
-    )
-    rounds = as_count(ours[0].get("num_rounds"))
-    claim = Claim("nvflare", None, rounds=rounds, evaluates=selects, keeps_best=selects)
-    settings = part_of(part_of(part_of(ours[0], "aggregator"), "args"), "settings")
-    where = "[workflows.aggregator]"
-    _check_settings(check, settings, claim, where, {"evaluate": "[components]"})
-
-
-def _check_settings(
-    check: Check,
-    settings: Section,
-    claim: Claim,
-    where: str,
-    sections: Mapping[str, str],
-) -> None:
-    """Check a flat table of settings, and what voids the guarantee of its noise."""
-    try:
-        bound = server_of(settings).bound
-    except (TypeError, ValueError) as exc:
-        check.problem(where, text_of(exc))
-        return
-    if bound.budget is None:
-        return
-    for severity, part, text in voids_of(claim._replace(bound=bound)):
-        check.add(severity, sections.get(part, where), text)
-    if claim.rounds:
-        left = min(claim.rounds, bound.rounds_left())
-        cost = bound.budget.cost(left)
-        check.note(
-            where, f"epsilon is {cost:.4g} after {left} rounds, of {claim.rounds} that are planned"
-        )
-
-
-def _flat(table: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield settings and their names as Flower hands them to an app."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def _check_quickrun(check: Check, config: Config) -> None:
@@ -249,30 +172,13 @@ def _check_quickrun(check: Check, config: Config) -> None:
     if isinstance(model, str) and not os.path.isfile(model):
         check.problem("[model]", f"there is no model file {brief(model)}")
     else:
-        _check_model(check, part_of(config, "model"))
+        check_model(check, part_of(config, "model"))
     folder = part_of(config, "experiment").get("checkpoint")
     if isinstance(folder, str):
-        _check_folder(check, str(check.path.parent / folder))
+        check_folder(check, str(check.path.parent / folder))
     told = [f.where for f in check.problems]
     if isinstance(config.get("data"), dict) and "[data]" not in told:
-        _check_data(check, config["data"], run)
-
-
-def _check_model(check: Check, model: Section) -> None:
-    """Say what the model trains, if it holds more, and what becomes of running statistics."""
-    file = Path(model.get("model_file") or check.path.resolve().parent / "model.py")
-    if not file.is_file():
-        return
-    try:
-        found = trained(file, model.get("model_name") or "model")
-    except Exception:  # the file may need what is on another machine, or shapes from the data
-        return
-    if found.shared < found.values:
-        check.note("[model]", str(found))
-    if found.wrong:
-        check.note("[model]", found.wrong)
-    if found.lacking:
-        check.problem("[model]", found.lacking)
+        check_data(check, config["data"], run)
 
 
 def _with_files(check: Check, config: Config) -> Config:
@@ -324,96 +230,6 @@ def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
         check.note(where, text)
 
 
-def _sections(config: Section, name: str) -> list[Config]:
-    """Return the sections in a list of a file; none if there is no list."""
-    value = config.get(name)
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def _check_folder(check: Check, folder: str) -> None:
-    """Find a checkpoint folder that no system can make."""
-    try:
-        os.lstat(os.path.join(folder, "server"))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as exc:
-        text = f"can not write to the folder {brief(folder)}: {getattr(exc, 'strerror', exc)}"
-        check.problem("[experiment]", f"checkpoint: {text}")
-
-
-def _check_data(check: Check, data: Section, run: Section) -> None:
-    """Look for the clients' files, if they exist already, and check their number."""
-    try:
-        # Parse again, to count the clients only: errors here are reported elsewhere.
-        files = _files(check, data)
-    except (OSError, ValueError, RuntimeError) as exc:
-        check.problem("[data]", text_of(exc))
-        return
-    if files is None:
-        return
-    if "privacy" in run:
-        for level, text in asked_for(files):
-            check.add(level, "[data]", text)
-    _check_batches(check, files, run)
-    count = len(files)
-    register = run.get("register")
-    low = high = register
-    if isinstance(register, dict):
-        low, high = register.get("min_clients", 1), register.get("max_clients")
-    if isinstance(low, int) and count < low:
-        check.problem("[data]", f"{low} clients are waited for, and the data folder holds {count}")
-    elif isinstance(high, int) and count > high:
-        check.problem("[data]", f"{high} clients are admitted, and the data folder holds {count}")
-
-
-def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Section) -> None:
-    """Find sites that get no batch, as they have fewer records than one has."""
-    # DP-SGD draws batches by itself.
-    parts = () if "privacy" in run else (("training", "train", True), ("evaluate", "valid", False))
-    for section, of, default in parts:
-        effort = part_of(run, section)
-        size = effort.get("batch_size", 128)
-        if not effort.get("drop_remainder", default) or not isinstance(size, int):
-            continue
-        for site, own in files.items():
-            try:
-                count = len(load_data_array(own[f"{of}_target"]))
-            except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
-                continue
-            if count < size:
-                check.problem(
-                    f"[run.{section}]",
-                    f"{site} gets no batch: it has {count} records in {of}_target, and batch_size "
-                    f"= {size}; write drop_remainder = false, or batch_size = {count}",
-                )
-
-
-def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
-    """Return the files of each client; None if the data is on another machine, or comes later."""
-    folder = check.path.resolve().parent
-    if data.get("data_folder") is None and not any(folder.glob("data*")):
-        return None
-    return parse_data_folder(DataSourceConfig.from_params(**data), str(folder))
-
-
-def _known_files(check: Check) -> dict[str, dict[str, str]]:
-    """Return the files of each client, as far as they can be found."""
-    try:
-        return _files(check, part_of(check.config, "data")) or {}
-    except Exception:  # whatever declearn raises, which is reported elsewhere
-        return {}
-
-
-def _protected(check: Check) -> tuple[int, str] | None:
-    """Return how many records, or persons, the smallest client has; None if it is not known."""
-    if "privacy" not in part_of(check.config, "run"):
-        return None
-    try:
-        return min(map(units, _known_files(check).values()))
-    except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
-        return None
-
-
 def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
@@ -428,7 +244,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
     if check.quickrun and any(
         p.name == "sample-clip" and p.evaluation_share for p in plugins.get("client_opt", ())
     ):
-        check.problem("[data]", *unnamed(_known_files(check)))
+        check.problem("[data]", *unnamed(known_files(check)))
     aggregator = check_aggregator(check, optim.get("aggregator"), "[optim.aggregator]")
     metrics = part_of(check.config, "experiment").get("metrics")
     setting = Setting(
@@ -439,7 +255,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         _secagg(check),
         "fairness" in optim,
         _clients(check.config),
-        _protected(check) if check.quickrun else None,
+        protected(check) if check.quickrun else None,
         metrics if isinstance(metrics, list) else [],
         _population(check),
         check.quickrun,
@@ -550,7 +366,7 @@ def _population(check: Check) -> int | None:
     simulated = part_of(check.config, "simulate").get("clients")
     if simulated is not None:
         return as_count(simulated)
-    known = registered(part_of(check.config, "run")), len(_known_files(check)) * check.quickrun
+    known = registered(part_of(check.config, "run")), len(known_files(check)) * check.quickrun
     return max(filter(None, known), default=None)
 
 

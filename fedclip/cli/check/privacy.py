@@ -23,7 +23,7 @@ from fedclip.cli.check.findings import (
     part_of,
     registered,
 )
-from fedclip.cli.check.statistics import is_shared
+from fedclip.cli.check.plugins import is_shared
 from fedclip.engines.declearn.evaluation import unfit as unfit_for_noise
 from fedclip.engines.declearn.messages import DECLEARN_RANGE
 from fedclip.engines.declearn.pipeline import analyse

@@ -39,10 +39,9 @@ from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.trained import label
 from fedclip.engines.local.crowd import Ask, Crowd, Kept, SimulateConfig, Task, Trained
 from fedclip.errors import FedclipWarning, ToolError
-from fedclip.report.place import places_of
+from fedclip.report.norms import outliers_of, places_of, seen
 from fedclip.report.results import Result, best_round
 from fedclip.report.rows import Row
-from fedclip.report.seeing import outliers_of, seen
 from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.limits import norms_of
 from fedclip.updates.protocol import Reply, SentBound

@@ -16,7 +16,7 @@ from report_runs import call
 from units.dpsgd.test_dpsgd_persample import MODELS
 
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.persons import asked_for, units
+from fedclip.cli.check.data import asked_for, units
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample import clipped_sum
 from fedclip.dpsgd.persons import Persons

@@ -17,8 +17,8 @@ from declearn.optimizer import Optimizer
 from helpers import PATIENCE
 from report_runs import Node, call, large_run
 
-from fedclip.report import Run, page_of, read_report
-from fedclip.report.advice import Advice, Proposal
+from fedclip.report import page_of, read_report
+from fedclip.report.findings import Advice, Proposal
 from fedclip.report.reading import LEDGER
 
 pytest.importorskip("vl_convert")
@@ -37,7 +37,7 @@ def of_others(folder: Path) -> Path:
 
 
 def page(folder: Path, **options: Any) -> str:
-    return page_of([Run("", read_report(folder), **options)], f"Clipping in {folder.name}")
+    return page_of(read_report(folder), **{"spent": {}, **options})
 
 
 @pytest.fixture(autouse=True)
@@ -123,14 +123,6 @@ def test_a_report_of_many_clients_and_rounds_is_one_screen(tmp_path: Path) -> No
     assert any("client-039" in line for line in lines[8:])
     assert "12 of 40 nodes are shown" in "".join(lines)
     assert len(call("report", tmp_path, "--summary").stdout.splitlines()) > 40
-
-
-def test_the_seeds_of_a_setting_are_one_run(tmp_path: Path) -> None:
-    for seed in range(4):
-        sites(tmp_path / f"seed-{seed}", 3)
-    text = page(tmp_path, together=True)
-    assert [name for name, _ in clipper_of(text)["lines"]] == ["site-0", "site-1", "site-2"]
-    assert text.count("look at its units") == 1
 
 
 def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) -> None:
@@ -324,27 +316,8 @@ def test_names_run_nothing_in_a_browser(new_tab: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tables_are_read_at_each_width(new_tab: Any, tmp_path: Path) -> None:
     """Each is a list, or its columns fit, or it scrolls in a box of its own."""
-    heads = [
-        "Setting",
-        "Runs",
-        "loss",
-        "accuracy",
-        "f-score",
-        "recall",
-        "rounds",
-        "clipped",
-        "norm",
-    ]
-    row = ["zscore-clip.z_max=2.5", "3", *["0.912 ± 0.034"] * 4, "20", "41.0% ± 1.0%", "120 ± 22"]
-    table = {
-        "name": "Comparison",
-        "caption": "Mean and interval.",
-        "heads": heads,
-        "rows": [row] * 3,
-    }
     file = tmp_path / "r.html"
-    text = page_of([Run("", read_report(sites(tmp_path / "run", 3)))], "Comparison", [table])
-    file.write_text(text, encoding="utf-8")
+    file.write_text(page(sites(tmp_path / "run", 3)), encoding="utf-8")
     tab = new_tab()
     tab.goto(file.as_uri())
     for width in (360, 800, 1400):

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the files of a quickrun configuration: the clients' data, the model, the results.
+
+A file `train_persons.csv` next to a client's training data says whose each record is; DP-SGD then
+protects persons. Without that file, repeated values in a column named like an identifier are noted.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from declearn.dataset.utils import load_data_array
+from declearn.quickrun import DataSourceConfig, parse_data_folder
+
+from fedclip.cli.check.findings import Check, Level, Section, brief, part_of, text_of
+from fedclip.dpsgd.persons import numbered
+from fedclip.engines.declearn.experiment import PERSONS
+from fedclip.engines.declearn.trained import trained
+
+_NAMED = re.compile(
+    r"(^|[\W_])(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"
+    r"s?([\W_]*(id|no|nr|num|number|code|key|name))?\W*$",
+    re.IGNORECASE,
+)
+"""Names of columns that may say whose a record is."""
+
+
+def units(files: Mapping[str, str], of: str = "train") -> tuple[int, str]:
+    """Return how many records, or persons if a file names them, a client trains on, and which.
+
+    With `of` = "valid", how many it evaluates on.
+
+    Raises
+    ------
+    OSError, TypeError, ValueError
+        If a file can not be read, or the persons do not fit the records.
+    """
+    records = len(load_data_array(files[f"{of}_target"]))
+    named = _named(files, of)
+    if not named.exists():
+        return records, "record"
+    return int(numbered(named, records).max()) + 1, "person"
+
+
+def _named(files: Mapping[str, str], of: str = "train") -> Path:
+    return Path(files[f"{of}_data"]).with_name(PERSONS.replace("train", of))
+
+
+def unnamed(sites: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Yield what evaluations with noise lack where persons are protected."""
+    for site, files in sites.items():
+        if _named(files).exists() and not (missing := _named(files, "valid")).exists():
+            yield (
+                f"{site}: persons are protected, and evaluation_share needs to know whose the "
+                f"validation records are: write them into {missing.name} beside {PERSONS}"
+            )
+
+
+def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, str]]:
+    """Yield level and text of what there is to say of persons, for private clients."""
+    found: dict[str, list[str]] = {}
+    for site, files in sites.items():
+        data, named = Path(files["train_data"]), _named(files)
+        if named.exists():
+            try:
+                many, _ = units(files)
+                yield "ok", f"{site}: {many:,} persons are protected, each with all records"
+                named = _named(files, "valid")
+                if named.exists():
+                    units(files, "valid")
+            except (OSError, TypeError, ValueError) as exc:
+                yield "problem", f"{named}: {exc}"
+        elif data.suffix == ".csv":
+            for column in _identifiers(data):
+                found.setdefault(column, []).append(site)
+    known = {site for site, files in sites.items() if _named(files).exists()}
+    if known and (alone := [site for site in sites if site not in known]):
+        yield (
+            "note",
+            f"{', '.join(alone)}: there is no {PERSONS}, and each record is protected alone, "
+            "unlike at other sites: write one, unless each record is another person's",
+        )
+    for column, where in found.items():
+        yield (
+            "note",
+            f"column {column!r} ({', '.join(where[:3])}{', …' * (len(where) > 3)}) is named like "
+            "an identifier, and its values come back, but each record is protected alone: move the "
+            f"column into {PERSONS} beside the training data, to protect persons with all records",
+        )
+
+
+def _identifiers(file: Path) -> Iterator[str]:
+    """Yield the columns named like an identifier, in which some value comes back."""
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        heads, *rows = csv.reader(lines)
+    for place, name in enumerate(heads):
+        values = [row[place] for row in rows if len(row) > place]
+        if _NAMED.search(name.strip()) and len({*values}) < len(values):
+            yield name.strip()
+
+
+def check_data(check: Check, data: Section, run: Section) -> None:
+    """Look for the clients' files, if they exist already, and check their number."""
+    try:
+        # Parse again, to count the clients only: errors here are reported elsewhere.
+        files = _files(check, data)
+    except (OSError, ValueError, RuntimeError) as exc:
+        check.problem("[data]", text_of(exc))
+        return
+    if files is None:
+        return
+    if "privacy" in run:
+        for level, text in asked_for(files):
+            check.add(level, "[data]", text)
+    _check_batches(check, files, run)
+    count = len(files)
+    register = run.get("register")
+    low = high = register
+    if isinstance(register, dict):
+        low, high = register.get("min_clients", 1), register.get("max_clients")
+    if isinstance(low, int) and count < low:
+        check.problem("[data]", f"{low} clients are waited for, and the data folder holds {count}")
+    elif isinstance(high, int) and count > high:
+        check.problem("[data]", f"{high} clients are admitted, and the data folder holds {count}")
+
+
+def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Section) -> None:
+    """Find sites that get no batch, as they have fewer records than one has."""
+    # DP-SGD draws batches by itself.
+    parts = () if "privacy" in run else (("training", "train", True), ("evaluate", "valid", False))
+    for section, of, default in parts:
+        effort = part_of(run, section)
+        size = effort.get("batch_size", 128)
+        if not effort.get("drop_remainder", default) or not isinstance(size, int):
+            continue
+        for site, own in files.items():
+            try:
+                count = len(load_data_array(own[f"{of}_target"]))
+            except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
+                continue
+            if count < size:
+                check.problem(
+                    f"[run.{section}]",
+                    f"{site} gets no batch: it has {count} records in {of}_target, and batch_size "
+                    f"= {size}; write drop_remainder = false, or batch_size = {count}",
+                )
+
+
+def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
+    """Return the files of each client; None if the data is on another machine, or comes later."""
+    folder = check.path.resolve().parent
+    if data.get("data_folder") is None and not any(folder.glob("data*")):
+        return None
+    return parse_data_folder(DataSourceConfig.from_params(**data), str(folder))
+
+
+def known_files(check: Check) -> dict[str, dict[str, str]]:
+    """Return the files of each client, as far as they can be found."""
+    try:
+        return _files(check, part_of(check.config, "data")) or {}
+    except Exception:  # whatever declearn raises, which is reported elsewhere
+        return {}
+
+
+def protected(check: Check) -> tuple[int, str] | None:
+    """Return how many records, or persons, the smallest client has; None if it is not known."""
+    if "privacy" not in part_of(check.config, "run"):
+        return None
+    try:
+        return min(map(units, known_files(check).values()))
+    except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
+        return None
+
+
+def check_folder(check: Check, folder: str) -> None:
+    """Find a checkpoint folder that no system can make."""
+    try:
+        os.lstat(os.path.join(folder, "server"))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as exc:
+        text = f"can not write to the folder {brief(folder)}: {getattr(exc, 'strerror', exc)}"
+        check.problem("[experiment]", f"checkpoint: {text}")
+
+
+def check_model(check: Check, model: Section) -> None:
+    """Say what the model trains, if it holds more, and what becomes of running statistics."""
+    file = Path(model.get("model_file") or check.path.resolve().parent / "model.py")
+    if not file.is_file():
+        return
+    try:
+        found = trained(file, model.get("model_name") or "model")
+    except Exception:  # the file may need what is on another machine, or shapes from the data
+        return
+    if found.shared < found.values:
+        check.note("[model]", str(found))
+    if found.wrong:
+        check.note("[model]", found.wrong)
+    if found.lacking:
+        check.problem("[model]", found.lacking)
