@@ -58,8 +58,8 @@ def build(kind: str, name: str, config: Mapping[str, object]) -> Plugin:
 
 def catalogue() -> list[Config]:
     """Return what `FILE` says of each plug-in: no clipper is imported to be listed."""
-    found: list[Config] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    entries: list[Config] = json.loads(FILE.read_text(encoding="utf-8"))
+    return entries
 
 
 def documentation(kind: str, name: str) -> str:
@@ -67,8 +67,8 @@ def documentation(kind: str, name: str) -> str:
     # By its class, because most are imported without declearn.
     plain = name.replace("-", "")
     known = [cls for cls in fedclip.__all__ if cls.lower() == plain]
-    found = getattr(fedclip, known[0]) if known else registries()[kind][name]
-    return inspect.getdoc(found) or ""
+    plugin = getattr(fedclip, known[0]) if known else registries()[kind][name]
+    return inspect.getdoc(plugin) or ""
 
 
 def versions() -> Config:

@@ -45,12 +45,14 @@ def suggest(
 
     folder = results(folder)
     report = read(folder)
-    found = report.experiments
-    if len(found) > 1:
-        names = ", ".join(str(folder / name) for name in found[:3]) + ", …" * (len(found) > 3)
-        fail(f"{folder} holds {len(found)} experiments: give one of them ({names})")
+    experiments = report.experiments
+    if len(experiments) > 1:
+        names = ", ".join(str(folder / name) for name in experiments[:3]) + ", …" * (
+            len(experiments) > 3
+        )
+        fail(f"{folder} holds {len(experiments)} experiments: give one of them ({names})")
     try:
-        advice = advised(report, min(found))
+        advice = advised(report, min(experiments))
     except (TypeError, ValueError) as exc:
         fail(str(exc))
     proposals = {proposal.name: proposal for proposal in advice.proposals}
@@ -116,10 +118,10 @@ def compare(
         for path in inner or [folder]:
             name = path.resolve().name
             named[str(path) if name in named else name] = path
-    found = {path.resolve() for path in named.values()}
+    resolved = {path.resolve() for path in named.values()}
     results: dict[str, dict[str, Result]] = {}
     for name, path in named.items():
-        report = showing.read(path, apart=found)
+        report = showing.read(path, apart=resolved)
         runs = {seed.partition("/")[0]: result_of(report, seed) for seed in report.experiments}
         results[name] = runs
     show_ranking(Ranking(results, next(iter(results))), "fedclip-compare/2", as_json)

@@ -95,8 +95,8 @@ def _updates(report: Report, run: str, site: str) -> NDArray[np.float64]:
 
 def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
     """Yield what the table and the picture show."""
-    found = (pulls(reports[way]) for way in ("fixed-bound", "adaptive-bound"))
-    late = [np.median(some[:, some.shape[1] * 2 // 3 :]) for some in found]
+    ratios = (pulls(reports[way]) for way in ("fixed-bound", "adaptive-bound"))
+    late = [np.median(some[:, some.shape[1] * 2 // 3 :]) for some in ratios]
     yield (
         f"Without clipping, {SITES[-1]}'s updates outweigh the others'. In the last third of the "
         f"rounds, it pulls the model {late[0]:.1f} times as hard as the median site with the fixed "
@@ -197,15 +197,15 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
         raise ToolError(why)
     say("")
     read = {name: report for name, _, report in reports(runs)}
-    found = ranked(read)
-    table = found.tables()[0]
+    ranking = ranked(read)
+    table = ranking.tables()[0]
     console().print(drawn(table | {"name": f"After {rounds} rounds"}))
-    for sentence in (table["caption"], *sentences(read, found), plot(folder, read)):
+    for sentence in (table["caption"], *sentences(read, ranking), plot(folder, read)):
         say(sentence)
     # `make demo` does not put the environment's scripts on the path.
     command = "fedclip" if shutil.which("fedclip") else f"{typed(sys.executable)} -m fedclip"
     say(f"Round by round: {command} report {typed(runs[-1].folder.with_name('seed-0'))}")
-    return found
+    return ranking
 
 
 def prepare(folder: Path) -> None:

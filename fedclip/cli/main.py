@@ -152,9 +152,11 @@ def _print_check(result: Check) -> None:
     for place in result.places:
         say(f"  {place}")
     levels = [finding.level for finding in result.findings]
-    found = {kind: levels.count(kind) for kind in ("problem", "leak", "note")}
+    counts_by_level = {kind: levels.count(kind) for kind in ("problem", "leak", "note")}
     counts = [
-        f"{n or 'No'} {kind}{'s' * (n > 1)}" for kind, n in found.items() if n or kind == "problem"
+        f"{n or 'No'} {kind}{'s' * (n > 1)}"
+        for kind, n in counts_by_level.items()
+        if n or kind == "problem"
     ]
     typer.echo(f"{', '.join(counts)}.")
 
@@ -217,21 +219,21 @@ def translate(
     from fedclip.cli.check.findings import text_of
     from fedclip.core.toml import toml_line, value_of
 
-    given: dict[str, object] = {}
+    values: dict[str, object] = {}
     for item in config or []:
         key, equals, value = item.partition("=")
         if not equals:
             fail(f"{item!r} must be PARAMETER=VALUE", code=2)
-        given[key.strip()] = value_of(value.strip())
+        values[key.strip()] = value_of(value.strip())
     try:
-        kind, name, parameters = translate.translate(package, cls, given)
+        kind, name, parameters = translate.translate(package, cls, values)
         # Build the clipper, so that a line with invalid parameters is refused.
         build(kind, name, parameters)
     except (TypeError, ValueError, OverflowError) as exc:
         text = text_of(exc)
         fail(text if package in text else f"{cls} of {package}: {text}")
     typer.echo(toml_line(kind, name, parameters))
-    for note in translate.notes(package, cls, given):
+    for note in translate.notes(package, cls, values):
         say(f"note: {note}", err=True)
 
 

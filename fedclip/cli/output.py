@@ -85,10 +85,10 @@ def results(folder: Path | None) -> Path:
         return folder
     try:
         experiment = tomllib.loads(Path("config.toml").read_text("utf-8"))["experiment"]
-        found = Path(experiment["checkpoint"])
+        path = Path(experiment["checkpoint"])
     except (OSError, ValueError, KeyError, TypeError):
         return Path()
-    return found if found.is_dir() else Path()
+    return path if path.is_dir() else Path()
 
 
 def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) -> Check:
@@ -115,16 +115,16 @@ def progress(tasks: Mapping[str, int], quiet: bool = False) -> Tell:
     """
     over = sys.stderr.isatty()
     begun = dict.fromkeys(tasks, time.monotonic())
-    said = dict.fromkeys(tasks, 0)
+    shown_rounds = dict.fromkeys(tasks, 0)
 
     def tell(task: str, done: int, text: str) -> None:
         total = tasks[task]
         if not done:
             begun[task] = time.monotonic()
-        early = done < total and not over and done < said[task] + total / 20
-        if quiet or early or done <= said[task]:
+        early = done < total and not over and done < shown_rounds[task] + total / 20
+        if quiet or early or done <= shown_rounds[task]:
             return
-        said[task] = done
+        shown_rounds[task] = done
         line = f"{task}: {done} of {total} rounds done"
         # A narrow terminal cuts off what comes last.
         if done < total:

@@ -74,7 +74,7 @@ def plan(
     if model is not None:
         values = _counted(model, values, as_json)
     with in_one_sentence():
-        found = planning.plan(
+        noise_plan = planning.plan(
             *(epsilon, delta, rounds, clients),
             relation=relation,
             values=values,
@@ -82,11 +82,13 @@ def plan(
             momentum=momentum,
             evaluation_share=evaluation_share,
         )
-        if honest is not None and (found.separation > 1 or evaluation_share):
-            what = "clients that take turns" if found.separation > 1 else "evaluations with noise"
+        if honest is not None and (noise_plan.separation > 1 or evaluation_share):
+            what = (
+                "clients that take turns" if noise_plan.separation > 1 else "evaluations with noise"
+            )
             raise ValueError(f"{what} leave the noise to the server: no --honest")
-        prices = Prices(found, 0.75 if honest is None else honest)
-    of_client, of_server = prices.configs if honest is not None else ({}, found.config)
+        prices = Prices(noise_plan, 0.75 if honest is None else honest)
+    of_client, of_server = prices.configs if honest is not None else ({}, noise_plan.config)
     client = toml_line("module", "update-clip-client", of_client)
     server = toml_line("module", "update-clip-server", of_server)
     lines = ["[optim]", 'aggregator = "clipped-averaging"']
@@ -94,12 +96,16 @@ def plan(
     if evaluation_share:
         lines.append("# loss_bound: a little above the logarithm of the number of classes")
     lines.append(server)
-    extra: Config = {"noise": found.noise, "length": found.length, "drift": found.drift}
-    text = str(found)
-    if found.separation == 1 and not evaluation_share:
+    extra: Config = {
+        "noise": noise_plan.noise,
+        "length": noise_plan.length,
+        "drift": noise_plan.drift,
+    }
+    text = str(noise_plan)
+    if noise_plan.separation == 1 and not evaluation_share:
         extra["prices"] = [row._asdict() for row in prices.rows]
         text += f"\n{prices}" + ("" if values is None else f"\n{_range(prices, values)}")
-    _print(found, text, lines, extra, as_json)
+    _print(noise_plan, text, lines, extra, as_json)
 
 
 def _range(prices: Prices, values: int) -> str:
@@ -161,9 +167,9 @@ def calibrate(
         units = parameters.integer(1, **{f"{unit}s": records if persons is None else persons})
         each = dpsgd.steps_of_a_round(units, {"batch_size": batch_size}, epochs, steps)
         total = parameters.integer(1, rounds=rounds) * (each or 0)
-        found = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
-        found = found.evaluating(evaluation_share, rounds)
-        text = found.in_words(values)
+        calibration = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
+        calibration = calibration.evaluating(evaluation_share, rounds)
+        text = calibration.in_words(values)
     clip: Config = {"mode": "automatic"}
     lines = [
         "[optim.client_opt]",
@@ -183,11 +189,14 @@ def calibrate(
         *([] if steps is None else [f"n_steps = {steps}"]),
     ]
     extra: Config = {
-        **{name: getattr(found, name) for name in ("noise", "spent", "accountant", "sampling")},
-        **({} if values is None else {"drift": found.drift(values)}),
+        **{
+            name: getattr(calibration, name)
+            for name in ("noise", "spent", "accountant", "sampling")
+        },
+        **({} if values is None else {"drift": calibration.drift(values)}),
         "relation": ZERO_OUT,
     }
-    _print(found, text, lines, extra, as_json)
+    _print(calibration, text, lines, extra, as_json)
 
 
 def _print(found: Any, text: str, lines: list[str], extra: Config, as_json: bool) -> None:
@@ -214,16 +223,16 @@ def spent(
     if as_json and csv is not None:
         fail("give either --json or --csv", 2)
     if not path.exists():
-        beside = [found.name for found in path.parent.glob("*")]
+        beside = [budgets.name for budgets in path.parent.glob("*")]
         fail(f"there is no {path}{nearest(path.name, beside)}", 2)
     with in_one_sentence():
-        found = [*read_spent(path)]
-        costs = [one.cost(delta, relation) for one in found]
+        budgets = [*read_spent(path)]
+        costs = [budget.cost(delta, relation) for budget in budgets]
     if as_json:
         print(json.dumps(costs))
     elif csv is not None:
-        each = zip(found, costs, strict=True)
-        rows = (row for one, cost in each for row in csv_rows(one, cost))
+        each = zip(budgets, costs, strict=True)
+        rows = (row for budget, cost in each for row in csv_rows(budget, cost))
         write_csv(COLUMNS, rows, table := io.StringIO())
         write(csv, table.getvalue())
     else:
@@ -241,11 +250,11 @@ def audit(
 
     from fedclip.engines.local import audit as attack
 
-    found = attack.audit(checked.path, seed)
+    attacked = attack.audit(checked.path, seed)
     if as_json:
-        result = found._asdict() | {"fault": found.fault, "audited": found.audited}
+        result = attacked._asdict() | {"fault": attacked.fault, "audited": attacked.audited}
         result |= {name: result[name]._asdict() for name in ("guesses", "membership")}
         print(json.dumps(result))
     else:
-        print(*found.in_words(), sep="\n")
-    raise typer.Exit(int(found.fault or not found.audited))
+        print(*attacked.in_words(), sep="\n")
+    raise typer.Exit(int(attacked.fault or not attacked.audited))

@@ -113,8 +113,8 @@ class Ranking:
 
     def gain(self, name: str, over: str, *sites: str) -> tuple[float, float | None]:
         """Return the mean difference between two settings over the seeds of both, and half."""
-        one, other = self.means(name, *sites), self.means(over, *sites)
-        return _interval(one[seed] - other[seed] for seed in one if seed in other)
+        means, other = self.means(name, *sites), self.means(over, *sites)
+        return _interval(means[seed] - other[seed] for seed in means if seed in other)
 
     def clearly(self, name: str, over: str, *sites: str, alike: bool = False) -> bool:
         """Whether it is better by more than the interval, and not by the same with each seed.
@@ -149,7 +149,7 @@ class Ranking:
     def alike(self) -> bool:
         """Whether all seeds of the reference came to the same: nothing was drawn."""
         first, *others = (run.sites for run in self.results[self.reference].values())
-        return bool(others) and all(found == first for found in others)
+        return bool(others) and all(sites == first for sites in others)
 
     @property
     def winner(self) -> str:
@@ -219,10 +219,10 @@ class Ranking:
 
     def classes(self, name: str) -> tuple[float, float] | None:
         """Return majority share and balanced accuracy of a setting over seeds, if known."""
-        found = [run.classes(self.counted) for run in self.results[name].values()]
-        known = [pair for pair in found if pair]
+        pairs = [run.classes(self.counted) for run in self.results[name].values()]
+        known = [pair for pair in pairs if pair]
         shares, recalls = zip(*known, strict=True) if known else ((), ())
-        full = known and len(known) == len(found)
+        full = known and len(known) == len(pairs)
         return (statistics.fmean(shares), statistics.fmean(recalls)) if full else None
 
     def tables(self) -> list[dict[str, Any]]:
@@ -253,9 +253,9 @@ class Ranking:
         """Return plain values; None for what is no number."""
 
         def plain(name: str, *sites: str) -> dict[str, float | None]:
-            found = (*self.mean(name, *sites), *self.gain(name, self.reference, *sites))
+            numbers = (*self.mean(name, *sites), *self.gain(name, self.reference, *sites))
             names = ("mean", "half_width", "difference", "difference_half_width")
-            return {key: _finite(x) for key, x in zip(names, found, strict=True)}
+            return {key: _finite(x) for key, x in zip(names, numbers, strict=True)}
 
         settings = [
             {"name": name, "seeds": [*self.results[name]]}
@@ -271,11 +271,11 @@ class Ranking:
 
 def drawn(table: Mapping[str, Any]) -> Table:
     """Return a table for a terminal; the first column has names, and the last may have."""
-    found = plain_table(table["name"], table["heads"][:1], table["heads"][1:])
-    found.columns[-1].no_wrap, found.columns[-1].overflow = False, "fold"
+    result = plain_table(table["name"], table["heads"][:1], table["heads"][1:])
+    result.columns[-1].no_wrap, result.columns[-1].overflow = False, "fold"
     for row in table["rows"]:
-        found.add_row(*map(Text, map(printable, row)))
-    return found
+        result.add_row(*map(Text, map(printable, row)))
+    return result
 
 
 def _interval(values: Iterable[float]) -> tuple[float, float | None]:

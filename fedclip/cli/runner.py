@@ -69,9 +69,9 @@ def _relocate(document: Config, file: Path, folder: Path) -> None:
         document.setdefault(section, tomlkit.table())
     home = file.resolve().parent
     if not document["data"].get("data_folder"):
-        found = [path for path in home.glob("data*") if path.is_dir()]
-        if len(found) == 1:
-            document["data"]["data_folder"] = str(found[0])
+        folders = [path for path in home.glob("data*") if path.is_dir()]
+        if len(folders) == 1:
+            document["data"]["data_folder"] = str(folders[0])
     if not document["model"].get("model_file"):
         document["model"]["model_file"] = str(home / "model.py")
     document["experiment"]["checkpoint"] = str(folder)
@@ -168,13 +168,13 @@ def run_all(
 
 def reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
     """Return name, folder and report of each setting, without the seeds of other plans."""
-    found = []
+    result = []
     for folder in dict.fromkeys(planned.folder.parent for planned in runs if planned.done):
         report = read_report(folder)
         seeds = {planned.folder.name for planned in runs}
         chosen = [run for run in report.experiments if run.partition("/")[0] in seeds]
-        found.append((folder.name, folder, report.only(chosen)))
-    return found
+        result.append((folder.name, folder, report.only(chosen)))
+    return result
 
 
 def _run(command: str, config: Path, seed: int, output: Path) -> None:

@@ -55,16 +55,16 @@ def read(folder: Path, apart: Collection[Path] = ()) -> Report:
 
 def _without(apart: Collection[Path], folder: Path) -> Report:
     report = read_report(folder)
-    kept = [
+    names = [
         name for name in report.experiments if not name or (folder / name).resolve() not in apart
     ]
-    return report.only(kept or report.experiments)
+    return report.only(names or report.experiments)
 
 
 def _newest(report: Report) -> Report:
     """Leave out the older runs where a federation lies in the folder of another, and say so."""
-    found = report.experiments
-    if len(found) == 1 or "" not in found:
+    experiments = report.experiments
+    if len(experiments) == 1 or "" not in experiments:
         return report
 
     def written(node: str) -> float:
@@ -73,8 +73,8 @@ def _newest(report: Report) -> Report:
         return (path if path.is_dir() else report.folder).stat().st_mtime
 
     newest = experiment_of(max((*report.nodes, *report.private), key=written))
-    said = f"this is the newest of {len(found)} runs, in {report.folder / newest}"
-    say(f"fedclip: {said}; the others are left out", err=True)
+    text = f"this is the newest of {len(experiments)} runs, in {report.folder / newest}"
+    say(f"fedclip: {text}; the others are left out", err=True)
     return report.only([newest])
 
 

@@ -65,8 +65,8 @@ def check(file: PolicyPath) -> None:
     for line in lines:
         say(f"  {line}")
     for (name, package), (where, unseen) in ENGINES.items():
-        found = version(package)
-        say(f"{name} {found}" if found else f"{name}, which is not installed here")
+        installed = version(package)
+        say(f"{name} {installed}" if installed else f"{name}, which is not installed here")
         say(f"  acts in      {where}")
         say(f"  can not see  {unseen}")
     for problem in problems:
@@ -89,14 +89,14 @@ def _explained(policy: Policy) -> Iterator[str]:
         )
     if policy.max_epsilon is not None:
         done = spent(policy)
-        left = done.affordable(policy.noise_multiplier, policy.max_epsilon, _MOST)
+        updates = done.affordable(policy.noise_multiplier, policy.max_epsilon, _MOST)
         yield (
             f"at most epsilon {policy.max_epsilon:g} at delta {policy.delta:g} together, for any "
             f"change of this site's data ({policy.relation})"
         )
         yield (
             f"of which {done.rounds:,} updates have spent {done.epsilon():.4g}, says "
-            f"{policy.ledger}; {left:,} more fit"
+            f"{policy.ledger}; {updates:,} more fit"
         )
     elif policy.noise_multiplier:
         yield "without a budget: the noise of many updates averages out"

@@ -22,7 +22,7 @@ from fedclip.privacy.accounting import (
 )
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.privacy.trust_models import by_silent
-from fedclip.privacy.trust_models import in_words as told
+from fedclip.privacy.trust_models import in_words as trust_lines
 from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.store import read, server_in
@@ -54,8 +54,8 @@ class Spent(NamedTuple):
     @property
     def evaluated(self) -> list[float]:
         """The noise multipliers that are those of evaluations."""
-        found = (r.noise_multiplier for e in self.entries if e.evaluation for r in e.spent)
-        return [*dict.fromkeys(found)]
+        multipliers = (r.noise_multiplier for e in self.entries if e.evaluation for r in e.spent)
+        return [*dict.fromkeys(multipliers)]
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs, and by which accountant; or why it cannot be counted.
@@ -72,9 +72,11 @@ class Spent(NamedTuple):
             name = f"rdp at order {order:.4g}" if ordered else cost.accountant
             # JSON has no infinity.
             finite = math.isfinite(cost.epsilon)
-            found: dict[str, float | str] = {name: cost.epsilon if finite else "no finite epsilon"}
+            epsilons: dict[str, float | str] = {
+                name: cost.epsilon if finite else "no finite epsilon"
+            }
         except ModuleNotFoundError as exc:
-            found = {"epsilon": str(exc)}
+            epsilons = {"epsilon": str(exc)}
         return {
             "evaluated": self.evaluated,
             "where": self.where,
@@ -91,7 +93,7 @@ class Spent(NamedTuple):
                 for e in self.entries
                 for r in e.spent
             ],
-            "epsilons": found if spent else {},
+            "epsilons": epsilons if spent else {},
             "versions": {name: version(name) for name in _COUNTED_BY},
         }
 
@@ -101,8 +103,8 @@ class Spent(NamedTuple):
     ) -> dict[int, float | None]:
         def epsilon(silent: int) -> float:
             times = site.multiplier(silent) / site.noise_multiplier
-            there = [r._replace(noise_multiplier=r.noise_multiplier * times) for r in spent]
-            return account(there, delta, relation).epsilon
+            releases = [r._replace(noise_multiplier=r.noise_multiplier * times) for r in spent]
+            return account(releases, delta, relation).epsilon
 
         return by_silent(epsilon, site.expected_clients, site.sure)
 
@@ -134,7 +136,7 @@ def in_words(cost: Config) -> Iterator[str]:
         )
     if cost["silent"]:
         yield "  the clients have added the noise:"
-        yield from told(cost["silent"]).split("\n")
+        yield from trust_lines(cost["silent"]).split("\n")
     if cost["planned"] is not None:
         yield (
             f"  of at most {cost['planned']:.4g}, as planned: quote that if what clients sent has "
@@ -154,11 +156,11 @@ def csv_rows(one: Spent, cost: Config) -> Iterator[Config]:
     A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
     The last epsilon is what `Spent.cost` says by the same accountant.
     """
-    own = one.accountant
+    accountant = one.accountant
     relation = "add-remove" if cost["relation"] == ZERO_OUT else cost["relation"]
-    so_far = Accountant(cost["delta"], relation, own.order)
-    so_far.plan = own.plan
-    each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
+    so_far = Accountant(cost["delta"], relation, accountant.order)
+    so_far.plan = accountant.plan
+    each = [{**r._asdict(), "steps": 1} for r in accountant.spent for _ in range(r.steps)]
     for turn, row in enumerate(cost["entries"] or each, 1):
         so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
         mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
@@ -177,7 +179,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
     """
     path = path.parent if path.name == SERVED else path
     folder = path.is_dir()
-    found: list[Spent] = []
+    ledgers: list[Spent] = []
     servers: list[Spent] = []
     known: set[Path | None] = set()
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
@@ -187,8 +189,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
             where = str(config.parent.relative_to(path))
             noise = "correlated " * (len(budget.coefficients) > 1)
             noise += "discrete " * (bound.site is not None) + "Gaussian"
-            kept = budget.separation, budget.max_epsilon, noise, bound.site
-            servers.append(Spent(where, "client", budget.accountant, (), *kept))
+            terms = budget.separation, budget.max_epsilon, noise, bound.site
+            servers.append(Spent(where, "client", budget.accountant, (), *terms))
             known.add(budget.path)
     for file in sorted(path.rglob(FILE)) if folder else [path]:
         if (real := file.resolve()) in known:
@@ -198,9 +200,9 @@ def read_spent(path: Path) -> Iterator[Spent]:
         where = str(file.relative_to(path)) if folder else path.name
         unit = protected(entries[-1].data)[1] or "record"
         protects = "site's data set" if unit == "site" else unit
-        found.append(Spent(where, protects, total(entries), entries))
-    yield from (found := found + servers)
-    if not found:
+        ledgers.append(Spent(where, protects, total(entries), entries))
+    yield from (ledgers := ledgers + servers)
+    if not ledgers:
         raise NothingSpent(
             f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
             f"nor a checkpoint or {SERVED} of a server with update-clip-server and noise"
@@ -209,9 +211,9 @@ def read_spent(path: Path) -> Iterator[Spent]:
 
 def _of_engine(file: Path) -> AdaptiveBound:
     """Return the bound of a server on another engine, and what was spent."""
-    kept = read(file)
-    server = server_in(file.parent, kept.settings)
-    server.set_state(dict(kept.state))
+    stored = read(file)
+    server = server_in(file.parent, stored.settings)
+    server.set_state(dict(stored.state))
     return server.bound
 
 
@@ -230,9 +232,9 @@ def _of_server(folder: Path) -> AdaptiveBound | None:
         saved = Checkpointer(str(folder))
         optimizer = saved.load_optimizer(load_state=False)
         bounds = (m for m in optimizer.modules if isinstance(m, AdaptiveBound) and m.budget)
-        found = next(bounds, None)
-        for file in sorted(folder.glob("optimizer_state_*.mpk")) if found else ():
+        bound = next(bounds, None)
+        for file in sorted(folder.glob("optimizer_state_*.mpk")) if bound else ():
             saved.load_optimizer(optimizer, file.stem.removeprefix("optimizer_state_"))
     except Exception as exc:  # whatever a damaged file makes declearn raise
         raise ValueError(f"the checkpoint in {folder} can not be read: {exc!s:.200}") from exc
-    return found
+    return bound

@@ -14,7 +14,14 @@ from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_line
 from fedclip.report import Report, Row, number, printable
 from fedclip.report.findings import Advice, Lines, Proposal
-from fedclip.report.norms import Norms, Seen, places_of, rounded, seen, told
+from fedclip.report.norms import (
+    Norms,
+    Unusual,
+    client_findings,
+    norms_by_stage,
+    rounded,
+    unusual_norms,
+)
 from fedclip.report.results import Result, result_of
 from fedclip.report.rows import listed
 
@@ -73,7 +80,7 @@ def proposals(norms: Norms, early: bool = False, cut: Collection[str] = ()) -> I
         limit = _spared(norms, limit, cut)
     limit, order = rounded(limit), norms.order
     shares, sections = norms.above(limit), ("client_opt", "server_opt")
-    if norms.place == "step":
+    if norms.stage == "step":
         fixed = ("norm-clip", {"max_norm": limit, **order})
         mad, server = (MadClip.name, {"shared": True, **order}), (f"{MadClip.name}-server", order)
         yield _proposal(norms, "fixed", {"client_opt": fixed}, shares, limit)
@@ -115,7 +122,7 @@ def _proposal(
     shares: Mapping[str, float] | None = None,
     limit: float | None = None,
 ) -> Proposal:
-    name, shares, module = f"{norms.place}.{kind}", shares or {}, norms.rows[0].module
+    name, shares, module = f"{norms.stage}.{kind}", shares or {}, norms.rows[0].module
     toml, clipped = [*_toml(lines)], _in_words(shares)
     return Proposal(name, lines, shares, limit, module, *_TEXTS[name], toml, clipped)
 
@@ -143,8 +150,8 @@ def _in_words(shares: Mapping[str, float]) -> str:
     if len(shown) > _NAMED:
         order = sorted(shown, key=lambda item: item[1])
         shown = [order[0], order[len(order) // 2], order[-1]]
-    said = ", ".join(f"{100 * share:.3g} % of {name}" for name, share in shown)
-    return said if len(shares) <= _NAMED else f"{said} (least, middle and most of {len(shares)})"
+    text = ", ".join(f"{100 * share:.3g} % of {name}" for name, share in shown)
+    return text if len(shares) <= _NAMED else f"{text} (least, middle and most of {len(shares)})"
 
 
 # So many proposals are shown in full.
@@ -188,51 +195,55 @@ def advised(report: Report, experiment: str) -> Advice:
     """
     report = report.only([experiment])
     places = read_norms(report, experiment)
-    found, result = seen(places), result_of(report, experiment)
+    unusual, result = unusual_norms(places), result_of(report, experiment)
     bad = {f.kind: f.text for f in report.findings()}
     lost = [bad[kind] for kind in ("diverged", "nonfinite") if kind in bad]
-    findings = [*lost, *told(found), *result.told()]
+    findings = [*lost, *client_findings(unusual), *result.findings()]
     findings += [] if _protected(report) else _clipped(places)
     # Norms of later rounds are then of no use.
     early = "diverged" in bad
-    case, who = _case(found, early, result)
-    if not found:
+    case, who = _case(unusual, early, result)
+    if not unusual:
         case = "private" if _protected(report) else "none"
     if case == "spikes":
         # A spike may spoil the model, and with it the norms of all clients from then on.
-        first = min(min(rounds) for rounds in found["step"].spikes.values())
+        first = min(min(rounds) for rounds in unusual["step"].spikes.values())
         places = [norms.until(first) for norms in places]
     ranked = sorted(
-        (proposal for norms in places for proposal in proposals(norms, early, cut_of(found))),
+        (
+            proposal
+            for norms in places
+            for proposal in proposals(norms, early, clients_to_clip(unusual))
+        ),
         key=lambda proposal: _ORDERS.get(case, _ORDER).index(proposal.name),
     )
-    fit = ranked if early else [p for p in ranked if spares_healthy(p, cut_of(found))]
+    fit = ranked if early else [p for p in ranked if spares_healthy(p, clients_to_clip(unusual))]
     if case in ("step", "update", "two", "diverged", "spikes"):
         ranked = [*fit, *(p for p in ranked if p not in fit)]
         if not fit:
             case, who = "tune", f"{who} the others', and each limit would clip those more"
     start = ranked[0].name if case in ("step", "update", "two", "diverged", "spikes") else ""
     answer = _ANSWERS[case].format(who, start)
-    odd = [*dict.fromkeys(name for one in found.values() for name in one.odd)]
+    odd = [*dict.fromkeys(name for stage in unusual.values() for name in stage.odd)]
     return Advice(printable(answer), [*map(printable, findings)], ranked, start, odd)
 
 
-def cut_of(found: Mapping[str, Seen]) -> list[str]:
+def clients_to_clip(unusual: Mapping[str, Unusual]) -> list[str]:
     """Return the clients that a limit is to clip: outliers, or without any those with spikes."""
-    odd = dict.fromkeys(name for one in found.values() for name in one.odd)
-    return [*(odd or found.get("step", Seen()).spikes)]
+    odd = dict.fromkeys(name for stage in unusual.values() for name in stage.odd)
+    return [*(odd or unusual.get("step", Unusual()).spikes)]
 
 
 def spares_healthy(proposal: Proposal, cut: Collection[str]) -> bool:
     """Whether it clips no other client more often than those that it is to clip, if known."""
     others = [share for name, share in proposal.shares.items() if name not in cut]
-    wanted = [share for name, share in proposal.shares.items() if name in cut]
-    return not wanted or max(others, default=0.0) <= min(wanted)
+    cut_shares = [share for name, share in proposal.shares.items() if name in cut]
+    return not cut_shares or max(others, default=0.0) <= min(cut_shares)
 
 
 def read_norms(report: Report, experiment: str) -> list[Norms]:
     """Return the norms of steps, and of updates, of one federation of a report."""
-    steps, updates = places_of(
+    steps, updates = norms_by_stage(
         r for r in report.whole if r.experiment == experiment and r.node not in report.servers
     )
     order = _order(report, steps.rows[0]) if steps.rows else {}
@@ -263,26 +274,26 @@ def _order(report: Report, row: Row) -> Config:
     if not file.exists():
         return {}
     try:
-        name, config = json.loads(file.read_text(encoding="utf-8"))["modules"][row.place]
+        name, config = json.loads(file.read_text(encoding="utf-8"))["modules"][row.index]
         order = config.get("ord", 2) if name == row.name else 2
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
         raise ValueError(f"{file} can not be read, and says of which order norms are") from exc
     return {} if order == 2 else {"ord": order}
 
 
-def _case(found: Mapping[str, Seen], early: bool, result: Result) -> tuple[str, str]:
+def _case(unusual: Mapping[str, Unusual], early: bool, result: Result) -> tuple[str, str]:
     """Return what decides, "" where nothing is unusual, and whom it is about."""
     single = result.single()
-    for place, one in found.items():
-        if odd := [name for name in one.odd if place == "step" or name not in single]:
-            times = f"{'up to ' * (len(odd) > 1)}{number(max(one.odd[n] for n in odd))} times"
-            return "two" if one.two else place, f"{listed(odd)} are {times}"
-    if found and early:
+    for place, stage in unusual.items():
+        if odd := [name for name in stage.odd if place == "step" or name not in single]:
+            times = f"{'up to ' * (len(odd) > 1)}{number(max(stage.odd[n] for n in odd))} times"
+            return "two" if stage.two else place, f"{listed(odd)} are {times}"
+    if unusual and early:
         return "diverged", ""
-    steps = found.get("step", Seen())
+    steps = unusual.get("step", Unusual())
     if steps.spikes:
         return "spikes", listed([*steps.spikes])
-    if odd := [name for one in found.values() for name in one.odd]:
+    if odd := [name for stage in unusual.values() for name in stage.odd]:
         return "tune", f"the updates of {listed(odd)} are longer, and all of one class"
     if worse := result.worse():
         return "tune", f"{listed([*worse])} far worse than the others, with usual norms"
@@ -295,10 +306,10 @@ def _clipped(places: list[Norms]) -> Iterator[str]:
     for norms in places:
         share = norms.whole.clipped_share
         if norms.lacking:
-            yield f"{norms.place.capitalize()}s: {norms.lacking}."
+            yield f"{norms.stage.capitalize()}s: {norms.lacking}."
         elif share and norms.rows[0].name != "no-op":
             yield (
-                f"{norms.place.capitalize()}s: {share:.0%} were clipped in this run; without that, "
+                f"{norms.stage.capitalize()}s: {share:.0%} were clipped in this run; without that, "
                 "later norms might have been larger."
             )
 

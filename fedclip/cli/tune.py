@@ -54,10 +54,10 @@ def set_value(document: Config, key: str, value: object) -> None:
     if isinstance(table, MutableMapping) and way:
         table[last] = value
         return
-    found = [*modules_of(document)]
-    places = [(modules, i) for name, modules, i in found if [name] == way]
+    standing = [*modules_of(document)]
+    places = [(modules, i) for name, modules, i in standing if [name] == way]
     if not places:
-        known = [*document, *(name for name, _, _ in found)]
+        known = [*document, *(name for name, _, _ in standing)]
         hint = nearest(way[0], known) if way else ""
         if way and way[0] in document.get("optim", {}):
             hint = f"; write optim.{key}"
@@ -85,7 +85,7 @@ def rewritten(text: str, proposal: Proposal) -> str:
     optim = document.get("optim", document)
     if not hasattr(optim, "keys") or "client_opt" not in optim:
         raise ValueError("there is no client_opt in it to add a clipper to")
-    noised = (str(found[i]) for _, found, i in modules_of(document, ["server_opt"]))
+    noised = (str(entries[i]) for _, entries, i in modules_of(document, ["server_opt"]))
     if "aggregator" in proposal.plugins and any("noise_multiplier" in text for text in noised):
         raise ValueError(
             f"it has noise, and {proposal.name} has none: if its bound may tell of the data, write "
@@ -98,8 +98,8 @@ def rewritten(text: str, proposal: Proposal) -> str:
             _insert(optim, section, name, config)
     if proposal.name.startswith("step.") and "server_opt" not in proposal.plugins:
         # The clipper that made room may have been a shared one.
-        found = (f for f in modules_of(document, ["server_opt"]) if _kind(f[0]) == "counterpart")
-        for _, modules, place in [*found][:1]:
+        entries = (f for f in modules_of(document, ["server_opt"]) if _kind(f[0]) == "counterpart")
+        for _, modules, place in [*entries][:1]:
             del modules[place]
     return str(tomlkit.dumps(document))
 
@@ -166,9 +166,9 @@ def unclipped(text: str) -> tuple[str, bool]:
         )
     document: Config = tomlkit.parse(rewritten(text, Proposal("step.none", _MEASURES)))
     clipped = any(_clips(name) for name in modules)
-    for name, found, place in list(modules_of(document))[::-1]:
+    for name, holder, place in list(modules_of(document))[::-1]:
         if _clips(name):
-            del found[place]
+            del holder[place]
     optim = document["optim"]
     aggregator = optim.get("aggregator", "averaging")
     config = {"name": aggregator} if isinstance(aggregator, str) else aggregator
@@ -182,8 +182,8 @@ def unclipped(text: str) -> tuple[str, bool]:
 def _clips(name: str) -> bool:
     """Whether a module clips by norm, or is the counterpart of one that does."""
     base = name.removesuffix("-server")
-    ours = BY_NORM | {"update-clip", *UPDATES}
-    return name in _DECLEARNS or (base in ours and name != "no-op")
+    clippers = BY_NORM | {"update-clip", *UPDATES}
+    return name in _DECLEARNS or (base in clippers and name != "no-op")
 
 
 def parse(setting: str) -> tuple[str, list[object]]:
@@ -202,10 +202,10 @@ def parse(setting: str) -> tuple[str, list[object]]:
     if not equals or not key.strip() or not values.strip():
         raise ToolError(f"{setting!r} must be KEY=VALUE,VALUE")
     try:
-        found = tomllib.loads(f"x = [{values}]")["x"]
+        parsed = tomllib.loads(f"x = [{values}]")["x"]
     except (ValueError, RecursionError):
-        found = [value_of(word.strip()) for word in values.split(",")]
-    return key.strip(), found
+        parsed = [value_of(word.strip()) for word in values.split(",")]
+    return key.strip(), parsed
 
 
 def combined(text: str, settings: Sequence[str]) -> dict[str, str]:
@@ -216,7 +216,7 @@ def combined(text: str, settings: Sequence[str]) -> dict[str, str]:
     ToolError
         If a key is not in the configuration, or two values are the same.
     """
-    parsed, found = [parse(setting) for setting in settings], dict[str, str]()
+    parsed, texts = [parse(setting) for setting in settings], dict[str, str]()
     for values in itertools.product(*(values for _, values in parsed)):
         document: Config = tomlkit.parse(text)
         words = []
@@ -227,10 +227,10 @@ def combined(text: str, settings: Sequence[str]) -> dict[str, str]:
         # A folder can have this name.
         plain = re.sub(r'[][{}"]', "", ",".join(words))
         name = re.sub(r"[^\w.=,+-]+", "_", plain).strip("_.")[:120]
-        if name in (*found, ""):
+        if name in (*texts, ""):
             raise ToolError(f"two settings have the same name, {name!r}: give each value once")
-        found[name] = tomlkit.dumps(document)
-    return found
+        texts[name] = tomlkit.dumps(document)
+    return texts
 
 
 @dataclass
@@ -329,8 +329,8 @@ class Tuning:
         """
         for run in runs:
             report = None if run in failures else read_report(run.folder)
-            found = result_of(report, min(report.experiments)) if report else Result()
-            self.results.setdefault(run.label, {})[str(run.seed)] = found
+            result = result_of(report, min(report.experiments)) if report else Result()
+            self.results.setdefault(run.label, {})[str(run.seed)] = result
         known = self.results[NONE]["1"].sites
         if not any(known.values()):
             raise ValueError("no site has evaluated the model: there is nothing to rank by")

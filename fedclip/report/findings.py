@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from fedclip.core.records import RoundRecord
-from fedclip.report.norms import places_of, seen, told
+from fedclip.report.norms import client_findings, norms_by_stage, unusual_norms
 from fedclip.report.rows import (
     Curve,
     Limits,
@@ -59,13 +59,13 @@ def clipper_findings(rows: Iterable[Row], limits: Limits, servers: frozenset[str
 
 def diverged(curves: Iterable[Curve], servers: frozenset[str]) -> list[Finding]:
     """Say from which round on the loss of a model was no number."""
-    found = [c for c in curves if c.metric == "loss" and c.nonfinite and c.node in servers]
-    said = (
+    lost = [c for c in curves if c.metric == "loss" and c.nonfinite and c.node in servers]
+    text = (
         "The loss that {} measured was NaN or infinite after round {}: the model has diverged; "
         "see `fedclip suggest`."
     )
     return [
-        Finding("diverged", c.experiment, "", said.format(c.node, c.nonfinite[0])) for c in found
+        Finding("diverged", c.experiment, "", text.format(c.node, c.nonfinite[0])) for c in lost
     ]
 
 
@@ -74,22 +74,22 @@ def unlike(rows: Iterable[Row]) -> list[Finding]:
     runs = grouped(rows, lambda row: row.experiment)
     return [
         Finding("unlike", experiment, "", text)
-        for experiment, own in runs.items()
-        for text in told(seen(places_of(own)))
+        for experiment, members in runs.items()
+        for text in client_findings(unusual_norms(norms_by_stage(members)))
     ]
 
 
 def unseen(private: Iterable[str]) -> list[Finding]:
     """Say why nothing is known of clients that train by DP-SGD but what they have spent."""
-    found = grouped(private, experiment_of)
-    said = (
+    nodes_by_experiment = grouped(private, experiment_of)
+    text = (
         "DP-SGD on {}: the norms of records, and how many were clipped, follow from the records "
         "without noise, so they are never kept. What may be seen is the noise, and the budget "
         "that was spent."
     )
     return [
-        Finding("private", experiment, "", said.format(listed(sorted(nodes))))
-        for experiment, nodes in found.items()
+        Finding("private", experiment, "", text.format(listed(sorted(nodes))))
+        for experiment, nodes in nodes_by_experiment.items()
     ]
 
 
@@ -106,20 +106,20 @@ def _all(rows: Sequence[Row], limits: Limits) -> Said:
 def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
     """Say how much was clipped."""
     records = [row.record for row in rows]
-    whole = pooled(records)
-    steps, clipped, largest = whole.steps, whole.clipped, number(whole.norm_max)
+    total = pooled(records)
+    steps, clipped, largest = total.steps, total.clipped, number(total.norm_max)
     held = known(rows, limits)
     # The module no-op counts what its limit would have clipped.
     was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
     step = "update" if rows[0].name.startswith("update-") else "step"
     if not held:
         return "no-limit", f"No limit was set; of {steps:,} {step}s, the largest norm is {largest}."
-    if not clipped and whole.norm_max is None:
+    if not clipped and total.norm_max is None:
         return "inert", (
             f"No {step} {was} clipped; the limit was {number(held[-1])} in the end. The norms are "
             "not known here."
         )
-    if not clipped and (whole.norm_max or 0.0) <= max(held):
+    if not clipped and (total.norm_max or 0.0) <= max(held):
         return "inert", (
             f"No {step} {was} clipped: the largest norm, {largest}, is below the limit, "
             f"{number(max(held))}."
@@ -140,17 +140,17 @@ def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
         return "clipped", _share(rows, f"{step}s {were}")
     seen = pooled(row.record for row in after)
     ends = known(after, limits)
-    said = [f"No {step} {was} clipped after round {last}"]
-    said += [f"the limit was {number(ends[-1])} in the end"] * bool(ends)
+    parts = [f"No {step} {was} clipped after round {last}"]
+    parts += [f"the limit was {number(ends[-1])} in the end"] * bool(ends)
     if seen.norm_median is not None:
-        said.append(f"the median norm was {number(seen.norm_median)}")
-    return "inert", f"{said[0]}{': ' * (len(said) > 1)}{', '.join(said[1:])}."
+        parts.append(f"the median norm was {number(seen.norm_median)}")
+    return "inert", f"{parts[0]}{': ' * (len(parts) > 1)}{', '.join(parts[1:])}."
 
 
 def _share(rows: Sequence[Row], steps_were: str) -> str:
-    whole = _by_node(rows)
-    shares = {node: record.clipped_share for node, record in whole.items() if record.steps}
-    total = pooled(whole.values())
+    by_node = _by_node(rows)
+    shares = {node: record.clipped_share for node, record in by_node.items() if record.steps}
+    total = pooled(by_node.values())
     sentence = f"{total.clipped_share:.1%} of {total.steps:,} {steps_were} clipped"
     if len(shares) > 1:
         most = max(shares, key=shares.__getitem__)
@@ -160,31 +160,31 @@ def _share(rows: Sequence[Row], steps_were: str) -> str:
 
 def _setter(rows: Sequence[Row]) -> Said:
     """Say which limit binds, for a clipper whose limit should follow the norms."""
-    whole = pooled(row.record for row in rows)
-    limited = whole.fixed + whole.learnt + whole.warmup
+    total = pooled(row.record for row in rows)
+    limited = total.fixed + total.learnt + total.warmup
     if not limited or not any(row.adaptive for row in rows):
         return
-    if whole.warmup >= _NEARLY_ALL * limited:
+    if total.warmup >= _NEARLY_ALL * limited:
         text = (
-            f"Not yet warmed up: at {whole.warmup:,} of {whole.steps:,} steps the limit was that "
+            f"Not yet warmed up: at {total.warmup:,} of {total.steps:,} steps the limit was that "
             "of the warm-up, because the clipper had not seen enough norms for one of its own."
         )
         yield "warm-up", text
-    elif whole.fixed >= _NEARLY_ALL * limited:
+    elif total.fixed >= _NEARLY_ALL * limited:
         text = (
-            f"The fixed limit held in {whole.fixed / limited:.0%} of the limited steps, so the "
+            f"The fixed limit held in {total.fixed / limited:.0%} of the limited steps, so the "
             "clipper does not adapt: raise max_norm, or leave it out."
         )
         yield "fixed", text
-    elif whole.fixed or whole.warmup:
-        parts = {"learnt": whole.learnt, "fixed": whole.fixed, "from the warm-up": whole.warmup}
+    elif total.fixed or total.warmup:
+        parts = {"learnt": total.learnt, "fixed": total.fixed, "from the warm-up": total.warmup}
         shares = [f"{n / limited:.0%} {name}" for name, n in parts.items() if n]
         yield "limits", f"Where the limits came from: {', '.join(shares)}."
 
 
 def _by_node(rows: Sequence[Row]) -> dict[str, RoundRecord]:
     nodes = grouped(rows, lambda row: row.node)
-    return {node: pooled(row.record for row in own) for node, own in nodes.items()}
+    return {node: pooled(row.record for row in members) for node, members in nodes.items()}
 
 
 def _named(rows: Sequence[Row]) -> str:

@@ -36,7 +36,7 @@ class Norms:
 
     Attributes
     ----------
-    place
+    stage
         "step" or "update".
     rows
         The rounds of the first clipper by norm on each node.
@@ -46,7 +46,7 @@ class Norms:
         Of updates: the number of steps that each client took in each round, if that is known.
     """
 
-    place: str
+    stage: str
     rows: Sequence[Row]
     order: Mapping[str, object] = field(default_factory=dict)
     effort: Mapping[tuple[str, int], int] = field(default_factory=dict)
@@ -63,16 +63,16 @@ class Norms:
 
     def by_client(self) -> dict[str, list[RoundRecord]]:
         """Return the rounds of each client, in order."""
-        found = grouped(self.rows, lambda row: site_of(row.node))
-        return {name: [row.record for row in rows] for name, rows in found.items()}
+        clients = grouped(self.rows, lambda row: site_of(row.node))
+        return {name: [row.record for row in rows] for name, rows in clients.items()}
 
     def by_round(self) -> dict[int, dict[str, RoundRecord]]:
         """Return the records of those with norms, by round, and in a round by client."""
-        found: dict[int, dict[str, RoundRecord]] = {}
+        rounds: dict[int, dict[str, RoundRecord]] = {}
         for name, records in self.by_client().items():
             for record in (record for record in records if record.counts):
-                found.setdefault(record.round, {})[name] = record
-        return dict(sorted(found.items()))
+                rounds.setdefault(record.round, {})[name] = record
+        return dict(sorted(rounds.items()))
 
     def ratios(self) -> dict[str, float]:
         """Return how many times the norms of the median client each one's are.
@@ -84,9 +84,9 @@ class Norms:
         make a longer update, and few one that is long for a step. A ratio is the median over the
         rounds, or that of the first round if it is larger.
         """
-        if self.place == "update":
-            whole, each = (self._ratios(1.0, per_step=own) for own in (False, True))
-            return {name: min(ratio, each.get(name, ratio)) for name, ratio in whole.items()}
+        if self.stage == "update":
+            plain, each = (self._ratios(1.0, per_step=per_step) for per_step in (False, True))
+            return {name: min(ratio, each.get(name, ratio)) for name, ratio in plain.items()}
         typical, largest = self._ratios(0.95), self._ratios(1.0)
         return {
             name: ratio if ratio >= ALONE else statistics.median((1.0, ratio, typical.get(name, 1)))
@@ -94,7 +94,7 @@ class Norms:
         }
 
     def _ratios(self, q: float, per_step: bool = False) -> dict[str, float]:
-        found: dict[str, list[float]] = {}
+        by_name: dict[str, list[float]] = {}
         for round_, records in self.by_round().items():
             levels = {
                 name: (record.norm_max if q == 1.0 else record.norm_quantile(q)) or 0.0
@@ -104,8 +104,8 @@ class Norms:
                 levels = {n: level / self.effort.get((n, round_), 1) for n, level in levels.items()}
             if middle := statistics.median_low(levels.values()):
                 for name, level in levels.items():
-                    found.setdefault(name, []).append(level / middle)
-        return {name: max(ratios[0], statistics.median(ratios)) for name, ratios in found.items()}
+                    by_name.setdefault(name, []).append(level / middle)
+        return {name: max(ratios[0], statistics.median(ratios)) for name, ratios in by_name.items()}
 
     def middle(self, q: float, first: bool = False) -> float:
         """Return the median over the clients of each one's q-quantile; of two, the lower one.
@@ -114,13 +114,13 @@ class Norms:
         round all begin with the same weights: nobody has changed the others' norms yet.
         """
         records = next(iter(self.by_round().values())) if first else self.clients
-        found = [record.norm_quantile(q) for record in records.values()]
-        return statistics.median_low([norm for norm in found if norm is not None] or [0.0])
+        quantiles = [record.norm_quantile(q) for record in records.values()]
+        return statistics.median_low([norm for norm in quantiles if norm is not None] or [0.0])
 
     def until(self, round_: int) -> Norms:
         """Return the norms of the rounds up to one, or all, if those are too few."""
-        own = dataclasses.replace(self, rows=[r for r in self.rows if r.record.round <= round_])
-        return self if own.lacking else own
+        earlier = dataclasses.replace(self, rows=[r for r in self.rows if r.record.round <= round_])
+        return self if earlier.lacking else earlier
 
     def usual(self, name: str) -> float:
         """Return the largest norm of a client in the median round."""
@@ -135,27 +135,27 @@ class Norms:
 
         It is for updates, of which a client has one in a round.
         """
-        found: dict[str, list[float]] = {}
+        shares_by_name: dict[str, list[float]] = {}
         for records in self.by_round().values():
             bound = statistics.median_low(norm for r in records.values() for norm in r.norms())
             for name, record in records.items():
-                found.setdefault(name, []).append(_above(record, bound))
-        return {name: sum(shares) / len(shares) for name, shares in found.items()}
+                shares_by_name.setdefault(name, []).append(_above(record, bound))
+        return {name: sum(shares) / len(shares) for name, shares in shares_by_name.items()}
 
     @property
     def lacking(self) -> str:
         """Why there are no norms to choose by, and what to do about it; "" if there are."""
         count = sum(self.whole.counts)
         if not self.rows:
-            return _UNMEASURED[self.place]
-        if count < (few := FEW[self.place]):
+            return _UNMEASURED[self.stage]
+        if count < (few := FEW[self.stage]):
             return f"{count} norms are too few to choose a limit by: at least {few} are needed"
         if not self.middle(0.95):
             return "nearly all norms are 0: there is no scale to choose a limit by"
         return ""
 
 
-def places_of(rows: Iterable[Row]) -> list[Norms]:
+def norms_by_stage(rows: Iterable[Row]) -> list[Norms]:
     """Return the norms of steps, and of updates, of the clients of one federation."""
     rows = [*rows]
     steps = _first(rows)
@@ -167,11 +167,11 @@ def places_of(rows: Iterable[Row]) -> list[Norms]:
 
 def _first(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of the first clipper by norm on each node."""
-    found: dict[str, int] = {}
+    first: dict[str, int] = {}
     for row in rows:
         if row.name in BY_NORM:
-            found[row.node] = min(found.get(row.node, row.place), row.place)
-    return [row for row in rows if found.get(row.node) == row.place and row.name in BY_NORM]
+            first[row.node] = min(first.get(row.node, row.index), row.index)
+    return [row for row in rows if first.get(row.node) == row.index and row.name in BY_NORM]
 
 
 def _above(record: RoundRecord, limit: float) -> float:
@@ -206,7 +206,7 @@ _SPIKE, _NEAR = 50.0, 2
 
 
 @dataclass
-class Seen:
+class Unusual:
     """What was seen in one place.
 
     Attributes
@@ -230,35 +230,35 @@ class Seen:
     texts: list[str] = field(default_factory=list)
 
 
-def seen(places: Iterable[Norms]) -> dict[str, Seen]:
+def unusual_norms(places: Iterable[Norms]) -> dict[str, Unusual]:
     """Return what the norms of each place show, for those that have enough of them."""
-    found: dict[str, Seen] = {}
+    result: dict[str, Unusual] = {}
     for norms in places:
         if not norms.lacking:
-            found[norms.place] = _seen(norms, any(one.odd for one in found.values()))
-    return found
+            result[norms.stage] = _unusual_in(norms, any(stage.odd for stage in result.values()))
+    return result
 
 
-def outliers_of(found: Mapping[str, Seen]) -> list[str]:
+def outliers_of(unusual: Mapping[str, Unusual]) -> list[str]:
     """Return the clients with norms far above the others', by steps or updates; of two, none."""
-    names = dict.fromkeys(name for one in found.values() for name in one.odd)
-    return [] if any(one.two for one in found.values()) else [*names]
+    names = dict.fromkeys(name for stage in unusual.values() for name in stage.odd)
+    return [] if any(stage.two for stage in unusual.values()) else [*names]
 
 
-def told(found: Mapping[str, Seen]) -> list[str]:
+def client_findings(unusual: Mapping[str, Unusual]) -> list[str]:
     """Return one sentence on each client: the first, as its updates follow from its steps."""
     texts: dict[str, str] = {}
-    for text in (text for one in found.values() for text in one.texts):
+    for text in (text for stage in unusual.values() for text in stage.texts):
         texts.setdefault(text.partition(":")[0], text)
     return [*texts.values()]
 
 
-def _seen(norms: Norms, beside: bool) -> Seen:
-    result, ratios = Seen(), norms.ratios()
-    alone = norms.place == "update" and not norms.effort
+def _unusual_in(norms: Norms, beside: bool) -> Unusual:
+    result, ratios = Unusual(), norms.ratios()
+    without_effort = norms.stage == "update" and not norms.effort
     # Sites that are odd by their steps pull the model to where others have longer updates: beside
     # them, a client is odd by its updates only if it would be so by steps.
-    most = _ODD_ALONE if alone else _ODD["step" if beside else norms.place]
+    most = _ODD_ALONE if without_effort else _ODD["step" if beside else norms.stage]
     odd = {name: times for name, times in ratios.items() if times >= most}
     result.two = len(ratios) == 2
     if 2 * len(odd) < len(ratios) or result.two:
@@ -277,14 +277,14 @@ def _seen(norms: Norms, beside: bool) -> Seen:
             usual = min(usual, before) if place > 1 and len(ratios) > 2 and before else usual
             if usual and largest[place] >= _SPIKE * usual:
                 result.spikes.setdefault(name, []).append(record.round)
-    if norms.place == "step" and not result.two:
+    if norms.stage == "step" and not result.two:
         result.small = {n: 1 / r for n, r in ratios.items() if 0 < r <= 1 / _SMALL}
     result.texts = [*_in_words(norms, result)]
     return result
 
 
-def _in_words(norms: Norms, found: Seen) -> Iterator[str]:
-    what = f"{norms.place}s"
+def _in_words(norms: Norms, found: Unusual) -> Iterator[str]:
+    what = f"{norms.stage}s"
     for name, times in found.odd.items():
         yield (
             f"{name}: the norms of its {what} are {number(times)} times the others': look at its "

@@ -131,11 +131,11 @@ def _experiments(
 
 def _findings(report: Report, advice: Advice | None) -> list[str]:
     """Return what the advice rests on, then what else was found."""
-    found = [*advice.findings] if advice else []
+    texts = [*advice.findings] if advice else []
     for finding in sorted(report.findings(), key=lambda finding: finding.kind not in _WEIGHTY):
-        if printable(finding.text) not in found:
-            found.append(": ".join(filter(None, (finding.clipper, finding.text))))
-    return found
+        if printable(finding.text) not in texts:
+            texts.append(": ".join(filter(None, (finding.clipper, finding.text))))
+    return texts
 
 
 def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str, object]:
@@ -163,19 +163,19 @@ def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, obje
 
     A round in which any of them is NaN has no mean. What was never a number is not drawn.
     """
-    found: dict[str, dict[str, dict[int, list[float]]]] = {}
+    values: dict[str, dict[str, dict[int, list[float]]]] = {}
     for curve in curves:
         node = "" if curve.node in servers else site_of(curve.node)
-        rounds = found.setdefault(curve.metric, {}).setdefault(node, {})
+        rounds = values.setdefault(curve.metric, {}).setdefault(node, {})
         for round_, value in (*curve.points, *((r, math.nan) for r in curve.nonfinite)):
             rounds.setdefault(round_, []).append(value)
     result: dict[str, object] = {}
     for metric in dict.fromkeys(curve.metric for curve in curves if curve.points):
-        server = found[metric].pop("", {})
+        server = values[metric].pop("", {})
         result[metric] = {
             "server": _means(server),
             "band": [[r, *_ends(v)] for r, v in sorted(server.items()) if v[1:]],
-            "clients": _series({node: _means(rounds) for node, rounds in found[metric].items()}),
+            "clients": _series({node: _means(rounds) for node, rounds in values[metric].items()}),
         }
     return result
 

@@ -55,8 +55,8 @@ def read_confusion(file: Path) -> list[list[float]] | None:
     try:
         # Each evaluation has a line; the last line is a bracket.
         line = file.read_text(encoding="utf-8").splitlines()[-2].rstrip(",")
-        (found,) = json.loads(f"{{{line}}}").values()
-        matrix = [[float(count) for count in row] for row in found["confusion"]]
+        (entry,) = json.loads(f"{{{line}}}").values()
+        matrix = [[float(count) for count in row] for row in entry["confusion"]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     return matrix if all(len(row) == len(matrix) for row in matrix) else None
@@ -138,8 +138,8 @@ class Reader:
     def read(self) -> Report:
         """Return the report as of now; raise a `ReportError` if there is nothing to report."""
         folder = self.folder
-        kept = [*folder.rglob(STATES), *folder.rglob(SERVED)]
-        for path in sorted({file.parent for file in kept}, key=str):
+        state_files = [*folder.rglob(STATES), *folder.rglob(SERVED)]
+        for path in sorted({file.parent for file in state_files}, key=str):
             label = path.relative_to(folder).as_posix() if path != folder else path.resolve().name
             self._nodes.setdefault(path, _Node(path, label)).update()
         nodes = self._nodes.values()
@@ -149,10 +149,10 @@ class Reader:
                 "first; declearn writes them where a checkpoint folder is set (checkpoint = … in "
                 "[experiment], or checkpoint=… for FederatedClient and FederatedServer)"
             )
-        found = [row for node in nodes for row in node.rows.values()]
+        rows = [row for node in nodes for row in node.rows.values()]
         skipped = [path for node in nodes for path in node.skipped]
         private = tuple(sorted(node.label for node in nodes if node.private))
-        if not found and not private:
+        if not rows and not private:
             files = sum(len(node.seen) for node in nodes)
             if len(skipped) == files:
                 raise ReportError(f"none of the {files} state files in {folder} can be read")
@@ -163,14 +163,14 @@ class Reader:
                 f"{names}); the module 'no-op' measures without changing anything"
                 f"{broken if skipped else ''}"
             )
-        found.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
+        rows.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
         servers = frozenset(node.label for node in nodes if node.is_server)
         confusions: dict[str, list[list[float]]] = {}
         for label, file, _ in self._metrics():
             if matrix := read_confusion(file.with_suffix(".json")):
                 confusions.setdefault(label, matrix)
         skipped_, curves = tuple(skipped), self._curves()
-        return Report(folder, tuple(found), skipped_, curves, servers, private, confusions)
+        return Report(folder, tuple(rows), skipped_, curves, servers, private, confusions)
 
     def _curves(self) -> tuple[Curve, ...]:
         """Return the curves of all nodes, and of clients that only their server knows."""

@@ -42,7 +42,7 @@ class Row:
     record: RoundRecord
     adaptive: bool = False
     """Whether the clipper keeps statistics, from which a limit may follow."""
-    place: int = 0
+    index: int = 0
     """Place of the clipper among all modules of the optimizer, from 0."""
 
     @property
@@ -63,13 +63,13 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """Return the row by column name, as in the CSV file."""
         record = self.record
-        own = {
+        computed = {
             "node": self.node,
             "module": self.module,
             "norm_p05": record.norm_quantile(0.05),
             "norm_p95": record.norm_quantile(0.95),
         }
-        return {c: own[c] if c in own else getattr(record, c) for c in COLUMNS}
+        return {c: computed[c] if c in computed else getattr(record, c) for c in COLUMNS}
 
 
 class Curve(NamedTuple):
@@ -107,10 +107,10 @@ def site_of(node: str) -> str:
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Return the items by their keys, in the order in which these come first."""
-    found: dict[K, list[T]] = {}
+    groups: dict[K, list[T]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def known(rows: Iterable[Row], limits: Limits) -> list[float]:

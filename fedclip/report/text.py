@@ -170,11 +170,11 @@ class Report:
 
         A gradient of several groups has the smallest of theirs.
         """
-        found: dict[Key, float] = {}
+        limits: dict[Key, float] = {}
         for row in self.rows:
             if row.record.limit is not None:
-                found[row.key] = min(found.get(row.key, math.inf), row.record.limit)
-        return found
+                limits[row.key] = min(limits.get(row.key, math.inf), row.record.limit)
+        return limits
 
     def write_csv(self, file: TextIO) -> None:
         """Write every row and every column as CSV; see `rows.write_csv`."""
@@ -195,18 +195,18 @@ class Report:
 
     def findings(self) -> list[Finding]:
         """Return the most important findings: losses that are lost, then some for each clipper."""
-        found = clipper_findings(self.whole, self.limits(), self.servers)
+        clippers = clipper_findings(self.whole, self.limits(), self.servers)
         lost = diverged(self.curves, self.servers)
         odd = unlike(row for row in self.whole if row.node not in self.servers)
-        return [*lost, *unseen(self.private), *found, *odd]
+        return [*lost, *unseen(self.private), *clippers, *odd]
 
     def in_words(self) -> list[str]:
         """Return the findings as sentences, each with what it is about if there are several."""
-        found = self.findings()
-        clippers = {f.clipper for f in found if f.clipper}
-        many = len({f.experiment for f in found}) > 1, len(clippers) > 1
+        findings = self.findings()
+        clippers = {f.clipper for f in findings if f.clipper}
+        many = len({f.experiment for f in findings}) > 1, len(clippers) > 1
         sentences = []
-        for finding in found:
+        for finding in findings:
             about = [n for n, m in zip(finding[1:3], many, strict=True) if m and n]
             prefix = f"{', '.join(about)}: " if about else ""
             sentences.append(printable(prefix + finding.text))

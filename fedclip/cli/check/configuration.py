@@ -122,9 +122,9 @@ def check_config(
     config = _with_files(check, config)
     check.config = config = _without_network(config) if simulate else config
     # A script may have [network] and [run] next to client_opt, but only quickrun has [data].
-    whole = "data" in config and not {"network", "run"}.isdisjoint(config)
-    alone = "run" in config and "client_opt" not in config
-    if quickrun or simulate or "optim" in config or whole or alone:
+    several = "data" in config and not {"network", "run"}.isdisjoint(config)
+    bare = "run" in config and "client_opt" not in config
+    if quickrun or simulate or "optim" in config or several or bare:
         _check_quickrun(check, config)
         run = part_of(config, "run")
         every = part_of(run, "evaluate").get("frequency", 1)
@@ -176,8 +176,8 @@ def _check_quickrun(check: Check, config: Config) -> None:
     folder = part_of(config, "experiment").get("checkpoint")
     if isinstance(folder, str):
         check_folder(check, str(check.path.parent / folder))
-    told = [f.where for f in check.problems]
-    if isinstance(config.get("data"), dict) and "[data]" not in told:
+    wrong_sections = [f.where for f in check.problems]
+    if isinstance(config.get("data"), dict) and "[data]" not in wrong_sections:
         check_data(check, config["data"], run)
 
 
@@ -240,7 +240,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
             plugins[key] = check_optimizer(check, optim[key], key, where)
         elif key == "client_opt" and key not in check.config:
             check.problem(where, f"the clients' optimizer is missing{nearest(key, optim)}")
-    whole = len(check.problems) == before
+    built = len(check.problems) == before
     if check.quickrun and any(
         p.name == "sample-clip" and p.evaluation_share for p in plugins.get("client_opt", ())
     ):
@@ -263,7 +263,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         in ("fedclip-websockets", *["websockets"] * check.quickrun),
     )
     # If a plug-in could not be built, its counterpart can not be checked.
-    if whole:
+    if built:
         check_counterparts(check, plugins)
         if "aggregator" not in optim or aggregator is not None:
             _check_updates(check, optim, setting)
@@ -329,12 +329,12 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
 
 def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
     """Find mistakes that break the bound of the round update."""
-    ours = is_ours(type(setting.aggregator))
+    from_fedclip = is_ours(type(setting.aggregator))
     # `fedclip quickrun` and the demo take both by themselves.
     vetted = check.quickrun or setting.sampler.get("strategy") == NamedClients.strategy
-    found = update_problems(
+    problems = update_problems(
         setting.plugins,
-        setting.aggregator if ours else getattr(setting.aggregator, "name", None),
+        setting.aggregator if from_fedclip else getattr(setting.aggregator, "name", None),
         optim,
         Known(
             as_count(part_of(check.config, "run").get("rounds")),
@@ -344,10 +344,10 @@ def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
             named=check.quickrun or setting.watched or (vetted and setting.secagg is None),
         ),
     )
-    for level, section, message in found:
+    for level, section, message in problems:
         check.add(level, f"[optim.{section}]", message)
     shared = any(is_shared(p) for chosen in setting.plugins.values() for p in chosen)
-    if (ours or shared) and not vetted:
+    if (from_fedclip or shared) and not vetted:
         check.note(
             "[client_sampler]",
             "replies are not vetted, so that one client can end the run: give FederatedServer "
@@ -386,8 +386,8 @@ def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
         for leak in places.before_noise(chosen):
             check.add("leak", f"[optim.{key}]", leak)
     for level, section, message in exposures(setting):
-        own = section.partition(".")[0] in ("run", "secagg", "client_sampler", "experiment")
-        check.add(level, f"[{section}]" if own else f"[optim.{section}]", message)
+        outside = section.partition(".")[0] in ("run", "secagg", "client_sampler", "experiment")
+        check.add(level, f"[{section}]" if outside else f"[optim.{section}]", message)
     check.places = places.in_words(
         plugins.get("client_opt", []),
         plugins.get("server_opt", []),

@@ -62,7 +62,7 @@ def unnamed(sites: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, str]]:
     """Yield level and text of what there is to say of persons, for private clients."""
-    found: dict[str, list[str]] = {}
+    columns: dict[str, list[str]] = {}
     for site, files in sites.items():
         data, named = Path(files["train_data"]), _named(files)
         if named.exists():
@@ -76,15 +76,15 @@ def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, s
                 yield "problem", f"{named}: {exc}"
         elif data.suffix == ".csv":
             for column in _identifiers(data):
-                found.setdefault(column, []).append(site)
+                columns.setdefault(column, []).append(site)
     known = {site for site, files in sites.items() if _named(files).exists()}
-    if known and (alone := [site for site in sites if site not in known]):
+    if known and (unnamed_sites := [site for site in sites if site not in known]):
         yield (
             "note",
-            f"{', '.join(alone)}: there is no {PERSONS}, and each record is protected alone, "
-            "unlike at other sites: write one, unless each record is another person's",
+            f"{', '.join(unnamed_sites)}: there is no {PERSONS}, so DP-SGD protects each record "
+            "separately, unlike at other sites: write one, unless each person has one record",
         )
-    for column, where in found.items():
+    for column, where in columns.items():
         yield (
             "note",
             f"column {column!r} ({', '.join(where[:3])}{', …' * (len(where) > 3)}) is named like "
@@ -137,9 +137,9 @@ def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Se
         size = effort.get("batch_size", 128)
         if not effort.get("drop_remainder", default) or not isinstance(size, int):
             continue
-        for site, own in files.items():
+        for site, paths in files.items():
             try:
-                count = len(load_data_array(own[f"{of}_target"]))
+                count = len(load_data_array(paths[f"{of}_target"]))
             except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
                 continue
             if count < size:
@@ -193,12 +193,12 @@ def check_model(check: Check, model: Section) -> None:
     if not file.is_file():
         return
     try:
-        found = trained(file, model.get("model_name") or "model")
+        counts = trained(file, model.get("model_name") or "model")
     except Exception:  # the file may need what is on another machine, or shapes from the data
         return
-    if found.shared < found.values:
-        check.note("[model]", str(found))
-    if found.wrong:
-        check.note("[model]", found.wrong)
-    if found.lacking:
-        check.problem("[model]", found.lacking)
+    if counts.shared < counts.values:
+        check.note("[model]", str(counts))
+    if counts.wrong:
+        check.note("[model]", counts.wrong)
+    if counts.lacking:
+        check.problem("[model]", counts.lacking)

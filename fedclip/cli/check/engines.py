@@ -17,12 +17,12 @@ def check_app(check: Check, config: Section) -> None:
     app: Section = config
     for key in ("tool", "flwr", "app", "config"):
         app = part_of(app, key)
-    given = part_of(app, "update-clip")
+    table = part_of(app, "update-clip")
     where = "[tool.flwr.app.config.update-clip]"
-    if not given:
+    if not table:
         hint = nearest("update-clip", app)
         check.problem(where, f"this section is missing: Flower would clip nothing{hint}")
-    for key in [key for key, value in given.items() if isinstance(value, list)]:
+    for key in [key for key, value in table.items() if isinstance(value, list)]:
         check.problem(where, f"{key}: Flower takes no lists: write one pattern, or a table")
     if check.problems:
         return
@@ -45,19 +45,19 @@ def check_app(check: Check, config: Section) -> None:
 
 def check_job(check: Check, config: Section) -> None:
     """Check the settings of a job of NVFlare, as a recipe has exported it."""
-    workflows = [part_of(one, "args") for one in _sections(config, "workflows")]
-    named = [(one, str(part_of(one, "aggregator").get("path"))) for one in workflows]
-    ours = [one for one, path in named if path.startswith("fedclip.")]
-    if len(ours) != 1:
+    workflows = [part_of(section, "args") for section in _sections(config, "workflows")]
+    named = [(section, str(part_of(section, "aggregator").get("path"))) for section in workflows]
+    clipping = [section for section, path in named if path.startswith("fedclip.")]
+    if len(clipping) != 1:
         text = "fedclip clips nothing in this job: give its recipe add_update_clipping(recipe)"
         check.problem("[workflows]", text)
         return
     selects = any(
-        "ModelSelector" in str(one.get("path")) for one in _sections(config, "components")
+        "ModelSelector" in str(section.get("path")) for section in _sections(config, "components")
     )
-    rounds = as_count(ours[0].get("num_rounds"))
+    rounds = as_count(clipping[0].get("num_rounds"))
     claim = Claim("nvflare", None, rounds=rounds, evaluates=selects, keeps_best=selects)
-    settings = part_of(part_of(part_of(ours[0], "aggregator"), "args"), "settings")
+    settings = part_of(part_of(part_of(clipping[0], "aggregator"), "args"), "settings")
     where = "[workflows.aggregator]"
     _check_settings(check, settings, claim, where, {"evaluate": "[components]"})
 
@@ -80,10 +80,11 @@ def _check_settings(
     for severity, part, text in voids_of(claim._replace(bound=bound)):
         check.add(severity, sections.get(part, where), text)
     if claim.rounds:
-        left = min(claim.rounds, bound.rounds_left())
-        cost = bound.budget.cost(left)
+        rounds = min(claim.rounds, bound.rounds_left())
+        cost = bound.budget.cost(rounds)
         check.note(
-            where, f"epsilon is {cost:.4g} after {left} rounds, of {claim.rounds} that are planned"
+            where,
+            f"epsilon is {cost:.4g} after {rounds} rounds, of {claim.rounds} that are planned",
         )
 
 
@@ -99,4 +100,4 @@ def _flat(table: Mapping[str, object], above: str = "") -> Iterator[tuple[str, o
 def _sections(config: Section, name: str) -> list[Config]:
     """Return the sections in a list of a file; none if there is no list."""
     value = config.get(name)
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -167,10 +167,10 @@ def text_of(exc: BaseException) -> str:
 def read_json(check: Check, path: Path, where: str, text: str | None = None) -> Config | None:
     """Parse a file of JSON that holds an object; report what is wrong with it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8") if text is None else text)
-        if isinstance(found, dict):
-            return found
-        check.problem(where, f"{path.name} must hold an object, got a {type(found).__name__}")
+        content = json.loads(path.read_text(encoding="utf-8") if text is None else text)
+        if isinstance(content, dict):
+            return content
+        check.problem(where, f"{path.name} must hold an object, got a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as exc:
         check.problem(where, f"{path.name} is not valid JSON: {text_of(exc)}")
     return None

@@ -62,10 +62,10 @@ def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> Iterator[tuple[s
         elif not isinstance(clipper, other.clipper):
             yield CLIENT, f"{name!r} is {clipper.name}'s, and {other.name}'s in {SERVER}"
         else:
-            for key, theirs in other.settings.items():
-                if (mine := getattr(clipper, key)) != theirs:
-                    text = f"{clipper.name} has {key} = {mine!r}, its counterpart in {SERVER}"
-                    yield CLIENT, f"{text} {theirs!r}: write the same in both"
+            for key, expected in other.settings.items():
+                if (actual := getattr(clipper, key)) != expected:
+                    text = f"{clipper.name} has {key} = {actual!r}, its counterpart in {SERVER}"
+                    yield CLIENT, f"{text} {expected!r}: write the same in both"
     for name, counterpart in counterparts.items():
         if name not in clippers:
             where = f"shared = true{_named(counterpart)} in {CLIENT}"
@@ -224,14 +224,14 @@ def check_counterparts(check: Check, plugins: Plugins) -> None:
         sent = {plugin.aux_name for plugin in plugins.get(side, ()) if _sends(plugin)}
         received = {getattr(plugin, "aux_name", None) for plugin in plugins.get(other, ())}
         for aux in sorted(sent - received):
-            mine = next(p for p in plugins[side] if getattr(p, "aux_name", None) == aux)
+            sender = next(p for p in plugins[side] if getattr(p, "aux_name", None) == aux)
             candidates = [
                 name
                 for name, cls in list_optim_modules().items()
-                if getattr(cls, "aux_name", None) == aux and not isinstance(mine, cls)
+                if getattr(cls, "aux_name", None) == aux and not isinstance(sender, cls)
             ]
             what = f" ({', '.join(map(repr, candidates))})" if candidates else ""
-            text = f"{mine.name} exchanges {aux!r} with a counterpart{what}, and {other} has none"
+            text = f"{sender.name} exchanges {aux!r} with a counterpart{what}, and {other} has none"
             check.problem(f"[optim.{side}]", f"{text}: the run would hang")
 
 

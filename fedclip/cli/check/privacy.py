@@ -116,8 +116,8 @@ def exposures(setting: Setting) -> Iterator[Found]:
     for side, chosen in plugins.items():
         for text in _own_noise(side, chosen, per_record if side == CLIENT else averaged):
             yield "leak", side, text
-    own = any(look_up(p, Context()).noise for side in plugins.values() for p in side)
-    if central is not None or per_record or own:
+    noise_module = any(look_up(p, Context()).noise for side in plugins.values() for p in side)
+    if central is not None or per_record or noise_module:
         if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):
             yield "note", CLIENT, _WEIGHTS
         markers = [p for p in plugins.get(CLIENT, ()) if isinstance(p, SampleClip)]
@@ -202,8 +202,8 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
         yield ("problem" if run else "note"), CLIENT, text
         return
     if marker.max_norm not in (None, privacy.get("sclip_norm")):
-        own = f"sample-clip has max_norm = {marker.max_norm!r}: leave that out"
-        text = f"sclip_norm = {privacy.get('sclip_norm')!r}, and {own}"
+        second = f"sample-clip has max_norm = {marker.max_norm!r}: leave that out"
+        text = f"sclip_norm = {privacy.get('sclip_norm')!r}, and {second}"
         yield "problem", "run.privacy", text
     training = part_of(run, "training")
     if training.get("n_epoch", 1) is None and training.get("n_steps") is None:
@@ -222,15 +222,15 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
 def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
     """Say what evaluations with noise cover, and check what they are asked for."""
     run, of_records = setting.run, isinstance(plugin, SampleClip)
-    told = {"share": plugin.evaluation_share, "bound": plugin.loss_bound}
-    told |= _OF_RECORDS if of_records else _OF_CLIENTS
-    yield "note", "run.evaluate", _NOISED.format(**told)
+    values = {"share": plugin.evaluation_share, "bound": plugin.loss_bound}
+    values |= _OF_RECORDS if of_records else _OF_CLIENTS
+    yield "note", "run.evaluate", _NOISED.format(**values)
     names = [m[0] if isinstance(m, list) and m else m for m in setting.metrics]
     if why := unfit_for_noise(map(str, names)):
         yield "problem", "experiment", why
     elif not of_records:
-        asked = registered(run) or 0
-        if why := unfit_for_noise([], setting.secagg is not None, asked, plugin.expected_clients):
+        clients = registered(run) or 0
+        if why := unfit_for_noise([], setting.secagg is not None, clients, plugin.expected_clients):
             yield "problem", SERVER, why
         if not setting.watched:
             yield "problem" if run else "note", SERVER, _NOT_WATCHED
@@ -331,7 +331,7 @@ def _resolution(secagg: Section | None, limit: float | None, run: Section) -> It
     clients = part_of(run, "register").get("max_clients")
     clipval, bitsize = secagg.get("clipval", DECLEARN_RANGE), secagg.get("bitsize", 64)
     try:
-        found = plan(
+        integers = plan(
             min(float(limit), float(clipval)),
             clients if type(clients) is int else 2,
             1,
@@ -342,11 +342,11 @@ def _resolution(secagg: Section | None, limit: float | None, run: Section) -> It
         )
     except (TypeError, ValueError):
         return  # declearn, or the check of the aggregator, says so
-    each = found.norm_added
+    each = integers.norm_added
     if each * 1e3 > 0.01 * limit:
         text = (
-            f"clipval = {clipval:g} with bitsize = {bitsize} rounds to {found.step:.3g}: that adds "
-            f"up to {each:.3g}·√d to an update of norm {limit:g} and d values, {each * 1e3:.3g} "
-            "for a million; lower clipval, or raise bitsize"
+            f"clipval = {clipval:g} with bitsize = {bitsize} rounds values to multiples of "
+            f"{integers.step:.3g}. For an update of norm {limit:g} with a million values this adds "
+            f"up to {each * 1e3:.3g} to the norm: lower clipval, or raise bitsize"
         )
         yield ("problem" if each > limit else "note"), "secagg", text

@@ -44,7 +44,7 @@ class Known(NamedTuple):
     rounds: int | None = None
     clients: int | None = None
     secagg: Mapping[str, Any] | None = None
-    whole: bool = True
+    complete: bool = True
     named: bool = True
 
 
@@ -62,9 +62,9 @@ def update_problems(
     client = [p for p in plugins.get(CLIENT, ()) if isinstance(p, UpdateClipClient)]
     server = [p for p in plugins.get(SERVER, ()) if isinstance(p, UpdateClipServer)]
     for side in (CLIENT, SERVER):
-        ours = [p for p in plugins.get(side, ()) if getattr(p, "aux_name", None) == AUX_NAME]
-        if len(ours) > 1:
-            text = f"{len(ours)} modules exchange {AUX_NAME!r}: only the last would be heard"
+        exchanging = [p for p in plugins.get(side, ()) if getattr(p, "aux_name", None) == AUX_NAME]
+        if len(exchanging) > 1:
+            text = f"{len(exchanging)} modules exchange {AUX_NAME!r}: only the last would be heard"
             yield "problem", side, f"{text}; keep one"
     if not isinstance(aggregator, ClippedAveraging):
         for other in (*client[:1], *server[:1]):
@@ -96,7 +96,7 @@ def update_problems(
     yield from _weights(aggregator.shares, noise, known)
     yield from _combining(aggregator, module, known)
     limit = module.max_norm if module else aggregator.max_norm
-    if (module and module.site) or any(one.site for one in client):
+    if (module and module.site) or any(clip.site for clip in client):
         yield from _sites(module, client, known)
     elif limit and (text := _range(aggregator.secagg_range, limit, known.secagg)):
         yield "problem", AGGREGATOR, text
@@ -112,12 +112,12 @@ def _sites(
 ) -> Iterator[Problem]:
     """Say whether server and clients agree on the clients' noise, and against whom it protects."""
     site = None if module is None else module.site
-    wanted = None if site is None else site.get_config()
-    if module is None or site is None or any(one.noise != wanted for one in client):
-        here = next((_table(one.noise) for one in client if one.noise), "none")
+    expected_table = None if site is None else site.get_config()
+    if module is None or site is None or any(plugin.noise != expected_table for plugin in client):
+        here = next((_table(plugin.noise) for plugin in client if plugin.noise), "none")
         expected = "none: leave the table out, or set noise_at = 'clients'"
-        if wanted is not None:
-            expected = f"{_table(wanted)}: write the same table"
+        if expected_table is not None:
+            expected = f"{_table(expected_table)}: write the same table"
         yield (
             "problem",
             CLIENT,
@@ -146,7 +146,7 @@ def _sites(
             "see each update with the noise of its client alone, where "
             f"{rounds} epsilon = {cost(site.expected_clients - 1)}; write [secagg]"
         )
-        yield "problem" if known.whole else "note", SERVER, text
+        yield "problem" if known.complete else "note", SERVER, text
     elif why := site.unsafe(secagg, {}):
         yield "problem", SERVER, why
     most = site.expected_clients - site.sure
@@ -269,9 +269,12 @@ def _noise(
             f"{budget.clients}, on which noise is sized: raise that, or lower max_clients"
         )
         yield "problem", SERVER, text
-    if rounds and (left := module.rounds_left(rounds)) < rounds:
-        text = f"max_epsilon={module.max_epsilon:g} allows {left} rounds, and {rounds} are planned"
-        yield "problem", SERVER, f"{text}: training ends with an error after them"
+    if rounds and (affordable := module.rounds_left(rounds)) < rounds:
+        text = (
+            f"max_epsilon={module.max_epsilon:g} allows {affordable} of {rounds} planned rounds, and "
+            "training would end with an error: raise max_epsilon or noise_multiplier"
+        )
+        yield "problem", SERVER, text
     elif rounds:
         cost = budget.cost(rounds)
         text = f"{rounds} rounds cost epsilon = {cost:.4g} at delta = {module.delta:g}"

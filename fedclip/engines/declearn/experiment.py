@@ -59,8 +59,8 @@ class Experiment:
         self._name, self._file = model.model_name, model.model_file or self.folder / "model.py"
         try:
             # In order, so that a seed does not depend on that of the file system.
-            found: dict[str, dict[str, str]] = parse_data_folder(data, str(self.folder))
-            self.files = dict(sorted(found.items()))
+            folders: dict[str, dict[str, str]] = parse_data_folder(data, str(self.folder))
+            self.files = dict(sorted(folders.items()))
         except (OSError, ValueError) as exc:
             raise ToolError(f"[data] {exc}") from None
         if not self.files:
@@ -81,10 +81,10 @@ class Experiment:
             )
             for of in ("train", "valid")
         )
-        for one in (train, valid):
+        for part in (train, valid):
             # Models of JAX need it. Where columns are of several types, declearn raises for it.
-            types = getattr(one.feats, "dtypes", None)
-            one.expose_data_type = types is None or len({*map(str, types)}) == 1
+            types = getattr(part.feats, "dtypes", None)
+            part.expose_data_type = types is None or len({*map(str, types)}) == 1
         return train, valid
 
     def persons(self, site: str, of: str = "train") -> Path | None:
@@ -126,8 +126,8 @@ def vectorize_gradients(model: AnyModel) -> None:
     They are the same but for rounding, and its type and configuration stay as they are.
     """
     if type(model) is SklearnSGDModel:
-        given = model.get_wrapped_model().get_params()
-        if given.get("class_weight") is None and not given["average"]:
+        parameters = model.get_wrapped_model().get_params()
+        if parameters.get("class_weight") is None and not parameters["average"]:
             vars(model)["compute_batch_gradients"] = partial(_gradients, model)
 
 

@@ -49,7 +49,7 @@ class _Watched(FederatedServer):
     clients, whose norms it does not cover, they are declearn's: of the lowest loss of all.
     """
 
-    told: Callable[[int, str], None]
+    on_round: Callable[[int, str], None]
     results: str
     noised: bool
     reader: Reader | None = None
@@ -57,11 +57,11 @@ class _Watched(FederatedServer):
     async def evaluation_round(self, round_i: int, *args: Any, **kwargs: Any) -> None:
         """Run the evaluation that ends a round."""
         # By now the model knows its shapes.
-        if round_i == 1 and self.ckptr and (said := label(self.ckptr.folder, self.model)):
-            _LOGGER.warning("Checkpoints of the server: %s.", said)
+        if round_i == 1 and self.ckptr and (text := label(self.ckptr.folder, self.model)):
+            _LOGGER.warning("Checkpoints of the server: %s.", text)
         before, count = self._best, len(self._losses)
         await super().evaluation_round(round_i, *args, **kwargs)
-        self.told(round_i, self._look(before) if len(self._losses) > count else "")
+        self.on_round(round_i, self._look(before) if len(self._losses) > count else "")
 
     def _look(self, before: Any) -> str:
         """Keep the best weights, and return the metrics of the sites as text."""
@@ -76,8 +76,10 @@ class _Watched(FederatedServer):
             curves = [c for c in report.curves if c.metric == "loss" and not c.experiment]
             losses = {c.node: dict(c.points) for c in curves}
             rounds = sorted({r for points in losses.values() for r in points})
-            own = [{s: points.get(r, math.nan) for s, points in losses.items()} for r in rounds]
-            last = best_round(own, result.healthy) == len(own) - 1
+            by_round = [
+                {s: points.get(r, math.nan) for s, points in losses.items()} for r in rounds
+            ]
+            last = best_round(by_round, result.healthy) == len(by_round) - 1
             self._best = self.model.get_weights(trainable=True) if last else before
         return result.in_words()
 
@@ -104,7 +106,7 @@ class Federation:
 
     Attributes
     ----------
-    told
+    on_round
         Called with the number of each round that has ended, and the metrics of the sites.
     clients
         The names of the clients whose data is in the data folder.
@@ -119,7 +121,7 @@ class Federation:
 
     def __init__(self, file: Path, *, verbose: bool = False) -> None:
         self.verbose = verbose
-        self.told: Callable[[int, str], None] = lambda round_, text: None
+        self.on_round: Callable[[int, str], None] = lambda round_, text: None
         self.members: Callable[[], Members] = Members
         self.toml = str(file)
         self.network = watchful(NetworkServerConfig.from_toml(self.toml, False, "network"))
@@ -146,7 +148,7 @@ class Federation:
             checkpoint=checkpoint,
             **guarded(self.network, optim),
         )
-        server.told, server.results = self.told, self.results
+        server.on_round, server.results = self.on_round, self.results
         server.noised = any(getattr(m, "noise_multiplier", 0) for m in optim.server_opt.modules)
         self.members = lambda: getattr(server.netwk, "members", Members())
         await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
@@ -256,7 +258,7 @@ def run(
         draw_from(seed)
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
     finished = True
-    federation.told = lambda done, text: progress(done, rounds, text)
+    federation.on_round = lambda done, text: progress(done, rounds, text)
     try:
         asyncio.run(federation.run(seed))
     except KeyboardInterrupt:

@@ -69,13 +69,13 @@ def trained(file: Path, name: str = "model") -> Trained:
 
 def label(folder: str | Path, model: AnyModel) -> str:
     """Write, beside a server's checkpoints, what of them is no client's, and return it."""
-    said = [astray(model)]
+    sentences = [astray(model)]
     if isinstance(model, PersonalModel) and model.own:
-        said += [
+        sentences += [
             f"{listed(model.own)} have the values with which all sites began: they are trained at "
             "each site, whose checkpoints have the site's own"
         ]
-    text, file = "; ".join(filter(None, said)), Path(folder, LABEL)
+    text, file = "; ".join(filter(None, sentences)), Path(folder, LABEL)
     file.unlink(missing_ok=True)
     if text:
         file.write_text(f"The server's models: {text}.\n", encoding="utf-8")

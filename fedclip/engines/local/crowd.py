@@ -136,11 +136,11 @@ class Crowd:
             model.initialize(aggregate_clients_data_info(self._specs(), model.required_data_info))
         self._effort = training.message_params
         # Personal layers are trained too, by the model within.
-        whole = model.model if isinstance(model, PersonalModel) else model
-        vectorize_gradients(whole)
+        inner = model.model if isinstance(model, PersonalModel) else model
+        vectorize_gradients(inner)
         self.model = model
         self._manager = TrainingManager(
-            whole,
+            inner,
             self.optimizer(0),
             optim.aggregator,
             self.data[0][0],
@@ -148,10 +148,10 @@ class Crowd:
             verbose=False,
         )
         # What a client keeps of the model beside the weights that are trained, as running means.
-        whole = model.get_weights()
-        self._apart = set(whole.coefs) != set(model.get_weights(trainable=True).coefs)
+        inner = model.get_weights()
+        self._apart = set(inner.coefs) != set(model.get_weights(trainable=True).coefs)
         self._kept: dict[int, AnyVector] = {}
-        self._first = whole
+        self._first = inner
 
     def _specs(self) -> dict[str, Config]:
         pairs = zip(self.sites, self.data, strict=True)
@@ -214,27 +214,27 @@ class Crowd:
 
     def take_over(self, client: int, state: Kept) -> None:
         """Let a client be as it was in another process."""
-        optimizer, source, kept = state
+        optimizer, source, weights = state
         self.optimizer(client).set_state(optimizer)
         self._records(client)._rng.bit_generator.state = source
-        if kept is not None:
-            self._kept[client] = kept
+        if weights is not None:
+            self._kept[client] = weights
 
     def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
         """Return loss and metrics over the validation data of all folders, and of each."""
-        metrics, found = self._manager.metrics, {}
+        metrics, by_site = self._manager.metrics, {}
         total: dict[str, MetricState] = {}
         limits = how.message_params
         for place, (site, (_, valid)) in enumerate(zip(self.sites, self.data, strict=True)):
             self.hand_over(place, start)
             self._manager.valid_data = valid
-            found[site], states, _ = self._manager.evaluate_under_constraints(
+            by_site[site], states, _ = self._manager.evaluate_under_constraints(
                 limits["batches"], limits["n_steps"], limits["timeout"]
             )
             total = {k: total[k] + v if total else v for k, v in states.items()}
         metrics.set_states(total)
         self.hand_over(None, start)
-        return metrics.get_result(), found
+        return metrics.get_result(), by_site
 
     def _records(self, client: int) -> InMemoryDataset:
         """Return what a client trains on."""
@@ -247,13 +247,13 @@ class Crowd:
                 rows = rng.choice(len(target), count, replace=count > len(target))
                 data, target = (getattr(x, "iloc", x)[rows] for x in (data, target))
             # The seeds of the batches are those of quickrun.
-            own = None if seed is None else seed * 1_000 + client
-            self._sources[client] = InMemoryDataset(data, target=target, seed=own)
+            client_seed = None if seed is None else seed * 1_000 + client
+            self._sources[client] = InMemoryDataset(data, target=target, seed=client_seed)
         return self._sources[client]
 
     def hand_over(self, client: int | None, start: AnyVector) -> None:
         """Let the model be that of a client at the start of a round; or, for None, the server's."""
         if self._apart:
-            kept = None if client is None else self._kept.get(client)
-            self.model.set_weights(self._first if kept is None else kept)
+            weights = None if client is None else self._kept.get(client)
+            self.model.set_weights(self._first if weights is None else weights)
         self.model.set_weights(start, trainable=True)

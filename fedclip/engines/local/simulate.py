@@ -39,7 +39,7 @@ from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.trained import label
 from fedclip.engines.local.crowd import Ask, Crowd, Kept, SimulateConfig, Task, Trained
 from fedclip.errors import FedclipWarning, ToolError
-from fedclip.report.norms import outliers_of, places_of, seen
+from fedclip.report.norms import norms_by_stage, outliers_of, unusual_norms
 from fedclip.report.results import Result, best_round
 from fedclip.report.rows import Row
 from fedclip.updates.adaptive import AdaptiveBound
@@ -94,8 +94,8 @@ class Simulation:
             config = tomllib.load(text)["run"]
         # Nobody registers here, and declearn wants to know how many do.
         self.config = FLRunConfig.from_params(**{"register": 1, **config})
-        found = SimulateConfig.from_toml(toml, False, "simulate", True)
-        self.settings = found if seed is None else replace(found, seed=seed)
+        settings = SimulateConfig.from_toml(toml, False, "simulate", True)
+        self.settings = settings if seed is None else replace(settings, seed=seed)
         _refuse(optim, self.config, self.settings, self.experiment.files)
         set_device_policy(gpu=False)
         self.aggregator = cast(Any, optim.aggregator)
@@ -156,16 +156,16 @@ class Simulation:
             return sent.stop
         for records in (self.records, *self.norms.values()):
             records.recorder.start_round()
-        replies, told = [], dict[str, AuxVar]()
+        replies, messages = [], dict[str, AuxVar]()
         due = self.schedule.due(self.rounds) if self.schedule else None
         self.rounds += 1
         for client, trained in self.crowd.train_all(self.crowd.asked(due), start, aux):
             replies.append(self._reply(client, trained, sent))
-            for name, said in trained.aux.items():
-                told[name] = told[name] + said if name in told else said
+            for name, message in trained.aux.items():
+                messages[name] = messages[name] + message if name in messages else message
         self.crowd.hand_over(None, start)
-        if told:
-            self.rest.process_aux_var(told)
+        if messages:
+            self.rest.process_aux_var(messages)
         if self.server:
             closed = self.server.close(replies, like=start.coefs)
             self.rest.apply_gradients(self.model, type(start)(closed.average))
@@ -180,8 +180,8 @@ class Simulation:
         """Return what a client replies; an attacker may send more than the bound allows."""
         update, steps = trained.update, trained.steps
         if sent is None:
-            whole = resolve("global", None, tuple(update.coefs))
-            norms = norms_of(update.coefs, whole, "simulate")
+            limits = resolve("global", None, tuple(update.coefs))
+            norms = norms_of(update.coefs, limits, "simulate")
             norm = norms[0] if norms else math.nan
             self._note(client, norm, SentBound(math.inf, adaptive=False), False)
             return self.aggregator.prepare_for_sharing(update, steps)
@@ -191,8 +191,8 @@ class Simulation:
             self._note(client, norm, sent, outcome.clipped)
         reply = outcome.reply(sent)
         if client in self.crowd.hostile and not self.settings.attackers_clip:
-            said = int(sent.adaptive)
-            reply = Reply(update.coefs, votes=said, within=said)
+            vote = int(sent.adaptive)
+            reply = Reply(update.coefs, votes=vote, within=vote)
         return replace(reply, sender=self.crowd.names[client], steps=steps)
 
     def _note(self, client: int, norm: float, sent: SentBound, clipped: bool) -> None:
@@ -209,16 +209,20 @@ class Simulation:
         checkpoints = Checkpointer(str(self.folder / "server"), max_history=1)
         first = not self.losses
         stamp = checkpoints.checkpoint(self.model, self.optim, metrics, first_call=first)
-        for site, found in sites.items():
-            checkpoints.save_metrics(found, f"metrics_{site}", timestamp=stamp)
+        for site, values in sites.items():
+            checkpoints.save_metrics(values, f"metrics_{site}", timestamp=stamp)
         self.losses.append(float(metrics["loss"]))
-        plain = {s: {k: v for k, v in own.items() if np.ndim(v) == 0} for s, own in sites.items()}
-        confusions = {s: own["confusion"] for s, own in sites.items() if "confusion" in own}
+        plain = {
+            s: {k: v for k, v in values.items() if np.ndim(v) == 0} for s, values in sites.items()
+        }
+        confusions = {
+            s: values["confusion"] for s, values in sites.items() if "confusion" in values
+        }
         # Of 100 clients they take a fifth of a second.
         if (n := len(self.losses)) < 10 or n % 10 == 0 or self.rounds == self.config.rounds:
             self.outliers = [site for site in self._outliers() if site in sites]
         self.result = Result(plain, self.outliers, confusions=confusions)
-        self.by_site.append({site: own["loss"] for site, own in plain.items()})
+        self.by_site.append({site: values["loss"] for site, values in plain.items()})
         if best_round(self.by_site, self.result.healthy) == len(self.by_site) - 1:
             self.best, self.best_round = weights, self.rounds
         if self.bound:
@@ -233,13 +237,13 @@ class Simulation:
         if self.bound and self.bound.noise_multiplier:
             return []
         rows = [
-            Row(self.crowd.names[client], 0, module.name, record, place=place)
+            Row(self.crowd.names[client], 0, module.name, record, index=index)
             for client, norms in self.norms.items()
-            for place, module in enumerate([*self.crowd.optimizer(client).modules, norms])
+            for index, module in enumerate([*self.crowd.optimizer(client).modules, norms])
             for record in getattr(module, "rounds", ())
             if record.group == ALL
         ]
-        return outliers_of(seen(places_of(rows)))
+        return outliers_of(unusual_norms(norms_by_stage(rows)))
 
     def finish(self) -> None:
         """Keep the best model, as a run does at its end."""
@@ -256,10 +260,10 @@ class Simulation:
     def _keep_records(self) -> None:
         """Write what the first clients' own modules have recorded, where those of a run do."""
         for client, norms in self.norms.items():
-            kept = copy.copy(self.crowd.optimizer(client))
-            kept.modules = [*kept.modules, norms]
+            saved = copy.copy(self.crowd.optimizer(client))
+            saved.modules = [*saved.modules, norms]
             folder = str(self.folder / self.crowd.names[client])
-            Checkpointer(folder).save_optimizer(kept, timestamp=self._part)
+            Checkpointer(folder).save_optimizer(saved, timestamp=self._part)
 
 
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -285,8 +289,8 @@ def run(
         If the simulation can not start.
     """
     if seed is None:
-        found = SimulateConfig.from_toml(str(file), False, "simulate", True)
-        seed = found.seed
+        settings = SimulateConfig.from_toml(str(file), False, "simulate", True)
+        seed = settings.seed
     try:
         simulation = _seeded(file, seed)
         spread = _spread() if engine == "flower" else None
@@ -389,10 +393,10 @@ def _schedule(
             f"{bound.separation} of update-clip-server has them take turns: leave one out"
         )
     most = bound.expected_clients or 1
-    found = Schedule(names, most)
-    if why := found.turns.refusal(bound.separation, most):
+    schedule = Schedule(names, most)
+    if why := schedule.turns.refusal(bound.separation, most):
         raise ToolError(f"[optim.server_opt] {why}")
-    return found
+    return schedule
 
 
 def _refuse(

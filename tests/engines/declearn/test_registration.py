@@ -313,19 +313,14 @@ def test_a_module_shows_its_public_names_only(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "hint"),
+    ("line", "hint"),
     [
-        ("import fedclip.torch", ImportError, "import fedclip.loops.torch"),
-        ("from fedclip import jax", ImportError, "import fedclip.loops.jax"),
-        ("fedclip.keras", AttributeError, "import fedclip.loops.keras"),
-        ("from fedclip import clip_grad_norm", ImportError, "torch import clip_grad_norm_'"),
-        ("fedclip.clip_", AttributeError, "from fedclip.loops.torch import clip_"),
-        ("fedclip.loops.clip_", AttributeError, "from fedclip.loops.torch import clip_"),
-        ("from fedclip.loops import torhc", ImportError, "did you mean 'import fedclip.loops"),
-        ("from fedclip import NormClp", ImportError, "did you mean 'NormClip'"),
+        ("fedclip.keras", "import fedclip.loops.keras"),
+        ("fedclip.clip_", "from fedclip.loops.torch import clip_"),
+        ("fedclip.loops.clip_", "from fedclip.loops.torch import clip_"),
     ],
 )
-def test_what_is_elsewhere_is_found(line: str, kind: type[Exception], hint: str) -> None:
-    with pytest.raises(kind, match=hint):
+def test_what_is_elsewhere_is_found(line: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=hint):
         exec(line, {"fedclip": fedclip})
     assert not hasattr(fedclip, "torch")
