@@ -117,7 +117,7 @@ if not TYPE_CHECKING:
                 if (exc.name or "").partition(".")[0] == "fedclip":
                     raise
                 raise ImportError(
-                    f"fedclip.{name} needs declearn, which can not be imported: {exc}; "
+                    f"fedclip.{name} needs declearn, which cannot be imported: {exc}; "
                     "pip install 'declearn>=2.9.1,<3'",
                     name=exc.name,
                 ) from exc

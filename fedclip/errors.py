@@ -79,7 +79,7 @@ class ToolError(RuntimeError):
 
 
 class StateError(KeyError, ValueError):
-    """A state that a clipper can not load; the state it had stays in place.
+    """A state that a clipper cannot load; the clipper keeps the state that it had.
 
     It is a `KeyError` so that declearn's `Optimizer.set_state` restores the other modules
     too, and a `ValueError` because that is what most of its causes are.

@@ -139,7 +139,7 @@ def to_numpy(gradients: Gradient) -> dict[str, Host]:
 def _as_numpy(value: object) -> Host:
     if _dtype(value) != "bfloat16":
         return np.asarray(value)
-    # torch can not convert bfloat16 to NumPy; a 0-d tensor of TensorFlow needs `.numpy()`.
+    # torch cannot convert bfloat16 to NumPy; a 0-d tensor of TensorFlow needs `.numpy()`.
     for convert in ("float", "numpy"):
         if hasattr(value, convert):
             value = getattr(value, convert)()
@@ -331,7 +331,7 @@ def check_dtype_and_shape(factory: Factory, framework: str = "numpy") -> None:
 def check_nonfinite(factory: Factory) -> None:
     """Check the treatment of NaN and infinity.
 
-    A gradient that holds one becomes zero, stays as it is or raises. No statistic sees it: later
+    A gradient that holds one becomes zero, stays unchanged or raises. No statistic sees it: later
     steps give the same outputs as without it.
 
     Examples

@@ -35,7 +35,7 @@ def is_ours(cls: type) -> bool:
 
 def registries() -> dict[str, Mapping[str, type]]:
     """Return what is registered with declearn, by kind and name."""
-    # Imported here: the versions are told without declearn, too.
+    # Imported here: versions are shown without declearn, too.
     from declearn.aggregator import list_aggregators
     from declearn.optimizer import list_optim_modules, list_optim_regularizers
 
@@ -84,7 +84,7 @@ def versions() -> Config:
 
 
 def fits(declearn: str | None) -> bool:
-    """Whether fedclip works with this version of declearn, of which None is none."""
+    """Whether fedclip works with this version of declearn, None if it is not installed."""
     if declearn is None:
         return False
     numbers = tuple(int(part) for part in declearn.split(".")[:3] if part.isdigit())

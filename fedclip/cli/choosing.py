@@ -32,10 +32,10 @@ def suggest(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Decide by the norms of a run what to clip first, and say why.
+    """Propose what to clip first, by the norms of a run, and say why.
 
-    The first proposals come as lines of TOML, with the share of each client's norms that they would
-    have clipped, and with what they reveal of the data; `--use NAME` shows another so.
+    The first proposals come with their TOML, the share of each client's norms that they would have
+    clipped, and what they reveal about the data. `--use NAME` shows another proposal in full.
     """
     from fedclip.cli.check.configuration import find_config
     from fedclip.cli.showing import read
@@ -65,7 +65,7 @@ def suggest(
         print(json.dumps(facts))
     if write is not None:
         if not chosen:
-            fail(f"{advice.answer} To write one all the same, name it: --use NAME")
+            fail(f"{advice.answer} To write a proposal anyway, name it: --use NAME")
         file = find_config(write)
         try:
             text = rewritten(file.read_bytes().decode(), proposals[chosen])
@@ -89,8 +89,7 @@ def save(file: Path, name: str, text: str) -> None:
     known = check_config(file).problems
     for fresh in (f for f in check_config(file, text=text).problems if f not in known):
         fail(
-            f"{file} was left unchanged: with {name} it would not run "
-            f"({fresh.where} {fresh.message})"
+            f"{file} was not changed: with {name} it would not run ({fresh.where} {fresh.message})"
         )
     write(file, text, quiet=True)
     say(f"wrote {name} into {file}; check it with  fedclip check {typed(file)}")
@@ -188,13 +187,13 @@ def tune(
     ranking = tuning.ranking
     show_ranking(ranking, "fedclip-tune/2", as_json)
     if "noise_multiplier" in tuning.text and not as_json:
-        say("This choice is made from the data: the epsilon of a run does not cover it.")
+        say("This choice uses the data, and the epsilon of a run does not cover it.")
     winner = ranking.winner
     fresh = winner not in ("", NONE, AS_IS)
     if write and fresh:
         save(file, winner, tuning.texts[winner])
     elif write:
-        say(f"{typed(file)} was left unchanged", err=True)
+        say(f"{typed(file)} was not changed", err=True)
     elif fresh and not as_json:
         same = "".join(f" {shlex.quote(setting)}" for setting in tuning.settings)
         same += f" --seeds {seeds}" + f" --rounds {rounds}" * bool(rounds) + " --nodes" * nodes

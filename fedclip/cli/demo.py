@@ -39,7 +39,7 @@ FACTOR = 10.0
 
 
 def write_data(folder: Path, seed: int = 0) -> None:
-    """Write each site's records into a folder of its own, as declearn's quickrun expects them.
+    """Write each site's records into a separate folder, as declearn's quickrun expects them.
 
     The seed decides which records each site has, and which it validates with.
     """
@@ -98,7 +98,8 @@ def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
     ratios = (pulls(reports[way]) for way in ("fixed-bound", "adaptive-bound"))
     late = [np.median(some[:, some.shape[1] * 2 // 3 :]) for some in ratios]
     yield (
-        f"Without clipping, {SITES[-1]}'s updates outweigh the others'. In the last third of the "
+        f"Without clipping, {SITES[-1]}'s updates outweigh those of the other sites. In the last "
+        "third of the "
         f"rounds, it pulls the model {late[0]:.1f} times as hard as the median site with the fixed "
         f"bound, and {late[1]:.1f} times with the adaptive one."
     )
@@ -173,7 +174,7 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
     """Train in all three ways, print the table, write the plot.
 
     The folder is new, empty, or that of an earlier demo, which goes on if it was interrupted. Every
-    seed splits the records over the hospitals in another way. If the folder can not be used, or a
+    seed splits the records over the hospitals in another way. If the folder cannot be used, or a
     node fails, raise a `ToolError`.
     """
     folder = folder.resolve()
@@ -182,13 +183,14 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
         for seed in range(seeds):
             write_data(folder / "data" / f"seed-{seed}", seed)
     except OSError as exc:
-        raise ToolError(f"can not write to {folder}: {exc.strerror}") from exc
+        raise ToolError(f"cannot write to {folder}: {exc.strerror}") from exc
     runs = [planned(folder, way, seed, rounds, bound) for way in WAYS for seed in range(seeds)]
     total = rounds * len(runs)
     # A tenth of a second for a round, on a core that has nothing else to do.
     say(
         f"{len(SITES)} hospitals train one model, {SITES[-1]} on lengths in a unit {FACTOR:.0f} "
-        f"times smaller than the others'. {len(runs)} federations train for {rounds} rounds each, "
+        f"times smaller than the other two. {len(runs)} federations train for {rounds} rounds "
+        "each, "
         f"in about {10 + 0.1 * total:.0f} seconds if this machine has little else to do."
     )
     todo = [run for run in runs if not run.done]

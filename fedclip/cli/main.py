@@ -49,7 +49,7 @@ def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Do not fail on a character that the terminal can not show.
+            # Do not fail on a character that the terminal cannot show.
             stream.reconfigure(errors="backslashreplace")
     app(prog_name="fedclip")
 
@@ -89,7 +89,7 @@ def list_(
         kind = "" if entry["kind"] == "module" else f" ({entry['kind']})"
         typer.secho(entry["name"], bold=True, nl=False)
         typer.echo(f"{kind}  {entry['summary']}")
-    typer.echo("What one does, and its parameters: fedclip list NAME")
+    typer.echo("To read about one of them, and its parameters: fedclip list NAME")
 
 
 @app.command()
@@ -104,7 +104,7 @@ def init(
         typer.Option(help="Train with DP-SGD, and protect each record or each person."),
     ] = None,
 ) -> None:
-    """Write a project of your own, for CSV files at several sites.
+    """Write a project for CSV files at several sites.
 
     It prepares data, trains with a server and clients, and predicts. You edit its files.
     """
@@ -112,7 +112,7 @@ def init(
 
     missing = write_project(folder, model, privacy)
     run = "quickrun" if privacy else "simulate"
-    say(f"{folder} is written. Start with its README.md, or try it with invented records:")
+    say(f"{folder} is written. Start with its README.md, or try it with example data:")
     for line in (
         *(f"pip install {packages}" for packages in missing),
         f"cd {typed(folder)}",

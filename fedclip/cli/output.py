@@ -43,7 +43,7 @@ Results = Annotated[
 
 
 class Commands(TyperGroup):
-    """A group of commands, each of which ends in a sentence if it can not do its work."""
+    """A group of commands, each of which ends with a message if it fails."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -62,7 +62,7 @@ class Commands(TyperGroup):
 
 
 def say(text: str, **style: Any) -> None:
-    """Print a line as it is, without markup, because names in it are other people's text."""
+    """Print a line without interpreting markup, because names in it may come from others."""
     from fedclip.report import printable
 
     typer.secho(printable(text), **style)

@@ -3,7 +3,7 @@
 
 Runs of one seed draw the same, so settings are compared seed by seed. An interval is Student's, of
 95 %: ``mean ± t(0.975, n - 1) · s / √n`` for n values with sample standard deviation s. One value
-has none. Outliers, whose norms are far above the others', have columns but no say.
+has none. Outliers, whose norms are far above those of other clients, are shown but not counted.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Ranking:
             text = f"No winner: the first seeds of {over} came to the same, so nothing is drawn, "
             text += "and one run of each has no interval. "
             text += "".join(f"{n} is ahead by {self.against(n)} {of}. " for n in ahead)
-            return text + "Let batches be drawn: shuffle = true in [run.training]."
+            return text + "To draw batches at random, set shuffle = true in [run.training]."
         if first and self.lost(over):
             value = shown(*self.mean(first))
             return (

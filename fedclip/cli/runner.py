@@ -64,7 +64,7 @@ def planned_run(document: Config, file: Path, folder: Path, rounds: int | None) 
 
 
 def _relocate(document: Config, file: Path, folder: Path) -> None:
-    """Let a configuration that lies in another folder find the same files, and write there."""
+    """Change the paths of a configuration so that it works from another folder."""
     for section in ("data", "model", "experiment"):
         document.setdefault(section, tomlkit.table())
     home = file.resolve().parent

@@ -39,7 +39,7 @@ def console() -> Console:
 
 
 def read(folder: Path, apart: Collection[Path] = ()) -> Report:
-    """Read a report, without runs in folders that are read `apart`; else end with a sentence."""
+    """Read a report, without runs in the folders `apart`; end the command if that fails."""
     try:
         result = _newest(_without(apart, folder))
     except ReportError as exc:
@@ -49,7 +49,7 @@ def read(folder: Path, apart: Collection[Path] = ()) -> Report:
         beside = [p.name for p in above.iterdir() if p.is_dir()] if os.path.isdir(above) else []
         fail(f"{exc}{nearest(folder.name, beside)}", code=2)
     for path in result.skipped:
-        say(f"fedclip: skipped {path}, which can not be read (yet)", err=True)
+        say(f"fedclip: skipped {path}, which cannot be read (yet)", err=True)
     return result
 
 
@@ -114,7 +114,7 @@ def _last(report: Report) -> Iterator[str]:
 
 
 def write(file: str | Path, text: str, quiet: bool = False) -> None:
-    """Write a file, or "-" to standard output; end with a sentence if that can not be done."""
+    """Write a file, or "-" to standard output; end the command if that fails."""
     if file == "-":
         sys.stdout.write(text)
         return
@@ -126,7 +126,7 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
         if part != file:
             part.replace(file)
     except (OSError, ValueError) as exc:
-        fail(f"can not write {file}: {exc}")
+        fail(f"cannot write {file}: {exc}")
     if not quiet:
         say(f"wrote {file}")
 
@@ -136,7 +136,7 @@ def can_write(html: Path | None) -> None:
     if html is None:
         return
     if os.path.isdir(html):
-        fail(f"can not write {html}: it is a folder; give a file, such as {html / 'report.html'}")
+        fail(f"cannot write {html}: it is a folder; give a file, such as {html / 'report.html'}")
     for package in ("jinja2", "vl_convert"):
         try:
             import_module(package)
@@ -159,7 +159,7 @@ def _advice(report: Report) -> Advice | None:
         return advised(report, *report.experiments)
     except (ModuleNotFoundError, TypeError, ValueError) as exc:
         # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
-        say(f"fedclip: nothing is advised: {exc}", err=True)
+        say(f"fedclip: no advice: {exc}", err=True)
         return None
 
 
@@ -173,4 +173,4 @@ def _spent(folder: Path) -> dict[str, list[str]]:
     except NothingSpent:
         return {}
     except ValueError as exc:
-        return {"": [f"what was spent can not be said: {exc}"]}
+        return {"": [f"the spent budget is unknown: {exc}"]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was spent of a privacy budget, read from ledgers and checkpoints."""
+"""Read the spent privacy budget from ledgers and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _COUNTED_BY = ("fedclip", "dp-accounting")
 
 
 class NothingSpent(ValueError):
-    """A folder in which no privacy budget was spent."""
+    """No file in a folder shows a spent privacy budget."""
 
 
 class Spent(NamedTuple):
-    """What one file says was spent, and whether that protects a record, a person or a client.
+    """The budget that one file shows as spent, for a record, a person or a client.
 
-    A ledger has `entries`, from which its accountant is. Clients are charged for one turn in
-    `separation` rounds. A server may have been given a budget of at most so much, `planned`.
+    A ledger has `entries`. A client takes part at most once in `separation` rounds. `planned` is
+    the budget that a server may spend at most.
     """
 
     where: str
@@ -113,15 +113,15 @@ def in_words(cost: Config) -> Iterator[str]:
     """Yield what `Spent.cost` has found, line by line."""
     relation, unit = cost["relation"], cost["protects"]
     verb = {"add-remove": "adding or removing", "replace-one": "replacing", ZERO_OUT: "zeroing out"}
-    yield f"{cost['where']}: what {verb[relation]} one {unit} may change"
+    yield f"{cost['where']}: privacy of one {unit} ({verb[relation]} it)"
     if relation == ZERO_OUT:
-        yield f"  zero-out: the number of {unit}s is public, as rate and steps follow from it"
+        yield f"  zero-out: the number of {unit}s is public, because rate and steps depend on it"
     for z, steps, rate in (release.values() for release in cost["releases"]):
         how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
         what = "evaluations" if z in cost["evaluated"] else "steps"
         yield f"  {steps:,} {what} at noise multiplier {z:.4g}, {how}"
     if cost["separation"] > 1:
-        yield f"  for its own turns, one in {cost['separation']} rounds"
+        yield f"  a client takes part in at most one of {cost['separation']} rounds"
     if cost["rounds"]:
         yield f"  in {cost['rounds']:,} rounds of a server"
     if not cost["releases"]:
@@ -135,12 +135,13 @@ def in_words(cost: Config) -> Iterator[str]:
             f"epsilon {value:.4g} at delta {cost['delta']:g}" if sure else value
         )
     if cost["silent"]:
-        yield "  the clients have added the noise:"
+        yield "  the clients added the noise:"
         yield from trust_lines(cost["silent"]).split("\n")
     if cost["planned"] is not None:
         yield (
-            f"  of at most {cost['planned']:.4g}, as planned: quote that if what clients sent has "
-            "ended the run early"
+            f"  planned: at most epsilon {cost['planned']:.4g}; report this one if the clients' "
+            "data "
+            "decided when the run ended"
         )
 
 
@@ -175,7 +176,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
     Raises
     ------
     ValueError
-        If there is none, or a file is damaged.
+        If no budget was spent, or a file is damaged.
     """
     path = path.parent if path.name == SERVED else path
     folder = path.is_dir()
@@ -204,8 +205,9 @@ def read_spent(path: Path) -> Iterator[Spent]:
     yield from (ledgers := ledgers + servers)
     if not ledgers:
         raise NothingSpent(
-            f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
-            f"nor a checkpoint or {SERVED} of a server with update-clip-server and noise"
+            f"{path} shows no spent privacy budget: it has neither a ledger of DP-SGD ({FILE}), "
+            "nor "
+            f"a checkpoint or {SERVED} of a server with noise in update-clip-server"
         )
 
 
@@ -224,7 +226,7 @@ def _of_server(folder: Path) -> AdaptiveBound | None:
     """
     try:
         config = json.loads((folder / "optimizer_config.json").read_text(encoding="utf-8"))
-        # Whoever has no budget may have modules that are not known here.
+        # Without noise, the checkpoint may have modules that are not registered here.
         if "'noise_multiplier'" not in str(config):
             return None
         from declearn.main.utils import Checkpointer
@@ -236,5 +238,5 @@ def _of_server(folder: Path) -> AdaptiveBound | None:
         for file in sorted(folder.glob("optimizer_state_*.mpk")) if bound else ():
             saved.load_optimizer(optimizer, file.stem.removeprefix("optimizer_state_"))
     except Exception as exc:  # whatever a damaged file makes declearn raise
-        raise ValueError(f"the checkpoint in {folder} can not be read: {exc!s:.200}") from exc
+        raise ValueError(f"cannot read the checkpoint in {folder}: {exc!s:.200}") from exc
     return bound

@@ -27,44 +27,44 @@ from fedclip.report.rows import listed
 
 # Clients whose numbers of steps in a round differ by less than this factor have the same weight.
 _ALIKE = 1.2
-# Up to so many clients are named; of more, the extremes and the one in the middle.
+# With more clients than this, only the lowest, the median and the highest are named.
 _NAMED = 8
 _CHOSEN = (
-    "The number comes from the norms of this run, and tells something about them; no privacy "
-    "budget covers that. From then on it is fixed, and bounds a sensitivity."
+    "The limit depends on the norms of this run, and no privacy budget covers that. Afterwards "
+    "it is fixed, and bounds the sensitivity."
 )
 _TEXTS = {
     "step.fixed": (
-        "one fixed limit, by the norms of the median client",
-        "Cuts whatever is longer than what is usual for most clients.",
+        "one fixed limit, from the norms of the median client",
+        "Clips norms that are larger than usual for most clients.",
         _CHOSEN,
     ),
     "step.learnt": (
-        "a limit that follows the norms of each client",
-        "Cuts spikes. Each client goes by its own norms: one that is wrong stays so.",
-        "Each node learns from its own norms, which it keeps to itself. The limit is not known in "
-        "advance, so it bounds no sensitivity.",
+        "an adaptive limit for each client",
+        "Clips spikes. Each client uses only its norms, so an outlier is not clipped.",
+        "Nothing: norms stay at the client. The limit is not known in advance, so it bounds no "
+        "sensitivity.",
     ),
     "step.shared": (
-        "one limit for all clients, which follows their norms",
-        "Cuts a client unlike the others, but not in the first rounds.",
-        "In each round every client sends how many of its norms were of which size, in cleartext "
-        "unless secure aggregation is on. The limit bounds no sensitivity.",
+        "one adaptive limit for all clients",
+        "Clips outliers, but not in the first rounds.",
+        "In each round every client sends a histogram of its norms, unencrypted unless secure "
+        "aggregation is on. The limit bounds no sensitivity.",
     ),
     "update.fixed": (
-        "one fixed bound for updates, by those of the median client",
-        "Bounds what a client does to the model, by the same number when norms fall.",
+        "one fixed bound for updates, from the norms of the median client",
+        "Limits the influence of each client. The bound stays the same when norms fall.",
         _CHOSEN,
     ),
     "update.adaptive": (
-        "a bound that follows the median of the updates, and starts at that of round 1",
-        "Bounds what a client does to the model, whatever its steps were.",
-        "Where it starts tells something about the norms of this run. In each round every client "
-        "sends one bit: whether its update was within the bound. Set noise_multiplier to cover it "
-        "by a privacy budget (`fedclip privacy plan`), beside which all clients weigh the same.",
+        "an adaptive bound at the median norm of the updates, starting at that of round 1",
+        "Limits the influence of each client, whatever its steps were.",
+        "The first bound depends on the norms of this run. In each round every client sends one "
+        "bit: whether its update was below the bound. To cover it by a privacy budget, set "
+        "noise_multiplier (`fedclip privacy plan`); all clients then have the same weight.",
     ),
 }
-"""What each proposal does, where it helps, and what it reveals of the data."""
+"""What each proposal does, where it helps, and what it reveals about the data."""
 
 
 def proposals(norms: Norms, early: bool = False, cut: Collection[str] = ()) -> Iterator[Proposal]:
@@ -151,7 +151,9 @@ def _in_words(shares: Mapping[str, float]) -> str:
         order = sorted(shown, key=lambda item: item[1])
         shown = [order[0], order[len(order) // 2], order[-1]]
     text = ", ".join(f"{100 * share:.3g} % of {name}" for name, share in shown)
-    return text if len(shares) <= _NAMED else f"{text} (least, middle and most of {len(shares)})"
+    if len(shares) <= _NAMED:
+        return text
+    return f"{text} (lowest, median and highest of {len(shares)} clients)"
 
 
 # So many proposals are shown in full.
@@ -162,19 +164,22 @@ _ORDERS = {
     "step": ("step.fixed", "update.adaptive", "step.shared", "update.fixed", "step.learnt"),
 }
 _ORDER = ("step.fixed", "step.learnt", "update.adaptive", "step.shared", "update.fixed")
-"""What comes first if clients are odd there, and otherwise."""
+"""The order of the proposals, if clients are outliers at that stage, and otherwise."""
 _ANSWERS = {
-    "step": "The steps of {} the others': bound what a client can do, with {}.",
-    "update": "The updates of {} the others': bound what a client can do, with {}.",
-    "two": "The norms of {} the other's; of two, either may be the outlier: try {}.",
-    "diverged": "The model has diverged: start with {1}, by the norms of the first round.",
-    "spikes": "Single norms are far above the others, on {}: clip them, and start with {}.",
-    "tune": "Only `fedclip tune` can tell whether a limit helps: {}.",
-    "private": "Noise protects this run, and no norms are recorded to choose by: plan the limit "
-    "with `fedclip privacy`.",
-    "none": "There are no norms to choose by.",
-    "": "Clipping will not help here: no client's norms, and no single norm, are far above others. "
-    "Noise that all sites share does not show in norms: there, `fedclip tune` decides.",
+    "step": "The norms of the steps of {} those of the median client: limit the influence of each "
+    "client with {}.",
+    "update": "The norms of the updates of {} those of the median client: limit the influence of "
+    "each client with {}.",
+    "two": "The norms of {} those of the other client. With two clients, either may be the "
+    "outlier: try {}.",
+    "diverged": "The model has diverged. Start with {1}, chosen by the norms of the first round.",
+    "spikes": "Some single norms are far above the usual, on {}: clip them with {}.",
+    "tune": "To see whether a limit helps, run `fedclip tune`: {}.",
+    "private": "This run adds noise for privacy, so no norms are recorded: plan the limit with "
+    "`fedclip privacy`.",
+    "none": "This run has no norms to choose a limit by.",
+    "": "Clipping will hardly help here: no client, and no single norm, is far above the others. "
+    "Norms do not show label noise at all sites: to test for it, run `fedclip tune`.",
 }
 
 
@@ -184,7 +189,7 @@ def advised(report: Report, experiment: str) -> Advice:
     Parameters
     ----------
     report
-        What was read.
+        The report of the run.
     experiment
         The folder of the federation, one of `report.experiments`.
 
@@ -221,7 +226,7 @@ def advised(report: Report, experiment: str) -> Advice:
     if case in ("step", "update", "two", "diverged", "spikes"):
         ranked = [*fit, *(p for p in ranked if p not in fit)]
         if not fit:
-            case, who = "tune", f"{who} the others', and each limit would clip those more"
+            case, who = "tune", f"{who} the median, and each limit would clip the others more"
     start = ranked[0].name if case in ("step", "update", "two", "diverged", "spikes") else ""
     answer = _ANSWERS[case].format(who, start)
     odd = [*dict.fromkeys(name for stage in unusual.values() for name in stage.odd)]
@@ -267,7 +272,7 @@ def _order(report: Report, row: Row) -> Config:
     Raises
     ------
     ValueError
-        If the configuration can not be read: the norms may then be of any order.
+        If the configuration cannot be read: the order of the norms is then unknown.
     """
     folder = report.folder if row.node == report.folder.resolve().name else report.folder / row.node
     file = folder / "optimizer_config.json"
@@ -277,7 +282,7 @@ def _order(report: Report, row: Row) -> Config:
         name, config = json.loads(file.read_text(encoding="utf-8"))["modules"][row.index]
         order = config.get("ord", 2) if name == row.name else 2
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-        raise ValueError(f"{file} can not be read, and says of which order norms are") from exc
+        raise ValueError(f"cannot read {file}, which has the order of the norms") from exc
     return {} if order == 2 else {"ord": order}
 
 
@@ -294,11 +299,11 @@ def _case(unusual: Mapping[str, Unusual], early: bool, result: Result) -> tuple[
     if steps.spikes:
         return "spikes", listed([*steps.spikes])
     if odd := [name for stage in unusual.values() for name in stage.odd]:
-        return "tune", f"the updates of {listed(odd)} are longer, and all of one class"
+        return "tune", f"the updates of {listed(odd)} are longer, and its data has only one class"
     if worse := result.worse():
-        return "tune", f"{listed([*worse])} far worse than the others, with usual norms"
+        return "tune", f"{listed([*worse])} far worse than other clients, with usual norms"
     if steps.small:
-        return "tune", f"the norms of {listed([*steps.small])} are far smaller than the others'"
+        return "tune", f"the norms of {listed([*steps.small])} are far below those of other clients"
     return "", ""
 
 
@@ -309,8 +314,9 @@ def _clipped(places: list[Norms]) -> Iterator[str]:
             yield f"{norms.stage.capitalize()}s: {norms.lacking}."
         elif share and norms.rows[0].name != "no-op":
             yield (
-                f"{norms.stage.capitalize()}s: {share:.0%} were clipped in this run; without that, "
-                "later norms might have been larger."
+                f"{norms.stage.capitalize()}s: {share:.0%} were clipped in this run, so later "
+                "norms "
+                "may be smaller than without clipping."
             )
 
 
@@ -324,7 +330,7 @@ def in_words(advice: Advice, use: str = "") -> Iterator[str]:
         yield from _wrapped(advice.answer, 0)
         for text in advice.findings:
             yield from _wrapped(f"- {text}", 2)
-        yield "What each of these was worth in trials, by trouble: docs/study.md"
+        yield "How much each proposal helped in experiments: docs/study.md"
     for place, proposal in enumerate(advice.proposals):
         mark = " (start here)" if proposal.name == advice.start else ""
         if use in ("", proposal.name):
@@ -334,13 +340,13 @@ def in_words(advice: Advice, use: str = "") -> Iterator[str]:
         if use == proposal.name or (not use and place < _FULL):
             yield from _rest(proposal)
         elif not use:
-            yield f"  In full:  --use {proposal.name}"
+            yield f"  To see it in full:  --use {proposal.name}"
 
 
 def _rest(proposal: Proposal) -> Iterator[str]:
     if proposal.clipped:
         yield from _wrapped(f"It would have clipped {proposal.clipped}.", 2)
-    yield from _wrapped(f"What it reveals: {proposal.reveals}", 2)
+    yield from _wrapped(f"Reveals: {proposal.reveals}", 2)
     for line in proposal.toml:
         yield f"    {line}"
 

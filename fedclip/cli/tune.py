@@ -2,7 +2,7 @@
 """Edit a configuration, and try settings of it over seeds against no clipping.
 
 The settings are named, or those that `suggest` proposes by the norms of the first runs, which are
-those without clipping. What failed or diverged gets no more seeds.
+those without clipping. Settings that failed or diverged get no more seeds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def set_value(document: Config, key: str, value: object) -> None:
 
 
 def rewritten(text: str, proposal: Proposal) -> str:
-    """Return a configuration with a proposal in it; comments and layout stay as they are.
+    """Return a configuration with a proposal in it; comments and layout stay.
 
     A proposal takes the place of the first module of its kind: a clipper by norm, a counterpart on
     the server, or a part of update clipping. Without one, it comes first, so that it sees what
@@ -78,18 +78,18 @@ def rewritten(text: str, proposal: Proposal) -> str:
     Raises
     ------
     ValueError
-        If the text is no configuration, a section has a form that can not be edited, or noise
+        If the text is no configuration, a section cannot be edited, or noise
         would go with the bound that it is for.
     """
     document: Config = tomlkit.parse(text)
     optim = document.get("optim", document)
     if not hasattr(optim, "keys") or "client_opt" not in optim:
-        raise ValueError("there is no client_opt in it to add a clipper to")
+        raise ValueError("it has no client_opt to add a clipper to")
     noised = (str(entries[i]) for _, entries, i in modules_of(document, ["server_opt"]))
     if "aggregator" in proposal.plugins and any("noise_multiplier" in text for text in noised):
         raise ValueError(
-            f"it has noise, and {proposal.name} has none: if its bound may tell of the data, write "
-            "it into update-clip-server yourself, as start_norm"
+            f"its server adds noise, and {proposal.name} adds none. If the proposed bound may "
+            "depend on the data, write it into update-clip-server as start_norm"
         )
     for section, (name, config) in proposal.plugins.items():
         if section == "aggregator":
@@ -129,10 +129,10 @@ def _kind(name: str) -> str:
 
 
 def _list_of(optim: Config, section: str) -> Any:
-    """Return the list of modules of one side, which is made if there is none."""
+    """Return the list of modules of one side; create it if it is missing."""
     table = optim.get(section, 1.0)
     if isinstance(table, str):
-        raise ValueError(f"{section} is in another file, {table!r}: edit that one")
+        raise ValueError(f"{section} is in another file, {table!r}: edit that file")
     if not isinstance(table, Mapping):
         rate, table = table, tomlkit.table()
         table["lrate"] = rate
@@ -155,14 +155,14 @@ def unclipped(text: str) -> tuple[str, bool]:
     Raises
     ------
     ValueError
-        If it can not be changed, or trains by DP-SGD.
+        If it cannot be changed, or trains by DP-SGD.
     """
     before: Config = tomlkit.parse(text)
     modules = [name for name, _, _ in modules_of(before)]
     if "sample-clip" in modules or "privacy" in before.get("run", {}):
         raise ValueError(
-            "DP-SGD keeps no norms to choose a limit by, and each run would spend budget; its "
-            "limit is planned with `fedclip privacy calibrate`"
+            "DP-SGD records no norms, and each run would spend budget: plan its limit with "
+            "`fedclip privacy calibrate`"
         )
     document: Config = tomlkit.parse(rewritten(text, Proposal("step.none", _MEASURES)))
     clipped = any(_clips(name) for name in modules)
@@ -299,8 +299,8 @@ class Tuning:
     def waves(self) -> Iterator[list[Planned]]:
         """Yield runs to be made and judged: those without clipping first, then seed by seed.
 
-        Where their seeds do not differ, the other settings are run once. What has diverged, or
-        failed, gets no more seeds.
+        If the seeds give equal results, the other settings are run once. Settings that diverged or
+        failed get no more seeds.
         """
         yield self.runs[NONE][:2]
         seeds = 1 if self.ranking.alike else self.seeds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rounds of an experiment show, in sentences, and what to do: plain facts."""
+"""Findings about the rounds of an experiment, in sentences, and advice."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def diverged(curves: Iterable[Curve], servers: frozenset[str]) -> list[Finding]:
     """Say from which round on the loss of a model was no number."""
     lost = [c for c in curves if c.metric == "loss" and c.nonfinite and c.node in servers]
     text = (
-        "The loss that {} measured was NaN or infinite after round {}: the model has diverged; "
-        "see `fedclip suggest`."
+        "The loss of {} is NaN or infinite from round {} on: the model has diverged. Run `fedclip "
+        "suggest` to find a limit."
     )
     return [
         Finding("diverged", c.experiment, "", text.format(c.node, c.nonfinite[0])) for c in lost
@@ -70,7 +70,7 @@ def diverged(curves: Iterable[Curve], servers: frozenset[str]) -> list[Finding]:
 
 
 def unlike(rows: Iterable[Row]) -> list[Finding]:
-    """Say which clients have norms unlike the others'."""
+    """Report clients whose norms differ much from those of other clients."""
     runs = grouped(rows, lambda row: row.experiment)
     return [
         Finding("unlike", experiment, "", text)
@@ -83,9 +83,8 @@ def unseen(private: Iterable[str]) -> list[Finding]:
     """Say why nothing is known of clients that train by DP-SGD but what they have spent."""
     nodes_by_experiment = grouped(private, experiment_of)
     text = (
-        "DP-SGD on {}: the norms of records, and how many were clipped, follow from the records "
-        "without noise, so they are never kept. What may be seen is the noise, and the budget "
-        "that was spent."
+        "DP-SGD on {}: norms of records, and how many were clipped, are never saved, because no "
+        "noise covers them. You can see the noise and the spent budget."
     )
     return [
         Finding("private", experiment, "", text.format(listed(sorted(nodes))))
@@ -113,11 +112,11 @@ def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
     was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
     step = "update" if rows[0].name.startswith("update-") else "step"
     if not held:
-        return "no-limit", f"No limit was set; of {steps:,} {step}s, the largest norm is {largest}."
+        return "no-limit", f"No limit was set. The largest norm of {steps:,} {step}s is {largest}."
     if not clipped and total.norm_max is None:
         return "inert", (
-            f"No {step} {was} clipped; the limit was {number(held[-1])} in the end. The norms are "
-            "not known here."
+            f"No {step} {was} clipped; the last limit was {number(held[-1])}. The norms are "
+            "unknown here."
         )
     if not clipped and (total.norm_max or 0.0) <= max(held):
         return "inert", (
@@ -126,13 +125,13 @@ def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
         )
     if not clipped:
         return "inert", (
-            f"No {step} {was} clipped: each norm was within the limit of its own {step}, even the "
-            f"largest, {largest}. Limits have fallen to {number(min(held))} since."
+            f"No {step} {was} clipped: each norm was below the limit at that {step}. The largest "
+            f"norm is {largest}; limits fell to {number(min(held))} later."
         )
     if clipped >= _NEARLY_ALL * steps:
         return "always", (
             f"{clipped / steps:.0%} of {steps:,} {step}s {were} clipped: the limit, not the "
-            f"gradient, sets the length of nearly every {step}."
+            f"gradient, decides the size of nearly every {step}."
         )
     last = max(r.round for r in records if r.clipped)
     after = [row for row in rows if row.record.round > last]
@@ -141,7 +140,7 @@ def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
     seen = pooled(row.record for row in after)
     ends = known(after, limits)
     parts = [f"No {step} {was} clipped after round {last}"]
-    parts += [f"the limit was {number(ends[-1])} in the end"] * bool(ends)
+    parts += [f"the last limit was {number(ends[-1])}"] * bool(ends)
     if seen.norm_median is not None:
         parts.append(f"the median norm was {number(seen.norm_median)}")
     return "inert", f"{parts[0]}{': ' * (len(parts) > 1)}{', '.join(parts[1:])}."
@@ -166,20 +165,21 @@ def _setter(rows: Sequence[Row]) -> Said:
         return
     if total.warmup >= _NEARLY_ALL * limited:
         text = (
-            f"Not yet warmed up: at {total.warmup:,} of {total.steps:,} steps the limit was that "
-            "of the warm-up, because the clipper had not seen enough norms for one of its own."
+            f"Still in warm-up: {total.warmup:,} of {total.steps:,} steps used the warm-up limit, "
+            "because the clipper had too few norms for an adaptive limit."
         )
         yield "warm-up", text
     elif total.fixed >= _NEARLY_ALL * limited:
         text = (
-            f"The fixed limit held in {total.fixed / limited:.0%} of the limited steps, so the "
-            "clipper does not adapt: raise max_norm, or leave it out."
+            f"The fixed limit max_norm applied in {total.fixed / limited:.0%} of the limited "
+            "steps, so "
+            "the clipper does not adapt: raise max_norm, or remove it."
         )
         yield "fixed", text
     elif total.fixed or total.warmup:
-        parts = {"learnt": total.learnt, "fixed": total.fixed, "from the warm-up": total.warmup}
+        parts = {"adaptive": total.learnt, "fixed": total.fixed, "warm-up": total.warmup}
         shares = [f"{n / limited:.0%} {name}" for name, n in parts.items() if n]
-        yield "limits", f"Where the limits came from: {', '.join(shares)}."
+        yield "limits", f"Limits: {', '.join(shares)}."
 
 
 def _by_node(rows: Sequence[Row]) -> dict[str, RoundRecord]:
@@ -211,9 +211,9 @@ class Proposal:
     limit
         The limit to draw, in the unit of the norms; None if it follows the norms or is not known.
     module
-        The module whose norms it would have clipped, and beside which it is drawn.
+        The module whose norms it would have clipped; the page draws it there.
     what, why, reveals
-        What it does, why it stands at its place in the ranking, and what it reveals of the data.
+        Effect, reason for the rank, and what it reveals about the data.
     toml, clipped
         Its lines as TOML, and its shares in words.
     """
@@ -239,13 +239,13 @@ class Advice:
     answer
         One sentence: where to start and why, or that clipping will not help.
     findings
-        What was found in the norms that the answer rests on, in sentences; the weightiest first.
+        The findings behind the answer, in sentences; the most important first.
     proposals
         The best first. Where clipping will not help, they are there to be compared with.
     start
         The name of the proposal to start with; "" if clipping will not help.
     odd
-        The clients whose norms are far above the others'.
+        The clients whose norms are far above those of the median client.
     """
 
     answer: str

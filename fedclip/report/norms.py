@@ -19,20 +19,20 @@ BY_NORM = {
 }
 """Clippers by the norm of the gradient, which have norms to choose a limit by."""
 UPDATES = ("update-norms", "update-clip-client")
-"""What records the norms of updates; of a simulation, the first knows whose they are."""
+"""The modules that record norms of updates; in a simulation, the first knows the clients."""
 FEW = {"step": 20, "update": 9}
 """Number of norms below which nothing is chosen by them; a client has one update in a round."""
 ALONE = 10.0
-"""A client whose largest norms are so many times the others' is an outlier, by these alone."""
+"""A client whose largest norms are this many times the median is an outlier by these alone."""
 _UNMEASURED = {
-    "step": 'no clipper by norm ran on the clients: add "no-op" to their modules',
+    "step": 'no clipper recorded the norms of steps: add "no-op" to the modules of the clients',
     "update": "the norms of updates were not measured",
 }
 
 
 @dataclass(frozen=True)
 class Norms:
-    """What is known of the norms in one place.
+    """The norms at one stage.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class Norms:
         In a round a client has the 95 % quantile of its norms, and its largest one. Where a model
         saturates, gradients are 0 but for a few: the largest one decides if its ratio is
         `ALONE` or more. Otherwise both have to be above 1, or below, and the ratio is the one
-        nearer to 1. An update counts as it is and for each step that it took, likewise: many steps
+        nearer to 1. An update is judged both whole and divided by its steps: many steps
         make a longer update, and few one that is long for a step. A ratio is the median over the
         rounds, or that of the first round if it is larger.
         """
@@ -111,7 +111,7 @@ class Norms:
         """Return the median over the clients of each one's q-quantile; of two, the lower one.
 
         A few clients unlike the others do not move it, however many norms they have. In the first
-        round all begin with the same weights: nobody has changed the others' norms yet.
+        round all begin with the same weights: no client has changed the norms of others yet.
         """
         records = next(iter(self.by_round().values())) if first else self.clients
         quantiles = [record.norm_quantile(q) for record in records.values()]
@@ -149,9 +149,9 @@ class Norms:
         if not self.rows:
             return _UNMEASURED[self.stage]
         if count < (few := FEW[self.stage]):
-            return f"{count} norms are too few to choose a limit by: at least {few} are needed"
+            return f"{count} norms are too few to choose a limit; at least {few} are needed"
         if not self.middle(0.95):
-            return "nearly all norms are 0: there is no scale to choose a limit by"
+            return "nearly all norms are 0, so no limit can be chosen"
         return ""
 
 
@@ -192,33 +192,33 @@ def rounded(value: float) -> float:
     return near if near >= value else round(near + 10.0**-digits, digits)
 
 
-# A client is odd if its norms are so many times those of the median client. Label skew, noise, and
-# few or many records come to 3.1 at most by steps, and 1.8 by updates for each step; other units to
-# 7 at least by steps, and wrong labels to 1.8 by updates.
+# A client is odd if its norms are this many times those of the median client. Label skew, noise and
+# few or many records give at most 3.1 by steps, and 1.8 by updates for each step. Other units give
+# at least 7 by steps, and wrong labels 1.8 by updates.
 _ODD = {"step": 4.0, "update": 1.8}
 # Without knowing the number of steps: a client with many of them comes to 4.5.
 _ODD_ALONE = 5.0
 # Shorter steps do no harm, and are often there where labels are unlike: this is only a note.
 _SMALL = 10.0
-# The largest norm of a round is a spike if it is so many times what it is in most rounds, and in
+# The largest norm of a round is a spike if it is this many times that of most rounds, and of
 # those near it: noise comes to 30, bursts and broken records to 550 at least.
 _SPIKE, _NEAR = 50.0, 2
 
 
 @dataclass
 class Unusual:
-    """What was seen in one place.
+    """Unusual norms at one stage.
 
     Attributes
     ----------
     odd
-        The clients with norms far above the others', and how many times.
+        The clients with norms far above the median client's, and by which factor.
     two
         Whether there are two clients, of which either may be the outlier.
     spikes
         The clients with spikes, and the rounds in which these were.
     small
-        The clients with steps far below the others', and how many times.
+        The clients with steps far below the median client's, and by which factor.
     texts
         These findings, in sentences.
     """
@@ -231,7 +231,7 @@ class Unusual:
 
 
 def unusual_norms(places: Iterable[Norms]) -> dict[str, Unusual]:
-    """Return what the norms of each place show, for those that have enough of them."""
+    """Return the unusual norms of each stage that has enough norms."""
     result: dict[str, Unusual] = {}
     for norms in places:
         if not norms.lacking:
@@ -240,7 +240,7 @@ def unusual_norms(places: Iterable[Norms]) -> dict[str, Unusual]:
 
 
 def outliers_of(unusual: Mapping[str, Unusual]) -> list[str]:
-    """Return the clients with norms far above the others', by steps or updates; of two, none."""
+    """Return the outliers, by steps or updates; of two clients, none."""
     names = dict.fromkeys(name for stage in unusual.values() for name in stage.odd)
     return [] if any(stage.two for stage in unusual.values()) else [*names]
 
@@ -287,16 +287,18 @@ def _in_words(norms: Norms, found: Unusual) -> Iterator[str]:
     what = f"{norms.stage}s"
     for name, times in found.odd.items():
         yield (
-            f"{name}: the norms of its {what} are {number(times)} times the others': look at its "
-            "units, its labels and its data."
+            f"{name}: the norms of its {what} are {number(times)} times those of the median "
+            "client: "
+            "check its units, labels and data."
         )
     for name, times in found.small.items():
         yield (
-            f"{name}: the norms of its {what} are {number(times)} times smaller than the others'."
+            f"{name}: the norms of its {what} are {number(times)} times smaller than those of the "
+            "median client."
         )
     for name, rounds in [*found.spikes.items()][:5]:
         when = ", ".join(map(str, rounds[:5])) + ", …" * (len(rounds) > 5)
         yield (
-            f"{name}: a norm of {what} of up to {number(norms.clients[name].norm_max)}, more than "
-            f"{_SPIKE:g} times what is usual, in round {when}: look at the records of that time."
+            f"{name}: a norm of up to {number(norms.clients[name].norm_max)} in round {when}, more "
+            f"than {_SPIKE:g} times the usual: check the records of that time."
         )

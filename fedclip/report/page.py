@@ -2,7 +2,7 @@
 """The report as one page for a browser, which needs no network.
 
 Jinja2 fills the template and escapes all text. Vega draws the charts, from numbers that are
-embedded as JSON; vl-convert brings Vega along. What was found and what is advised comes first. A
+embedded as JSON; vl-convert brings Vega along. Advice and findings come first. A
 few clients have a line each; of many, a band is shown, whose extremes have names. One client's
 rounds are shown if it is chosen.
 """
@@ -142,7 +142,7 @@ def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str,
     """Return a line for each of a few nodes; of many a band, the highest and the lowest.
 
     A point is a round, a value, and maybe more; the median of its values says how high a node is.
-    The band leaves out so many nodes at each end, in each round.
+    The band leaves out the same number of nodes at each end, in each round.
     """
     known = {n: [(p[0], p[1]) for p in some if p[1] is not None] for n, some in points.items()}
     level = {n: statistics.median(v for _, v in some) for n, some in known.items() if some}
@@ -161,7 +161,7 @@ def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str,
 def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, object]:
     """Return for each metric the servers' mean by round, a band of several, and the clients' means.
 
-    A round in which any of them is NaN has no mean. What was never a number is not drawn.
+    A round in which any of them is NaN has no mean. A metric without any number is not drawn.
     """
     values: dict[str, dict[str, dict[int, list[float]]]] = {}
     for curve in curves:

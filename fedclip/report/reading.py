@@ -97,7 +97,7 @@ def _float(text: object) -> float | None:
 
 STATES = "optimizer_state_*.mpk"
 LEDGER = "privacy_spent.json"
-"""What a client that trains by DP-SGD has spent; see `fedclip.privacy.ledger`."""
+"""The ledger of a client that trains by DP-SGD; see `fedclip.privacy.ledger`."""
 _STAMP = slice(len("optimizer_state_"), -len(".mpk"))
 
 
@@ -145,9 +145,10 @@ class Reader:
         nodes = self._nodes.values()
         if not nodes:
             raise ReportError(
-                f"{folder} holds no {STATES}: run fedclip simulate, or quickrun, "
-                "first; declearn writes them where a checkpoint folder is set (checkpoint = … in "
-                "[experiment], or checkpoint=… for FederatedClient and FederatedServer)"
+                f"{folder} has no {STATES}: run fedclip simulate or quickrun first. declearn "
+                "writes these "
+                "files if a checkpoint folder is set: checkpoint = … in [experiment], or "
+                "checkpoint=… for FederatedClient and FederatedServer"
             )
         rows = [row for node in nodes for row in node.rows.values()]
         skipped = [path for node in nodes for path in node.skipped]
@@ -155,12 +156,13 @@ class Reader:
         if not rows and not private:
             files = sum(len(node.seen) for node in nodes)
             if len(skipped) == files:
-                raise ReportError(f"none of the {files} state files in {folder} can be read")
+                raise ReportError(f"cannot read any of the {files} state files in {folder}")
             names = ", ".join(sorted({n for node in nodes for n in node.others})) or "none"
-            broken = f"; {len(skipped)} of its {files} state files can not be read"
+            broken = f"; cannot read {len(skipped)} of {files} state files"
             raise ReportError(
-                f"no records: in {folder} no clipper of fedclip has taken a step (modules there: "
-                f"{names}); the module 'no-op' measures without changing anything"
+                f"{folder} has no records: no clipper of fedclip has taken a step (modules: "
+                f"{names}). "
+                "Add the module 'no-op', which measures norms and changes nothing"
                 f"{broken if skipped else ''}"
             )
         rows.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
@@ -195,7 +197,7 @@ class Reader:
 
 
 class _Node:
-    """What is known of one node: the rows of its clippers, and which files they come from."""
+    """The rows of the clippers of one node, and the files that they come from."""
 
     def __init__(self, folder: Path, label: str) -> None:
         self.folder, self.label = folder, label

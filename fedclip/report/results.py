@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a run, site by site: the healthy sites, the outliers, and what accuracy is worth.
 
-An outlier is a client whose norms are far above the others'. Numbers for a whole run are means over
-the healthy sites, each on its own validation data. Class counts come from confusion matrices, which
-declearn's classification metrics write.
+An outlier is a client whose norms are far above those of the median client. Numbers for a whole run
+are means over the healthy sites, each on its validation data. Class counts come from confusion
+matrices, which declearn's classification metrics write.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Result(NamedTuple):
             middle = statistics.median(values.values()) if values else math.nan
             for site, value in values.items() if len(values) > 2 and middle > 0 else ():
                 if value <= middle / 2 if higher else value >= _WORSE * middle:
-                    texts[site] = f"{metric} {number(value)}, of the median site {number(middle)}"
+                    texts[site] = f"{metric} {number(value)}, median client {number(middle)}"
         return texts
 
     def findings(self) -> list[str]:
@@ -94,10 +94,8 @@ class Result(NamedTuple):
         Where norms show an outlier, it explains the metrics.
         """
         single, worse = self.single(), {} if self.outliers else self.worse()
-        texts = [f"One class only at {listed(single)}, in the validation data."] * bool(single)
-        return texts + [
-            f"{s}: {text}: look at its labels and its data." for s, text in worse.items()
-        ]
+        texts = [f"The validation data of {listed(single)} has only one class."] * bool(single)
+        return texts + [f"{s}: {text}: check its labels and data." for s, text in worse.items()]
 
     def _metrics(self) -> set[str]:
         return (

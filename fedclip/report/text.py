@@ -29,7 +29,7 @@ from fedclip.report.rows import (
     write_csv,
 )
 
-SETTERS = {"fixed": "fixed", "learnt": "learnt", "warmup": "warm-up", "": "-"}
+SETTERS = {"fixed": "fixed", "learnt": "adaptive", "warmup": "warm-up", "": "-"}
 """What set a limit, as the column "by" has it."""
 
 

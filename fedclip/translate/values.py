@@ -29,7 +29,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def signature(text: str) -> Config:
-    """Return parameters with their defaults, as they are written in a call.
+    """Return parameters with their defaults, written as in a call.
 
     Examples
     --------

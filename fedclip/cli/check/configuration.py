@@ -129,15 +129,15 @@ def check_config(
         run = part_of(config, "run")
         every = part_of(run, "evaluate").get("frequency", 1)
         if run.get("early_stop") is not None and every != 1 and not simulate:
-            text = "declearn looks for a loss after each round, and with frequency = "
-            check.problem("[run.early_stop]", f"{text}{brief(every)} fails: leave one of them out")
+            text = "declearn needs a loss after each round, so it fails with frequency = "
+            check.problem("[run.early_stop]", f"{text}{brief(every)}: remove one of them")
     elif "client_opt" in config:
         run, check.quickrun = part_of(config, "run"), False
         # A section of this name may be anything else.
         _check_optim(check, config, {} if any(section_faults("run", run)) else run)
     else:
-        what = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
-        check.problem("the file", f"{what} FLOptimConfig does{nearest('client_opt', config)}")
+        what = "has neither [optim], as in a quickrun file, nor client_opt, as in a file for"
+        check.problem("the file", f"{what} FLOptimConfig{nearest('client_opt', config)}")
     return check
 
 
@@ -145,7 +145,7 @@ def _check_quickrun(check: Check, config: Config) -> None:
     for section in REQUIRED:
         if section not in config:
             hint = nearest(section, config.keys() - SECTIONS.keys())
-            empty = " (it may be empty, but declearn looks for it)" if section == "data" else ""
+            empty = " (declearn needs it, even empty)" if section == "data" else ""
             check.problem(f"[{section}]", f"this section is missing{empty}{hint}")
     for key in config:
         _check_section(check, config, key)
@@ -158,15 +158,19 @@ def _check_quickrun(check: Check, config: Config) -> None:
         _check_optim(check, config["optim"], {} if wrong else run)
     if "fairness" in part_of(config, "optim"):
         text = (
-            "fairness needs a FairnessDataset, and [data] gives arrays: remove it, or run a script"
+            "fairness needs a FairnessDataset, and [data] provides arrays: remove fairness, or "
+            "run a script"
         )
         check.problem("[optim.fairness]", text)
     if isinstance(config.get("run"), dict) and "register" not in run:
-        text = "this section is missing: write in min_clients how many clients to wait for"
+        text = "this section is missing: set min_clients to the number of clients to wait for"
         check.problem("[run.register]", text)
     register = part_of(run, "register")
     if register.get("timeout") and not register.get("max_clients"):
-        text = f"registration lasts {brief(register['timeout'])} s, as there is no max_clients"
+        text = (
+            f"registration always lasts {brief(register['timeout'])} s: set max_clients to end it "
+            "earlier"
+        )
         check.note("[run.register]", text)
     model = part_of(config, "model").get("model_file")
     if isinstance(model, str) and not os.path.isfile(model):
@@ -194,7 +198,7 @@ def _with_files(check: Check, config: Config) -> Config:
 
 
 def _without_network(config: Config) -> Config:
-    """Return a configuration as it is in one process, with as many clients as it says."""
+    """Return a configuration for one process, with the number of clients in [simulate]."""
     crowd = part_of(config, "simulate")
     network = {"protocol": "websockets", "host": "127.0.0.1", "port": 1}
     run = {**part_of(config, "run"), "register": {}}
@@ -271,7 +275,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
     if least is not None:
         if not check.quickrun and part_of(check.config, "network").get("protocol") == "websockets":
             # In a quickrun file, fedclip's own protocol takes its place.
-            text = "declearn's own websockets takes no min_replies: write 'fedclip-websockets'"
+            text = "declearn's 'websockets' has no min_replies: use 'fedclip-websockets'"
             check.problem("[network]", f"protocol: {text}")
         _check_quorum(check, setting, least)
     for key in (key for key in optim if key not in known):
@@ -294,8 +298,9 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
     if names:
         check.note(
             "[optim.client_opt]",
-            f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}, and `import "
-            "fedclip` in their script, or `fedclip run` to start it",
+            f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}: import fedclip "
+            "in "
+            "their script, or start it with `fedclip run`",
         )
 
 
@@ -308,22 +313,26 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
     check.problem(where, *unfit(secagg=secure, fairness=setting.fairness, aggregator=name))
     clients, registered = setting.clients, as_count(low)
     if clients is not None and least > clients:
-        text = f"min_replies = {least}, and a round has at most {clients} clients: lower it"
+        text = f"min_replies = {least}, but a round has at most {clients} clients: lower it"
         check.problem(where, text)
     elif registered is not None and least > registered:
         check.note(
             where,
-            f"registration may end with {registered} clients, fewer than min_replies = {least}: "
-            "raise min_clients",
+            f"registration may end with {registered} clients, below min_replies = {least}: raise "
+            "min_clients",
         )
     if name == "clipped-averaging":
         if few := setting.aggregator.combining.too_few(least):
-            check.note(where, f"{few} with min_replies: such a round counts as zeros; raise it")
+            check.note(
+                where,
+                f"{few} with min_replies, and such a round changes nothing: raise min_replies",
+            )
     else:
         check.note(
             where,
-            f"fewer clients each move the average further, and {name!r} sets no limit to that: "
-            "clipped-averaging does",
+            f"with fewer replies each client moves the average further, and {name!r} sets no "
+            "limit: "
+            "use clipped-averaging",
         )
 
 
@@ -350,7 +359,7 @@ def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
     if (from_fedclip or shared) and not vetted:
         check.note(
             "[client_sampler]",
-            "replies are not vetted, so that one client can end the run: give FederatedServer "
+            "replies are not checked, so one client can end the run: give FederatedServer "
             "client_sampler = {'strategy': 'named-clients'}",
         )
 

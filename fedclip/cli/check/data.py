@@ -37,7 +37,7 @@ def units(files: Mapping[str, str], of: str = "train") -> tuple[int, str]:
     Raises
     ------
     OSError, TypeError, ValueError
-        If a file can not be read, or the persons do not fit the records.
+        If a file cannot be read, or the persons do not fit the records.
     """
     records = len(load_data_array(files[f"{of}_target"]))
     named = _named(files, of)
@@ -55,8 +55,9 @@ def unnamed(sites: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     for site, files in sites.items():
         if _named(files).exists() and not (missing := _named(files, "valid")).exists():
             yield (
-                f"{site}: persons are protected, and evaluation_share needs to know whose the "
-                f"validation records are: write them into {missing.name} beside {PERSONS}"
+                f"{site}: evaluation_share needs the person of each validation record: write them "
+                "into "
+                f"{missing.name}, next to {PERSONS}"
             )
 
 
@@ -68,7 +69,7 @@ def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, s
         if named.exists():
             try:
                 many, _ = units(files)
-                yield "ok", f"{site}: {many:,} persons are protected, each with all records"
+                yield "ok", f"{site}: DP-SGD protects {many:,} persons, each with all their records"
                 named = _named(files, "valid")
                 if named.exists():
                     units(files, "valid")
@@ -88,8 +89,8 @@ def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, s
         yield (
             "note",
             f"column {column!r} ({', '.join(where[:3])}{', …' * (len(where) > 3)}) is named like "
-            "an identifier, and its values come back, but each record is protected alone: move the "
-            f"column into {PERSONS} beside the training data, to protect persons with all records",
+            "an identifier and has repeated values, but DP-SGD protects single records. To protect "
+            f"persons, move the column into {PERSONS}, next to the training data",
         )
 
 
@@ -123,9 +124,16 @@ def check_data(check: Check, data: Section, run: Section) -> None:
     if isinstance(register, dict):
         low, high = register.get("min_clients", 1), register.get("max_clients")
     if isinstance(low, int) and count < low:
-        check.problem("[data]", f"{low} clients are waited for, and the data folder holds {count}")
+        check.problem(
+            "[data]",
+            f"the server waits for {low} clients, but the data folder has {count}: lower "
+            "min_clients",
+        )
     elif isinstance(high, int) and count > high:
-        check.problem("[data]", f"{high} clients are admitted, and the data folder holds {count}")
+        check.problem(
+            "[data]",
+            f"the server admits {high} clients, but the data folder has {count}: raise max_clients",
+        )
 
 
 def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Section) -> None:
@@ -145,8 +153,9 @@ def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Se
             if count < size:
                 check.problem(
                     f"[run.{section}]",
-                    f"{site} gets no batch: it has {count} records in {of}_target, and batch_size "
-                    f"= {size}; write drop_remainder = false, or batch_size = {count}",
+                    f"{site} has {count} records in {of}_target, fewer than batch_size = {size}, "
+                    "and would "
+                    f"get no batch: set drop_remainder = false, or batch_size = {count}",
                 )
 
 
@@ -177,13 +186,13 @@ def protected(check: Check) -> tuple[int, str] | None:
 
 
 def check_folder(check: Check, folder: str) -> None:
-    """Find a checkpoint folder that no system can make."""
+    """Report a checkpoint folder that cannot be created."""
     try:
         os.lstat(os.path.join(folder, "server"))
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as exc:
-        text = f"can not write to the folder {brief(folder)}: {getattr(exc, 'strerror', exc)}"
+        text = f"cannot write to the folder {brief(folder)}: {getattr(exc, 'strerror', exc)}"
         check.problem("[experiment]", f"checkpoint: {text}")
 
 

@@ -21,9 +21,11 @@ def check_app(check: Check, config: Section) -> None:
     where = "[tool.flwr.app.config.update-clip]"
     if not table:
         hint = nearest("update-clip", app)
-        check.problem(where, f"this section is missing: Flower would clip nothing{hint}")
+        check.problem(where, f"this section is missing, so Flower would clip nothing: add it{hint}")
     for key in [key for key, value in table.items() if isinstance(value, list)]:
-        check.problem(where, f"{key}: Flower takes no lists: write one pattern, or a table")
+        check.problem(
+            where, f"{key} is a list, which Flower does not accept: write one pattern, or a table"
+        )
     if check.problems:
         return
     try:
@@ -49,7 +51,10 @@ def check_job(check: Check, config: Section) -> None:
     named = [(section, str(part_of(section, "aggregator").get("path"))) for section in workflows]
     clipping = [section for section, path in named if path.startswith("fedclip.")]
     if len(clipping) != 1:
-        text = "fedclip clips nothing in this job: give its recipe add_update_clipping(recipe)"
+        text = (
+            "fedclip clips nothing in this job: call add_update_clipping(recipe) before you "
+            "export it"
+        )
         check.problem("[workflows]", text)
         return
     selects = any(
@@ -84,7 +89,7 @@ def _check_settings(
         cost = bound.budget.cost(rounds)
         check.note(
             where,
-            f"epsilon is {cost:.4g} after {rounds} rounds, of {claim.rounds} that are planned",
+            f"epsilon = {cost:.4g} after {rounds} of {claim.rounds} planned rounds",
         )
 
 

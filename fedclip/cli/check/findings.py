@@ -20,7 +20,7 @@ Plugins: TypeAlias = Mapping[str, Sequence[Plugin]]
 
 
 class Setting(NamedTuple):
-    """What is known of a federation once its plug-ins were built."""
+    """Facts about a federation whose plug-ins could be built."""
 
     plugins: Plugins
     aggregator: Plugin
@@ -34,9 +34,9 @@ class Setting(NamedTuple):
     protected: tuple[int, str] | None
     """How many records or persons the smallest client has, and which of the two, if known."""
     metrics: Sequence[object] = ()
-    """What is measured besides the loss."""
+    """Metrics besides the loss."""
     population: int | None = None
-    """The number of all clients, as far as it is known."""
+    """The number of all clients, if known."""
     checkpoints: bool = True
     """Whether the server keeps checkpoints, and so evaluates after the last round."""
     watched: bool = True
@@ -70,7 +70,7 @@ class Check:
     findings
         In the order of the file.
     places
-        What is clipped where, and what that guarantees: a line for each place.
+        A line for each stage: where clipping happens, and what it guarantees.
     quickrun
         Whether the optimizers are in [optim], as in a quickrun file; else they are alone in it.
     """
@@ -118,7 +118,7 @@ class Check:
 
 
 def part_of(config: Section, name: str) -> Config:
-    """Return a section of a file; an empty one if there is none."""
+    """Return a section of a file; empty if it is missing."""
     value = config.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -144,7 +144,7 @@ def innermost(sampler: Section) -> Section:
 
 
 def brief(value: object, written: Callable[[object], str] = repr) -> str:
-    """Return a value as it is written in Python, or elsewhere, cut off if it is long.
+    """Return a value as written in Python, or elsewhere, cut off if it is long.
 
     Examples
     --------
@@ -192,5 +192,5 @@ def read_toml(check: Check, path: Path, where: str, text: str | None = None) -> 
         hint = ": save it without a byte order mark" if mark else ""
         check.problem(where, f"{path.name} is not valid TOML: {text_of(exc)}{hint}")
     except OSError as exc:
-        check.problem(where, f"{path} can not be read: {exc.strerror}")
+        check.problem(where, f"cannot read {path}: {exc.strerror}")
     return None

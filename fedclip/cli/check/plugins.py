@@ -51,8 +51,11 @@ def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> Iterator[tuple[s
     for side, chosen in sides:
         names = [str(p.aux_name) for p in chosen]
         for twice in sorted({name for name in names if names.count(name) > 1}):
-            text = f"{names.count(twice)} modules exchange {twice!r}: only the last would be heard"
-            yield side, f"{text}; give each pair a shared_name of its own"
+            text = (
+                f"{names.count(twice)} modules exchange {twice!r}, and only the last would "
+                "receive messages"
+            )
+            yield side, f"{text}; give each pair a different shared_name"
     for name, clipper in clippers.items():
         other = counterparts.get(name)
         if other is None:
@@ -83,7 +86,7 @@ Registries: TypeAlias = Mapping[str, Mapping[str, type[Plugin]]]
 def check_optimizer(check: Check, value: object, key: str, where: str) -> list[Plugin]:
     """Check one optimizer in any of the forms it may take; return the plug-ins it holds."""
     if isinstance(value, str):
-        text = f"declearn takes no path here: write the section of {brief(value)} itself"
+        text = f"declearn accepts no path here: write the contents of {brief(value)} in this file"
         check.problem(where, text)
         return []
     if fits(value, float):
@@ -176,7 +179,7 @@ def _build(
 def _check_plugin(
     check: Check, spec: object, field: str, registries: Registries, where: str
 ) -> Plugin:
-    """Look up and build one plug-in; return it, or None if it can not be built."""
+    """Look up and build one plug-in; return it, or None if it cannot be built."""
     match spec:
         case str() as name:
             config: Config = {}
@@ -200,7 +203,7 @@ def _check_plugin(
 
 
 def check_aggregator(check: Check, value: object, where: str) -> Plugin:
-    """Check the aggregator; return it, or None where there is none, or none that can be built."""
+    """Check the aggregator; return it, or None if it is missing or cannot be built."""
     if value is None:
         return None
     config = dict(value) if isinstance(value, dict) else {"name": value}
@@ -246,5 +249,5 @@ def _sends(plugin: Plugin) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return plugin.collect_aux_var() is not None
-    except Exception:  # a module, such as scaffold-client, that can not say before its first step
+    except Exception:  # a module, such as scaffold-client, that cannot say before its first step
         return True

@@ -36,7 +36,7 @@ SECTIONS: dict[str, Any] = {
 }
 """The sections of a quickrun file, and what declearn makes of each; of the last, fedclip does."""
 
-# A Python caller may give it, and a file can not.
+# A Python caller may pass it, and a file cannot.
 _NOT_IN_TOML = ("logger",)
 
 _KWARGS: Mapping[str, Callable[..., float]] = {
@@ -135,7 +135,7 @@ def _network(values: Mapping[str, object]) -> Iterator[str]:
 
 
 def _privacy(values: Mapping[str, object]) -> Iterator[str]:
-    """Yield what declearn refuses in words of its own."""
+    """Yield problems that declearn would report less clearly."""
     budget, limit = values.get("budget"), values.get("sclip_norm")
     if isinstance(limit, (int, float)) and not 0 < limit < math.inf:
         yield f"sclip_norm must be a finite number > 0, got {brief(limit)}"

@@ -3,7 +3,7 @@
     python prepare.py records.csv --site north    writes data/north/
     python prepare.py --example                   does this for three sites of invented records
 
-Each row is read by itself: what other rows hold changes neither its numbers nor whether it trains
+Each row is read independently: other rows change neither its numbers nor whether it trains
 or validates. Keep it so if you edit this file: with privacy, the guarantee rests on it.
 """
 

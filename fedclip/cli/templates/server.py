@@ -1,4 +1,4 @@
-"""The server, on a machine of its own: it holds the model, and no records.
+"""The server, on a separate machine: it holds the model and no records.
 
     python server.py                                                       for a try on one machine
     python server.py --host 0.0.0.0 --certificate server.crt --key server.key

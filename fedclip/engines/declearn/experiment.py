@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quickrun file says of data, model and results, without the network."""
+"""The data, the model and the results of a quickrun file, without the network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PERSONS = "train_persons.csv"
 
 
 class Experiment:
-    """What a quickrun file says of data, model and results, without the network.
+    """The data, the model and the results of a quickrun file, without the network.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Experiment:
     files
         The files of each client, by its name.
     metrics
-        What is measured besides the loss.
+        The metrics besides the loss.
     results
         The folder of checkpoints and logs.
 
@@ -112,7 +112,7 @@ class Experiment:
 
 
 def draw_from(seed: int) -> None:
-    """Let what Python, NumPy and torch draw from now on, such as a model's weights, be a seed's."""
+    """Seed Python, NumPy and torch, which draw such values as the weights of a new model."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     # declearn has imported it, where it is installed.
@@ -121,9 +121,10 @@ def draw_from(seed: int) -> None:
 
 
 def vectorize_gradients(model: AnyModel) -> None:
-    """Let a model take the gradients of batches at once, if it is one of scikit-learn's.
+    """Make a linear model of scikit-learn compute the gradient of a whole batch at once.
 
-    They are the same but for rounding, and its type and configuration stay as they are.
+    declearn calls `partial_fit` for each record, which takes far longer. The gradients differ by
+    rounding only; type and configuration of the model do not change.
     """
     if type(model) is SklearnSGDModel:
         parameters = model.get_wrapped_model().get_params()

@@ -102,7 +102,7 @@ class Federation:
     file
         A quickrun file.
     verbose
-        Let declearn log to the console too, and not to files only.
+        Also show declearn's log on the console, not only in files.
 
     Attributes
     ----------
@@ -207,7 +207,7 @@ class Federation:
         return ledger
 
     def _hush(self, logger: str, level: int) -> None:
-        """Let only what is of this level get to the console, or only warnings."""
+        """Show messages of this level on the console, or only warnings."""
         for handler in logging.getLogger(logger).handlers:
             if not isinstance(handler, logging.FileHandler):
                 handler.setLevel(level if self.verbose else logging.WARNING)
@@ -269,7 +269,7 @@ def run(
 
 
 def _is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there; True as well where `host` can not be resolved."""
+    """Whether a server could listen there; also True if `host` cannot be resolved."""
     try:
         with socket.create_server((host, port)):
             return True

@@ -7,8 +7,8 @@
                   than the bound, in different directions; each takes part by a fair coin. The run's
                   schedule or sampler, clip, noise and server act on them. An attacker sees every
                   release, knows the directions, and guesses the coins
-    rehearsal     the same guesses, if the noise were half of what is claimed. What they would prove
-                  is the most that this audit can refute. A claim above that is not audited
+    rehearsal     the same guesses, if the noise were half of what is claimed. The epsilon that they
+                  would prove is the most that this audit can refute; a larger claim is not audited
     premises      accounting takes for granted how often a unit takes part, and that it is clipped
     membership    the model is trained as the file says; an attacker guesses by the loss of a record
                   whether it was trained on
@@ -93,7 +93,7 @@ class Audit(NamedTuple):
     broken
         Which premise of accounting the run has broken; "" if none.
     membership
-        What the losses of the trained model tell.
+        How well the losses of the trained model reveal membership.
     """
 
     protects: str
@@ -219,7 +219,7 @@ def _filled(places: Host, values: Any, like: Mapping[str, Any], groups: Groups) 
 
 # -- clients, and noise on their average --------------------------------------------------------
 def _of_clients(simulation: Simulation, rng: np.random.Generator) -> Audit:
-    # A round that is none ends the training.
+    # A round without replies ends the training.
     any(simulation.step() for _ in range(simulation.config.rounds))
     losses = [[_losses(simulation.model, part) for part in pair] for pair in simulation.crowd.data]
     values = sum(math.prod(x.shape) for x in simulation.model.get_weights(True).coefs.values())
@@ -280,8 +280,8 @@ def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
 def unmixed(seen: Any, due: Any, c: tuple[float, ...], lengths: list[float]) -> tuple[Host, Host]:
     """Return what canaries add to each round and what was seen of them, with independent noise.
 
-    Noise that was taken back is put together again. What follows up to a band after a round
-    without a release is left out.
+    This undoes the correlation of the noise. Rounds within a band after a round without a release
+    are left out.
     """
     from scipy.signal import lfilter
 

@@ -42,12 +42,12 @@ class SimulateConfig(TomlConfig):
     drop_out
         Probability with which a client that was asked does not reply.
     attackers
-        Number of clients that are hostile, drawn once. None: none.
+        Number of malicious clients, drawn once. None: 0.
     factor
-        What attackers multiply their update by.
+        Attackers multiply their update by it.
     attackers_clip
-        Whether attackers clip their update afterwards, as the others do. Otherwise they send it as
-        it is, and say that it was within the bound.
+        Whether attackers clip their update afterwards, as the others do. Otherwise they send it
+        unclipped, and report that it was within the bound.
     seed
         Decides all that is drawn here, and the batches. None: another run each time.
     """
@@ -73,17 +73,17 @@ class SimulateConfig(TomlConfig):
 
 
 class Trained(NamedTuple):
-    """What a client has trained in a round."""
+    """The result of a client's training in a round."""
 
     update: AnyVector
     """The model before the round, minus the model after it."""
     steps: int
     aux: dict[str, AuxVar]
-    """What the modules of its optimizer send to those of the server."""
+    """The messages of its optimizer's modules to those of the server."""
 
 
 Kept: TypeAlias = tuple[Config, Mapping[str, object], AnyVector | None]
-"""What a client keeps from round to round: its optimizer, its source of batches, its weights."""
+"""The state of a client between rounds: optimizer, source of batches, unshared weights."""
 Task: TypeAlias = tuple[int, AnyVector, Mapping[str, AuxVar], Kept]
 """A client, the weights from which it trains, what the server tells it, and what it kept."""
 Ask: TypeAlias = Callable[[Mapping[int, Task]], Mapping[int, tuple[Trained, Kept]]]
@@ -147,7 +147,7 @@ class Crowd:
             metrics=experiment.metrics,
             verbose=False,
         )
-        # What a client keeps of the model beside the weights that are trained, as running means.
+        # A client also keeps values that are not trained, such as running means.
         inner = model.get_weights()
         self._apart = set(inner.coefs) != set(model.get_weights(trainable=True).coefs)
         self._kept: dict[int, AnyVector] = {}
@@ -213,7 +213,7 @@ class Crowd:
         return self.optimizer(client).get_state(), source, self._kept.get(client)
 
     def take_over(self, client: int, state: Kept) -> None:
-        """Let a client be as it was in another process."""
+        """Set the state of a client that trained in another process."""
         optimizer, source, weights = state
         self.optimizer(client).set_state(optimizer)
         self._records(client)._rng.bit_generator.state = source
@@ -252,7 +252,7 @@ class Crowd:
         return self._sources[client]
 
     def hand_over(self, client: int | None, start: AnyVector) -> None:
-        """Let the model be that of a client at the start of a round; or, for None, the server's."""
+        """Give the model a client's weights at the start of a round; for None, the server's."""
         if self._apart:
             weights = None if client is None else self._kept.get(client)
             self.model.set_weights(self._first if weights is None else weights)

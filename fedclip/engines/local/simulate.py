@@ -56,7 +56,7 @@ _LIVE = 10  # as many as are written after each evaluation
 
 
 class Simulated(NamedTuple):
-    """What has come of a simulation."""
+    """The result of a simulation."""
 
     clients: int
     rounds: int
@@ -83,7 +83,7 @@ class Simulation:
     Raises
     ------
     ToolError
-        If data or model are not where the file says, or if it can not be simulated.
+        If data or model are not where the file says, or if it cannot be simulated.
     """
 
     def __init__(self, file: Path, seed: int | None = None) -> None:
@@ -144,7 +144,7 @@ class Simulation:
         return server
 
     def step(self) -> str:
-        """Run a round of training; return why there is none, if so."""
+        """Run a round of training; return why training ends, or ""."""
         start = self.model.get_weights(trainable=True)
         aux = self.rest.collect_aux_var()
         for module in self.rest.modules:
@@ -233,7 +233,7 @@ class Simulation:
             self._keep_records()
 
     def _outliers(self) -> list[str]:
-        """Return the clients with norms far above the others'; none beside noise for clients."""
+        """Return the clients with norms far above those of others; none with noise for clients."""
         if self.bound and self.bound.noise_multiplier:
             return []
         rows = [
@@ -286,7 +286,7 @@ def run(
     Raises
     ------
     ToolError
-        If the simulation can not start.
+        If the simulation cannot start.
     """
     if seed is None:
         settings = SimulateConfig.from_toml(str(file), False, "simulate", True)
@@ -425,7 +425,7 @@ def _refuse(
 
 @contextmanager
 def _logged(file: Path) -> Iterator[None]:
-    """Let what is logged get to a file, and what is warned of only there."""
+    """Send log messages to a file, and warnings only there."""
     logger, handler = logging.getLogger("declearn"), logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     before, logger.propagate = logger.propagate, False
