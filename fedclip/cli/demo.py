@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -23,6 +22,7 @@ import numpy as np
 import tomlkit
 from numpy.typing import NDArray
 
+from fedclip.cli.init import TEMPLATES
 from fedclip.cli.output import progress, say, typed
 from fedclip.cli.ranking import Ranking, drawn
 from fedclip.cli.runner import Planned, planned_run, reports, run_all
@@ -223,7 +223,7 @@ def prepare(folder: Path) -> None:
 
 
 def _file(name: str) -> str:
-    return (files("fedclip.cli") / "templates" / f"demo_{name}").read_text(encoding="utf-8")
+    return (TEMPLATES / f"demo_{name}").read_text(encoding="utf-8")
 
 
 def planned(folder: Path, way: str, seed: int, rounds: int, bound: float) -> Planned:

@@ -113,7 +113,7 @@ def in_words(cost: Config) -> Iterator[str]:
     """Yield what `Spent.cost` has found, line by line."""
     relation, unit = cost["relation"], cost["protects"]
     verb = {"add-remove": "adding or removing", "replace-one": "replacing", ZERO_OUT: "zeroing out"}
-    yield f"{cost['where']}: privacy of one {unit} ({verb[relation]} it)"
+    yield f"{cost['where']}: privacy loss for {verb[relation]} one {unit}"
     if relation == ZERO_OUT:
         yield f"  zero-out: the number of {unit}s is public, because rate and steps depend on it"
     for z, steps, rate in (release.values() for release in cost["releases"]):

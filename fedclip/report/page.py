@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fedclip.core.records import RoundRecord
@@ -101,7 +101,7 @@ def _vega() -> str:
 
 
 def _file(name: str) -> str:
-    return (files("fedclip.report") / name).read_text(encoding="utf-8")
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _experiments(

@@ -105,14 +105,15 @@ def test_what_a_model_warns_of_is_not_shown(
         ("rounds = 2", "rounds = 2\nfairness = 5", "[run] fairness must be a section, got 5"),
         ("[data]", "[data]\nclient_names = 'a'", "client_names must be a list, each item a strin"),
         ("\n[network]", "model = 3\n[network]", "[model] must be a section, got 3"),
-        ('"result"', '"' + "r" * 5_000 + '"', "checkpoint: can not write to the folder"),
-        ('"result"', r'"a\u0000b"', "checkpoint: can not write to the folder"),
-        ('"result"', '"/dev/null/result"', "checkpoint: can not write to the folder"),
+        ('"result"', '"' + "r" * 5_000 + '"', "checkpoint: cannot write to the folder"),
+        ('"result"', r'"a\u0000b"', "checkpoint: cannot write to the folder"),
+        ('"result"', '"/dev/null/result"', "checkpoint: cannot write to the folder"),
         # A mean of losses that there is none of yet.
         (
             "batch_size = 32",
             "batch_size = 32\nfrequency = 2\n[run.early_stop]\ntolerance = 0.1\npatience = 2",
-            "[run.early_stop] declearn looks for a loss after each round, and with frequency = 2",
+            "[run.early_stop] declearn needs a loss after each round, so it fails with frequency "
+            "= 2",
         ),
         # Impossible values.
         ("rounds = 2", "rounds = 0", "rounds must be at least 1, got 0"),
@@ -136,7 +137,7 @@ def test_what_a_model_warns_of_is_not_shown(
         ("modules =", "module =", "unknown field 'module'; did you mean"),
         ('"averaging"', '"avraging"', "did you mean 'averaging'?"),
         ("batch_size = 8", "", "[run.training] batch_size is missing"),
-        ("[run.register]", "[run.fairness]", "[run.register] this section is missing: write in"),
+        ("[run.register]", "[run.fairness]", "[run.register] this section is missing: set min_"),
         ('"websockets"', "1", "[network]"),
         ('["norm-clip"]', '["zscor-clip"]', "unknown module 'zscor-clip'; did you mean 'zscore-"),
         ('["norm-clip"]', '["xyzzy"]', "unknown module 'xyzzy'; `fedclip list` shows the names"),
@@ -217,9 +218,13 @@ def test_the_data_folder_is_looked_at_where_there_is_one(
 
 def test_as_many_clients_as_are_waited_for(problems: Messages, tmp_path: Path) -> None:
     write_clients(tmp_path, "a")
-    assert problems(GOOD) == ["[data] 2 clients are waited for, and the data folder holds 1"]
+    assert problems(GOOD) == [
+        "[data] the server waits for 2 clients, but the data folder has 1: lower min_clients"
+    ]
     write_clients(tmp_path, "b", "c", "d")
-    assert problems(GOOD) == ["[data] 3 clients are admitted, and the data folder holds 4"]
+    assert problems(GOOD) == [
+        "[data] the server admits 3 clients, but the data folder has 4: raise max_clients"
+    ]
 
 
 def test_a_byte_order_mark_is_told_as_one(tmp_path: Path) -> None:
@@ -266,8 +271,8 @@ def test_a_quorum_is_checked(problems: Messages, text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (with_quorum(GOOD), "'averaging' sets no limit to that: clipped-averaging does"),
-        (with_quorum(OURS, "min_replies = 3"), "registration may end with 2 clients, fewer than"),
+        (with_quorum(GOOD), "'averaging' sets no limit: use clipped-averaging"),
+        (with_quorum(OURS, "min_replies = 3"), "registration may end with 2 clients, below"),
     ],
 )
 def test_what_is_worth_knowing_of_a_quorum(checked: Any, text: str, said: str) -> None:
@@ -282,7 +287,7 @@ def test_a_quorum_in_a_file_for_a_script(problems: Messages) -> None:
     assert any("does not go with the aggregator 'sum'" in message for message in found)
     assert any("a round has at most" in message for message in found)
     plain = problems(text + network.replace("fedclip-", ""))
-    assert any("declearn's own websockets takes no min_replies" in message for message in plain)
+    assert any("declearn's 'websockets' has no min_replies" in message for message in plain)
 
 
 def test_how_a_table_splits_the_bound_is_told(tmp_path: Path) -> None:
@@ -293,7 +298,10 @@ def test_how_a_table_splits_the_bound_is_told(tmp_path: Path) -> None:
     )
     check = check_config(tmp_path / "optim.toml")
     assert check.ok, check.problems
-    assert any("split by the table: 'head.*' 0.6 C, '*' 0.8 C" in f.message for f in check.notes)
+    assert any(
+        "splits the bound C of the update: 'head.*' 0.6 C, '*' 0.8 C" in f.message
+        for f in check.notes
+    )
 
 
 # -- an app of Flower ----------------------------------------------------------------------------
@@ -305,10 +313,10 @@ NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
     [
         ("update-clip", "start-nrom = 1.0", "problem", "did you mean 'start_norm'"),
         ("update-clip", "start-norm = -1.0", "problem", "start_norm must be"),
-        ("update-clip", 'exclude = ["a", "b"]', "problem", "exclude: Flower takes no lists"),
+        ("update-clip", 'exclude = ["a", "b"]', "problem", "exclude is a list, which Flower"),
         ("update-clip", NOISE + 'weights = "steps"', "problem", "weights do not go with noise"),
         ("update-clipp", "start-norm = 1.0", "problem", "did you mean 'update-clipp'"),
-        ("update-clip", NOISE + "max-epsilon = 10.0", "note", "after 4 rounds, of 25 that"),
+        ("update-clip", NOISE + "max-epsilon = 10.0", "note", "after 4 of 25 planned rounds"),
         ("update-clip", "start-norm = 1.0\n[other]", "", ""),
     ],
 )
@@ -437,12 +445,12 @@ def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, t
     [
         (
             {"batch_size": 30, "training": "n_epoch = 1"},
-            "[run.training] b gets no batch: it has 24",
+            "[run.training] b has 24",
         ),
         ({"training": "n_epoch = 1\ndrop_remainder = false", "batch_size": 30}, ""),
         (
             {"more": "[run.evaluate]\nbatch_size = 99\ndrop_remainder = true"},
-            "[run.evaluate] a gets no",
+            "[run.evaluate] a has",
         ),
         ({"more": "[optim.fairness]\nalgorithm = 'fairgrad'"}, "[optim.fairness] fairness needs"),
     ],

@@ -162,8 +162,8 @@ def test_check_counts_notes_and_is_strict_if_asked(write: Write) -> None:
         ("x = [", "config.toml is not valid TOML"),
         ("client_opt = 1", "1 must be a float: write 1.0"),
         ("client_opt = true", "must be a learning rate or a section, got True"),
-        ("client_opt = 'nowhere.toml'", "takes no path here: write the section of"),
-        ("rounds = 1", "holds neither [optim], as a quickrun file does, nor client_opt"),
+        ("client_opt = 'nowhere.toml'", "accepts no path here: write the contents of"),
+        ("rounds = 1", "has neither [optim], as in a quickrun file, nor client_opt"),
         ("data = 1\noptim = 1", "[optim] must be a section, got 1"),
     ],
 )
@@ -370,7 +370,7 @@ def test_what_can_not_be_written_is_a_sentence(checkpoints: Path, tmp_path: Path
         for file in (tmp_path, tmp_path / LONG):
             result = call("report", checkpoints, option, file)
             assert result.exit_code == 1
-            assert "can not write" in one_sentence(result)
+            assert "cannot write" in one_sentence(result)
 
 
 @pytest.mark.parametrize(("row", "kind"), [("0.5,1.5", "float64"), ("0.5,1", None)])

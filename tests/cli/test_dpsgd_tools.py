@@ -134,7 +134,7 @@ def test_a_ledger_is_read_and_its_accountant_named(tmp_path: Path) -> None:
         assert found["epsilons"] == {"pld": ledger.spent}
     text = call("spent", path).stdout
     assert "zeroing out one record" in text
-    assert "the number of records is public, as rate and steps follow from it" in text
+    assert "the number of records is public, because rate and steps depend on it" in text
     assert found["relation"] == "zero-out"
     assert "30 steps at noise multiplier 2, Poisson samples at rate 0.16" in text
     assert f"pld          epsilon {ledger.spent:.4g} at delta 1e-05" in text
@@ -205,7 +205,7 @@ def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
         assert done.exit_code == 2, done.stdout
         assert said in done.stderr
     (tmp_path / "privacy_spent.json").unlink()
-    assert "has spent a privacy budget" in call("spent", tmp_path).stderr
+    assert "shows no spent privacy budget" in call("spent", tmp_path).stderr
 
 
 def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None
     assert [row["relation"] for row in rows] == ["replace-one"] * 6
     assert float(rows[-1]["epsilon"]) == found["epsilons"]["closed form"]
     (tmp_path / "server" / "optimizer_state_26-10-26_00-00-00.mpk").write_bytes(b"\xc1")
-    assert "can not be read" in call("spent", tmp_path).stderr
+    assert "cannot read the checkpoint" in call("spent", tmp_path).stderr
     (tmp_path / "server" / "optimizer_config.json").write_text("[" * 90_000)
     done = call("spent", tmp_path)
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)

@@ -379,7 +379,7 @@ def test_server_and_clients_as_the_readme_starts_them(
     )
     if privacy:
         said = call("privacy", "spent", project / "data").stdout
-        assert said.count("one person may change") == 3
+        assert said.count("one person\n") == 3
     # Without TLS, only this machine is served.
     done = ended(project / "server.py", "--host", "0.0.0.0", env=env, cwd=project, well=False)
     assert "other machines need TLS" in done.stderr

@@ -245,7 +245,7 @@ def test_turns_over_the_network_are_those_in_one_process(write: Any) -> None:
 def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
     close = TURNS.replace("separation = 2", "separation = 3")
     result = call("check", write(server=close))
-    assert "3 clients have a turn every 2 rounds" in result.stdout
+    assert "each of 3 clients takes part once in 2 rounds" in result.stdout
     with pytest.raises(ToolError, match="3 clients have a turn every 2 rounds"):
         Simulation(write(server=close))
     with pytest.raises(ToolError, match="leave one out"):
@@ -355,7 +355,7 @@ def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any, cap
     assert "mean of a, b; outlier c: accuracy" in told
     assert result_of(report, "").outliers == ["c"]
     shown = call("report", done.results).stdout.splitlines()
-    assert "bound what a client can do" in shown[0]
+    assert "limit the influence of each" in shown[0]
     assert f"loss {healthy[-1]:.3g}" in shown[1]
 
 

@@ -330,10 +330,10 @@ SHARE = "{evaluation_share = 0.2, loss_bound = 3.0}"
 @pytest.mark.parametrize(
     ("clip", "metrics", "every", "said", "unsaid"),
     [
-        (SHARE, "'accuracy'", 1, "for 0.2 of epsilon and losses of at most 3", "without noise"),
+        (SHARE, "'accuracy'", 1, "takes 0.2 of epsilon; losses are clipped to 3", "without noise"),
         (SHARE, "", 1, "evaluations have noise", "chosen by losses"),
         (SHARE, "'accuracy', 'mse'", 1, "asks for mse too: leave that out", "without noise"),
-        (SHARE, "", 2, "frequency = 2 spares no noise, which is for", "without noise"),
+        (SHARE, "", 2, "frequency = 2 saves no budget, as noise is planned", "without noise"),
         ("{}", "'mse'", 2, "chosen by losses or metrics without noise", "have noise"),
     ],
 )

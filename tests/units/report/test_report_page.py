@@ -118,7 +118,7 @@ def test_a_report_of_many_clients_and_rounds_is_one_screen(tmp_path: Path) -> No
     large_run(tmp_path, 60, 40)
     lines = call("report", tmp_path).stdout.splitlines()
     assert len(lines) < 30
-    assert lines[0].startswith("The steps of client-039 are")
+    assert lines[0].startswith("The norms of the steps of client-039 are")
     assert lines[1].startswith("After round 60: accuracy ")
     assert any("client-039" in line for line in lines[8:])
     assert "12 of 40 nodes are shown" in "".join(lines)
@@ -149,7 +149,7 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     }
     said = [
         "Start with step.fixed.",
-        "look at its units",
+        "check its units",
         "start here",
         "modules = [",
         "&lt;best&gt;",
@@ -157,7 +157,7 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     places = [text.index(part) for part in [*said, "100 % of site-2", 'class="chart"']]
     assert places == sorted(places)
     assert text.count("start here") == 1
-    assert text.count("look at its units") == 1
+    assert text.count("check its units") == 1
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
     text = file.read_text()
     for part in (shown.stdout, text):
         assert "DP-SGD on a, b: the norms of records" in part
-        assert "b/privacy_spent.json: what zeroing out one record may change" in part
+        assert "b/privacy_spent.json: privacy loss for zeroing out one record" in part
         assert "18 steps at noise multiplier 2, Poisson samples at rate 0.125" in part
         assert not re.search("7654321|features", re.sub("<script.*", "", part, flags=re.S))
-    assert shown.stdout.startswith("Noise protects this run, and no norms")
+    assert shown.stdout.startswith("This run adds noise for privacy, so no norms")
     assert "After the last evaluation: loss 0.5." in shown.stdout
     assert call("compare", tmp_path / "run").exit_code == 0
     assert "data-norms" not in re.sub("<script.*", "", text, flags=re.S)

@@ -287,9 +287,9 @@ NOISED = f"{{{PLAIN}, evaluation_share = 0.2, loss_bound = 3.0}}"
 @pytest.mark.parametrize(
     ("changed", "said", "refused"),
     [
-        ({}, "covered for each client, against all but the server", False),
+        ({}, "for each client, against all but the server", False),
         ({"server": f"{{{PLAIN}}}"}, "evaluation loss and metrics", False),
-        ({"protocol": "grpc"}, "needs the server's protocol 'fedclip-websockets'", True),
+        ({"protocol": "grpc"}, "needs protocol = 'fedclip-websockets' on the server", True),
         ({"metrics": "'accuracy', 'mse'"}, "asks for mse too", True),
         ({"register": 101, "more": SOME}, "evaluations ask all 101 clients", True),
     ],
@@ -365,7 +365,7 @@ def test_a_server_writes_means_with_noise_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"protocol": "websockets"}, "needs the server's protocol 'fedclip-websockets'"),
+        ({"protocol": "websockets"}, "needs protocol = 'fedclip-websockets' on the server"),
         ({"metrics": ["binary-classif"]}, "asks for binary-classif too: leave that out"),
     ],
 )
