@@ -63,12 +63,11 @@ from fedclip.cli.check.plugins import (
 )
 from fedclip.cli.check.privacy import exposures
 from fedclip.cli.check.settings import SECTIONS, elsewhere, fits, section_faults
-from fedclip.cli.check.updates import Known, update_problems
+from fedclip.cli.check.updates import update_problems
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn import stages as places
 from fedclip.engines.declearn.quorum import unfit
-from fedclip.engines.declearn.senders import NamedClients
 from fedclip.errors import ToolError, nearest
 from fedclip.privacy.maps import Plugin
 
@@ -265,12 +264,13 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         check.quickrun,
         part_of(check.config, "network").get("protocol")
         in ("fedclip-websockets", *["websockets"] * check.quickrun),
+        check.quickrun,
     )
     # If a plug-in could not be built, its counterpart can not be checked.
     if built:
         check_counterparts(check, plugins)
         if "aggregator" not in optim or aggregator is not None:
-            _check_updates(check, optim, setting)
+            _check_updates(check, setting)
     least = as_count(part_of(part_of(check.config, "network"), "kwargs").get("min_replies"))
     if least is not None:
         if not check.quickrun and part_of(check.config, "network").get("protocol") == "websockets":
@@ -336,27 +336,12 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
         )
 
 
-def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
+def _check_updates(check: Check, setting: Setting) -> None:
     """Find mistakes that break the bound of the round update."""
-    from_fedclip = is_ours(type(setting.aggregator))
-    # `fedclip quickrun` and the demo take both by themselves.
-    vetted = check.quickrun or setting.sampler.get("strategy") == NamedClients.strategy
-    problems = update_problems(
-        setting.plugins,
-        setting.aggregator if from_fedclip else getattr(setting.aggregator, "name", None),
-        optim,
-        Known(
-            as_count(part_of(check.config, "run").get("rounds")),
-            setting.clients,
-            setting.secagg,
-            check.quickrun,
-            named=check.quickrun or setting.watched or (vetted and setting.secagg is None),
-        ),
-    )
-    for level, section, message in problems:
+    for level, section, message in update_problems(setting):
         check.add(level, f"[optim.{section}]", message)
     shared = any(is_shared(p) for chosen in setting.plugins.values() for p in chosen)
-    if (from_fedclip or shared) and not vetted:
+    if (is_ours(type(setting.aggregator)) or shared) and not setting.vetted:
         check.note(
             "[client_sampler]",
             "replies are not checked, so one client can end the run: give FederatedServer "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fedclip.core.parameters import Config
+from fedclip.engines.declearn.senders import NamedClients
 from fedclip.privacy.maps import Plugin
 
 Section: TypeAlias = Mapping[str, Any]
@@ -41,9 +42,28 @@ class Setting(NamedTuple):
     """Whether the server keeps checkpoints, and so evaluates after the last round."""
     watched: bool = True
     """Whether the server has the protocol ``fedclip-websockets``, or `quickrun` gives it that."""
+    quickrun: bool = True
+    """Whether the file is a quickrun file, so that a section that is not in it does not exist."""
+
+    @property
+    def rounds(self) -> int | None:
+        """The number of rounds, if known."""
+        return as_count(self.run.get("rounds"))
+
+    @property
+    def vetted(self) -> bool:
+        """Whether the server checks each reply."""
+        return self.quickrun or self.sampler.get("strategy") == NamedClients.strategy
+
+    @property
+    def named(self) -> bool:
+        """Whether the server knows the sender of each reply, or with secagg clients their names."""
+        return self.quickrun or self.watched or (self.vetted and self.secagg is None)
 
 
 Level = Literal["ok", "note", "leak", "problem"]
+Found: TypeAlias = tuple[Level, str, str]
+"""Level, section (of [optim], or "run.…", "secagg", "client_sampler"), message."""
 
 LONGEST = 120
 

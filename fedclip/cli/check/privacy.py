@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip.cli.check.findings import (
+    Found,
     Plugins,
     Section,
     Setting,
@@ -41,9 +41,6 @@ from fedclip.updates.claims import (
 )
 
 CLIENT, SERVER = "client_opt", "server_opt"
-
-Found = tuple[Literal["problem", "leak", "note"], str, str]
-"""Level, section (of [optim], or "run.…", "secagg", "client_sampler"), message."""
 
 # The section of each part of the list in `fedclip.updates.claims`.
 _SECTIONS = {

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from fedclip.cli.check.findings import Found, Setting
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
 from fedclip.engines.declearn.messages import AUX_NAME, DECLEARN_RANGE
 from fedclip.engines.declearn.update_client import UpdateClipClient
@@ -22,43 +23,10 @@ CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
 # Up to this noise on the share of votes, 95 % of searches take 10 rounds.
 _EASY = 0.1
 
-Problem = tuple[Literal["problem", "leak", "note"], str, str]
-"""Severity, section, message."""
 
-
-class Known(NamedTuple):
-    """Facts about a run, apart from its optimizers.
-
-    Attributes
-    ----------
-    rounds, clients
-        The largest number of rounds, and of clients in a round.
-    secagg
-        The section of secure aggregation, if there is any.
-    whole
-        Whether that would be in this file.
-    named
-        Whether the server knows who sends which reply, and clients their names.
-    """
-
-    rounds: int | None = None
-    clients: int | None = None
-    secagg: Mapping[str, Any] | None = None
-    complete: bool = True
-    named: bool = True
-
-
-def update_problems(
-    plugins: Mapping[str, Iterable[object]],
-    aggregator: object,
-    optim: Mapping[str, object],
-    known: Known,
-) -> Iterator[Problem]:
-    """Yield problems and notes about the clipping of round updates.
-
-    The `plugins` are those of the sections client_opt and server_opt. The `aggregator` is a name if
-    it is not fedclip's, and None for declearn's default. `optim` is the section of the optimizers.
-    """
+def update_problems(setting: Setting) -> Iterator[Found]:
+    """Yield problems and notes about the clipping of round updates."""
+    plugins, aggregator = setting.plugins, setting.aggregator
     client = [p for p in plugins.get(CLIENT, ()) if isinstance(p, UpdateClipClient)]
     server = [p for p in plugins.get(SERVER, ()) if isinstance(p, UpdateClipServer)]
     for side in (CLIENT, SERVER):
@@ -73,7 +41,7 @@ def update_problems(
         for other in (*client[:1], *server[:1]):
             text = (
                 f"{other.name} needs aggregator = 'clipped-averaging', and the file has "
-                f"{aggregator or 'averaging'!r}, which clips nothing"
+                f"{getattr(aggregator, 'name', 'averaging')!r}, which clips nothing"
             )
             yield "problem", AGGREGATOR, text
         return
@@ -84,7 +52,7 @@ def update_problems(
         parts = (f"{name!r} {part / length:.3g} C" for name, part in aggregator.scope.items())
         text = f"the scope table splits the bound C of the update: {', '.join(parts)}"
         yield "note", AGGREGATOR, f"{text}; noise is scaled to C"
-    if "fairness" in optim:
+    if setting.fairness:
         text = (
             "declearn's fairness replaces clipped-averaging by another aggregator: remove fairness"
         )
@@ -92,18 +60,17 @@ def update_problems(
     module = server[0] if server else None
     noise = module is not None and module.budget is not None
     if module is not None and noise:
-        section = optim.get(SERVER)
-        regularized = isinstance(section, Mapping) and section.get("regularizers")
-        if next(iter(plugins[SERVER])) is not module or regularized:
+        # Regularizers come before modules.
+        if plugins[SERVER][0] is not module:
             text = "with noise, update-clip-server must be the first module, without regularizers"
             yield "problem", SERVER, f"{text}: others would change the update after its clip"
-        yield from _noise(aggregator, module, known)
-    yield from _weights(aggregator.shares, noise, known)
-    yield from _combining(aggregator, module, known)
+        yield from _noise(aggregator, module, setting)
+    yield from _weights(aggregator.shares, noise, setting)
+    yield from _combining(aggregator, module, setting)
     limit = module.max_norm if module else aggregator.max_norm
     if (module and module.site) or any(clip.site for clip in client):
-        yield from _sites(module, client, known)
-    elif limit and (text := _range(aggregator.secagg_range, limit, known.secagg)):
+        yield from _sites(module, client, setting)
+    elif limit and (text := _range(aggregator.secagg_range, limit, setting.secagg)):
         yield "problem", AGGREGATOR, text
 
 
@@ -113,8 +80,8 @@ def _table(noise: Mapping[str, float]) -> str:
 
 
 def _sites(
-    module: UpdateClipServer | None, client: Sequence[UpdateClipClient], known: Known
-) -> Iterator[Problem]:
+    module: UpdateClipServer | None, client: Sequence[UpdateClipClient], setting: Setting
+) -> Iterator[Found]:
     """Say whether server and clients agree on the clients' noise, and against whom it protects."""
     site = None if module is None else module.site
     expected_table = None if site is None else site.get_config()
@@ -129,19 +96,19 @@ def _sites(
             f"the table noise is {here}, and update-clip-server expects {expected}",
         )
         return
-    count = known.rounds or 1
+    count = setting.rounds or 1
     rounds = "one round costs" if count == 1 else f"{count} rounds cost"
 
     def cost(silent: int) -> str:
         release = Release(site.multiplier(silent), count)
         return f"{epsilon([release], module.delta, module.relation):.4g}"
 
-    secagg = known.secagg
+    secagg = setting.secagg
     masked = secagg is not None and secagg.get("secagg_type", "masking") == "masking"
     least = site.expected_clients if masked else site.sure
-    if known.clients and known.clients < least:
+    if setting.clients and setting.clients < least:
         text = (
-            f"a round has at most {known.clients} clients, and needs the noise of at least "
+            f"a round has at most {setting.clients} clients, and needs the noise of at least "
             f"{least}: "
             "raise max_clients, or lower expected_clients"
         )
@@ -153,7 +120,7 @@ def _sites(
             "Without it the server sees each update with one client's noise, where "
             f"{rounds} epsilon = {cost(site.expected_clients - 1)}"
         )
-        yield "problem" if known.complete else "note", SERVER, text
+        yield "problem" if setting.quickrun else "note", SERVER, text
     elif why := site.unsafe(secagg, {}):
         yield "problem", SERVER, why
     most = site.expected_clients - site.sure
@@ -167,24 +134,24 @@ def _sites(
         yield "note", SERVER, UNSURE_MASKS if masked else UNSURE_PEERS
 
 
-def _weights(shares: Shares, noise: bool, known: Known) -> Iterator[Problem]:
+def _weights(shares: Shares, noise: bool, setting: Setting) -> Iterator[Found]:
     """Check weights, and say what they reveal and how far one client moves the average."""
     if shares.kind == "equal":
         return
-    secure = known.secagg is not None
+    secure = setting.secagg is not None
     if noise:
         yield "problem", AGGREGATOR, WITH_NOISE
     if why := shares.unfit(secure):
         yield "problem", AGGREGATOR, why
     if shares.table:
-        if known.clients and known.clients > len(shares.table):
+        if setting.clients and setting.clients > len(shares.table):
             text = (
-                f"a round may have {known.clients} clients, and weights names "
+                f"a round may have {setting.clients} clients, and weights names "
                 f"{len(shares.table)}: the run"
             )
             text += " ends if other clients register; name all clients in weights"
             yield "problem", AGGREGATOR, text
-        if not known.named:
+        if not setting.named:
             where = "clients their names" if secure else "the server who sends which reply"
             text = f"a table of weights needs protocol = 'fedclip-websockets', which tells {where}"
             text += ", or client_sampler = {'strategy': 'named-clients'}" * (not secure)
@@ -218,14 +185,14 @@ def _weights(shares: Shares, noise: bool, known: Known) -> Iterator[Problem]:
 
 
 def _combining(
-    aggregator: ClippedAveraging, module: UpdateClipServer | None, known: Known
-) -> Iterator[Problem]:
+    aggregator: ClippedAveraging, module: UpdateClipServer | None, setting: Setting
+) -> Iterator[Found]:
     """Check a robust mean, and say how far one client moves it."""
-    combining, clients = aggregator.combining, known.clients
+    combining, clients = aggregator.combining, setting.clients
     if combining.kind == "mean":
         return
     noise = module is not None and module.budget is not None
-    why = combining.unfit(noise=noise, secure=known.secagg is not None)
+    why = combining.unfit(noise=noise, secure=setting.secagg is not None)
     if why := why or (combining.too_few(clients) if clients else ""):
         yield "problem", AGGREGATOR, why
         return
@@ -247,10 +214,10 @@ def _combining(
 
 
 def _noise(
-    aggregator: ClippedAveraging, module: UpdateClipServer, known: Known
-) -> Iterator[Problem]:
+    aggregator: ClippedAveraging, module: UpdateClipServer, setting: Setting
+) -> Iterator[Found]:
     """Check noise, and say what it costs."""
-    budget, clients, rounds = module.budget, known.clients, known.rounds
+    budget, clients, rounds = module.budget, setting.clients, setting.rounds
     assert budget is not None
     if aggregator.exclude:
         yield "problem", AGGREGATOR, aggregator.closing.beside_noise()
@@ -272,7 +239,7 @@ def _noise(
         )
         yield "note", SERVER, text
     if module.separation > 1:
-        yield from _turns(module, known)
+        yield from _turns(module, setting)
     elif clients and 2 * clients < budget.clients:
         text = (
             f"a round has at most {clients} clients, and their sum is divided by expected_clients="
@@ -298,24 +265,25 @@ def _noise(
         yield "note", SERVER, text
 
 
-def _turns(module: UpdateClipServer, known: Known) -> Iterator[Problem]:
+def _turns(module: UpdateClipServer, setting: Setting) -> Iterator[Found]:
     """Say whether clients take turns as far apart as noise is accounted for."""
     assert module.expected_clients is not None
-    if known.clients:
-        due = Due.of(known.clients, module.expected_clients)
+    if setting.clients:
+        due = Due.of(setting.clients, module.expected_clients)
         if why := due.refusal(module.separation, module.expected_clients):
             yield "problem", SERVER, why
         elif due.separation > module.separation:
             text = (
-                f"each of {known.clients} clients takes part once in {due.separation} rounds, and "
+                f"each of {setting.clients} clients takes part once in {due.separation} rounds, "
+                "and "
                 "pays "
                 f"for once in {module.separation}: raise separation"
             )
             yield "note", SERVER, text
-    if module.rounds is not None and known.rounds not in (None, module.rounds):
+    if module.rounds is not None and setting.rounds not in (None, module.rounds):
         text = (
             f"correlated noise is planned for rounds={module.rounds}, and the run has "
-            f"{known.rounds}"
+            f"{setting.rounds}"
         )
         yield "note", SERVER, f"{text}: set both to the same number for the least noise"
 

@@ -438,7 +438,7 @@ def test_problems_of_a_policy_are_said(tmp_path: Path) -> None:
         found = check(path)
         assert found.exit_code == 1
         assert "others than its owner may change" in found.stderr
-    assert "nowhere.toml can not be read: No such file" in check(tmp_path / "nowhere.toml").stderr
+    assert "nowhere.toml: No such file" in check(tmp_path / "nowhere.toml").stderr
 
 
 def test_spent_reads_the_ledger_of_a_site(tmp_path: Path) -> None:
