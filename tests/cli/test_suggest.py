@@ -315,7 +315,7 @@ def test_the_page_has_the_thresholds() -> None:
         f"by steps is {norms._ODD['step']:g} or more",
         f"by updates is {norms._ODD['update']:g} or more",
         f"(without the number of steps: {norms._ODD_ALONE:g};",
-        f"when another is odd by steps: {norms._ODD['step']:g})",
+        f"when another is an outlier by steps: {norms._ODD['step']:g})",
         f"at least {norms._SMALL:g} times smaller",
         f"largest norm is {norms._SPIKE:g} times",
         f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
