@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING
 
 from fedclip.cli.output import fail, say
 from fedclip.errors import nearest
-from fedclip.report import (
-    Report,
-    ReportError,
-    page_of,
-    read_report,
-)
+from fedclip.report import Report, ReportError, page_of, read_report
 from fedclip.report.findings import Advice
 from fedclip.report.results import result_of
 from fedclip.report.rows import experiment_of, site_of

@@ -12,14 +12,7 @@ from typing import NamedTuple
 from fedclip.cli.catalogue import version
 from fedclip.core.parameters import Config
 from fedclip.core.records import SERVED
-from fedclip.privacy.accounting import (
-    ZERO_OUT,
-    Accountant,
-    Release,
-    account,
-    merged,
-    relation_of,
-)
+from fedclip.privacy.accounting import ZERO_OUT, Accountant, Release, account, merged, relation_of
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.privacy.trust_models import by_silent
 from fedclip.privacy.trust_models import in_words as trust_lines

@@ -60,9 +60,7 @@ def table_of(title: str, rows: Sequence[Row], limits: Limits, rounds: bool) -> T
     bad = any(row.record.nonfinite for row in rows)
     heads = ["round", "steps", "clipped", "median\nnorm", "max\nnorm", "limit", "by"]
     table = plain_table(
-        title,
-        ["node", *["clipper"] * modules],
-        heads[not rounds :] + ["non-finite"] * bad,
+        title, ["node", *["clipper"] * modules], heads[not rounds :] + ["non-finite"] * bad
     )
     previous = ""
     for row in rows:

@@ -369,9 +369,7 @@ def judged(folder: Path, table: dict[str, Any], rounds: int, evaluates: bool) ->
 @given(
     st.fixed_dictionaries(
         {"noise_multiplier": st.sampled_from([0.3, 5.0, 40.0]), "expected_clients": st.just(10)},
-        optional={
-            "delta": st.sampled_from([1e-6, 0.02, 0.5]),
-        },
+        optional={"delta": st.sampled_from([1e-6, 0.02, 0.5])},
     ),
     st.sampled_from([{}, {"generator": "insecure"}, {"generator": "insecure", "seed": 3}]),
     st.integers(1, 40),
@@ -443,10 +441,7 @@ def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, t
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"batch_size": 30, "training": "n_epoch = 1"},
-            "[run.training] b has 24",
-        ),
+        ({"batch_size": 30, "training": "n_epoch = 1"}, "[run.training] b has 24"),
         ({"training": "n_epoch = 1\ndrop_remainder = false", "batch_size": 30}, ""),
         (
             {"more": "[run.evaluate]\nbatch_size = 99\ndrop_remainder = true"},

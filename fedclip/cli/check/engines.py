@@ -68,11 +68,7 @@ def check_job(check: Check, config: Section) -> None:
 
 
 def _check_settings(
-    check: Check,
-    settings: Section,
-    claim: Claim,
-    where: str,
-    sections: Mapping[str, str],
+    check: Check, settings: Section, claim: Claim, where: str, sections: Mapping[str, str]
 ) -> None:
     """Check a flat table of settings, and what voids the guarantee of its noise."""
     try:
@@ -87,10 +83,7 @@ def _check_settings(
     if claim.rounds:
         rounds = min(claim.rounds, bound.rounds_left())
         cost = bound.budget.cost(rounds)
-        check.note(
-            where,
-            f"epsilon = {cost:.4g} after {rounds} of {claim.rounds} planned rounds",
-        )
+        check.note(where, f"epsilon = {cost:.4g} after {rounds} of {claim.rounds} planned rounds")
 
 
 def _flat(table: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:

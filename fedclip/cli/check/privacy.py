@@ -33,12 +33,7 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Context, Plugin
 from fedclip.privacy.norm_conversions import number
-from fedclip.updates.claims import (
-    Claim,
-    too_large_delta,
-    too_large_epsilon,
-    voids_of,
-)
+from fedclip.updates.claims import Claim, too_large_delta, too_large_epsilon, voids_of
 
 CLIENT, SERVER = "client_opt", "server_opt"
 

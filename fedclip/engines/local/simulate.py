@@ -100,11 +100,7 @@ class Simulation:
         set_device_policy(gpu=False)
         self.aggregator = cast(Any, optim.aggregator)
         self.crowd = Crowd(
-            self.experiment,
-            self.experiment.model(),
-            optim,
-            self.config.training,
-            self.settings,
+            self.experiment, self.experiment.model(), optim, self.config.training, self.settings
         )
         self.model = self.crowd.model
         self.bound = _bound(optim)
