@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fedclip privacy``: what a budget costs in noise, before a run, and what a run has spent."""
+"""``fedclip privacy``: the noise for a budget, before a run, and what a run has spent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer(
-    help="What privacy costs in noise, and what was spent.",
+    help="Plan noise for a privacy budget, and read what was spent.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -35,7 +35,7 @@ Values = Annotated[int | None, typer.Option(help="How many values the model has.
 
 @app.callback()
 def root() -> None:
-    """Say what privacy costs in noise, before a run, and what a run has spent."""
+    """Plan noise for a privacy budget, and read what was spent."""
 
 
 @contextmanager
@@ -115,11 +115,11 @@ def _range(prices: Prices, values: int) -> str:
 
     site, clients = SiteNoise(**prices.configs[0]["noise"]), prices.plan.clients
     clipval = math.ceil(100 * site.reach(site.max_norm)) / 100
-    bits, suits = 24 + math.ceil(math.log2(clients)), "the most for float32"
+    bits, suits = 24 + math.ceil(math.log2(clients)), "the largest for float32"
     enough = secagg.plan(1.0, clients, values, clipval=clipval, tolerance=0.01).bitsize
     if enough > bits:
         bits, suits = enough, "and a model in float64"
-    needed = f"a clipval of {clipval:g} times max_norm, the largest C, and bitsize {bits}, {suits}"
+    needed = f"clipval = {clipval:g} times max_norm, and bitsize {bits} ({suits})"
     return f"  secure sums need {needed}"
 
 

@@ -178,7 +178,7 @@ _ANSWERS = {
     "private": "This run adds noise for privacy, so no norms are recorded: plan the limit with "
     "`fedclip privacy`.",
     "none": "This run has no norms to choose a limit by.",
-    "": "Clipping is unlikely to help here: no client, and no single norm, is far above the others. "
+    "": "Clipping is unlikely to help here: no client and no single norm is far above the others. "
     "Norms do not show label noise at all sites: to test for it, run `fedclip tune`.",
 }
 

@@ -52,7 +52,7 @@ def rooms() -> dict[str, list[tuple[Path, str]]]:
         parts = file.relative_to(ROOT / "fedclip").parts
         room = "/".join(parts[:2]) if parts[0] == "engines" else parts[0]
         texts.setdefault(room, []).extend((file, text) for text in dict.fromkeys(strings(file)))
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         room = page.relative_to(ROOT).parent.as_posix()
         texts.setdefault(page.name if room == "." else room, []).append((page, prose(page)))
     return texts

@@ -357,7 +357,7 @@ def test_commands_know_the_share(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*ask.split(), "--evaluation-share", "0.2"])
     assert "all steps and evaluations cost epsilon 3 by" in done.stdout
     assert (
-        "10 evaluations are among that, at noise multiplier 18.81: of n validation records, "
+        "this includes 10 evaluations at noise multiplier 18.81: with n validation records, "
         "the mean loss has noise of some 13.3 / n times loss_bound" in done.stdout
     )
     assert "noise multiplier 2.04" in done.stdout
