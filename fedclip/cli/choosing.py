@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shlex
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,6 @@ import typer
 from fedclip.cli.output import JsonFlag, Results, fail, results, say, typed
 
 if TYPE_CHECKING:
-    from fedclip.cli.output import Tell
     from fedclip.cli.ranking import Ranking
     from fedclip.cli.tune import Tuning
 
@@ -206,12 +206,10 @@ def _tuned(tuning: Tuning, jobs: int) -> None:
     from fedclip.cli.output import progress
     from fedclip.cli.runner import run_all
 
-    tasks, before = {"tune": tuning.left}, 0
-    tell = progress(tasks)
+    show, before, total = progress("tune"), 0, tuning.left
     for number, wave in enumerate(tuning.waves()):
         todo = [run for run in wave if not run.done]
-        tell_wave = partial(_tell, tell, before)
-        failed = run_all(todo, tuning.command, jobs, tell_wave)
+        failed = run_all(todo, tuning.command, jobs, partial(_shown, show, before, total))
         before += sum(run.rounds for run in todo)
         if failed and not number:
             fail(next(iter(failed.values())))
@@ -227,8 +225,10 @@ def _tuned(tuning: Tuning, jobs: int) -> None:
         if not number:
             names = ", ".join(tuning.runs)
             say(f"{len(tuning.runs)} settings with {tuning.seeds} seeds each: {names}", err=True)
-        tasks["tune"] = before + tuning.left
+        total = before + tuning.left
 
 
-def _tell(tell: Tell, before: int, done: int, text: str) -> None:
-    tell("tune", before + done, text)
+def _shown(
+    show: Callable[[int, int, str], None], before: int, total: int, done: int, text: str
+) -> None:
+    show(before + done, total, text)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -194,8 +193,8 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
         f"in about {10 + 0.1 * total:.0f} seconds if this machine has little else to do."
     )
     todo = [run for run in runs if not run.done]
-    tell = progress({"demo": sum(run.rounds for run in todo)})
-    for why in run_all(todo, "quickrun", 1, partial(tell, "demo")).values():
+    show, left = progress("demo"), sum(run.rounds for run in todo)
+    for why in run_all(todo, "quickrun", 1, lambda done, text: show(done, left, text)).values():
         raise ToolError(why)
     say("")
     read = {name: report for name, _, report in reports(runs)}

@@ -8,10 +8,10 @@ import shutil
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -103,49 +103,32 @@ def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) ->
     return result
 
 
-Tell: TypeAlias = Callable[[str, int, str], None]
-"""Takes the name of a task, how many rounds of it are done, and what to say of it."""
+def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
+    """Return a function that shows, given rounds done, all rounds and a text, how far a task is.
 
-
-def progress(tasks: Mapping[str, int], quiet: bool = False) -> Tell:
-    """Return what says how far tasks are, given how many rounds each has; or says nothing.
-
-    On a terminal each line is written over the one before; elsewhere there is one for each
-    twentieth of a task.
+    On a terminal each line replaces the one before; elsewhere there is one for each twentieth of
+    the task.
     """
     over = sys.stderr.isatty()
-    begun = dict.fromkeys(tasks, time.monotonic())
-    shown_rounds = dict.fromkeys(tasks, 0)
+    begun, last = time.monotonic(), 0
 
-    def tell(task: str, done: int, text: str) -> None:
-        total = tasks[task]
+    def show(done: int, total: int, text: str) -> None:
+        nonlocal begun, last
         if not done:
-            begun[task] = time.monotonic()
-        early = done < total and not over and done < shown_rounds[task] + total / 20
-        if quiet or early or done <= shown_rounds[task]:
+            begun = time.monotonic()
+        early = done < total and not over and done < last + total / 20
+        if quiet or early or done <= last:
             return
-        shown_rounds[task] = done
+        last = done
         line = f"{task}: {done} of {total} rounds done"
-        # A narrow terminal cuts off what comes last.
+        # A narrow terminal cuts off the end of a line.
         if done < total:
-            each = (time.monotonic() - begun[task]) / done
+            each = (time.monotonic() - begun) / done
             line += f", about {timedelta(seconds=round(each * (total - done)))} left"
         line = printable(f"{line}, {text}" if text else line)
         if over:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
         end = "" if over and done < total else "\n"
         print(line, end=end, file=sys.stderr, flush=True)
-
-    return tell
-
-
-def shown(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
-    """Return a function that shows the progress of one task after each round."""
-    tasks = {task: 0}
-    tell = progress(tasks, quiet)
-
-    def show(done: int, total: int, text: str) -> None:
-        tasks[task] = total
-        tell(task, done, text)
 
     return show

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fedclip.cli.output import ConfigPath, fail, runnable, say, shown, typed
+from fedclip.cli.output import ConfigPath, fail, progress, runnable, say, typed
 
 
 def quickrun(
@@ -24,7 +24,7 @@ def quickrun(
     from fedclip.engines.declearn.quickrun import run
 
     clients, results, finished = run(
-        result.path, verbose=verbose, seed=seed, progress=shown("quickrun", quiet=verbose)
+        result.path, verbose=verbose, seed=seed, progress=progress("quickrun", quiet=verbose)
     )
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
@@ -51,7 +51,7 @@ def simulate(
 
     from fedclip.engines.local.simulate import EARLY, run
 
-    done = run(result.path, seed, engine=engine, progress=shown("simulate"))
+    done = run(result.path, seed, engine=engine, progress=progress("simulate"))
     see = f"fedclip report {typed(done.results)}"
     if done.ended:
         after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"

@@ -113,7 +113,7 @@ class Prices:
     def rows(self) -> list[Row]:
         """The server trusted with the noise, the sites, nobody."""
         clients, each, noise = self.plan.clients, self.plan.update_noise, self.plan.noise
-        secure = f"{self.sites} of {clients} clients, with secure sums"
+        secure = f"{self.sites} of {clients} clients, secure sums"
         found = [Row("the server", 0.0, noise, 1.0)]
         for trusted, sites in ((secure, self.sites), ("nobody, without secure sums", 1)):
             times = math.sqrt(clients / sites)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
 import socket
@@ -19,6 +20,8 @@ from declearn.optimizer import list_optim_modules
 from helpers import ended, free_port, hiding
 from report_runs import call
 from typer.testing import Result
+
+from fedclip.cli.output import progress
 
 Write = Callable[..., Path]
 
@@ -252,6 +255,19 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
     result = call("quickrun")
     assert result.exit_code == 130
     assert one_sentence(result).endswith("fedclip report results/today")
+
+
+def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(file, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", file)
+    show = progress("[/red]")
+    for done in (1, 2, 100):
+        show(done, 100, "loss \x1b[31m")
+    *lines, last = file.getvalue().split("\r\x1b[K")[1:]
+    assert (len(lines), "\n" in "".join(lines)) == (2, False)
+    assert all("left, loss" in line for line in lines)
+    assert last == "[/red]: 100 of 100 rounds done, loss \\x1b[31m\n"
 
 
 # ------------------------------------------------------------------------------------- run

@@ -62,7 +62,7 @@ from fedclip.cli.check.plugins import (
     is_shared,
 )
 from fedclip.cli.check.privacy import exposures
-from fedclip.cli.check.settings import SECTIONS, elsewhere, fits, section_faults
+from fedclip.cli.check.settings import SECTIONS, elsewhere, fits, section_problems
 from fedclip.cli.check.updates import update_problems
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
@@ -133,7 +133,7 @@ def check_config(
     elif "client_opt" in config:
         run, check.quickrun = part_of(config, "run"), False
         # A section of this name may be anything else.
-        _check_optim(check, config, {} if any(section_faults("run", run)) else run)
+        _check_optim(check, config, {} if any(section_problems("run", run)) else run)
     else:
         what = "has neither [optim], as in a quickrun file, nor client_opt, as in a file for"
         check.problem("the file", f"{what} FLOptimConfig{nearest('client_opt', config)}")
@@ -216,10 +216,10 @@ def _check_section(check: Check, config: Section, key: str) -> None:
     elif not isinstance(config[key], dict):
         check.problem(where, f"must be a section, got {brief(config[key])}")
     elif key != "optim":
-        faults = list(section_faults(key, config[key]))
-        for section, message in faults:
-            check.problem(f"[{section}]", message)
-        if not faults:
+        problems = list(section_problems(key, config[key]))
+        for problem in problems:
+            check.problem(f"[{problem.where}]", problem.text)
+        if not problems:
             _declearn(check, where, SECTIONS[key], config[key])
 
 

@@ -14,12 +14,12 @@ from declearn.utils import access_types_mapping
 
 from fedclip.cli.catalogue import is_ours
 from fedclip.cli.check.findings import Check, Plugins, Section, brief, text_of
-from fedclip.cli.check.settings import argument_faults, fits
+from fedclip.cli.check.settings import argument_problems, fits
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_value
 from fedclip.engines.declearn.statistics_server import SharedServer
-from fedclip.errors import nearest
+from fedclip.errors import Problem, nearest
 from fedclip.privacy.maps import Plugin
 
 CLIENT, SERVER = "client_opt", "server_opt"
@@ -30,8 +30,8 @@ def is_shared(plugin: object) -> bool:
     return isinstance(plugin, SharedServer) or getattr(plugin, "_sharing", None) is not None
 
 
-def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> Iterator[tuple[str, str]]:
-    """Yield each problem as a section, ``client_opt`` or ``server_opt``, and a sentence.
+def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> Iterator[Problem]:
+    """Yield each problem, with its section, ``client_opt`` or ``server_opt``.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> Iterator[tuple[s
     counterparts = {p.aux_name: p for p in servers}
     for plugin in both:
         if isinstance(plugin, SharedServer):
-            yield CLIENT, f"{plugin.name} belongs in {SERVER}"
+            yield Problem(f"{plugin.name} belongs in {SERVER}", CLIENT)
     sides: tuple[tuple[str, list[Plugin]], ...] = ((CLIENT, clients), (SERVER, [*servers]))
     for side, chosen in sides:
         names = [str(p.aux_name) for p in chosen]
@@ -55,25 +55,25 @@ def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> Iterator[tuple[s
                 f"{names.count(twice)} modules exchange {twice!r}, and only the last would "
                 "receive messages"
             )
-            yield side, f"{text}; give each pair a different shared_name"
+            yield Problem(f"{text}; give each pair a different shared_name", side)
     for name, clipper in clippers.items():
         other = counterparts.get(name)
         if other is None:
             lacks = f"{SERVER} lacks {clipper.name + '-server'!r}{_named(clipper)}"
             text = f"{clipper.name} has shared = true, and {lacks}"
-            yield CLIENT, f"{text}: each client would clip by its own statistics"
+            yield Problem(f"{text}: each client would clip by its own statistics", CLIENT)
         elif not isinstance(clipper, other.clipper):
-            yield CLIENT, f"{name!r} is {clipper.name}'s, and {other.name}'s in {SERVER}"
+            yield Problem(f"{name!r} is {clipper.name}'s, and {other.name}'s in {SERVER}", CLIENT)
         else:
             for key, expected in other.settings.items():
                 if (actual := getattr(clipper, key)) != expected:
                     text = f"{clipper.name} has {key} = {actual!r}, its counterpart in {SERVER}"
-                    yield CLIENT, f"{text} {expected!r}: write the same in both"
+                    yield Problem(f"{text} {expected!r}: write the same in both", CLIENT)
     for name, counterpart in counterparts.items():
         if name not in clippers:
             where = f"shared = true{_named(counterpart)} in {CLIENT}"
             text = f"{counterpart.name} needs {counterpart.clipper.name!r} with {where}"
-            yield SERVER, f"{text}: the run would end in its first round"
+            yield Problem(f"{text}: the run would end in its first round", SERVER)
 
 
 def _named(plugin: Plugin) -> str:
@@ -158,7 +158,7 @@ def _build(
         unknown = [key for key in config if key not in allowed]
         faults = [f"unknown parameter {brief(k)}{nearest(k, allowed)}{takes}" for k in unknown]
     if not is_ours(cls):
-        faults += argument_faults(cls, config)
+        faults += argument_problems(cls, config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -221,8 +221,8 @@ def check_counterparts(check: Check, plugins: Plugins) -> None:
 
     declearn's server hangs on a variable without a receiver.
     """
-    for side, problem in shared_problems(plugins):
-        check.problem(f"[optim.{side}]", problem)
+    for problem in shared_problems(plugins):
+        check.problem(f"[optim.{problem.where}]", problem.text)
     for side, other in (("client_opt", "server_opt"), ("server_opt", "client_opt")):
         sent = {plugin.aux_name for plugin in plugins.get(side, ()) if _sends(plugin)}
         received = {getattr(plugin, "aux_name", None) for plugin in plugins.get(other, ())}

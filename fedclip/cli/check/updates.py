@@ -70,8 +70,9 @@ def update_problems(setting: Setting) -> Iterator[Found]:
     limit = module.max_norm if module else aggregator.max_norm
     if (module and module.site) or any(clip.site for clip in client):
         yield from _sites(module, client, setting)
-    elif limit and (text := _range(aggregator.secagg_range, limit, setting.secagg)):
-        yield "problem", AGGREGATOR, text
+    elif limit:
+        for text in _range_problems(aggregator.secagg_range, limit, setting.secagg):
+            yield "problem", AGGREGATOR, text
 
 
 def _table(noise: Mapping[str, float]) -> str:
@@ -288,21 +289,18 @@ def _turns(module: UpdateClipServer, setting: Setting) -> Iterator[Found]:
         yield "note", SERVER, f"{text}: set both to the same number for the least noise"
 
 
-def _range(stated: float | None, limit: float, secagg: Mapping[str, Any] | None) -> str:
-    """Return why a bound, or `secagg_range`, does not fit secure aggregation; "" if it does."""
+def _range_problems(
+    stated: float | None, limit: float, secagg: Mapping[str, Any] | None
+) -> Iterator[str]:
     actual = stated if secagg is None else secagg.get("clipval", DECLEARN_RANGE)
     if actual is None:
-        return ""
+        return
     if stated is not None and actual != stated:
-        return (
-            f"secagg_range={stated:g} differs from clipval={actual:g} of [secagg]: set both alike"
-        )
-    if limit > actual:
-        return (
+        yield f"secagg_range={stated:g} differs from clipval={actual:g}: set both to one number"
+    elif limit > actual:
+        yield (
             f"updates have norms up to {limit:g}, above the range ±{actual:g} of secure "
-            "aggregation: "
-            "lower max_norm, or raise clipval and secagg_range"
+            "aggregation: lower max_norm, or raise clipval and secagg_range"
         )
-    if stated is None and actual < DECLEARN_RANGE:
-        return f"clipped-averaging needs secagg_range={actual:g}, the same as clipval: add it"
-    return ""
+    elif stated is None and actual < DECLEARN_RANGE:
+        yield f"clipped-averaging needs secagg_range={actual:g}, the same as clipval: add it"

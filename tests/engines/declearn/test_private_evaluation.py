@@ -358,7 +358,7 @@ def test_commands_know_the_share(tmp_path: Path) -> None:
     assert "all steps and evaluations cost epsilon 3 by" in done.stdout
     assert (
         "this includes 10 evaluations at noise multiplier 18.81: with n validation records, "
-        "the mean loss has noise of some 13.3 / n times loss_bound" in done.stdout
+        "the noise on the mean loss is about 13.3 / n times loss_bound" in done.stdout
     )
     assert "noise multiplier 2.04" in done.stdout
     assert '{mode = "automatic", evaluation_share = 0.2, loss_bound = 3.0}' in done.stdout

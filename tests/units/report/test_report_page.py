@@ -280,6 +280,11 @@ def test_a_large_run_in_a_browser(new_tab: Any, tmp_path: Path, width: int) -> N
     # Nothing is wider than the window, and no text in a chart is on another.
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.evaluate(OVERLAPS) == []
+    # Each table is a list, or its columns fit, or it scrolls in a box.
+    assert not tab.evaluate(
+        "[...document.querySelectorAll('.stack')]"
+        ".some((table) => table.scrollWidth > table.parentElement.clientWidth)"
+    )
     titles = tab.evaluate(
         "[...document.querySelectorAll('.chart svg text')].map(t => t.textContent)"
     )
@@ -311,19 +316,3 @@ def test_names_run_nothing_in_a_browser(new_tab: Any, tmp_path: Path) -> None:
     tab.wait_for_function("document.querySelectorAll('.chart svg').length > 3")
     assert alerts == []
     assert tab.locator("img").count() == 0
-
-
-@pytest.mark.slow
-def test_tables_are_read_at_each_width(new_tab: Any, tmp_path: Path) -> None:
-    """Each is a list, or its columns fit, or it scrolls in a box of its own."""
-    file = tmp_path / "r.html"
-    file.write_text(page(sites(tmp_path / "run", 3)), encoding="utf-8")
-    tab = new_tab()
-    tab.goto(file.as_uri())
-    for width in (360, 800, 1400):
-        tab.set_viewport_size({"width": width, "height": 900})
-        assert not tab.evaluate(
-            "[...document.querySelectorAll('.stack')]"
-            ".some((table) => table.scrollWidth > table.parentElement.clientWidth)"
-        )
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width
