@@ -98,15 +98,14 @@ def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
     late = [np.median(some[:, some.shape[1] * 2 // 3 :]) for some in ratios]
     yield (
         f"Without clipping, {SITES[-1]}'s updates outweigh those of the other sites. In the last "
-        "third of the "
-        f"rounds, it pulls the model {late[0]:.1f} times as hard as the median site with the fixed "
-        f"bound, and {late[1]:.1f} times with the adaptive one."
+        f"third of the rounds, it pulls the model {late[0]:.1f} times as hard as the median site "
+        f"with the fixed bound, and {late[1]:.1f} times with the adaptive one."
     )
     low = ranking.worst([*reports][-1])
     none, fixed, adaptive = (ranking.mean(way, low)[0] for way in reports)
     yield (
-        f"With the adaptive bound, the lowest site is {low}: accuracy {adaptive:.1%}, "
-        f"with the fixed bound {fixed:.1%}, without clipping {none:.1%}."
+        f"With the adaptive bound, the lowest site is {low}: accuracy {adaptive:.1%}, with the "
+        f"fixed bound {fixed:.1%}, without clipping {none:.1%}."
     )
 
 
@@ -189,8 +188,7 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
     say(
         f"{len(SITES)} hospitals train one model, {SITES[-1]} on lengths in a unit {FACTOR:.0f} "
         f"times smaller than the other two. {len(runs)} federations train for {rounds} rounds "
-        "each, "
-        f"in about {10 + 0.1 * total:.0f} seconds if this machine has little else to do."
+        f"each, in about {10 + 0.1 * total:.0f} seconds if this machine has little else to do."
     )
     todo = [run for run in runs if not run.done]
     show, left = progress("demo"), sum(run.rounds for run in todo)

@@ -84,8 +84,7 @@ def _explained(policy: Policy) -> Iterator[str]:
     else:
         yield (
             "without noise: an update can reveal data, and a malicious job can encode data in it; "
-            "it "
-            "also shows whether the update was below the bound, clipped or set to zeros"
+            "it also shows whether the update was below the bound, clipped or set to zeros"
         )
     if policy.max_epsilon is not None:
         done = spent(policy)

@@ -133,8 +133,7 @@ def in_words(cost: Config) -> Iterator[str]:
     if cost["planned"] is not None:
         yield (
             f"  planned: at most epsilon {cost['planned']:.4g}; report this one if the clients' "
-            "data "
-            "decided when the run ended"
+            "data decided when the run ended"
         )
 
 
@@ -199,8 +198,7 @@ def read_spent(path: Path) -> Iterator[Spent]:
     if not ledgers:
         raise NothingSpent(
             f"{path} shows no spent privacy budget: it has neither a ledger of DP-SGD ({FILE}), "
-            "nor "
-            f"a checkpoint or {SERVED} of a server with noise in update-clip-server"
+            f"nor a checkpoint or {SERVED} of a server with noise in update-clip-server"
         )
 
 

@@ -30,8 +30,8 @@ _ALIKE = 1.2
 # With more clients than this, only the lowest, the median and the highest are named.
 _NAMED = 8
 _CHOSEN = (
-    "The limit depends on the norms of this run, and no privacy budget covers that. Afterwards "
-    "it is fixed, and bounds the sensitivity."
+    "The limit depends on the norms of this run, and no privacy budget covers that. Afterwards it "
+    "is fixed, and bounds the sensitivity."
 )
 _TEXTS = {
     "step.fixed": (
@@ -315,8 +315,7 @@ def _clipped(places: list[Norms]) -> Iterator[str]:
         elif share and norms.rows[0].name != "no-op":
             yield (
                 f"{norms.stage.capitalize()}s: {share:.0%} were clipped in this run, so later "
-                "norms "
-                "may be smaller than without clipping."
+                "norms may be smaller than without clipping."
             )
 
 

@@ -165,8 +165,8 @@ class Plan:
             return "\n".join(lines)
         lines.append(
             f"  with {self.values:,} values, the noise of a round has norm {self.length:.3g} C; "
-            "the "
-            f"total noise is {100 * self.drift:.3g} % of the largest possible change of the model"
+            f"the total noise is {100 * self.drift:.3g} % of the largest possible change of the "
+            "model"
         )
         lines.append(f"  {verdict(self.drift, self.clients, 'clients')}")
         lines.append("  measured cost of noise, participation and correlated noise: docs/study.md")
@@ -188,8 +188,7 @@ class Plan:
             f"    the noise in the model is {less:.3g} times that of noise_multiplier {every:g} in "
             "every round,",
             f'    and {less * self.share:.3g} times with noise = "banded", which is correlated '
-            "over "
-            f"{len(self.coefficients)} rounds",
+            f"over {len(self.coefficients)} rounds",
         ]
         if self.values is not None:
             kept = 8e-6 * (len(self.coefficients) - 1) * self.values
@@ -283,8 +282,7 @@ def verdict(drift: float, takers: int, kind: str) -> str:
     enough = math.ceil(10 * drift * takers)
     return (
         f"the noise is {much}: with {enough:,} {kind} it would be 10 %. Training fewer values, or "
-        "a "
-        "larger epsilon, also helps"
+        "a larger epsilon, also helps"
     )
 
 

@@ -172,8 +172,7 @@ def _setter(rows: Sequence[Row]) -> Said:
     elif total.fixed >= _NEARLY_ALL * limited:
         text = (
             f"The fixed limit max_norm applied in {total.fixed / limited:.0%} of the limited "
-            "steps, so "
-            "the clipper does not adapt: raise max_norm, or remove it."
+            "steps, so the clipper does not adapt: raise max_norm, or remove it."
         )
         yield "fixed", text
     elif total.fixed or total.warmup:

@@ -288,8 +288,7 @@ def _in_words(norms: Norms, found: Unusual) -> Iterator[str]:
     for name, times in found.odd.items():
         yield (
             f"{name}: the norms of its {what} are {number(times)} times those of the median "
-            "client: "
-            "check its units, labels and data."
+            "client: check its units, labels and data."
         )
     for name, times in found.small.items():
         yield (

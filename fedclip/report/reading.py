@@ -146,9 +146,8 @@ class Reader:
         if not nodes:
             raise ReportError(
                 f"{folder} has no {STATES}: run fedclip simulate or quickrun first. declearn "
-                "writes these "
-                "files if a checkpoint folder is set: checkpoint = … in [experiment], or "
-                "checkpoint=… for FederatedClient and FederatedServer"
+                "writes these files if a checkpoint folder is set: checkpoint = … in [experiment], "
+                "or checkpoint=… for FederatedClient and FederatedServer"
             )
         rows = [row for node in nodes for row in node.rows.values()]
         skipped = [path for node in nodes for path in node.skipped]
@@ -161,8 +160,7 @@ class Reader:
             broken = f"; cannot read {len(skipped)} of {files} state files"
             raise ReportError(
                 f"{folder} has no records: no clipper of fedclip has taken a step (modules: "
-                f"{names}). "
-                "Add the module 'no-op', which measures norms and changes nothing"
+                f"{names}). Add the module 'no-op', which measures norms and changes nothing"
                 f"{broken if skipped else ''}"
             )
         rows.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))

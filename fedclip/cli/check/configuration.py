@@ -157,8 +157,8 @@ def _check_quickrun(check: Check, config: Config) -> None:
         _check_optim(check, config["optim"], {} if wrong else run)
     if "fairness" in part_of(config, "optim"):
         text = (
-            "fairness needs a FairnessDataset, and [data] provides arrays: remove fairness, or "
-            "run a script"
+            "fairness needs a FairnessDataset, and [data] provides arrays: remove fairness, or run "
+            "a script"
         )
         check.problem("[optim.fairness]", text)
     if isinstance(config.get("run"), dict) and "register" not in run:
@@ -299,8 +299,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         check.note(
             "[optim.client_opt]",
             f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}: import fedclip "
-            "in "
-            "their script, or start it with `fedclip run`",
+            "in their script, or start it with `fedclip run`",
         )
 
 
@@ -331,8 +330,7 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
         check.note(
             where,
             f"with fewer replies each client moves the average further, and {name!r} sets no "
-            "limit: "
-            "use clipped-averaging",
+            "limit: use clipped-averaging",
         )
 
 

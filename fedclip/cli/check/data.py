@@ -56,8 +56,7 @@ def unnamed(sites: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
         if _named(files).exists() and not (missing := _named(files, "valid")).exists():
             yield (
                 f"{site}: evaluation_share needs the person of each validation record: write them "
-                "into "
-                f"{missing.name}, next to {PERSONS}"
+                f"into {missing.name}, next to {PERSONS}"
             )
 
 
@@ -154,8 +153,7 @@ def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Se
                 check.problem(
                     f"[run.{section}]",
                     f"{site} has {count} records in {of}_target, fewer than batch_size = {size}, "
-                    "and would "
-                    f"get no batch: set drop_remainder = false, or batch_size = {count}",
+                    f"and would get no batch: set drop_remainder = false, or batch_size = {count}",
                 )
 
 

@@ -52,8 +52,8 @@ def check_job(check: Check, config: Section) -> None:
     clipping = [section for section, path in named if path.startswith("fedclip.")]
     if len(clipping) != 1:
         text = (
-            "fedclip clips nothing in this job: call add_update_clipping(recipe) before you "
-            "export it"
+            "fedclip clips nothing in this job: call add_update_clipping(recipe) before you export "
+            "it"
         )
         check.problem("[workflows]", text)
         return

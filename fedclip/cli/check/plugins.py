@@ -52,8 +52,8 @@ def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> Iterator[Problem
         names = [str(p.aux_name) for p in chosen]
         for twice in sorted({name for name in names if names.count(name) > 1}):
             text = (
-                f"{names.count(twice)} modules exchange {twice!r}, and only the last would "
-                "receive messages"
+                f"{names.count(twice)} modules exchange {twice!r}, and only the last would receive "
+                "messages"
             )
             yield Problem(f"{text}; give each pair a different shared_name", side)
     for name, clipper in clippers.items():

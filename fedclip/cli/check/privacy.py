@@ -246,9 +246,8 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
     text = (
         "declearn clips each tensor of a sample separately: with k tensors, a sample's gradient "
-        "has "
-        f"norm up to {shown}·√k, and noise of z·{shown} is too small for that. To clip the whole "
-        "record, add sample-clip to client_opt and use fedclip.PrivateFederatedClient"
+        f"has norm up to {shown}·√k, and noise of z·{shown} is too small for that. To clip the "
+        "whole record, add sample-clip to client_opt and use fedclip.PrivateFederatedClient"
     )
     yield "note", where, text
     if not privacy.get("use_csprng"):
@@ -307,16 +306,15 @@ def _own_noise(side: str, plugins: Sequence[Plugin], bounded: bool) -> Iterator[
             spent = math.inf if std <= 0 else epsilon([Release(std / least)], 1e-5)
             if spent > _ABSURD:
                 yield (
-                    f"{plugin.name} with standard deviation {std:g} is too small for a "
-                    "sensitivity of "
-                    f"{before.formula}: one step costs epsilon = {spent:.4g} at delta = 1e-5"
+                    f"{plugin.name} with standard deviation {std:g} is too small for a sensitivity "
+                    f"of {before.formula}: one step costs epsilon = {spent:.4g} at delta = 1e-5"
                     + (", and more with more tensors" if before.l2_bound is None else "")
                 )
         for other in plugins[:i]:
             if is_shared(other) and side == CLIENT:
                 yield (
-                    f"{other.name} is shared, and sends statistics taken before {plugin.name} "
-                    "adds noise"
+                    f"{other.name} is shared, and sends statistics taken before {plugin.name} adds "
+                    "noise"
                 )
         for other in plugins if side == SERVER else ():
             if _tells(other):

@@ -33,8 +33,8 @@ def update_problems(setting: Setting) -> Iterator[Found]:
         exchanging = [p for p in plugins.get(side, ()) if getattr(p, "aux_name", None) == AUX_NAME]
         if len(exchanging) > 1:
             text = (
-                f"{len(exchanging)} modules exchange {AUX_NAME!r}, and only the last would "
-                "receive messages"
+                f"{len(exchanging)} modules exchange {AUX_NAME!r}, and only the last would receive "
+                "messages"
             )
             yield "problem", side, f"{text}; keep one"
     if not isinstance(aggregator, ClippedAveraging):
@@ -110,15 +110,13 @@ def _sites(
     if setting.clients and setting.clients < least:
         text = (
             f"a round has at most {setting.clients} clients, and needs the noise of at least "
-            f"{least}: "
-            "raise max_clients, or lower expected_clients"
+            f"{least}: raise max_clients, or lower expected_clients"
         )
         yield "problem", SERVER, text
     if secagg is None:
         text = (
             "noise_at = 'clients' needs secure aggregation, or clients refuse to share: add "
-            "[secagg]. "
-            "Without it the server sees each update with one client's noise, where "
+            "[secagg]. Without it the server sees each update with one client's noise, where "
             f"{rounds} epsilon = {cost(site.expected_clients - 1)}"
         )
         yield "problem" if setting.quickrun else "note", SERVER, text
@@ -127,8 +125,7 @@ def _sites(
     most = site.expected_clients - site.sure
     text = (
         f"if all {site.expected_clients} clients add noise, {rounds} epsilon = {cost(0)}. If "
-        f"{most} of "
-        f"them add none, or reveal theirs to the server, epsilon = {cost(most)}"
+        f"{most} of them add none, or reveal theirs to the server, epsilon = {cost(most)}"
     )
     yield "note", SERVER, text
     if secagg is not None:
@@ -208,8 +205,7 @@ def _combining(
         if module is not None and share <= 1 - module.quantile:
             text += (
                 f". About {1 - module.quantile:.0%} of the updates reach the adaptive bound, so "
-                "ARC "
-                "changes nothing: raise quantile, or set max_norm"
+                "ARC changes nothing: raise quantile, or set max_norm"
             )
     yield "note", AGGREGATOR, text
 
@@ -235,8 +231,7 @@ def _noise(
     if module.ledger is None:
         text = (
             "update-clip-server has no ledger: the spent budget is forgotten when the process "
-            "ends, "
-            "and no server can resume; set ledger to a file that is kept for these clients"
+            "ends, and no server can resume; set ledger to a file that is kept for these clients"
         )
         yield "note", SERVER, text
     if module.separation > 1:
@@ -276,9 +271,7 @@ def _turns(module: UpdateClipServer, setting: Setting) -> Iterator[Found]:
         elif due.separation > module.separation:
             text = (
                 f"each of {setting.clients} clients takes part once in {due.separation} rounds, "
-                "and "
-                "pays "
-                f"for once in {module.separation}: raise separation"
+                f"and pays for once in {module.separation}: raise separation"
             )
             yield "note", SERVER, text
     if module.rounds is not None and setting.rounds not in (None, module.rounds):

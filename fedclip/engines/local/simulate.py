@@ -385,8 +385,8 @@ def _schedule(
         return None
     if settings.sampled is not None:
         raise ToolError(
-            "[simulate] sampled draws clients, and separation = "
-            f"{bound.separation} of update-clip-server has them take turns: leave one out"
+            f"[simulate] sampled draws clients, and separation = {bound.separation} of "
+            "update-clip-server has them take turns: leave one out"
         )
     most = bound.expected_clients or 1
     schedule = Schedule(names, most)
