@@ -191,8 +191,8 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
         f"each, in about {10 + 0.1 * total:.0f} seconds if this machine has little else to do."
     )
     todo = [run for run in runs if not run.done]
-    show, left = progress("demo"), sum(run.rounds for run in todo)
-    for why in run_all(todo, "quickrun", 1, lambda done, text: show(done, left, text)).values():
+    show, total = progress("demo"), sum(run.rounds for run in todo)
+    for why in run_all(todo, "quickrun", 1, lambda done, text: show(done, total, text)).values():
         raise ToolError(why)
     say("")
     read = {name: report for name, _, report in reports(runs)}

@@ -10,9 +10,9 @@
               + normal(0, noise_multiplier * max_norm), from the secure generator
     Numbers:  those that the policy names, if they are finite and plain
     Votes:    the bits that fedclip knows; none where the site adds noise
-    Refusal:  one sentence, always the same; the site's log has the reason
+    Refusal:  one sentence, the same for all; the site's log says why
 
-It knows no engine. An engine must send nothing that has not passed the gate.
+It knows no engine. What an engine would send besides, it must not send.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOGGER = logging.getLogger("fedclip.site")
 _CHARGING = threading.Lock()
 
 UNIT = "the updates of a site"
-"""The protected data in the ledger of a site, where other ledgers have a fingerprint of records."""
+"""What a ledger of a site says that it protects, where others have a fingerprint of records."""
 
 # Without a ledger, nothing counts the replies of other processes.
 _MOST_PROCESS = 2**63
@@ -58,15 +58,15 @@ _LARGEST = 2**63
 
 
 REFUSED = "refused by this site, whose log says why"
-"""This text leaves instead of anything that must not leave, whatever the reason."""
+"""What leaves in the place of all that does not, whatever the reason."""
 
 
 class Refused(RuntimeError):
-    """Raised for anything that must not leave; the text is for the site's log only."""
+    """What does not leave; the text is for the site's own log."""
 
 
 def spent(policy: Policy) -> Accountant:
-    """Return what a site has spent, from its ledger, which is only read.
+    """Return what a site has spent, as its ledger says, which is only read.
 
     Raises
     ------
@@ -76,24 +76,24 @@ def spent(policy: Policy) -> Accountant:
     path = Path(policy.ledger or "")
     entries = [*read_entries(path).values()] if policy.ledger and path.exists() else []
     if any(entry.data != UNIT for entry in entries):
-        raise ValueError(f"{path} is a ledger of records: give the site another path as ledger")
+        raise ValueError(f"{path} is a ledger of records: a site needs a ledger of its own")
     # At the delta that is in force now.
     return total([*entries, Entry((), policy.delta or 0.5, policy.relation)])
 
 
-def _stepped(array: AnyArray, step: AnyArray) -> AnyArray:
-    """Return an array plus a step, in the array's dtype; rounding never makes the step longer.
+def _beside(array: AnyArray, step: AnyArray) -> AnyArray:
+    """Return an array plus a step, in the array's dtype; rounding makes no step longer.
 
     Examples
     --------
     >>> weights = np.array([2048.0], np.float16)  # where half precision has even numbers only
-    >>> [float(_stepped(weights, np.array([step]))[0]) for step in (1.5, 2.5)]
+    >>> [float(_beside(weights, np.array([step]))[0]) for step in (1.5, 2.5)]
     [2048.0, 2050.0]
     """
     with np.errstate(all="ignore"):
-        result = (array + step).astype(array.dtype)
-        longer = abs(result.astype(float) - array) > abs(step)
-        return np.asarray(np.where(longer, np.nextafter(result, array), result))
+        moved = (array + step).astype(array.dtype)
+        longer = abs(moved.astype(float) - array) > abs(step)
+        return np.asarray(np.where(longer, np.nextafter(moved, array), moved))
 
 
 class Gate:
@@ -107,17 +107,17 @@ class Gate:
     Raises
     ------
     OSError, ValueError
-        If its ledger cannot be used, or others may change it.
+        If its ledger can not be used, or others may change it.
 
     Notes
     -----
     Guarantees: what `update` returns has an L2 norm of at most `max_norm` before noise, in
     float64, and is finite. With a budget, all updates that have left are together (epsilon,
-    delta)-private for any change of the site's data, unless the ledger is lost
-    (`fedclip.privacy.ledger.Ledger`). The budget does not cover numbers that the policy names.
+    delta)-private for any change of the site's data, as far as the ledger is kept
+    (`fedclip.privacy.ledger.Ledger`). Numbers that the policy names have no part in that.
 
-    Without noise, a norm does not keep an update from revealing the data, or a malicious job from
-    writing them into its digits.
+    Without noise, a norm alone does not keep an update from telling of the data, or a hostile job
+    from writing them into its digits.
 
     Examples
     --------
@@ -151,7 +151,7 @@ class Gate:
             self._ledger = Ledger(*limits, path, data=UNIT, relation=policy.relation)
 
     def admit(self, run: object) -> None:
-        """Count a message of a run, before an app sees it: any reply reveals something.
+        """Count a message of a run, before an app sees it: whatever is replied says something.
 
         Raises
         ------
@@ -167,7 +167,7 @@ class Gate:
             raise Refused(f"the policy allows no more replies: {limit}")
 
     def update(self, arrays: Arrays, like: Arrays | None = None) -> Arrays:
-        """Return the part of an update that may leave; the ledger charges it.
+        """Return what may leave of an update; each that has the model's form is charged.
 
         Parameters
         ----------
@@ -175,8 +175,8 @@ class Gate:
             The difference to the model that the round began with, by name; in any framework.
         like
             That model, as the server sent it, or any arrays of its names, shapes and dtypes. None
-            only where the site trusts the code that named the arrays: a name can be anything.
-            Arrays of whole numbers, which are counters, leave as zeros.
+            only where the site trusts the code that has named the arrays: a name can be anything.
+            Arrays of whole numbers, which count something, leave as zeros.
 
         Raises
         ------
@@ -192,16 +192,16 @@ class Gate:
             return {**zeros(arrays), **self._sent(floats, like or arrays)}
 
     def model(self, trained: Arrays, before: Arrays) -> Arrays:
-        """Return the model before training, plus the part of the update that may leave.
+        """Return what may leave of a trained model: the one before, moved by what may leave.
 
         Rounding to the dtype of the model makes no update longer. Arrays of whole numbers are those
-        of the model before training. Both are arrays of NumPy; it refuses what `update` refuses.
+        of the model before. Both are arrays of NumPy; see `update` for what is refused.
         """
         with _read():
             trained, floats = _as_in(before, trained), _floats(before)
-            update = {n: np.asarray(trained[n], float) - floats[n] for n in floats}
-            sent = self._sent(update, before)
-            return {n: _stepped(x, sent[n]) if n in sent else x for n, x in before.items()}
+            moves = {n: np.asarray(trained[n], float) - floats[n] for n in floats}
+            left = self._sent(moves, before)
+            return {n: _beside(x, left[n]) if n in left else x for n, x in before.items()}
 
     def _sent(self, update: Arrays, model: Arrays) -> Arrays:
         std = self.policy.noise_multiplier * self.policy.max_norm
@@ -214,12 +214,14 @@ class Gate:
             sent = add_noise(sent, std, secure_normals)
         return {name: _plainest(array) for name, array in sent.items()}
 
-    def metrics(self, values: Mapping[str, object]) -> dict[str, float]:
-        """Return the numbers that the policy names, as plain ones; the log names the others."""
-        numbers_ = {name: plain(values.get(name)) for name in self.policy.allow_metrics}
-        sent = {name: number for name, number in numbers_.items() if number is not None}
-        if withheld := [name for name in values if name not in sent]:
-            _LOGGER.info("not sent, as the policy does not name them: %s", shown(withheld))
+    def metrics(self, found: Mapping[str, object]) -> dict[str, float]:
+        """Return those numbers that the policy names, as plain ones; the log names the others."""
+        sent = {}
+        for name in self.policy.allow_metrics:
+            if (number := plain(found.get(name))) is not None:
+                sent[name] = number
+        if kept := [name for name in found if name not in sent]:
+            _LOGGER.info("not sent, as the policy does not name them: %s", shown(kept))
         return sent
 
     def votes(self, found: Mapping[str, object]) -> dict[str, int]:
@@ -247,7 +249,7 @@ class Gate:
             # What was reserved is charged, in the file already.
             paid = ledger.reserve(policy.noise_multiplier, 1.0, 1)
         except (OSError, ValueError) as exc:
-            raise Refused(f"this site's ledger cannot be used ({exc})") from None
+            raise Refused(f"this site's ledger can not be used ({exc})") from None
         if not paid:
             cost, most = ledger.accountant.epsilon(policy.noise_multiplier, 1), ledger.epsilon
             digits = 4 if cost > 1.001 * most else 12
@@ -257,7 +259,7 @@ class Gate:
 
 @contextmanager
 def _read() -> Iterator[None]:
-    """Refuse an update that cannot be read or clipped, whatever is raised."""
+    """Refuse what can not be read or clipped, whatever is raised."""
     try:
         yield
     except Refused:
@@ -267,26 +269,26 @@ def _read() -> Iterator[None]:
 
 
 def _as_in(like: Arrays, arrays: Arrays) -> Arrays:
-    """Return the arrays in the order of others; raise if names, shapes or dtypes differ."""
+    """Return the arrays in the order of others; raise if they have not the same form."""
     if not alike(arrays, like):
         raise ValueError(f"names or shapes are {shown(signature(arrays))}")
     for name, array in like.items():
-        expected, dtype = (backend_of(a).dtype(a) for a in (array, arrays[name]))
-        if dtype != expected:
-            raise ValueError(f"{name!r} is {dtype}, not {expected}")
+        wanted, found = (backend_of(a).dtype(a) for a in (array, arrays[name]))
+        if found != wanted:
+            raise ValueError(f"{name!r} is {found}, not {wanted}")
     return {name: arrays[name] for name in like}
 
 
 def _floats(arrays: Arrays) -> dict[str, Array]:
-    """Return all arrays but those of whole numbers, which are counters."""
-    counters = ("int", "uint", "bool")
-    return {n: x for n, x in arrays.items() if not backend_of(x).dtype(x).startswith(counters)}
+    """Return all arrays but those of whole numbers, which count something."""
+    whole = ("int", "uint", "bool")
+    return {n: x for n, x in arrays.items() if not backend_of(x).dtype(x).startswith(whole)}
 
 
 def _plainest(array: Array) -> Array:
     """Return an array of NumPy as nothing but its values, in this machine's order of bytes.
 
-    Engines may send the bytes in the order of the array, and readers expect this machine's.
+    Engines may send the bytes as they lie, and be read the other way round.
     """
     if isinstance(array, np.ndarray):
         return np.asarray(array, array.dtype.newbyteorder("="))
@@ -298,7 +300,7 @@ def plain(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     if isinstance(value, numbers.Integral):
-        integer = int(value)
-        return integer if abs(integer) < _LARGEST else None
+        whole = int(value)
+        return whole if abs(whole) < _LARGEST else None
     number = float(value)
     return number if math.isfinite(number) else None

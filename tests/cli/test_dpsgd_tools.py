@@ -175,7 +175,7 @@ def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> N
 
 def test_a_batch_of_all_records_is_no_sample() -> None:
     text = call(*BUDGET[:-1], 500).stdout
-    assert "each batch is all 400 records: nothing is sampled" in text
+    assert "each batch has all 400 records, without sampling" in text
     assert "Poisson" not in text
     assert json.loads(call(*BUDGET[:-1], 400, "--json").stdout)["sampling"] == "none"
 
@@ -191,7 +191,7 @@ def test_the_accountant_that_counts_is_named(tmp_path: Path) -> None:
     # Delta is less than what rounding may come to.
     made = calibrate(3.0, 1e-13, records=100, batch_size=1, steps=10**3)
     assert made.accountant == "rdp"
-    assert "by rdp, for zeroing out one record (their number is public)" in made.in_words()
+    assert "by rdp, for zeroing out one record (the number of records is public)" in made.in_words()
 
 
 def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_a_check_knows_what_is_covered(
 def test_a_plan_prices_it() -> None:
     asked = ("privacy", "plan", "--epsilon", 8, "--rounds", 100, "--clients", 100)
     share = ("--evaluation-share", 0.2)
-    assert "0.15 times loss_bound on the mean loss" in call(*asked, *share).stdout
+    assert "mean loss of an evaluation: 0.15 loss_bound" in call(*asked, *share).stdout
     kept = json.loads(call(*asked, *share, "--json").stdout)
     assert kept["evaluation_share"] == 0.2
     assert "evaluation_share = 0.2, loss_bound = 3.0" in " ".join(kept["toml"])
