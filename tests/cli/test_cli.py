@@ -387,21 +387,3 @@ def test_what_can_not_be_written_is_a_sentence(checkpoints: Path, tmp_path: Path
             result = call("report", checkpoints, option, file)
             assert result.exit_code == 1
             assert "cannot write" in one_sentence(result)
-
-
-@pytest.mark.parametrize(("row", "kind"), [("0.5,1.5", "float64"), ("0.5,1", None)])
-def test_a_quickrun_tells_the_type_of_its_data_where_it_is_one(
-    row: str, kind: str | None, tmp_path: Path
-) -> None:
-    """Models of JAX can not be built without; columns of two types are no reason to raise."""
-    from fedclip.engines.declearn.experiment import Experiment
-
-    folder = tmp_path / "data" / "north"
-    folder.mkdir(parents=True)
-    for of in ("train", "valid"):
-        (folder / f"{of}_data.csv").write_text(f"a,b\n{row}\n{row}\n")
-        (folder / f"{of}_target.csv").write_text("y\n0\n1\n")
-    (tmp_path / "model.py").touch()
-    (tmp_path / "config.toml").write_text("[data]\n")
-    for found in Experiment(tmp_path / "config.toml").data("north"):
-        assert found.get_data_specs().data_type == kind

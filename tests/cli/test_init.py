@@ -50,16 +50,7 @@ def example(n: int = 40) -> Rows:
     rng = np.random.default_rng(0)
     head = ["id", "remarks", "age", "bmi", "glucose", "sex", "smoker", "outcome"]
     rows = [
-        [
-            f"p{i // 2}",
-            "",
-            f"{60 + 9 * x:.1f}",
-            f"{26 + 3 * y:.1f}",
-            "5.5",
-            "f",
-            "ex",
-            "01"[int(x > 0)],
-        ]
+        f"p{i // 2},,{60 + 9 * x:.1f},{26 + 3 * y:.1f},5.5,f,ex,{int(x > 0)}".split(",")
         for i, (x, y) in enumerate(rng.normal(size=(n, 2)))
     ]
     return [head, *rows]
@@ -368,15 +359,8 @@ def test_server_and_clients_as_the_readme_starts_them(
         ledger = project / "data" / site / "privacy_spent.json"
         assert ledger.exists() == bool(privacy)
     # A site has the weights, too.
-    ended(
-        project / "predict.py",
-        "example-east.csv",
-        "--run",
-        "results/east",
-        "--best",
-        env=env,
-        cwd=project,
-    )
+    words = ["example-east.csv", "--run", "results/east", "--best"]
+    ended(project / "predict.py", *words, env=env, cwd=project)
     if privacy:
         said = call("privacy", "spent", project / "data").stdout
         assert said.count("one person\n") == 3
