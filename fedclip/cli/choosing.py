@@ -82,7 +82,7 @@ def suggest(
 
 
 def save(file: Path, name: str, text: str) -> None:
-    """Write a configuration with a setting in it, unless it would then not run."""
+    """Write a configuration with a setting; end the command if it would not run."""
     from fedclip.cli.check.configuration import check_config
     from fedclip.cli.showing import write
 
@@ -202,7 +202,7 @@ def tune(
 
 
 def _tuned(tuning: Tuning, jobs: int) -> None:
-    """Run all that is to be tried, and print the progress."""
+    """Run all settings, and print the progress."""
     from fedclip.cli.output import progress
     from fedclip.cli.runner import run_all
 

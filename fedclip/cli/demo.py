@@ -34,7 +34,7 @@ from fedclip.report.results import result_of
 SITES = ("site-a", "site-b", "site-c")
 
 FACTOR = 10.0
-"""How many of site-c's units of length make one of the agreed unit."""
+"""Site-c's lengths are this many times too large."""
 
 
 def write_data(folder: Path, seed: int = 0) -> None:
@@ -77,7 +77,7 @@ def ranked(reports: Mapping[str, Report]) -> Ranking:
 
 
 def pulls(report: Report) -> NDArray[np.float64]:
-    """Return by split and round how many times as hard as the median site the odd one pulls.
+    """Return, by split and round, the influence of the odd site relative to the median site.
 
     A site pulls as hard as its update is long after it was clipped.
     """
@@ -93,7 +93,7 @@ def _updates(report: Report, run: str, site: str) -> NDArray[np.float64]:
 
 
 def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
-    """Yield what the table and the picture show."""
+    """Yield sentences about the table and the picture."""
     ratios = (pulls(reports[way]) for way in ("fixed-bound", "adaptive-bound"))
     late = [np.median(some[:, some.shape[1] * 2 // 3 :]) for some in ratios]
     yield (
@@ -146,7 +146,7 @@ MARKER = ".fedclip-demo"
 
 
 class Way(NamedTuple):
-    """One way to train: what it is, and the parts of its configuration as TOML."""
+    """One way to train: its title, and the parts of its configuration as TOML."""
 
     title: str
     aggregator: str = '"clipped-averaging"'
@@ -208,7 +208,7 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder, and what all trainings share."""
+    """Create the folder, and the files that all trainings share."""
     marker = folder / MARKER
     if folder.exists() and not folder.is_dir():
         raise ToolError(f"{folder} is a file; give a folder to write the demo to")

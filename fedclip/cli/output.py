@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all commands print, or check, in the same way."""
+"""Output, progress and checks that all commands share."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def fail(message: object, code: int = 1) -> NoReturn:
 
 
 def typed(path: str | Path) -> str:
-    """Return a path as short as one can type it in a shell from here."""
+    """Return a path as you would type it in a shell, relative to this folder if possible."""
     path, here = Path(path), Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def results(folder: Path | None) -> Path:
-    """Return a folder, or without one that of the results of the configuration here, or this."""
+    """Return a folder; without one, the results of the config.toml here, or this folder."""
     if folder is not None:
         return folder
     try:

@@ -109,7 +109,7 @@ def plan(
 
 
 def _range(prices: Prices, values: int) -> str:
-    """Say which integers secure sums of updates with their noise need."""
+    """Return the clipval and bitsize that secure sums of updates with noise need, as text."""
     from fedclip.engines.declearn import secagg
     from fedclip.updates.client_noise import SiteNoise
 

@@ -147,7 +147,7 @@ class Ranking:
 
     @property
     def alike(self) -> bool:
-        """Whether all seeds of the reference came to the same: nothing was drawn."""
+        """Whether all seeds of the reference gave equal results, so nothing was drawn."""
         first, *others = (run.sites for run in self.results[self.reference].values())
         return bool(others) and all(sites == first for sites in others)
 
@@ -250,7 +250,7 @@ class Ranking:
         return [dict(zip(("name", "caption", "heads", "rows"), t, strict=True)) for t in tables]
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values; None for what is no number."""
+        """Return plain values, with None instead of NaN and infinity."""
 
         def plain(name: str, *sites: str) -> dict[str, float | None]:
             numbers = (*self.mean(name, *sites), *self.gain(name, self.reference, *sites))
@@ -270,7 +270,7 @@ class Ranking:
 
 
 def drawn(table: Mapping[str, Any]) -> Table:
-    """Return a table for a terminal; the first column has names, and the last may have."""
+    """Return a table for a terminal."""
     result = plain_table(table["name"], table["heads"][:1], table["heads"][1:])
     result.columns[-1].no_wrap, result.columns[-1].overflow = False, "fold"
     for row in table["rows"]:

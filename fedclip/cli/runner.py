@@ -87,7 +87,7 @@ def refuse(file: Path, planned: Planned, command: str) -> None:
 
 
 def run(planned: Planned, tell: Callable[[int], None], command: str) -> None:
-    """Run one run in a process, from the start; tell how many rounds are done.
+    """Start a run in a process, and report the rounds done.
 
     What `tell` raises ends the process.
 
@@ -132,7 +132,7 @@ def run(planned: Planned, tell: Callable[[int], None], command: str) -> None:
 def run_all(
     runs: Sequence[Planned], command: str, jobs: int, tell: Callable[[int, str], None]
 ) -> dict[Planned, str]:
-    """Run those that are not done, `jobs` at a time; tell the rounds done, and of which run.
+    """Start the runs that are not done, `jobs` at a time, and report the rounds done.
 
     Returns
     -------

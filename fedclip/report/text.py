@@ -192,14 +192,14 @@ class Report:
         }
 
     def findings(self) -> list[Finding]:
-        """Return the most important findings: losses that are lost, then some for each clipper."""
+        """Return the findings: diverged losses first, then some for each clipper."""
         clippers = clipper_findings(self.whole, self.limits(), self.servers)
         lost = diverged(self.curves, self.servers)
         odd = unlike(row for row in self.whole if row.node not in self.servers)
         return [*lost, *unseen(self.private), *clippers, *odd]
 
     def in_words(self) -> list[str]:
-        """Return the findings as sentences, each with what it is about if there are several."""
+        """Return the findings as sentences, with experiment and clipper if there are several."""
         findings = self.findings()
         clippers = {f.clipper for f in findings if f.clipper}
         many = len({f.experiment for f in findings}) > 1, len(clippers) > 1

@@ -248,7 +248,7 @@ def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
     assert "each of 3 clients takes part once in 2 rounds" in result.stdout
     with pytest.raises(ToolError, match="3 clients have a turn every 2 rounds"):
         Simulation(write(server=close))
-    with pytest.raises(ToolError, match="leave one out"):
+    with pytest.raises(ToolError, match="remove one of them"):
         Simulation(write(server=TURNS, more="[simulate]\nsampled = 2\n"))
 
 
@@ -265,8 +265,8 @@ def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"more": "[simulate]\nclients = 2\n"}, "the data folder holds 3: each needs one"),
-        ({"more": "[simulate]\nsampled = 4\n"}, "sampled = 4, and there are 3 clients"),
+        ({"more": "[simulate]\nclients = 2\n"}, "the data folder has 3: raise clients"),
+        ({"more": "[simulate]\nsampled = 4\n"}, "sampled = 4 is more than clients = 3"),
         ({"more": "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"}, "DP-SGD"),
         (
             {"aggregator": "{name = 'clipped-averaging', weights = {a = 1.0, b = 2.0}}"},
@@ -286,7 +286,7 @@ def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:
         ),
         (
             {"server": '["adam", "update-clip-server"]'},
-            "update-clip-server must be there once, as the first",
+            "update-clip-server must be the first module",
         ),
         (
             {

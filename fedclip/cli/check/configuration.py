@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a federation's TOML before it runs: what would go wrong, and where.
+"""Check a federation's TOML before it runs: each problem, with its place.
 
 declearn parses a configuration on the server and sends it to the clients; a name that a client
 does not know ends that client with a `KeyError` and leaves the server waiting for ever. So:
@@ -94,7 +94,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def _is_app(file: Path) -> bool:
-    """Whether a file is there, and is that of an app of Flower: any project has one of its name."""
+    """Whether a file exists and belongs to an app of Flower; any project may have this name."""
     return os.path.isfile(file) and "[tool.flwr." in file.read_text("utf-8", errors="replace")
 
 
@@ -185,7 +185,7 @@ def _check_quickrun(check: Check, config: Config) -> None:
 
 
 def _with_files(check: Check, config: Config) -> Config:
-    """Return a configuration with what files named in [run] hold, as declearn reads them."""
+    """Return a configuration with the contents of files named in [run], as in declearn."""
     run = dict(part_of(config, "run"))
     for field in dataclasses.fields(FLRunConfig):
         path = run.get(field.name)
@@ -304,7 +304,7 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
 
 
 def _check_quorum(check: Check, setting: Setting, least: int) -> None:
-    """Find out whether a round may go on without some of its clients."""
+    """Check the settings for rounds that go on without some clients."""
     where, name = "[network.kwargs]", getattr(setting.aggregator, "name", "averaging")
     register = part_of(check.config, "run").get("register")
     low = register.get("min_clients", 1) if isinstance(register, dict) else register
@@ -370,7 +370,7 @@ def _secagg(check: Check) -> Section | None:
 
 
 def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
-    """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
+    """Describe the stages of clipping and their guarantees; report what voids a guarantee."""
     plugins, run = setting.plugins, setting.run
     for key, chosen in plugins.items():
         for warning in places.warnings(chosen):

@@ -26,11 +26,11 @@ _NAMED = re.compile(
     r"s?([\W_]*(id|no|nr|num|number|code|key|name))?\W*$",
     re.IGNORECASE,
 )
-"""Names of columns that may say whose a record is."""
+"""Names of columns that may identify a person."""
 
 
 def units(files: Mapping[str, str], of: str = "train") -> tuple[int, str]:
-    """Return how many records, or persons if a file names them, a client trains on, and which.
+    """Return the number of training records of a client, or of persons if a file names them.
 
     With `of` = "valid", how many it evaluates on.
 
@@ -51,7 +51,7 @@ def _named(files: Mapping[str, str], of: str = "train") -> Path:
 
 
 def unnamed(sites: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Yield what evaluations with noise lack where persons are protected."""
+    """Yield the files that evaluations with noise need if DP-SGD protects persons."""
     for site, files in sites.items():
         if _named(files).exists() and not (missing := _named(files, "valid")).exists():
             yield (
@@ -61,7 +61,7 @@ def unnamed(sites: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, str]]:
-    """Yield level and text of what there is to say of persons, for private clients."""
+    """Yield level and text of findings about persons, for private clients."""
     columns: dict[str, list[str]] = {}
     for site, files in sites.items():
         data, named = Path(files["train_data"]), _named(files)
@@ -94,7 +94,7 @@ def asked_for(sites: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[Level, s
 
 
 def _identifiers(file: Path) -> Iterator[str]:
-    """Yield the columns named like an identifier, in which some value comes back."""
+    """Yield the columns named like an identifier that have repeated values."""
     with file.open(encoding="utf-8-sig", newline="") as lines:
         heads, *rows = csv.reader(lines)
     for place, name in enumerate(heads):
@@ -136,7 +136,7 @@ def check_data(check: Check, data: Section, run: Section) -> None:
 
 
 def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Section) -> None:
-    """Find sites that get no batch, as they have fewer records than one has."""
+    """Find sites with fewer records than a batch has."""
     # DP-SGD draws batches by itself.
     parts = () if "privacy" in run else (("training", "train", True), ("evaluate", "valid", False))
     for section, of, default in parts:
@@ -195,7 +195,7 @@ def check_folder(check: Check, folder: str) -> None:
 
 
 def check_model(check: Check, model: Section) -> None:
-    """Say what the model trains, if it holds more, and what becomes of running statistics."""
+    """Report values that the model does not train, and problems with running statistics."""
     file = Path(model.get("model_file") or check.path.resolve().parent / "model.py")
     if not file.is_file():
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what voids a privacy guarantee in a configuration of declearn, before a run.
+"""Find settings of declearn that void a privacy guarantee, before a run.
 
 What voids the guarantee of central noise on every engine is listed in
 `fedclip.updates.claims`; this adds what only declearn has. For a configuration without
@@ -83,7 +83,7 @@ _NO_EVALUATION = (
 
 
 def exposures(setting: Setting) -> Iterator[Found]:
-    """Yield what voids a guarantee that the configuration seems to give."""
+    """Yield the settings that void a guarantee of the configuration."""
     plugins, run, aggregator = setting.plugins, setting.run, setting.aggregator
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
@@ -139,7 +139,7 @@ def exposures(setting: Setting) -> Iterator[Found]:
 
 # -- noise on the average ---------------------------------------------------------------------
 def _unnoised(module: Plugin, server: Sequence[Plugin]) -> Iterator[Found]:
-    """Check which statistics go out besides the noised average."""
+    """Check which statistics are sent in addition to the noised average."""
     for plugin in server:
         if plugin is module or not _tells(plugin):
             continue
@@ -157,7 +157,7 @@ def _unnoised(module: Plugin, server: Sequence[Plugin]) -> Iterator[Found]:
 
 
 def _chooses(sampler: object) -> bool:
-    """Whether a client sampler, or one inside it, goes by what clients have sent."""
+    """Whether a client sampler, or one inside it, selects by data of the clients."""
     match sampler:
         case {"strategy": "criterion"}:
             return True
@@ -169,7 +169,7 @@ def _chooses(sampler: object) -> bool:
 
 
 def _tells(plugin: Plugin) -> bool:
-    """Whether a module of the server sends to clients what it has learnt from them."""
+    """Whether a module of the server sends statistics of the clients back to them."""
     return bool(getattr(plugin, "aux_name", None)) and plugin.name != "update-clip-server"
 
 
@@ -218,7 +218,7 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
 
 
 def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
-    """Say what evaluations with noise cover, and check what they are asked for."""
+    """Describe evaluations with noise, and check the requested metrics."""
     run, of_records = setting.run, isinstance(plugin, SampleClip)
     values = {"share": plugin.evaluation_share, "bound": plugin.loss_bound}
     values |= _OF_RECORDS if of_records else _OF_CLIENTS

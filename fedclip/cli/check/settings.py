@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""declearn's own settings: unknown keys, missing ones, values of another type or out of range.
+"""Check declearn's settings: unknown or missing keys, wrong types, values out of range.
 
 declearn's dataclasses and the constructors of its plug-ins say which settings there are, and of
 which type. So the checks fit the version of declearn that is installed.
@@ -34,7 +34,7 @@ SECTIONS: dict[str, Any] = {
     "experiment": ExperimentConfig,
     "simulate": SimulateConfig,
 }
-"""The sections of a quickrun file, and what declearn makes of each; of the last, fedclip does."""
+"""The sections of a quickrun file, each with the class that reads it."""
 
 # A Python caller may pass it, and a file cannot.
 _NOT_IN_TOML = ("logger",)
@@ -43,7 +43,7 @@ _KWARGS: Mapping[str, Callable[..., float]] = {
     "patience": parameters.positive,
     "min_replies": functools.partial(parameters.integer, 1),
 }
-"""What fedclip's own protocol takes, and how it is checked."""
+"""The parameters of fedclip's network protocol, each with its check."""
 
 
 def section_problems(section: str, values: Section) -> Iterator[Problem]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds mistakes in a configuration of update clipping, before it runs."""
+"""Find mistakes in a configuration of update clipping, before it runs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _table(noise: Mapping[str, float]) -> str:
 def _sites(
     module: UpdateClipServer | None, client: Sequence[UpdateClipClient], setting: Setting
 ) -> Iterator[Found]:
-    """Say whether server and clients agree on the clients' noise, and against whom it protects."""
+    """Check that server and clients agree on the clients' noise, and say whom it protects."""
     site = None if module is None else module.site
     expected_table = None if site is None else site.get_config()
     if module is None or site is None or any(plugin.noise != expected_table for plugin in client):
@@ -262,7 +262,7 @@ def _noise(
 
 
 def _turns(module: UpdateClipServer, setting: Setting) -> Iterator[Found]:
-    """Say whether clients take turns as far apart as noise is accounted for."""
+    """Check that the schedule matches the separation that noise is accounted for."""
     assert module.expected_clients is not None
     if setting.clients:
         due = Due.of(setting.clients, module.expected_clients)

@@ -24,7 +24,7 @@ from fedclip.errors import ToolError
 from fedclip.privacy.ledger import FILE
 
 PERSONS = "train_persons.csv"
-"""In a client's folder of data: a line for each training record, which says whose it is."""
+"""A file in a client's data folder: the person of each training record, one a line."""
 
 
 class Experiment:
@@ -71,7 +71,7 @@ class Experiment:
             raise ToolError(f"[model] there is no model file {str(self._file)!r}")
 
     def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
-        """Return what a client trains on, in batches that a seed decides, and evaluates on."""
+        """Return the training data of a client, whose batches a seed decides, and validation data."""
         train, valid = (
             InMemoryDataset(
                 self.files[site][f"{of}_data"],
@@ -88,7 +88,7 @@ class Experiment:
         return train, valid
 
     def persons(self, site: str, of: str = "train") -> Path | None:
-        """Return the file that says whose a client's training records are, if it has one.
+        """Return the file with the person of each training record of a client, if it exists.
 
         With `of` = "valid", that of its validation records.
         """
@@ -101,7 +101,7 @@ class Experiment:
         return (records if site else records.parent).resolve().with_name(FILE)
 
     def model(self) -> AnyModel:
-        """Return a new model, as its file makes it."""
+        """Return a new model, made by the model file."""
         folder, name = os.path.split(os.path.abspath(self._file))
         # An earlier federation may have had another model of this name.
         sys.modules.pop(name.removesuffix(".py"), None)

@@ -42,8 +42,8 @@ from fedclip.report.results import best_round, result_of
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
-class _Watched(FederatedServer):
-    """A server that tells how each round ended, and labels its checkpoints.
+class _ReportingServer(FederatedServer):
+    """A server that reports the end of each round, and labels its checkpoints.
 
     Its best weights are those of the lowest mean loss of the healthy sites. Where noise protects
     clients, whose norms it does not cover, they are declearn's: of the lowest loss of all.
@@ -61,9 +61,9 @@ class _Watched(FederatedServer):
             _LOGGER.warning("Checkpoints of the server: %s.", text)
         before, count = self._best, len(self._losses)
         await super().evaluation_round(round_i, *args, **kwargs)
-        self.on_round(round_i, self._look(before) if len(self._losses) > count else "")
+        self.on_round(round_i, self._keep_best(before) if len(self._losses) > count else "")
 
-    def _look(self, before: Any) -> str:
+    def _keep_best(self, before: Any) -> str:
         """Keep the best weights, and return the metrics of the sites as text."""
         try:
             self.reader = self.reader or Reader(self.results)
@@ -84,11 +84,11 @@ class _Watched(FederatedServer):
         return result.in_words()
 
 
-class _Quick(fedclip.PersonalFederatedClient):
+class _QuickClient(fedclip.PersonalFederatedClient):
     """A client that takes the gradients of batches at once where it can."""
 
     async def initialize(self) -> None:
-        """Set up what trains, as the server says."""
+        """Set up training as the server asks."""
         await super().initialize()
         if self.trainmanager is not None:
             vectorize_gradients(self.trainmanager.model)
@@ -131,17 +131,17 @@ class Federation:
         self.experiment = Experiment(file)
         self.results, self.clients = self.experiment.results, list(self.experiment.files)
 
-    async def _serve(self) -> None:
+    async def _run_server(self) -> None:
         """Run the server."""
         set_device_policy(gpu=False)
         checkpoint = os.path.join(self.results, "server")
         setup_server_loggers(level=logging.INFO, fpath=os.path.join(checkpoint, "logs.txt"))
-        self._hush("declearn.server", logging.INFO)
+        self._set_console_level("declearn.server", logging.INFO)
         optim = FLOptimConfig.from_toml(self.toml, False, "optim")
         for module in optim.server_opt.modules:
             if isinstance(module, UpdateClipServer) and not module.ledger:
                 module.charge_to(self.experiment.ledger())
-        server = _Watched(
+        server = _ReportingServer(
             model=self.experiment.model(),
             optim=optim,
             metrics=self.experiment.metrics,
@@ -153,8 +153,8 @@ class Federation:
         self.members = lambda: getattr(server.netwk, "members", Members())
         await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
 
-    async def _take_part(self, name: str, seed: int | None) -> None:
-        """Run one client, whose batches are drawn from a seed if there is one.
+    async def _run_client(self, name: str, seed: int | None) -> None:
+        """Run one client; a seed, if given, decides its batches.
 
         With `sample-clip` in client_opt it is a private one, which takes no seed for its batches.
         """
@@ -162,7 +162,7 @@ class Federation:
         checkpoint = os.path.join(self.results, name)
         setup_client_loggers(name, logging.INFO, os.path.join(checkpoint, "logs.txt"))
         # The file gets everything, the console, which clients may share, what matters.
-        self._hush(f"declearn.client-{name}", LOGGING_LEVEL_MAJOR)
+        self._set_console_level(f"declearn.client-{name}", LOGGING_LEVEL_MAJOR)
         train, valid = self.experiment.data(name, seed)
         modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
         private = any(isinstance(module, fedclip.SampleClip) for module in modules)
@@ -172,7 +172,7 @@ class Federation:
         persons = self.experiment.persons(name)
         if persons and not private:
             _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
-        kind: Any = _Quick
+        kind: Any = _QuickClient
         if private:
             of_valid = self.experiment.persons(name, "valid") if persons else None
             kind = partial(
@@ -193,7 +193,7 @@ class Federation:
         await client.async_run()
 
     def _ledger(self, name: str, results: Path) -> Path:
-        """Return the ledger of a client's records; the one in a folder of results leads there."""
+        """Return the ledger of a client's records; link to it from the folder of results."""
         ledger, link = self.experiment.ledger(name), results / FILE
         if link.exists() and not link.is_symlink():
             # Each line stands alone; those of a run before are of the same records.
@@ -206,7 +206,7 @@ class Federation:
                 link.symlink_to(ledger)
         return ledger
 
-    def _hush(self, logger: str, level: int) -> None:
+    def _set_console_level(self, logger: str, level: int) -> None:
         """Show messages of this level on the console, or only warnings."""
         for handler in logging.getLogger(logger).handlers:
             if not isinstance(handler, logging.FileHandler):
@@ -218,7 +218,7 @@ class Federation:
 
         async def client(name: str, seed: int | None) -> None:
             try:
-                await self._take_part(name, seed)
+                await self._run_client(name, seed)
             except Exception as exc:
                 _LOGGER.error("client %r has ended: %s: %s", name, type(exc).__name__, exc)
                 members = self.members()
@@ -227,7 +227,7 @@ class Federation:
                     raise
 
         try:
-            await asyncio.gather(self._serve(), *map(client, self.clients, seeds))
+            await asyncio.gather(self._run_server(), *map(client, self.clients, seeds))
         finally:
             for name in ("server", *(f"client-{name}" for name in self.clients)):
                 handlers = logging.getLogger(f"declearn.{name}").handlers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients of a simulated federation: who is asked, who replies, and what they train.
+"""The clients of a simulated federation: sampling, drop-out and training.
 
 They share one model. Each has data, a source of its batches, and what its optimizer's modules keep.
 """
@@ -85,9 +85,9 @@ class Trained(NamedTuple):
 Kept: TypeAlias = tuple[Config, Mapping[str, object], AnyVector | None]
 """The state of a client between rounds: optimizer, source of batches, unshared weights."""
 Task: TypeAlias = tuple[int, AnyVector, Mapping[str, AuxVar], Kept]
-"""A client, the weights from which it trains, what the server tells it, and what it kept."""
+"""A client, its start weights, the messages of the server, and its state."""
 Ask: TypeAlias = Callable[[Mapping[int, Task]], Mapping[int, tuple[Trained, Kept]]]
-"""Has clients train in other processes."""
+"""A function that lets clients train in other processes."""
 
 
 class Crowd:
@@ -116,7 +116,7 @@ class Crowd:
     ) -> None:
         self.settings, self.sites = settings, list(experiment.files)
         self.ask: Ask | None = None
-        """How to have clients train in other processes; None: they train in this one."""
+        """A function for training in other processes; None: clients train in this one."""
         self.names = [
             self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
             for i in range(settings.clients or len(self.sites))
@@ -158,7 +158,7 @@ class Crowd:
         return {name: dataclasses.asdict(train.get_data_specs()) for name, (train, _) in pairs}
 
     def asked(self, due: Sequence[str] | None = None) -> list[int]:
-        """Draw who is asked in a round, and who of them does not reply; return those who do.
+        """Draw the clients of a round, and drop-outs; return those that reply.
 
         If clients take turns, those that are `due` are asked.
         """
@@ -171,14 +171,14 @@ class Crowd:
         return [int(client) for client in chosen[stays]]
 
     def optimizer(self, client: int) -> Optimizer:
-        """Return a client's optimizer; one serves all if nothing stays in it."""
+        """Return a client's optimizer; all share one if it has no state."""
         key = 0 if self._stateless else client
         if key not in self._optims:
             self._optims[key] = Optimizer.from_config(self._config)
         return self._optims[key]
 
     def train(self, client: int, start: AnyVector, aux: Mapping[str, AuxVar]) -> Trained:
-        """Have a client train as [run.training] says, from the model's weights on."""
+        """Train a client from these weights, as [run.training] says, and return its update."""
         self.hand_over(client, start)
         manager = self._manager
         manager.optim, manager.train_data = self.optimizer(client), self._records(client)
@@ -197,7 +197,7 @@ class Crowd:
     def train_all(
         self, clients: Sequence[int], start: AnyVector, aux: Mapping[str, AuxVar]
     ) -> Iterator[tuple[int, Trained]]:
-        """Have clients train, here or where an engine has them."""
+        """Train clients, in this process or in those of an engine."""
         if self.ask is None:
             for client in clients:
                 yield client, self.train(client, start, aux)
@@ -208,7 +208,7 @@ class Crowd:
             yield client, trained
 
     def state(self, client: int) -> Kept:
-        """Return what a client keeps from round to round, for another process."""
+        """Return the state of a client, for another process."""
         source = self._records(client)._rng.bit_generator.state
         return self.optimizer(client).get_state(), source, self._kept.get(client)
 
@@ -237,7 +237,7 @@ class Crowd:
         return metrics.get_result(), by_site
 
     def _records(self, client: int) -> InMemoryDataset:
-        """Return what a client trains on."""
+        """Return the training records of a client."""
         if client not in self._sources:
             seed, count = self.settings.seed, self.settings.records
             of = self.data[client % len(self.sites)][0]

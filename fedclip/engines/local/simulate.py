@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The federation of a quickrun file in one process, with as many clients as one says.
+"""The federation of a quickrun file in one process, with any number of clients.
 
 Updates are clipped, vetted and averaged by the core of update clipping (`UpdateClient` and
 `UpdateServer`), or by whatever other aggregator the file names; declearn's model, optimizers and
@@ -48,7 +48,7 @@ from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.schedule import Schedule
 from fedclip.updates.server import UpdateServer
 
-EARLY = "the loss has stopped to improve, as early_stop says"
+EARLY = "the loss stopped improving (early_stop)"
 _NODES = ("server", "clients")
 _ROUNDS_A_FILE = 100  # as many as a `Recorder` keeps
 _MEASURED = 100  # clients whose own records are written
@@ -61,17 +61,17 @@ class Simulated(NamedTuple):
     clients: int
     rounds: int
     seconds: float
-    """How long a round took, in the mean."""
+    """The mean duration of a round, in seconds."""
     results: str
     """The folder of records, metrics and the model."""
     ended: str
-    """Why it ended early, if it did."""
+    """Why it ended early; "" if it did not."""
     best: int = 0
     """The round of the best weights: those with the lowest mean loss of the healthy sites."""
 
 
 class Simulation:
-    """The server of a simulated federation, and its crowd of clients.
+    """The server of a simulated federation, and its clients.
 
     Parameters
     ----------
@@ -254,7 +254,7 @@ class Simulation:
         return f"{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}"
 
     def _keep_records(self) -> None:
-        """Write what the first clients' own modules have recorded, where those of a run do."""
+        """Write the records of the first clients' modules to the files that a run would have."""
         for client, norms in self.norms.items():
             saved = copy.copy(self.crowd.optimizer(client))
             saved.modules = [*saved.modules, norms]
@@ -323,7 +323,7 @@ _workers = functools.lru_cache(maxsize=1)(_seeded)
 
 
 def work(file: Path, seed: int | None, task: Task) -> tuple[Trained, Kept]:
-    """Train a client in another process; return what it has trained, and what it keeps."""
+    """Train a client in another process; return its update and its state."""
     client, start, aux, state = task
     crowd = _workers(file, seed).crowd
     crowd.take_over(client, state)
@@ -366,13 +366,14 @@ def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:
         most = aggregator.max_norm
         if aggregator.scope != "global":
             raise ToolError(
-                "[optim.aggregator] max_norm is simulated with scope = 'global' only: write "
-                "update-clip-server with start_norm and learning_rate = 0 in its place"
+                "[optim.aggregator] max_norm is simulated with scope = 'global' only: instead of "
+                "it, "
+                "use update-clip-server with start_norm and learning_rate = 0"
             )
         return AdaptiveBound(most, learning_rate=0.0, min_norm=most, max_norm=most)
     if len(bounds) != 1 or modules[0] is not bounds[0]:
         raise ToolError(
-            "[optim.server_opt] update-clip-server must be there once, as the first of the modules"
+            "[optim.server_opt] update-clip-server must be the first module, and listed once"
         )
     return bounds[0]
 
@@ -380,13 +381,13 @@ def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:
 def _schedule(
     bound: AdaptiveBound | None, names: list[str], settings: SimulateConfig
 ) -> Schedule | None:
-    """Return the clients' turns, if noise is accounted for some."""
+    """Return the schedule, if each client takes part in some rounds only."""
     if bound is None or bound.separation == 1:
         return None
     if settings.sampled is not None:
         raise ToolError(
-            f"[simulate] sampled draws clients, and separation = {bound.separation} of "
-            "update-clip-server has them take turns: leave one out"
+            f"[simulate] sampled draws clients at random, but separation = {bound.separation} of "
+            "update-clip-server needs a schedule: remove one of them"
         )
     most = bound.expected_clients or 1
     schedule = Schedule(names, most)
@@ -398,24 +399,27 @@ def _schedule(
 def _refuse(
     optim: FLOptimConfig, config: FLRunConfig, crowd: SimulateConfig, names: Collection[str]
 ) -> None:
-    """Refuse what is not simulated."""
+    """Raise a `ToolError` for a configuration that cannot be simulated."""
     private = any(isinstance(module, SampleClip) for module in optim.client_opt.modules)
     if private or config.privacy is not None:
         raise ToolError("DP-SGD is not simulated: use fedclip quickrun")
     if optim.fairness is not None:
         raise ToolError("[optim] fairness is not simulated: use fedclip quickrun")
     if taken := set(names) & set(_NODES):
-        raise ToolError(f"[data] no folder may be named {min(taken)!r}: records go there")
+        raise ToolError(
+            f"[data] the name {min(taken)!r} is reserved for records: rename this client's folder"
+        )
     sites = len(names)
     clients = crowd.clients or sites
     if clients < sites:
         raise ToolError(
-            f"[simulate] clients = {clients}, and the data folder holds {sites}: each needs one"
+            f"[simulate] clients = {clients}, but the data folder has {sites}: raise clients"
         )
     for name in ("sampled", "attackers"):
         if (getattr(crowd, name) or 0) > clients:
             raise ToolError(
-                f"[simulate] {name} = {getattr(crowd, name)}, and there are {clients} clients"
+                f"[simulate] {name} = {getattr(crowd, name)} is more than clients = {clients}: "
+                "lower it"
             )
 
 
