@@ -167,8 +167,8 @@ class Ranking:
         of = f"(mean {self.metric} of {_listed(self.counted)}, over {runs})"
         if self.alike:
             ahead = [n for n in others if self._sign * self.gain(n, over)[0] > 0][:1]
-            text = f"No winner: the first seeds of {over} came to the same, so nothing is drawn, "
-            text += "and one run of each has no interval. "
+            text = f"No winner: the first seeds of {over} gave equal results, so batches are not "
+            text += "random, and one run of each setting has no interval. "
             text += "".join(f"{n} is ahead by {self.against(n)} {of}. " for n in ahead)
             return text + "To draw batches at random, set shuffle = true in [run.training]."
         if first and self.lost(over):
@@ -186,8 +186,8 @@ class Ranking:
         even = [n for n in others if self.clearly(n, over, alike=True)]
         if even:
             return (
-                f"No winner: {even[0]} differs from {over} by the same with all seeds, "
-                f"{self.against(even[0])} {of}: take more seeds, or more records to validate with."
+                f"No winner: {even[0]} differs from {over} by the same amount with all seeds, "
+                f"{self.against(even[0])} {of}: use more seeds, or more validation records."
             )
         text = f"Nothing is better than {over} by more than its interval {of}."
         text += "".join(f" The nearest is {n}: {self.against(n)}." for n in others[:1])

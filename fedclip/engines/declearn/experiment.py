@@ -71,7 +71,7 @@ class Experiment:
             raise ToolError(f"[model] there is no model file {str(self._file)!r}")
 
     def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
-        """Return the training data of a client, whose batches a seed decides, and validation data."""
+        """Return training data, in batches that a seed decides, and validation data of a client."""
         train, valid = (
             InMemoryDataset(
                 self.files[site][f"{of}_data"],
