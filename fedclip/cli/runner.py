@@ -28,7 +28,6 @@ from fedclip.cli.check.configuration import check_config
 from fedclip.cli.output import say
 from fedclip.core.parameters import Config
 from fedclip.errors import ToolError
-from fedclip.report import Report, read_report
 
 MARK = "run-done.toml"
 _CONFIG, _OUTPUT = "config.toml", "output.txt"
@@ -164,17 +163,6 @@ def run_all(
             text = "interrupted; the same command continues from here"
             raise ToolError(text, code=130) from None
     return {planned: text for planned, text in zip(todo, messages, strict=True) if text}
-
-
-def reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
-    """Return name, folder and report of each setting, without the seeds of other plans."""
-    result = []
-    for folder in dict.fromkeys(planned.folder.parent for planned in runs if planned.done):
-        report = read_report(folder)
-        seeds = {planned.folder.name for planned in runs}
-        chosen = [run for run in report.experiments if run.partition("/")[0] in seeds]
-        result.append((folder.name, folder, report.only(chosen)))
-    return result
 
 
 def _run(command: str, config: Path, seed: int, output: Path) -> None:

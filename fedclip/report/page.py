@@ -159,35 +159,24 @@ def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str,
 
 
 def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, object]:
-    """Return for each metric the servers' mean by round, a band of several, and the clients' means.
-
-    A round in which any of them is NaN has no mean. A metric without any number is not drawn.
-    """
-    values: dict[str, dict[str, dict[int, list[float]]]] = {}
-    for curve in curves:
-        node = "" if curve.node in servers else site_of(curve.node)
-        rounds = values.setdefault(curve.metric, {}).setdefault(node, {})
-        for round_, value in (*curve.points, *((r, math.nan) for r in curve.nonfinite)):
-            rounds.setdefault(round_, []).append(value)
+    """Return the server's points and the series of the clients for each metric with a number."""
     result: dict[str, object] = {}
+    curves = [*curves]
     for metric in dict.fromkeys(curve.metric for curve in curves if curve.points):
-        server = values[metric].pop("", {})
-        result[metric] = {
-            "server": _means(server),
-            "band": [[r, *_ends(v)] for r, v in sorted(server.items()) if v[1:]],
-            "clients": _series({node: _means(rounds) for node, rounds in values[metric].items()}),
+        points = {
+            "" if curve.node in servers else site_of(curve.node): _points(curve)
+            for curve in curves
+            if curve.metric == metric
         }
+        server = points.pop("", [])
+        result[metric] = {"server": server, "clients": _series(points)}
     return result
 
 
-def _ends(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the lowest and the highest; nothing if any of them is NaN."""
-    lost = math.isnan(sum(values))
-    return (None, None) if lost else (_short(min(values)), _short(max(values)))
-
-
-def _means(rounds: Mapping[int, Sequence[float]]) -> list[list[float | None]]:
-    return [[r, _short(sum(values) / len(values))] for r, values in sorted(rounds.items())]
+def _points(curve: Curve) -> list[list[float | None]]:
+    """Return round and value of each evaluation; None where it was NaN or infinite."""
+    values = {**dict(curve.points), **dict.fromkeys(curve.nonfinite)}
+    return [[round_, _short(value)] for round_, value in sorted(values.items())]
 
 
 def _clippers(report: Report, advice: Advice | None) -> list[dict[str, object]]:
@@ -247,16 +236,16 @@ def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[fl
 
 
 def _nodes(report: Report) -> list[list[str]]:
-    """Return a line for each clipper of each node, with its last loss: of several runs the mean."""
+    """Return a line for each clipper of each node, with its last loss."""
     limits = report.limits()
-    last = grouped((c for c in report.curves if c.metric == "loss"), lambda curve: curve.node)
+    last = {curve.node: curve.last[1] for curve in report.curves if curve.metric == "loss"}
     runs = grouped(report.whole, lambda row: (row.node, row.module))
     return [
         [
             printable(site_of(node)) + " (server)" * (node in report.servers and node != "server"),
             printable(module),
             *_cells(pooled(r.record for r in some), known(some[-1:], limits)),
-            number(statistics.fmean(c.last[1] for c in last[node]) if node in last else None),
+            number(last.get(node)),
         ]
         for (node, module), some in runs.items()
     ]
