@@ -17,7 +17,6 @@ import typer
 from typer.core import TyperGroup
 
 from fedclip.errors import ToolError
-from fedclip.report import printable
 
 if TYPE_CHECKING:
     from fedclip.cli.check.findings import Check
@@ -109,6 +108,8 @@ def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
     On a terminal each line replaces the one before; elsewhere there is one for each twentieth of
     the task.
     """
+    from fedclip.report import printable
+
     over = sys.stderr.isatty()
     begun, last = time.monotonic(), 0
 
