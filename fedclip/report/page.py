@@ -21,6 +21,7 @@ from fedclip.core.records import RoundRecord
 from fedclip.report.findings import Advice
 from fedclip.report.results import result_of
 from fedclip.report.rows import (
+    SETTERS,
     Curve,
     Limits,
     Row,
@@ -31,7 +32,7 @@ from fedclip.report.rows import (
     printable,
     site_of,
 )
-from fedclip.report.text import SETTERS, Report
+from fedclip.report.text import Report
 
 # With more rounds than this, of all clients, none can be chosen, as the page would be too large.
 _MOST_ROUNDS = 40_000
