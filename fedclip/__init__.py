@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedclip.clippers import by_name
 from fedclip.engines.declearn.registration import enter, register_when_possible
-from fedclip.errors import hint_at_imports, part_of, public_names
+from fedclip.errors import part_of, public_names
 
 if TYPE_CHECKING:
     from fedclip.clippers.adaptive_clip import AdaptiveClip as AdaptiveClip
@@ -117,7 +117,7 @@ if not TYPE_CHECKING:
                 if (exc.name or "").partition(".")[0] == "fedclip":
                     raise
                 raise ImportError(
-                    f"fedclip.{name} needs declearn, which can not be imported: {exc}; "
+                    f"fedclip.{name} needs declearn, which cannot be imported: {exc}; "
                     "pip install 'declearn>=2.9.1,<3'",
                     name=exc.name,
                 ) from exc
@@ -148,5 +148,4 @@ def _register() -> None:
     enter()
 
 
-hint_at_imports()
 register_when_possible(_register)

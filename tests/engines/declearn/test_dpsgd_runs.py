@@ -17,7 +17,8 @@ from federation_runs import PATIENCE, running
 from helpers import ended, hiding
 from report_runs import call
 
-from fedclip.cli.quickrun import Experiment, Federation
+from fedclip.engines.declearn.experiment import Experiment
+from fedclip.engines.declearn.quickrun import Federation
 from fedclip.privacy.ledger import read_entries
 
 pytestmark = pytest.mark.slow

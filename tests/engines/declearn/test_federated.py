@@ -221,7 +221,7 @@ BROKEN = """
 import sys
 from pathlib import Path
 from declearn.main import FederatedClient
-from fedclip.cli.quickrun import run
+from fedclip.engines.declearn.quickrun import run
 
 honest = FederatedClient.training_round
 

@@ -403,10 +403,10 @@ def test_a_policy_is_explained(tmp_path: Path) -> None:
     plain = check(written(tmp_path, f"{NEEDS}allow_metrics = ['loss']"))
     assert plain.exit_code == 0, plain.output
     assert "L2 norm of at most 0.5;" in plain.output
-    assert "without noise: an update may tell of the data" in plain.output
-    assert "which nothing limits or counts: loss" in plain.output
+    assert "without noise: an update can reveal data" in plain.output
+    assert "without limit or accounting: loss" in plain.output
     path = budget(tmp_path)
-    assert "0 updates have spent 0, says" in check(path).output
+    assert "spent: epsilon 0 by 0 updates" in check(path).output
     # Nothing is made by looking.
     assert not (tmp_path / "kept" / "spent.json").exists()
     gate = Gate(Policy.read(path))
@@ -414,19 +414,19 @@ def test_a_policy_is_explained(tmp_path: Path) -> None:
         gate.update(MODEL)
     found = check(path)
     assert found.exit_code == 0, found.output
-    assert "standard deviation 1 on each" in found.output
-    assert "of which 3 updates have spent 8.385," in found.output
-    assert "; 1 more fit" in found.output
+    assert "standard deviation 1 is added" in found.output
+    assert "spent: epsilon 8.385 by 3 updates" in found.output
+    assert "remaining: 1 updates" in found.output
     gate.update(MODEL)
     found = check(path)
     assert found.exit_code == 1
-    assert "budget is spent: no update leaves any more" in found.stderr
+    assert "budget of this site is spent: it sends no more updates" in found.stderr
 
 
 def test_problems_of_a_policy_are_said(tmp_path: Path) -> None:
     path = budget(tmp_path)
     (tmp_path / "kept").rmdir()
-    assert "there is no folder" in check(path).stderr
+    assert "does not exist: create it" in check(path).stderr
     (tmp_path / "kept").mkdir(mode=0o700)
     Ledger(9.0, 1e-5, tmp_path / "kept" / "spent.json", data="9 records")
     assert "is a ledger of records" in check(path).stderr
@@ -438,13 +438,13 @@ def test_problems_of_a_policy_are_said(tmp_path: Path) -> None:
         found = check(path)
         assert found.exit_code == 1
         assert "others than its owner may change" in found.stderr
-    assert "nowhere.toml can not be read: No such file" in check(tmp_path / "nowhere.toml").stderr
+    assert "nowhere.toml: No such file" in check(tmp_path / "nowhere.toml").stderr
 
 
 def test_spent_reads_the_ledger_of_a_site(tmp_path: Path) -> None:
     Gate(with_budget(tmp_path)).update(MODEL)
     found = call("privacy", "spent", tmp_path / "spent.json")
-    assert "what replacing one site's data set may change" in found.output
+    assert "privacy loss for replacing one site's data set" in found.output
     assert "epsilon 4.377 at delta 1e-05" in found.output
 
 

@@ -287,9 +287,9 @@ NOISED = f"{{{PLAIN}, evaluation_share = 0.2, loss_bound = 3.0}}"
 @pytest.mark.parametrize(
     ("changed", "said", "refused"),
     [
-        ({}, "covered for each client, against all but the server", False),
+        ({}, "for each client, against all but the server", False),
         ({"server": f"{{{PLAIN}}}"}, "evaluation loss and metrics", False),
-        ({"protocol": "grpc"}, "needs the server's protocol 'fedclip-websockets'", True),
+        ({"protocol": "grpc"}, "needs protocol = 'fedclip-websockets' on the server", True),
         ({"metrics": "'accuracy', 'mse'"}, "asks for mse too", True),
         ({"register": 101, "more": SOME}, "evaluations ask all 101 clients", True),
     ],
@@ -311,7 +311,7 @@ def test_a_check_knows_what_is_covered(
 def test_a_plan_prices_it() -> None:
     asked = ("privacy", "plan", "--epsilon", 8, "--rounds", 100, "--clients", 100)
     share = ("--evaluation-share", 0.2)
-    assert "0.15 times loss_bound on the mean loss" in call(*asked, *share).stdout
+    assert "mean loss of an evaluation: 0.15 loss_bound" in call(*asked, *share).stdout
     kept = json.loads(call(*asked, *share, "--json").stdout)
     assert kept["evaluation_share"] == 0.2
     assert "evaluation_share = 0.2, loss_bound = 3.0" in " ".join(kept["toml"])
@@ -365,7 +365,7 @@ def test_a_server_writes_means_with_noise_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"protocol": "websockets"}, "needs the server's protocol 'fedclip-websockets'"),
+        ({"protocol": "websockets"}, "needs protocol = 'fedclip-websockets' on the server"),
         ({"metrics": ["binary-classif"]}, "asks for binary-classif too: leave that out"),
     ],
 )

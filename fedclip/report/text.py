@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report: the rows and curves of an experiment, and what they look like in each form."""
+"""A report: the rows and curves of an experiment, as a table, sentences, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fedclip.core.records import ALL
-from fedclip.report import words
-from fedclip.report.curves import Curve
-from fedclip.report.rows import COLUMNS, Key, Row, experiment_of, printable, write_csv
-from fedclip.report.words import Finding
+from fedclip.report.findings import Finding, clipper_findings, diverged, unlike, unseen
+from fedclip.report.rows import (
+    COLUMNS,
+    Curve,
+    Key,
+    Row,
+    experiment_of,
+    printable,
+    write_csv,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,11 +104,11 @@ class Report:
 
         A gradient of several groups has the smallest of theirs.
         """
-        found: dict[Key, float] = {}
+        limits: dict[Key, float] = {}
         for row in self.rows:
             if row.record.limit is not None:
-                found[row.key] = min(found.get(row.key, math.inf), row.record.limit)
-        return found
+                limits[row.key] = min(limits.get(row.key, math.inf), row.record.limit)
+        return limits
 
     def write_csv(self, file: TextIO) -> None:
         """Write every row and every column as CSV; see `rows.write_csv`."""
@@ -122,19 +128,19 @@ class Report:
         }
 
     def findings(self) -> list[Finding]:
-        """Return the most important findings: losses that are lost, then some for each clipper."""
-        found = words.findings(self.whole, self.limits(), self.servers)
-        lost = words.diverged(self.curves, self.servers)
-        odd = words.unlike(row for row in self.whole if row.node not in self.servers)
-        return [*lost, *words.unseen(self.private), *found, *odd]
+        """Return the findings: diverged losses first, then some for each clipper."""
+        clippers = clipper_findings(self.whole, self.limits(), self.servers)
+        lost = diverged(self.curves, self.servers)
+        odd = unlike(row for row in self.whole if row.node not in self.servers)
+        return [*lost, *unseen(self.private), *clippers, *odd]
 
     def in_words(self) -> list[str]:
-        """Return the findings as sentences, each with what it is about if there are several."""
-        found = self.findings()
-        clippers = {f.clipper for f in found if f.clipper}
-        many = len({f.experiment for f in found}) > 1, len(clippers) > 1
+        """Return the findings as sentences, with experiment and clipper if there are several."""
+        findings = self.findings()
+        clippers = {f.clipper for f in findings if f.clipper}
+        many = len({f.experiment for f in findings}) > 1, len(clippers) > 1
         sentences = []
-        for finding in found:
+        for finding in findings:
             about = [n for n, m in zip(finding[1:3], many, strict=True) if m and n]
             prefix = f"{', '.join(about)}: " if about else ""
             sentences.append(printable(prefix + finding.text))

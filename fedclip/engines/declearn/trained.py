@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model file trains and shares: that many values have noise, and not those it holds.
+"""Count the values that a model trains and shares; only these get noise.
 
-And what of a server's checkpoints is no client's: `label` says it in a file beside them.
+`label` writes a file next to a server's checkpoints about values that no client uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedclip.engines.declearn.generics import AnyModel
 from fedclip.engines.declearn.personal import PersonalModel, astray, listed, unsent
 
 LABEL = "about_these_models.txt"
-"""The file beside a server's checkpoints that says what of them is no client's."""
+"""A file next to a server's checkpoints, about values in them that no client uses."""
 
 
 class Trained(NamedTuple):
@@ -32,7 +32,7 @@ class Trained(NamedTuple):
     values
         How many it holds, with running statistics.
     wrong
-        What goes wrong with running statistics; "" if nothing does.
+        The problem with running statistics; "" without one.
     lacking
         Which weights clients would not have; "" if they have all.
     """
@@ -68,14 +68,14 @@ def trained(file: Path, name: str = "model") -> Trained:
 
 
 def label(folder: str | Path, model: AnyModel) -> str:
-    """Write, beside a server's checkpoints, what of them is no client's, and return it."""
-    said = [astray(model)]
+    """Write which values of a server's checkpoints no client uses, and return the text."""
+    sentences = [astray(model)]
     if isinstance(model, PersonalModel) and model.own:
-        said += [
+        sentences += [
             f"{listed(model.own)} have the values with which all sites began: they are trained at "
             "each site, whose checkpoints have the site's own"
         ]
-    text, file = "; ".join(filter(None, said)), Path(folder, LABEL)
+    text, file = "; ".join(filter(None, sentences)), Path(folder, LABEL)
     file.unlink(missing_ok=True)
     if text:
         file.write_text(f"The server's models: {text}.\n", encoding="utf-8")

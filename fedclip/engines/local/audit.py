@@ -7,8 +7,8 @@
                   than the bound, in different directions; each takes part by a fair coin. The run's
                   schedule or sampler, clip, noise and server act on them. An attacker sees every
                   release, knows the directions, and guesses the coins
-    rehearsal     the same guesses, if the noise were half of what is claimed. What they would prove
-                  is the most that this audit can refute. A claim above that is not audited
+    rehearsal     the same guesses, if the noise were half of what is claimed. The epsilon that they
+                  would prove is the most that this audit can refute; a larger claim is not audited
     premises      accounting takes for granted how often a unit takes part, and that it is clipped
     membership    the model is trained as the file says; an attacker guesses by the loss of a record
                   whether it was trained on
@@ -34,16 +34,16 @@ from declearn.messaging import PrivacyRequest
 from declearn.optimizer import Optimizer
 
 from fedclip import SampleClip
-from fedclip.cli.output import ToolError
-from fedclip.cli.quickrun import Experiment
 from fedclip.core.scopes import Groups
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.persample.base import Data, Host, HostStack, shapes
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.dataset_records import Records, first_records
+from fedclip.engines.declearn.experiment import Experiment
 from fedclip.engines.declearn.generics import AnyModel
 from fedclip.engines.declearn.private_training import PrivateTrainingManager
 from fedclip.engines.local.simulate import Simulation
+from fedclip.errors import ToolError
 from fedclip.privacy.accounting import Accountant, epsilon, split_noise
 from fedclip.privacy.audit import Claim, Guesses, guess
 from fedclip.privacy.gaussian import epsilon_of, mu_of
@@ -93,7 +93,7 @@ class Audit(NamedTuple):
     broken
         Which premise of accounting the run has broken; "" if none.
     membership
-        What the losses of the trained model tell.
+        How well the losses of the trained model reveal membership.
     """
 
     protects: str
@@ -172,28 +172,28 @@ def _attack(unit: str, losses: Membership, play: Callable[[], Played], seconds: 
     spent, delta, relation = runs[0][0].spent, runs[0][0].delta, runs[0][0].relation
     claim, claimed = Claim(lambda x: epsilon(spent, x, relation)), epsilon(spent, delta, relation)
     while True:
-        there, scores, half = (np.concatenate([run[i] for run in runs], -1) for i in (1, 2, 3))
-        last = len(runs) >= most or len(there) >= _MOST
-        if last or len(there) >= goal:
-            refutable, share = max((claim.factor(_unlucky(there, half, x)), x) for x in _SHARES)
+        present, scores, half = (np.concatenate([run[i] for run in runs], -1) for i in (1, 2, 3))
+        last = len(runs) >= most or len(present) >= _MOST
+        if last or len(present) >= goal:
+            refutable, share = max((claim.factor(_unlucky(present, half, x)), x) for x in _SHARES)
             if last or refutable > 1.0 or not half.any():
                 break
             goal *= 2
         runs.append(play())
-    guesses, mu = guess(there, scores, *share), mu_of(max(claimed, 1e-9), delta)
+    guesses, mu = guess(present, scores, *share), mu_of(max(claimed, 1e-9), delta)
     least, most_ = (epsilon_of(x * mu, delta) for x in (claim.factor(guesses), refutable))
     broken = max(run[-1] for run in runs)
     return Audit(unit, claimed, delta, least, most_, guesses, broken, losses)
 
 
-def _unlucky(there: Host, half: Host, share: tuple[float, float]) -> Guesses:
+def _unlucky(present: Host, half: Host, share: tuple[float, float]) -> Guesses:
     """Return the guesses of a rehearsal with fewer right ones than in 999 of 1,000."""
     from scipy import stats
 
-    found = [guess(there, scores, *share) for scores in half]
-    right, guesses = sum(one.right for one in found), found[0].guesses
-    surely = stats.beta.ppf(1e-3, right, len(found) * guesses - right + 1) if right else 0.0
-    return found[0]._replace(right=int(stats.binom.ppf(1e-3, guesses, surely)))
+    outcomes = [guess(present, scores, *share) for scores in half]
+    right, guesses = sum(outcome.right for outcome in outcomes), outcomes[0].guesses
+    surely = stats.beta.ppf(1e-3, right, len(outcomes) * guesses - right + 1) if right else 0.0
+    return outcomes[0]._replace(right=int(stats.binom.ppf(1e-3, guesses, surely)))
 
 
 def _places(arrays: Mapping[str, Any], groups: Groups, most: int, rng: np.random.Generator) -> Host:
@@ -201,7 +201,7 @@ def _places(arrays: Mapping[str, Any], groups: Groups, most: int, rng: np.random
     sizes = [math.prod(arrays[name].shape) for name in groups.names]
     of = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
     within = [rng.permutation(np.concatenate([of[i] for i in m])) for m in groups.members]
-    return np.stack([found[: min(most, *map(len, within))] for found in within], axis=1)
+    return np.stack([part[: min(most, *map(len, within))] for part in within], axis=1)
 
 
 def _flat(arrays: Mapping[str, Host], groups: Groups) -> Host:
@@ -219,7 +219,7 @@ def _filled(places: Host, values: Any, like: Mapping[str, Any], groups: Groups) 
 
 # -- clients, and noise on their average --------------------------------------------------------
 def _of_clients(simulation: Simulation, rng: np.random.Generator) -> Audit:
-    # A round that is none ends the training.
+    # A round without replies ends the training.
     any(simulation.step() for _ in range(simulation.config.rounds))
     losses = [[_losses(simulation.model, part) for part in pair] for pair in simulation.crowd.data]
     values = sum(math.prod(x.shape) for x in simulation.model.get_weights(True).coefs.values())
@@ -238,7 +238,7 @@ def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
     like = {n: np.zeros(x.shape) for n, x in simulation.model.get_weights(True).coefs.items()}
     groups, names = client.limits.groups(like), rng.permutation(simulation.crowd.names)
     places = _places(like, groups, len(names), rng)
-    names, there = names[: len(places)], rng.random(len(places)) < 0.5
+    names, present = names[: len(places)], rng.random(len(places)) < 0.5
     absent = -1.0 if bound.relation == "replace-one" else 0.0
     seen, due, lengths, schedule = [], [], [], simulation.schedule
     direction = np.full(len(groups), len(groups) ** -0.5)
@@ -247,11 +247,11 @@ def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
         if sent.stop:
             break
         due.append(np.isin(names, schedule.due(round_) if schedule else names))
-        replies, mine = [], np.flatnonzero(due[-1])
-        for i in mine:
+        replies, due_now = [], np.flatnonzero(due[-1])
+        for i in due_now:
             # Who is absent sends nothing, but shows how canaries are clipped.
-            sign = 1.0 if there[i] else absent
-            if sign or i == mine[0]:
+            sign = 1.0 if present[i] else absent
+            if sign or i == due_now[0]:
                 canary = _filled(places[i], _FAR * sent.bound * (sign or 1.0), like, groups)
                 reply = client.clip(canary, sent, steps=1)
                 direction = _flat(reply.arrays, groups)[places[i]] / sent.bound * (sign or 1.0)
@@ -266,22 +266,22 @@ def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
         lengths.append(0.0 if closed.withheld else min(length, 1.0))
     if not due:
         raise RuntimeError(sent.stop)
-    expected, found = unmixed(seen, due, budget.coefficients, lengths)
+    expected, observed = unmixed(seen, due, budget.coefficients, lengths)
     z, bits, squares = bound.noise_multiplier, budget.bits_noise, (expected**2).sum(0)
     noise = (split_noise(z, bits) if bits else z) * math.hypot(*budget.coefficients)
-    draws = rng.standard_normal((_REHEARSALS, len(there))) * np.sqrt(squares) * noise / 2.0
+    draws = rng.standard_normal((_REHEARSALS, len(present))) * np.sqrt(squares) * noise / 2.0
     # A canary with more turns is seen better: scores are logarithms of likelihoods.
     middle = (1.0 + absent) / 2.0 * squares
-    half = np.where(there, 1.0, absent) * squares + draws - middle
+    half = np.where(present, 1.0, absent) * squares + draws - middle
     broken = _too_often(names, np.array(due), bound.separation, budget.accountant.rounds)
-    return budget.accountant, there, (expected * found).sum(0) - middle, half, broken
+    return budget.accountant, present, (expected * observed).sum(0) - middle, half, broken
 
 
 def unmixed(seen: Any, due: Any, c: tuple[float, ...], lengths: list[float]) -> tuple[Host, Host]:
     """Return what canaries add to each round and what was seen of them, with independent noise.
 
-    Noise that was taken back is put together again. What follows up to a band after a round
-    without a release is left out.
+    This undoes the correlation of the noise. Rounds within a band after a round without a release
+    are left out.
     """
     from scipy.signal import lfilter
 
@@ -343,8 +343,8 @@ class _Watched(PrivateTrainingManager):
         # One canary is clipped for all: they have the same norms.
         names = self._groups.names
         firsts = [names[members[0]] for members in self._groups.members]
-        one = {name: np.full((1, 1), _FAR * bound * (name in firsts)) for name in names}
-        stacks, factors = [HostStack(one)], partial(self.clipping.factors, bound=bound)
+        canary = {name: np.full((1, 1), _FAR * bound * (name in firsts)) for name in names}
+        stacks, factors = [HostStack(canary)], partial(self.clipping.factors, bound=bound)
         sums, norms = persample.add_up(stacks, dict.fromkeys(names, (1,)), factors, self._groups)
         self._step = np.array([float(sums[name][0]) for name in firsts]) / bound, bound
         of = [np.asarray(x.positions if x.owners is None else x.owners) for x in batches]
@@ -419,11 +419,11 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
 # -- membership ---------------------------------------------------------------------------------
 def _losses(model: AnyModel, records: InMemoryDataset) -> Host:
     """Return the loss of each record."""
-    found = []
+    losses = []
     for batch in records.generate_batches(256, drop_remainder=False):
-        truth, said, _ = model.compute_batch_predictions(batch)
-        found.append(np.ravel(model.loss_function(truth, said)))
-    return np.concatenate(found)
+        truth, predicted, _ = model.compute_batch_predictions(batch)
+        losses.append(np.ravel(model.loss_function(truth, predicted)))
+    return np.concatenate(losses)
 
 
 def _membership(losses: list[list[Host]]) -> Membership:

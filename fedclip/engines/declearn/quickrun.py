@@ -8,145 +8,48 @@ All nodes run in this process; several federations may do so one after the other
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import math
 import os
-import random
 import socket
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from declearn.communication import NetworkClientConfig, NetworkServerConfig
-from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedServer
 from declearn.main.config import FLOptimConfig, FLRunConfig
-from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig, parse_data_folder
 from declearn.utils import (
     LOGGING_LEVEL_MAJOR,
-    make_importable,
     set_device_policy,
     setup_client_loggers,
     setup_server_loggers,
 )
 
 import fedclip
-from fedclip.cli.output import ToolError
-from fedclip.cli.progress import progress
-from fedclip.cli.trained import label
-from fedclip.engines.declearn.generics import AnyModel
+from fedclip.engines.declearn.experiment import Experiment, draw_from, vectorize_gradients
 from fedclip.engines.declearn.quorum import Members
 from fedclip.engines.declearn.serving import guarded, watchful
+from fedclip.engines.declearn.trained import label
 from fedclip.engines.declearn.update_server import UpdateClipServer
-from fedclip.engines.local.linear import quicken
+from fedclip.errors import ToolError
 from fedclip.privacy.ledger import FILE
 from fedclip.report import Reader, ReportError
 from fedclip.report.results import best_round, result_of
 
-PERSONS = "train_persons.csv"
-"""In a client's folder of data: a line for each training record, which says whose it is."""
-
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
-class Experiment:
-    """What a quickrun file says of data, model and results, without the network.
-
-    Attributes
-    ----------
-    toml, folder
-        The file, and the folder that holds it.
-    files
-        The files of each client, by its name.
-    metrics
-        What is measured besides the loss.
-    results
-        The folder of checkpoints and logs.
-
-    Raises
-    ------
-    ToolError
-        If data or model are not where the file says.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.toml, self.folder = str(file), file.resolve().parent
-        data = DataSourceConfig.from_toml(self.toml, False, "data")
-        experiment = ExperimentConfig.from_toml(self.toml, False, "experiment", True)
-        model = ModelConfig.from_toml(self.toml, False, "model", True)
-        self.metrics = experiment.metrics
-        default = self.folder / time.strftime("result_%y-%m-%d_%H-%M")
-        # Next to the file, from wherever it is run.
-        self.results = str(self.folder / (experiment.checkpoint or default))
-        self._name, self._file = model.model_name, model.model_file or self.folder / "model.py"
-        try:
-            # In order, so that a seed does not depend on that of the file system.
-            found: dict[str, dict[str, str]] = parse_data_folder(data, str(self.folder))
-            self.files = dict(sorted(found.items()))
-        except (OSError, ValueError) as exc:
-            raise ToolError(f"[data] {exc}") from None
-        if not self.files:
-            raise ToolError("[data] the data folder holds no client's folder")
-        if not str(self._file).endswith(".py"):
-            raise ToolError(f"[model] {str(self._file)!r} must be a Python file, model.py")
-        if not os.path.isfile(self._file):
-            raise ToolError(f"[model] there is no model file {str(self._file)!r}")
-
-    def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
-        """Return what a client trains on, in batches that a seed decides, and evaluates on."""
-        train, valid = (
-            InMemoryDataset(
-                self.files[site][f"{of}_data"],
-                target=self.files[site][f"{of}_target"],
-                expose_classes=True,
-                seed=seed if of == "train" else None,
-            )
-            for of in ("train", "valid")
-        )
-        for one in (train, valid):
-            # Models of JAX need it. Where columns are of several types, declearn raises for it.
-            types = getattr(one.feats, "dtypes", None)
-            one.expose_data_type = types is None or len({*map(str, types)}) == 1
-        return train, valid
-
-    def persons(self, site: str, of: str = "train") -> Path | None:
-        """Return the file that says whose a client's training records are, if it has one.
-
-        With `of` = "valid", that of its validation records.
-        """
-        file = Path(self.files[site][f"{of}_data"]).with_name(PERSONS.replace("train", of))
-        return file if file.exists() else None
-
-    def ledger(self, site: str = "") -> Path:
-        """Return the ledger of a client's records, next to them; or that of all clients."""
-        records = Path(self.files[site or next(iter(self.files))]["train_data"])
-        return (records if site else records.parent).resolve().with_name(FILE)
-
-    def model(self) -> AnyModel:
-        """Return a new model, as its file makes it."""
-        folder, name = os.path.split(os.path.abspath(self._file))
-        # An earlier federation may have had another model of this name.
-        sys.modules.pop(name.removesuffix(".py"), None)
-        with make_importable(folder):
-            module = importlib.import_module(name.removesuffix(".py"))
-            made: AnyModel = getattr(module, self._name)
-            return made
-
-
-class _Watched(FederatedServer):
-    """A server that tells how each round ended, and labels its checkpoints.
+class _ReportingServer(FederatedServer):
+    """A server that reports the end of each round, and labels its checkpoints.
 
     Its best weights are those of the lowest mean loss of the healthy sites. Where noise protects
     clients, whose norms it does not cover, they are declearn's: of the lowest loss of all.
     """
 
-    told: Callable[[int, str], None]
+    on_round: Callable[[int, str], None]
     results: str
     noised: bool
     reader: Reader | None = None
@@ -154,13 +57,13 @@ class _Watched(FederatedServer):
     async def evaluation_round(self, round_i: int, *args: Any, **kwargs: Any) -> None:
         """Run the evaluation that ends a round."""
         # By now the model knows its shapes.
-        if round_i == 1 and self.ckptr and (said := label(self.ckptr.folder, self.model)):
-            _LOGGER.warning("Checkpoints of the server: %s.", said)
+        if round_i == 1 and self.ckptr and (text := label(self.ckptr.folder, self.model)):
+            _LOGGER.warning("Checkpoints of the server: %s.", text)
         before, count = self._best, len(self._losses)
         await super().evaluation_round(round_i, *args, **kwargs)
-        self.told(round_i, self._look(before) if len(self._losses) > count else "")
+        self.on_round(round_i, self._keep_best(before) if len(self._losses) > count else "")
 
-    def _look(self, before: Any) -> str:
+    def _keep_best(self, before: Any) -> str:
         """Keep the best weights, and return the metrics of the sites as text."""
         try:
             self.reader = self.reader or Reader(self.results)
@@ -173,20 +76,22 @@ class _Watched(FederatedServer):
             curves = [c for c in report.curves if c.metric == "loss" and not c.experiment]
             losses = {c.node: dict(c.points) for c in curves}
             rounds = sorted({r for points in losses.values() for r in points})
-            own = [{s: points.get(r, math.nan) for s, points in losses.items()} for r in rounds]
-            last = best_round(own, result.healthy) == len(own) - 1
+            by_round = [
+                {s: points.get(r, math.nan) for s, points in losses.items()} for r in rounds
+            ]
+            last = best_round(by_round, result.healthy) == len(by_round) - 1
             self._best = self.model.get_weights(trainable=True) if last else before
         return result.in_words()
 
 
-class _Quick(fedclip.PersonalFederatedClient):
-    """A client whose model is quickened."""
+class _QuickClient(fedclip.PersonalFederatedClient):
+    """A client that takes the gradients of batches at once where it can."""
 
     async def initialize(self) -> None:
-        """Set up what trains, as the server says."""
+        """Set up training as the server asks."""
         await super().initialize()
         if self.trainmanager is not None:
-            quicken(self.trainmanager.model)
+            vectorize_gradients(self.trainmanager.model)
 
 
 class Federation:
@@ -197,11 +102,11 @@ class Federation:
     file
         A quickrun file.
     verbose
-        Let declearn log to the console too, and not to files only.
+        Also show declearn's log on the console, not only in files.
 
     Attributes
     ----------
-    told
+    on_round
         Called with the number of each round that has ended, and the metrics of the sites.
     clients
         The names of the clients whose data is in the data folder.
@@ -216,7 +121,7 @@ class Federation:
 
     def __init__(self, file: Path, *, verbose: bool = False) -> None:
         self.verbose = verbose
-        self.told: Callable[[int, str], None] = lambda round_, text: None
+        self.on_round: Callable[[int, str], None] = lambda round_, text: None
         self.members: Callable[[], Members] = Members
         self.toml = str(file)
         self.network = watchful(NetworkServerConfig.from_toml(self.toml, False, "network"))
@@ -226,30 +131,30 @@ class Federation:
         self.experiment = Experiment(file)
         self.results, self.clients = self.experiment.results, list(self.experiment.files)
 
-    async def _serve(self) -> None:
+    async def _run_server(self) -> None:
         """Run the server."""
         set_device_policy(gpu=False)
         checkpoint = os.path.join(self.results, "server")
         setup_server_loggers(level=logging.INFO, fpath=os.path.join(checkpoint, "logs.txt"))
-        self._hush("declearn.server", logging.INFO)
+        self._set_console_level("declearn.server", logging.INFO)
         optim = FLOptimConfig.from_toml(self.toml, False, "optim")
         for module in optim.server_opt.modules:
             if isinstance(module, UpdateClipServer) and not module.ledger:
                 module.charge_to(self.experiment.ledger())
-        server = _Watched(
+        server = _ReportingServer(
             model=self.experiment.model(),
             optim=optim,
             metrics=self.experiment.metrics,
             checkpoint=checkpoint,
             **guarded(self.network, optim),
         )
-        server.told, server.results = self.told, self.results
+        server.on_round, server.results = self.on_round, self.results
         server.noised = any(getattr(m, "noise_multiplier", 0) for m in optim.server_opt.modules)
         self.members = lambda: getattr(server.netwk, "members", Members())
         await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
 
-    async def _take_part(self, name: str, seed: int | None) -> None:
-        """Run one client, whose batches are drawn from a seed if there is one.
+    async def _run_client(self, name: str, seed: int | None) -> None:
+        """Run one client; a seed, if given, decides its batches.
 
         With `sample-clip` in client_opt it is a private one, which takes no seed for its batches.
         """
@@ -257,7 +162,7 @@ class Federation:
         checkpoint = os.path.join(self.results, name)
         setup_client_loggers(name, logging.INFO, os.path.join(checkpoint, "logs.txt"))
         # The file gets everything, the console, which clients may share, what matters.
-        self._hush(f"declearn.client-{name}", LOGGING_LEVEL_MAJOR)
+        self._set_console_level(f"declearn.client-{name}", LOGGING_LEVEL_MAJOR)
         train, valid = self.experiment.data(name, seed)
         modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
         private = any(isinstance(module, fedclip.SampleClip) for module in modules)
@@ -267,7 +172,7 @@ class Federation:
         persons = self.experiment.persons(name)
         if persons and not private:
             _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
-        kind: Any = _Quick
+        kind: Any = _QuickClient
         if private:
             of_valid = self.experiment.persons(name, "valid") if persons else None
             kind = partial(
@@ -288,7 +193,7 @@ class Federation:
         await client.async_run()
 
     def _ledger(self, name: str, results: Path) -> Path:
-        """Return the ledger of a client's records; the one in a folder of results leads there."""
+        """Return the ledger of a client's records; link to it from the folder of results."""
         ledger, link = self.experiment.ledger(name), results / FILE
         if link.exists() and not link.is_symlink():
             # Each line stands alone; those of a run before are of the same records.
@@ -301,8 +206,8 @@ class Federation:
                 link.symlink_to(ledger)
         return ledger
 
-    def _hush(self, logger: str, level: int) -> None:
-        """Let only what is of this level get to the console, or only warnings."""
+    def _set_console_level(self, logger: str, level: int) -> None:
+        """Show messages of this level on the console, or only warnings."""
         for handler in logging.getLogger(logger).handlers:
             if not isinstance(handler, logging.FileHandler):
                 handler.setLevel(level if self.verbose else logging.WARNING)
@@ -313,7 +218,7 @@ class Federation:
 
         async def client(name: str, seed: int | None) -> None:
             try:
-                await self._take_part(name, seed)
+                await self._run_client(name, seed)
             except Exception as exc:
                 _LOGGER.error("client %r has ended: %s: %s", name, type(exc).__name__, exc)
                 members = self.members()
@@ -322,7 +227,7 @@ class Federation:
                     raise
 
         try:
-            await asyncio.gather(self._serve(), *map(client, self.clients, seeds))
+            await asyncio.gather(self._run_server(), *map(client, self.clients, seeds))
         finally:
             for name in ("server", *(f"client-{name}" for name in self.clients)):
                 handlers = logging.getLogger(f"declearn.{name}").handlers
@@ -330,10 +235,17 @@ class Federation:
                     handlers.pop().close()
 
 
-def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[int, str, bool]:
-    """Run what a checked quickrun file describes, and show its progress.
+def run(
+    file: Path,
+    *,
+    verbose: bool = False,
+    seed: int | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+) -> tuple[int, str, bool]:
+    """Run what a checked quickrun file describes.
 
-    A seed decides how clients draw their batches, and what Python, NumPy and torch draw.
+    A seed decides how clients draw their batches, and what Python, NumPy and torch draw. After each
+    round, `progress` is called with the rounds done, the rounds planned and the sites' metrics.
 
     Returns
     -------
@@ -346,8 +258,7 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
         draw_from(seed)
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
     finished = True
-    tell = progress({"quickrun": rounds}, quiet=verbose)
-    federation.told = lambda done, text: tell("quickrun", done, text)
+    federation.on_round = lambda done, text: progress(done, rounds, text)
     try:
         asyncio.run(federation.run(seed))
     except KeyboardInterrupt:
@@ -357,17 +268,8 @@ def run(file: Path, *, verbose: bool = False, seed: int | None = None) -> tuple[
     return len(federation.clients), federation.results, finished
 
 
-def draw_from(seed: int) -> None:
-    """Let what Python, NumPy and torch draw from now on, such as a model's weights, be a seed's."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # declearn has imported it, where it is installed.
-    if torch := sys.modules.get("torch"):
-        torch.manual_seed(seed)
-
-
 def _is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there; True as well where `host` can not be resolved."""
+    """Whether a server could listen there; also True if `host` cannot be resolved."""
     try:
         with socket.create_server((host, port)):
             return True

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scikit-learn's models, whose gradients runs on one machine take at once."""
+"""The data and models of a quickrun file; scikit-learn's gradients of a batch at once."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from declearn.model.sklearn import SklearnSGDModel
 
-from fedclip.engines.local.linear import quicken
+from fedclip.engines.declearn.experiment import Experiment, draw_from, vectorize_gradients
 
 
 def made(classes: int, **config: Any) -> SklearnSGDModel:
@@ -42,7 +43,7 @@ def test_they_are_those_of_declearn_and_so_are_the_losses(
     targets = rng.integers(0, classes, 9) if classes else rng.normal(size=9)
     batch = (rng.normal(size=(9, 4)), targets, rng.uniform(size=9) if weighed else None)
     plain, quick = made(classes, **config), made(classes, **config)
-    quicken(quick)
+    vectorize_gradients(quick)
     wanted, found = (model.compute_batch_gradients(batch, max_norm) for model in (plain, quick))
     for name, values in wanted.coefs.items():
         np.testing.assert_allclose(found.coefs[name], values, rtol=1e-6, atol=1e-9)
@@ -54,14 +55,38 @@ def test_they_are_those_of_declearn_and_so_are_the_losses(
 def test_only_what_has_a_closed_form_is_quickened(config: dict[str, Any]) -> None:
     model = made(2, loss="log_loss")
     model.get_wrapped_model().set_params(**config)
-    quicken(model)
+    vectorize_gradients(model)
     assert ("compute_batch_gradients" in vars(model)) == (not config)
 
 
 def test_a_record_that_scikit_learn_refuses_is_refused() -> None:
     model = made(2, loss="log_loss")
-    quicken(model)
+    vectorize_gradients(model)
     features = np.ones((3, 4))
     features[1, 2] = np.nan
     with pytest.raises(ValueError, match="NaN"):
         model.compute_batch_gradients((features, np.array([0, 1, 0]), None))
+
+
+@pytest.mark.parametrize(("row", "kind"), [("0.5,1.5", "float64"), ("0.5,1", None)])
+def test_a_quickrun_tells_the_type_of_its_data_where_it_is_one(
+    row: str, kind: str | None, tmp_path: Path
+) -> None:
+    """Models of JAX can not be built without; columns of two types are no reason to raise."""
+    folder = tmp_path / "data" / "north"
+    folder.mkdir(parents=True)
+    for of in ("train", "valid"):
+        (folder / f"{of}_data.csv").write_text(f"a,b\n{row}\n{row}\n")
+        (folder / f"{of}_target.csv").write_text("y\n0\n1\n")
+    (tmp_path / "model.py").touch()
+    (tmp_path / "config.toml").write_text("[data]\n")
+    for found in Experiment(tmp_path / "config.toml").data("north"):
+        assert found.get_data_specs().data_type == kind
+
+
+def test_a_seed_decides_what_torch_draws() -> None:
+    torch = pytest.importorskip("torch")
+    draw_from(3)
+    first = torch.rand(2)
+    draw_from(3)
+    assert torch.equal(torch.rand(2), first)
