@@ -41,8 +41,8 @@ from fedclip.cli.output import ToolError
 from fedclip.cli.progress import progress
 from fedclip.cli.trained import label
 from fedclip.engines.declearn.generics import AnyModel
-from fedclip.engines.declearn.quorum import Members
-from fedclip.engines.declearn.serving import guarded, watchful
+from fedclip.engines.declearn.members import Members
+from fedclip.engines.declearn.samplers import guarded, watchful
 from fedclip.engines.declearn.update_server import UpdateClipServer
 from fedclip.engines.local.linear import quicken
 from fedclip.privacy.ledger import FILE

@@ -59,8 +59,8 @@ from fedclip.cli.trained import trained
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn import stages as places
-from fedclip.engines.declearn.quorum import unfit
-from fedclip.engines.declearn.senders import NamedClients
+from fedclip.engines.declearn.members import unfit
+from fedclip.engines.declearn.samplers import NamedClients
 from fedclip.errors import nearest
 from fedclip.privacy.maps import Plugin
 from fedclip.updates.claims import Claim, voids_of

@@ -26,9 +26,9 @@ from fedclip.cli.check.findings import (
 from fedclip.cli.check.statistics import is_shared
 from fedclip.engines.declearn.evaluation import unfit as unfit_for_noise
 from fedclip.engines.declearn.messages import DECLEARN_RANGE
-from fedclip.engines.declearn.pipeline import analyse
 from fedclip.engines.declearn.sample_clip import SampleClip, unfit
 from fedclip.engines.declearn.secagg import plan
+from fedclip.engines.declearn.stages import analyse
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Context, Plugin

@@ -18,8 +18,8 @@ from fedclip.core.measures import Order
 from fedclip.core.scopes import Scope
 from fedclip.core.version import VERSION, Versioned
 from fedclip.engines.declearn.context import CLIENT, under_way
+from fedclip.engines.declearn.members import UPDATES, blank, sender_of, senders_of
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
-from fedclip.engines.declearn.replies import UPDATES, blank, sender_of, senders_of
 from fedclip.updates.aggregation import Closing, Vetted
 from fedclip.updates.averaging import rounded
 from fedclip.updates.client import UpdateClient

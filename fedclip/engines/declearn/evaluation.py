@@ -22,7 +22,7 @@ from declearn.metrics import MetricSet, MetricState
 from declearn.metrics._mean import MeanState
 
 from fedclip.core.measures import Float64
-from fedclip.engines.declearn.quorum import plain
+from fedclip.engines.declearn.members import plain
 from fedclip.errors import Unchecked
 
 # Sums, and squares of sums, of values beyond this would overflow.

@@ -32,8 +32,8 @@ from fedclip.core import parameters
 from fedclip.engines.declearn.aggregator import ClippedAveraging
 from fedclip.engines.declearn.context import SERVER
 from fedclip.engines.declearn.evaluation import EVALUATIONS, Evaluations, counted, nothing
-from fedclip.engines.declearn.quorum import MEMBERS, WHO, Members, plain, told, unfit
-from fedclip.engines.declearn.senders import note_senders
+from fedclip.engines.declearn.members import MEMBERS, WHO, Members, plain, told, unfit
+from fedclip.engines.declearn.samplers import note_senders
 from fedclip.errors import Unchecked
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
 from fedclip.engines.declearn.context import SHARED
 from fedclip.engines.declearn.evaluation import clipped
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
+from fedclip.engines.declearn.members import untold
 from fedclip.engines.declearn.personal import PersonalModel, chosen, listed, merged, part
-from fedclip.engines.declearn.quorum import untold
 from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.engines.declearn.update_client import UpdateClipClient
 from fedclip.engines.declearn.update_norms import UpdateNorms

@@ -13,8 +13,8 @@ from fedclip.engines.declearn import messages
 from fedclip.engines.declearn.context import SERVER, ServerRound, under_way
 from fedclip.engines.declearn.evaluation import EVALUATIONS
 from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.members import expect, faulty_senders
 from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
-from fedclip.engines.declearn.replies import expect, faulty_senders
 from fedclip.privacy import guarantees as kinds
 from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.schedule import DUE

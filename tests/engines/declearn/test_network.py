@@ -26,7 +26,7 @@ from federation_runs import PATIENCE, N, Run, complete, running
 
 import fedclip  # noqa: F401  (registers the protocol)
 from fedclip.engines.declearn import network
-from fedclip.engines.declearn.quorum import Members
+from fedclip.engines.declearn.members import Members
 
 WATCHFUL = "fedclip-websockets"
 

@@ -17,7 +17,6 @@ ROOMS = (
 # What declearn sees, or what looks into declearn. Any other file of these rooms is core.
 SHELLS = {
     "fedclip.engines.declearn.clipper_servers",
-    "fedclip.engines.declearn.pipeline",
     "fedclip.engines.declearn.stages",
     *(
         f"fedclip.engines.declearn.{name}"

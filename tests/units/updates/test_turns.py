@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 import fedclip
 from benchmarks import turns_audit as attack
 from fedclip.engines.declearn.context import SERVER
-from fedclip.engines.declearn.quorum import MEMBERS, Members
-from fedclip.engines.declearn.serving import turns
+from fedclip.engines.declearn.members import MEMBERS, Members
+from fedclip.engines.declearn.samplers import turns
 from fedclip.privacy import ledger
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.correlated import Stream, coefficients, error, grown

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks replies before declearn adds them up, and lets the server's log name their senders.
+"""declearn's client samplers: one checks replies and names their senders, one is a fixed schedule.
 
 Only declearn's client sampler sees the replies of a round by client, right before aggregator and
 modules get the sums. An invalid reply would end the run there, or take honest replies with it; the
@@ -11,19 +11,25 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from declearn.client_sampler import ClientSampler, DefaultClientSampler, instantiate_client_sampler
+from declearn.communication import NetworkServerConfig
+from declearn.main.config import FLOptimConfig
 from declearn.messaging import TrainReply
 from declearn.optimizer.modules import AuxVar
 
 from fedclip.core import parameters
 from fedclip.core.messages import FromServer
+from fedclip.core.parameters import Config
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
+from fedclip.engines.declearn.members import MEMBERS, UPDATES, Expected, Sender, expected, note
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
-from fedclip.engines.declearn.quorum import MEMBERS
-from fedclip.engines.declearn.replies import UPDATES, Expected, Sender, expected, note
+from fedclip.engines.declearn.update_server import UpdateClipServer
 from fedclip.statistics.messages import FedclipSharedCounts
+from fedclip.updates.schedule import DUE, Schedule
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
@@ -181,3 +187,137 @@ class NamedClients(ClientSampler):
         for reply in replies.values():
             if type(reply.updates) is not ClippedUpdates:
                 reply.updates = ClippedUpdates.stranger(reply.updates)
+
+
+class RoundRobin(ClientSampler):
+    """Let groups of clients take turns, by a schedule that is fixed before the first round.
+
+    ::
+
+        b      = ceil(clients / per_round)
+        groups = every b-th of the clients, in the order of their names
+        round t is the turn of group t mod b
+
+    With `update-clip-server`, ``separation`` at most b, each client is charged for its own turns
+    only. Nobody is drawn in the place of a client that has left or does not reply.
+
+    Parameters
+    ----------
+    per_round : int
+        The largest number of clients in a round, at least 1: ``expected_clients``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `per_round` is no such number.
+    RuntimeError
+        In a round, if the whole group has left; or if a client has replied whose turn it was not,
+        as under another sampler that adds clients of its own.
+
+    Notes
+    -----
+    A server that is started again begins with the first group; noise is accounted for that.
+    The schedule is public: every client can know the others' turns.
+
+    Examples
+    --------
+    >>> sampler = RoundRobin(per_round=2)
+    >>> sampler.init_clients({"a", "b", "c", "d"})
+    >>> [sorted(sampler.run()) for _ in range(3)]
+    [['a', 'c'], ['b', 'd'], ['a', 'c']]
+    """
+
+    strategy: ClassVar[str] = "round-robin"
+
+    def __init__(self, per_round: int) -> None:
+        super().__init__()
+        self.per_round = parameters.integer(1, per_round=per_round)
+        self._schedule: Schedule | None = None
+        self._round = 0
+        self._due: frozenset[str] = frozenset()
+
+    @property
+    def secagg_compatible(self) -> bool:
+        """Whether it works with secure aggregation: it does, without evaluations in between."""
+        return True
+
+    def init_clients(self, clients: set[str]) -> None:
+        """Fix the schedule for these clients."""
+        super().init_clients(clients)
+        self._schedule, self._round = Schedule(self.clients, self.per_round), 0
+
+    def sample(self, eligible_clients: set[str]) -> set[str]:
+        """Return whose turn it is, without those that are not eligible.
+
+        Never nobody: declearn would draw again, and in the end draw everybody.
+        """
+        if self._schedule is None:
+            raise RuntimeError("round-robin has no clients: call init_clients() first")
+        self._due = frozenset(self._schedule.due(self._round))
+        DUE.set(self._schedule.at(self._round))
+        self._round += 1
+        if found := self._due & eligible_clients:
+            return set(found)
+        names = ", ".join(map(repr, sorted(self._due)[:5]))
+        raise RuntimeError(
+            f"all clients whose turn it is have left ({names}), and nobody may take their place: "
+            "start again with those that are there"
+        )
+
+    def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
+        """Refuse a round in which others than those that were due have replied."""
+        if others := sorted(client_to_reply.keys() - self._due):
+            raise RuntimeError(
+                f"{others[0]!r} has replied, whose turn it was not: round-robin can not be part "
+                "of another sampler that draws clients"
+            )
+
+
+def watchful(network: NetworkServerConfig) -> NetworkServerConfig:
+    """Return a network of fedclip's own protocol in place of the plain ``websockets``."""
+    if network.protocol.strip().lower() == "websockets" and find_spec("websockets"):
+        network = copy(network)
+        network.protocol = "fedclip-websockets"
+    return network
+
+
+def guarded(
+    network: NetworkServerConfig,
+    optim: FLOptimConfig,
+    sampler: Mapping[str, object] | ClientSampler | None = None,
+) -> Config:
+    """Return a network and a sampler for `FederatedServer`, in place of the given ones.
+
+    Parameters
+    ----------
+    network : NetworkServerConfig
+        Where the server listens. The plain protocol ``websockets`` becomes fedclip's own, which
+        ends with a message if a client is gone or does not answer; clients need no change.
+    optim : FLOptimConfig
+        The optimizers; the server's modules determine the auxiliary variables it receives.
+    sampler : dict, ClientSampler or None, default=None
+        The sampler of the clients; `NamedClients` wraps it, to vet replies. None: all of them, or
+        by turns if `update-clip-server` has a ``separation``.
+
+    Examples
+    --------
+    >>> network = NetworkServerConfig("websockets", "127.0.0.1", 8765)
+    >>> optim = FLOptimConfig.from_params(client_opt=0.1, aggregator="clipped-averaging")
+    >>> settings = guarded(network, optim)
+    >>> settings["netwk"].protocol, settings["client_sampler"].strategy
+    ('fedclip-websockets', 'named-clients')
+    """
+    receives = [str(m.aux_name or m.name) for m in optim.server_opt.modules]
+    if sampler is None:
+        sampler = turns(optim)
+    if not isinstance(sampler, NamedClients):
+        sampler = NamedClients(sampler, receives=receives)
+    return {"netwk": watchful(network), "client_sampler": sampler}
+
+
+def turns(optim: FLOptimConfig) -> RoundRobin | None:
+    """Return the sampler for the turns that noise is accounted for; None if there are none."""
+    for module in optim.server_opt.modules:
+        if isinstance(module, UpdateClipServer) and module.separation > 1:
+            return RoundRobin(per_round=module.expected_clients or 1)
+    return None
