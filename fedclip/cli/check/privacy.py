@@ -24,7 +24,7 @@ from fedclip.cli.check.findings import (
     registered,
 )
 from fedclip.cli.check.statistics import is_shared
-from fedclip.engines.declearn.evaluation import unfit as unfit_for_noise
+from fedclip.engines.declearn.evaluation import noise_problems
 from fedclip.engines.declearn.messages import DECLEARN_RANGE
 from fedclip.engines.declearn.sample_clip import SampleClip, unfit
 from fedclip.engines.declearn.secagg import plan
@@ -226,12 +226,13 @@ def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
     told |= _OF_RECORDS if of_records else _OF_CLIENTS
     yield "note", "run.evaluate", _NOISED.format(**told)
     names = [m[0] if isinstance(m, list) and m else m for m in setting.metrics]
-    if why := unfit_for_noise(map(str, names)):
-        yield "problem", "experiment", why
+    if problems := noise_problems(map(str, names)):
+        yield "problem", "experiment", str(problems[0])
     elif not of_records:
         asked = registered(run) or 0
-        if why := unfit_for_noise([], setting.secagg is not None, asked, plugin.expected_clients):
-            yield "problem", SERVER, why
+        secure = setting.secagg is not None
+        for problem in noise_problems([], secure, asked, plugin.expected_clients):
+            yield "problem", SERVER, str(problem)
         if not setting.watched:
             yield "problem" if run else "note", SERVER, _NOT_WATCHED
     if (frequency := part_of(run, "evaluate").get("frequency", 1)) != 1:

@@ -6,8 +6,8 @@
     all are needed (min_replies is None)    whoever leaves ends the run
     min_replies = m                         a round goes on with m replies or more
 
-Who leaves is gone for good, and nobody takes its place in the round: the sum is over the replies
-that came, noise and its cost are those of the clients that were to reply.
+A client that leaves is gone for good, and no other client replaces it in its round: the sum is over
+the replies that came, noise and its cost are those of the clients that were asked.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
+from fedclip.errors import Problem
+
 if TYPE_CHECKING:
     from fedclip.engines.declearn.generics import AnyVector
 
@@ -29,9 +31,9 @@ WHO = "{client}"
 
 @contextmanager
 def untold(logger: logging.Logger, what: str, *harmless: type[Exception]) -> Iterator[None]:
-    """Log what is raised, and raise a text that says nothing of it: the server gets texts.
+    """Log what is raised, and raise a text without it, as the server gets the text.
 
-    Errors that are `harmless` say nothing of records, and pass.
+    Errors that are `harmless` reveal no records, and pass.
     """
     try:
         yield
@@ -42,24 +44,24 @@ def untold(logger: logging.Logger, what: str, *harmless: type[Exception]) -> Ite
         raise RuntimeError(f"{what} failed on this client; its log says why") from None
 
 
-def plain(text: object, most: int) -> str:
+def one_line(text: object, most: int) -> str:
     r"""Return the start of what a client has written, as one line that moves no cursor.
 
     Examples
     --------
-    >>> plain("full\n\x1b[2Jdisk", 60)
+    >>> one_line("full\n\x1b[2Jdisk", 60)
     'full [2Jdisk'
     """
     printable = "".join(c if c.isprintable() else " " for c in str(text))
     return " ".join(printable.split())[:most]
 
 
-def told(reasons: Mapping[str, str]) -> str:
-    """Return what is said of each client, in at most five sentences, clients alike in one.
+def summary(reasons: Mapping[str, str]) -> str:
+    """Join the sentences about clients, five at most; clients with equal sentences share one.
 
     Examples
     --------
-    >>> told({"a": "{client} is gone", "b": "{client} is silent", "c": "{client} is gone"})
+    >>> summary({"a": "{client} is gone", "b": "{client} is silent", "c": "{client} is gone"})
     "'a', 'c' is gone; 'b' is silent"
     """
     alike: dict[str, list[str]] = {}
@@ -112,24 +114,24 @@ class Members:
         return news
 
     def refusal(self, replied: int, asked: int, missing: Mapping[str, str]) -> str:
-        """Return why a round can not go on with so many replies; "" if it can, or needs all."""
+        """Return why a round cannot go on with these replies; "" if it can, or needs all."""
         if self.min_replies is None or replied >= self.min_replies:
             return ""
         text = f"{replied} of {asked} clients have replied, and min_replies = {self.min_replies}"
-        return f"{text}: {told(missing)}" if missing else text
+        return f"{text}: {summary(missing)}" if missing else text
 
 
-def unfit(*, secagg: bool, fairness: bool, aggregator: str) -> list[str]:
-    """Return why replies may not be missing in a run, in sentences."""
+def quorum_problems(*, secagg: bool, fairness: bool, aggregator: str) -> list[Problem]:
+    """Return why replies must not be missing in a run."""
     reasons = {
         "secure aggregation, which decrypts the sum of all replies or nothing": secagg,
         "fairness, which needs the replies of all": fairness,
         "the aggregator 'sum', whose steps would get shorter": aggregator == "sum",
     }
     return [
-        f"min_replies does not go with {what}: remove one of them"
-        for what, found in reasons.items()
-        if found
+        Problem(f"min_replies does not go with {what}: remove one of them")
+        for what, applies in reasons.items()
+        if applies
     ]
 
 
@@ -192,9 +194,9 @@ def expect(key: str, kind: type[Any], abstention: Callable[[], Any]) -> None:
 
 def expected() -> Mapping[str, Expected]:
     """Return the expected messages, and forget them: the next round notes them again."""
-    found = _EXPECTED.get()
+    messages = _EXPECTED.get()
     _EXPECTED.set({})
-    return found
+    return messages
 
 
 def note(

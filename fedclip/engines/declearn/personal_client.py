@@ -37,7 +37,7 @@ from fedclip.core.scopes import check_exclude, resolve
 from fedclip.engines.declearn import personal as models
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
 from fedclip.engines.declearn.context import SHARED
-from fedclip.engines.declearn.evaluation import clipped
+from fedclip.engines.declearn.evaluation import beyond_range
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.members import untold
 from fedclip.engines.declearn.personal import PersonalModel, chosen, listed, merged, part
@@ -304,9 +304,11 @@ class PersonalFederatedClient(FederatedClient):
             SHARED.reset(token)
         if isinstance(reply, EvaluationReply) and self._encrypter is not None:
             shown = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
-            beyond, why = clipped(shown, limit := self._encrypter.quantizer.val_range)
-            if why:
-                return self._refused(why)
+            limit = self._encrypter.quantizer.val_range
+            try:
+                beyond = beyond_range(shown, limit)
+            except ValueError as exc:
+                return self._refused(str(exc))
             if beyond:
                 text = "Sums over records of %s are clipped to the range ±%g of secure aggregation."
                 self.logger.warning(text, listed(beyond), limit)

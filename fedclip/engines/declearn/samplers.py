@@ -37,7 +37,7 @@ _LOGGER = logging.getLogger("declearn.server.fedclip")
 def note_senders(
     replies: Mapping[str, TrainReply], blank: Callable[[], AnyVector] | None = None
 ) -> None:
-    """Note who sent which reply, in the order in which declearn adds them up; `blank`: `note`."""
+    """Note who sent which reply, in the order in which declearn adds them up."""
     senders: dict[str, list[Sender]] = {}
     for client, reply in replies.items():
         senders.setdefault(UPDATES, []).append(Sender(client, False))
@@ -54,13 +54,13 @@ class NamedClients(ClientSampler):
     ::
 
         for each reply, before replies are added up:
-            an invalid message in the place of one of fedclip's: an abstention
+            an invalid message instead of one of fedclip's: an abstention
             an invalid update, or one with other tensors than the model: zeros, counted as refused
             an auxiliary variable that no module receives: left out
 
     So no reply of one client can end the run or cost another client its reply, in any order of
     arrival. The warning about a reply that is left out names the client. Under secure aggregation
-    the server sees only a sum, and can name nobody.
+    the server sees only a sum, and cannot name a client.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class NamedClients(ClientSampler):
     Raises
     ------
     TypeError
-        If `sampler` or `receives` is none of these.
+        If `sampler` or `receives` is of another type.
 
     Examples
     --------
@@ -117,15 +117,15 @@ class NamedClients(ClientSampler):
         return bool(self.sampler.secagg_compatible)
 
     def init_clients(self, clients: set[str]) -> None:
-        """Tell the wrapped sampler which clients there are."""
+        """Pass the names of the clients to the wrapped sampler."""
         super().init_clients(clients)
         self.sampler.init_clients(clients)
 
     def sample(self, eligible_clients: set[str]) -> set[str]:
         """Return the choice of the wrapped sampler, among clients that have not left the run."""
         members = MEMBERS.get()
-        gone = set() if members is None else members.gone.keys()
-        return set(self.sampler.sample(eligible_clients - gone))
+        lost = set() if members is None else members.gone.keys()
+        return set(self.sampler.sample(eligible_clients - lost))
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
         """Vet the replies, and note their order."""
@@ -151,24 +151,23 @@ class NamedClients(ClientSampler):
         for client, reply in replies.items():
             variables = reply.aux_var
             sent[client] = dict(variables) if isinstance(variables, Mapping) else {}
-        votes = Counter(key for found in sent.values() for key in found)
+        votes = Counter(key for variables in sent.values() for key in variables)
         self._known |= awaited.keys() & votes.keys()
         for client, reply in replies.items():
-            kept: dict[str, AuxVar] = {}
+            valid: dict[str, AuxVar] = {}
             for key, message in sent[client].items():
                 if key in awaited:
                     kind, abstention = awaited[key]
-                    kept[key] = message if type(message) is kind else abstention()
+                    valid[key] = message if type(message) is kind else abstention()
                 elif self._receives(key, message, votes[key], len(replies)):
-                    kept[key] = message
+                    valid[key] = message
                 else:
                     text = "named-clients: no module receives %.60r, which %r has sent; left out"
                     _LOGGER.warning(text, key, client)
-            for key in awaited.keys() - kept.keys():
+            for key in (awaited.keys() & self._known) - valid.keys():
                 # If no client sends it, something else is wrong, and the module reports it.
-                if key in self._known:
-                    kept[key] = awaited[key].abstention()
-            reply.aux_var = kept
+                valid[key] = awaited[key].abstention()
+            reply.aux_var = valid
 
     def _receives(self, key: object, message: object, votes: int, clients: int) -> bool:
         if not isinstance(key, str) or not isinstance(message, AuxVar):
@@ -178,9 +177,9 @@ class NamedClients(ClientSampler):
         return 2 * votes >= clients if self.receives is None else key in self.receives
 
     def _vet_updates(self, replies: Mapping[str, TrainReply]) -> None:
-        """Replace what is no update, if fedclip's aggregator averages them; it vets the rest."""
-        ours = sum(type(reply.updates) is ClippedUpdates for reply in replies.values())
-        if ours and 2 * ours >= len(replies):
+        """Replace invalid updates, if fedclip's aggregator averages them; it vets the others."""
+        clipped = sum(type(reply.updates) is ClippedUpdates for reply in replies.values())
+        if clipped and 2 * clipped >= len(replies):
             self._known.add(UPDATES)
         if UPDATES not in self._known:
             return
@@ -190,7 +189,7 @@ class NamedClients(ClientSampler):
 
 
 class RoundRobin(ClientSampler):
-    """Let groups of clients take turns, by a schedule that is fixed before the first round.
+    """Choose one group of clients after another, by a schedule fixed before the first round.
 
     ::
 
@@ -198,8 +197,8 @@ class RoundRobin(ClientSampler):
         groups = every b-th of the clients, in the order of their names
         round t is the turn of group t mod b
 
-    With `update-clip-server`, ``separation`` at most b, each client is charged for its own turns
-    only. Nobody is drawn in the place of a client that has left or does not reply.
+    With `update-clip-server`, ``separation`` at most b, each client is charged for the rounds of
+    its group only. A client that has left or does not reply is not replaced.
 
     Parameters
     ----------
@@ -209,15 +208,15 @@ class RoundRobin(ClientSampler):
     Raises
     ------
     TypeError, ValueError
-        If `per_round` is no such number.
+        If `per_round` is not as above.
     RuntimeError
-        In a round, if the whole group has left; or if a client has replied whose turn it was not,
-        as under another sampler that adds clients of its own.
+        In a round, if the whole group has left; or if a client of another group has replied, as
+        under a sampler that adds clients.
 
     Notes
     -----
-    A server that is started again begins with the first group; noise is accounted for that.
-    The schedule is public: every client can know the others' turns.
+    A server that is started again begins with the first group; the accounting of noise knows that.
+    The schedule is public: every client can compute it.
 
     Examples
     --------
@@ -238,7 +237,7 @@ class RoundRobin(ClientSampler):
 
     @property
     def secagg_compatible(self) -> bool:
-        """Whether it works with secure aggregation: it does, without evaluations in between."""
+        """Whether it works with secure aggregation: yes, without evaluations in between."""
         return True
 
     def init_clients(self, clients: set[str]) -> None:
@@ -247,34 +246,34 @@ class RoundRobin(ClientSampler):
         self._schedule, self._round = Schedule(self.clients, self.per_round), 0
 
     def sample(self, eligible_clients: set[str]) -> set[str]:
-        """Return whose turn it is, without those that are not eligible.
+        """Return the eligible clients of the group whose turn it is.
 
-        Never nobody: declearn would draw again, and in the end draw everybody.
+        It raises if there are none: declearn would draw again, and in the end draw all clients.
         """
         if self._schedule is None:
             raise RuntimeError("round-robin has no clients: call init_clients() first")
         self._due = frozenset(self._schedule.due(self._round))
         DUE.set(self._schedule.at(self._round))
         self._round += 1
-        if found := self._due & eligible_clients:
-            return set(found)
+        if present := self._due & eligible_clients:
+            return set(present)
         names = ", ".join(map(repr, sorted(self._due)[:5]))
         raise RuntimeError(
-            f"all clients whose turn it is have left ({names}), and nobody may take their place: "
-            "start again with those that are there"
+            f"all clients whose turn it is have left ({names}), and no client may replace them: "
+            "start again with the clients that are present"
         )
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
-        """Refuse a round in which others than those that were due have replied."""
+        """Refuse a round in which clients of another group have replied."""
         if others := sorted(client_to_reply.keys() - self._due):
             raise RuntimeError(
-                f"{others[0]!r} has replied, whose turn it was not: round-robin can not be part "
+                f"{others[0]!r} has replied, whose turn it was not: round-robin cannot be part "
                 "of another sampler that draws clients"
             )
 
 
 def watchful(network: NetworkServerConfig) -> NetworkServerConfig:
-    """Return a network of fedclip's own protocol in place of the plain ``websockets``."""
+    """Return the network with the protocol ``fedclip-websockets`` instead of ``websockets``."""
     if network.protocol.strip().lower() == "websockets" and find_spec("websockets"):
         network = copy(network)
         network.protocol = "fedclip-websockets"
@@ -286,13 +285,13 @@ def guarded(
     optim: FLOptimConfig,
     sampler: Mapping[str, object] | ClientSampler | None = None,
 ) -> Config:
-    """Return a network and a sampler for `FederatedServer`, in place of the given ones.
+    """Return the arguments of `FederatedServer` for its network and sampler.
 
     Parameters
     ----------
     network : NetworkServerConfig
-        Where the server listens. The plain protocol ``websockets`` becomes fedclip's own, which
-        ends with a message if a client is gone or does not answer; clients need no change.
+        Where the server listens. The protocol ``websockets`` becomes ``fedclip-websockets``, which
+        ends with a message if a client has left or does not answer; clients need no change.
     optim : FLOptimConfig
         The optimizers; the server's modules determine the auxiliary variables it receives.
     sampler : dict, ClientSampler or None, default=None
@@ -316,7 +315,7 @@ def guarded(
 
 
 def turns(optim: FLOptimConfig) -> RoundRobin | None:
-    """Return the sampler for the turns that noise is accounted for; None if there are none."""
+    """Return the sampler for ``separation`` > 1 of `update-clip-server`; None without that."""
     for module in optim.server_opt.modules:
         if isinstance(module, UpdateClipServer) and module.separation > 1:
             return RoundRobin(per_round=module.expected_clients or 1)

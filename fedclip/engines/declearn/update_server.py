@@ -144,7 +144,8 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         if (run := EVALUATIONS.get()) is None:
             self.halt("evaluation_share needs the server's protocol 'fedclip-websockets'")
         else:
-            self.halt(run.unfit(self.expected_clients or 0))
+            for problem in run.problems(self.expected_clients or 0):
+                self.halt(problem.text)
             run.noise = self.evaluated
 
     def process_aux_var(self, aux_var: object) -> None:

@@ -53,11 +53,14 @@ def told(run: Run, name: str) -> str:
             [
                 "the update of 'client_1' counts as zero",
                 "client 'client_1' reports an error: the disk of site B is full",
-                "left out a message of client 'client_1' that nobody has asked for",
+                "left out a message of client 'client_1' that the server has not asked for",
             ],
         ),
-        ("no message", ['sent what can not be decoded (KeyError: "No registered Message type']),
-        ("another type", ["sent InitReply in the place of TrainReply"]),
+        (
+            "no message",
+            ['sent bytes that cannot be decoded (KeyError: "No registered Message type'],
+        ),
+        ("another type", ["sent InitReply instead of TrainReply"]),
         ("killed while it sends", ["the connection of 'client_1' has ended; the run goes on"]),
         ("breaks the handler", ["connection of client 'client_1' ends with an error: TypeError"]),
     ],
@@ -84,9 +87,9 @@ def test_two_clients_fail_at_once_and_too_few_are_left(tmp_path: Path) -> None:
     run = failed(tmp_path, network=network, faults=faults)
     (said,) = re.findall("fedclip:ERROR: the run has ended: (.*)", run.said("server"))
     assert said.startswith("1 of 3 clients have replied, and min_replies = 2: ")
-    assert "client 'client_1' sent what can not be decoded" in said
+    assert "client 'client_1' sent bytes that cannot be decoded" in said
     assert "the connection of 'client_2' has ended" in said
-    assert said.endswith("; the run can not go on")
+    assert said.endswith("; the run cannot go on")
     assert "the server has ended: 1 of 3 clients have replied" in run.said("client_0")
 
 
@@ -193,7 +196,7 @@ def test_who_left_does_not_come_back(tmp_path: Path) -> None:
         signalled(run, "client_1", signal.SIGKILL)
         until(run, "the connection of 'client_1' has ended; the run goes on without it")
         run._start("client_1")
-        until(run, "refused 'client_1': registration is over, for those that have left too")
+        until(run, "refused 'client_1': registration is over, also for clients that have left")
         until(run, "Registration was rejected", "client_1")
 
 
@@ -215,5 +218,5 @@ def test_all_clients_lack_fedclip(tmp_path: Path) -> None:
     """Each ends while it decodes the server's request."""
     faults = {str(i): ["InitReply", "end", 1] for i in range(3)}
     run = failed(tmp_path, faults=faults)
-    assert "and the run can not go on without it: its log says why; a client" in run.said("server")
+    assert "and the run cannot go on without it: see its log; a client" in run.said("server")
     assert "The clients set is empty" not in run.said("server")

@@ -83,7 +83,7 @@ def test_a_client_that_is_killed_or_falls_silent(
     with running(tmp_path, protocol=WATCHFUL, **settings) as run:
         signalled(run, "client_1", number)
         ended(run, "server", "client_0", "client_2")
-    assert f"{why}, and the run can not go on" in run.said("server")
+    assert f"{why}, and the run cannot go on" in run.said("server")
     for name in ("client_0", "client_2"):
         assert f"the server has ended: {why}" in run.said(name)
 
@@ -178,7 +178,7 @@ def test_what_a_client_writes_is_one_line_of_the_log(caplog: pytest.LogCaptureFi
         server._read("a", Error(WRITTEN).serialize())
         server._evaluations({"a": odd})
         for content in (head + msgpack.packb({WRITTEN: 1}), WRITTEN.encode()):
-            with pytest.raises(ValueError, match="can not be decoded") as caught:
+            with pytest.raises(ValueError, match="cannot be decoded") as caught:
                 server._read("a", content)
             assert str(caught.value).isprintable()
     assert "reports an error: full 2026-01-01 ERROR client 'b' [2J" in caplog.text

@@ -706,7 +706,7 @@ def test_a_client_that_leaves_ends_the_run_which_names_it(tmp_path: Path) -> Non
     settings = run_with(protocol="fedclip-websockets", faults=faults, run={"rounds": 9})
     with running(tmp_path, **settings) as run:
         run.wait()
-    assert "the connection of 'client_1' has ended, and the run can not go on" in run.said("server")
+    assert "the connection of 'client_1' has ended, and the run cannot go on" in run.said("server")
     assert len(run.state()["spent"]) == 1
 
 

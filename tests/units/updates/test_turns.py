@@ -320,7 +320,7 @@ def test_nobody_takes_the_place_of_a_client_that_has_left() -> None:
         assert [found.run() for _ in range(3)] == [{"c"}, {"b", "d"}, {"c"}]
         members.leave("b", "{client} is gone")
         members.leave("d", "{client} is gone")
-        with pytest.raises(RuntimeError, match="nobody may take their place"):
+        with pytest.raises(RuntimeError, match="no client may replace them"):
             found.run()
     finally:
         MEMBERS.reset(token)
