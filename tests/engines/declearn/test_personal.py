@@ -272,13 +272,13 @@ def test_own_layers_survive_a_restart_bit_for_bit(
         assert weights(again.model)[name] == weights(trained.model)[name]
     lost = started(None)
     assert weights(lost.model) == weights(server)
-    assert "own layers are lost when the process ends" in caplog.text
-    with pytest.raises(fedclip.StateError, match="is it of another model"):
+    assert "personal layers are lost when the process ends" in caplog.text
+    with pytest.raises(fedclip.StateError, match="belongs to another model"):
         manager(
             client(layers=tmp_path / "personal_layers.mpk"), PersonalModel(server.model, "body")
         )
     (tmp_path / "personal_layers.mpk").write_bytes(b"cut")
-    with pytest.raises(fedclip.StateError, match="can not be read as layers"):
+    with pytest.raises(fedclip.StateError, match="cannot be read as layers"):
         started(tmp_path)
 
 
@@ -505,6 +505,6 @@ def test_fairness_is_refused() -> None:
         said.append(message)
 
     node.netwk.send_message = note  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="fairness replaces"):
+    with pytest.raises(RuntimeError, match="fairness would share"):
         asyncio.run(node._initialize_fairness())
     assert "refused by fedclip" in said[0].message
