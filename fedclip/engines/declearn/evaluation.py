@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
 
 import numpy as np
 from declearn.messaging import EvaluationReply
@@ -102,10 +101,6 @@ class Evaluations:
             return nothing(self.metrics)
         states = {n: MeanState(float(x), 1.0) for n, x in zip(["loss", *names], means, strict=True)}
         return EvaluationReply(states["loss"].num_sum, 1, 0.0, {**states})
-
-
-EVALUATIONS: ContextVar[Evaluations | None] = ContextVar("fedclip_evaluations", default=None)
-"""Those of the run that a server is in, for the module that pays for noise on them."""
 
 
 def noise_problems(

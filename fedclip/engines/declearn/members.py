@@ -15,11 +15,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
+from fedclip.engines.declearn.context import ROUND, change
 from fedclip.errors import Problem
 
 if TYPE_CHECKING:
@@ -135,10 +134,6 @@ def quorum_problems(*, secagg: bool, fairness: bool, aggregator: str) -> list[Pr
     ]
 
 
-MEMBERS: ContextVar[Members | None] = ContextVar("fedclip_members", default=None)
-"""The clients of the run that a server is in, for its sampler."""
-
-
 UPDATES = "updates"
 """The key of the updates, next to the names of auxiliary variables."""
 
@@ -172,11 +167,6 @@ class Expected(NamedTuple):
     abstention: Callable[[], Any]
 
 
-_EXPECTED: ContextVar[Mapping[str, Expected]] = ContextVar(
-    "fedclip_expected", default=MappingProxyType({})
-)
-
-
 class _Round(NamedTuple):
     # One of the replies: when it is gone, the round is over.
     reply: ref[object]
@@ -184,19 +174,16 @@ class _Round(NamedTuple):
     blank: Callable[[], AnyVector] | None
 
 
-_ROUND: ContextVar[_Round | None] = ContextVar("fedclip_senders", default=None)
-
-
 def expect(key: str, kind: type[Any], abstention: Callable[[], Any]) -> None:
     """Note which message is expected under the name of an auxiliary variable."""
-    _EXPECTED.set({**_EXPECTED.get(), key: Expected(kind, abstention)})
+    change(expected={**(ROUND.get().expected or {}), key: Expected(kind, abstention)})
 
 
 def expected() -> Mapping[str, Expected]:
     """Return the expected messages, and forget them: the next round notes them again."""
-    messages = _EXPECTED.get()
-    _EXPECTED.set({})
-    return messages
+    messages = ROUND.get().expected
+    change(expected=None)
+    return messages or {}
 
 
 def note(
@@ -207,11 +194,11 @@ def note(
     The note lasts until the `reply`, one of the round, is gone; without a reply, it goes at once.
     `blank` returns an update of zeros, of the model's shapes.
     """
-    _ROUND.set(None if reply is None else _Round(ref(reply), senders, blank))
+    change(senders=None if reply is None else _Round(ref(reply), senders, blank))
 
 
 def _round() -> _Round | None:
-    round_ = _ROUND.get()
+    round_ = ROUND.get().senders
     return None if round_ is None or round_.reply() is None else round_
 
 

@@ -30,10 +30,9 @@ from declearn.utils._register import REGISTRIES
 
 from fedclip.core import parameters
 from fedclip.engines.declearn.aggregator import ClippedAveraging
-from fedclip.engines.declearn.context import SERVER
-from fedclip.engines.declearn.evaluation import EVALUATIONS, Evaluations, counted, nothing
+from fedclip.engines.declearn.context import change
+from fedclip.engines.declearn.evaluation import Evaluations, counted, nothing
 from fedclip.engines.declearn.members import (
-    MEMBERS,
     WHO,
     Members,
     one_line,
@@ -261,9 +260,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._ending = False
         self._expelled.clear()
         self.members = Members(self.handler.client_names, self.min_replies)
-        MEMBERS.set(self.members)
         # A run that has failed, in this task, has left its round open.
-        SERVER.set(None)
+        change(members=self.members, server=None)
         if (self.min_replies or 0) > len(self.members.names):
             raise RuntimeError(
                 f"min_replies = {self.min_replies}, and {len(self.members.names)} clients have "
@@ -273,8 +271,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     async def stop(self) -> None:
         """Stop serving; close connections that the clients do not end in time."""
         self._ending = True
-        MEMBERS.set(None)
-        EVALUATIONS.set(None)
+        change(members=None, evaluations=None)
         names, gone = self.handler.registered_clients, self.members.gone
         if polite := {t for t, socket in self._handlers.items() if names.get(socket) not in gone}:
             await asyncio.wait(polite, timeout=_GRACE)
@@ -325,7 +322,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._begun, secure = request, request.secagg is not None
         clients = len(self.members.names)
         self._evaluated = Evaluations(MetricSet(request.metrics), clients, secure)
-        EVALUATIONS.set(self._evaluated)
+        change(evaluations=self._evaluated)
         aggregator = request.aggrg
         fairness, name = request.fairness, aggregator.name
         if self.min_replies is not None:

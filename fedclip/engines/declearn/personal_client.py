@@ -35,7 +35,7 @@ from fedclip.arrays.frozen import unused
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import check_exclude, resolve
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
-from fedclip.engines.declearn.context import SHARED
+from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.evaluation import beyond_range
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.members import untold
@@ -307,11 +307,11 @@ class PersonalFederatedClient(FederatedClient):
         except (TypeError, ValueError) as exc:
             return self._refused(str(exc))
         self._before = None if self._model is None else _layers_of(self._model)
-        token = SHARED.set((self._model or model, self._encrypter))
+        change(sharing=(self._model or model, self._encrypter))
         try:
             reply = run(message)
         finally:
-            SHARED.reset(token)
+            change(sharing=None)
         if isinstance(reply, EvaluationReply) and self._encrypter is not None:
             shared = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
             limit = self._encrypter.quantizer.val_range

@@ -24,12 +24,13 @@ from declearn.optimizer.modules import AuxVar
 from fedclip.core import parameters
 from fedclip.core.messages import FromServer
 from fedclip.core.parameters import Config
+from fedclip.engines.declearn.context import ROUND, change
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
-from fedclip.engines.declearn.members import MEMBERS, UPDATES, Expected, Sender, expected, note
+from fedclip.engines.declearn.members import UPDATES, Expected, Sender, expected, note
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 from fedclip.engines.declearn.update_server import UpdateClipServer
 from fedclip.statistics.messages import FedclipSharedCounts
-from fedclip.updates.schedule import DUE, Schedule
+from fedclip.updates.schedule import Schedule
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
@@ -123,7 +124,7 @@ class NamedClients(ClientSampler):
 
     def sample(self, eligible_clients: set[str]) -> set[str]:
         """Return the choice of the wrapped sampler, among clients that have not left the run."""
-        members = MEMBERS.get()
+        members = ROUND.get().members
         lost = set() if members is None else members.gone.keys()
         return set(self.sampler.sample(eligible_clients - lost))
 
@@ -253,7 +254,7 @@ class RoundRobin(ClientSampler):
         if self._schedule is None:
             raise RuntimeError("round-robin has no clients: call init_clients() first")
         self._due = frozenset(self._schedule.due(self._round))
-        DUE.set(self._schedule.at(self._round))
+        change(participation=self._schedule.at(self._round))
         self._round += 1
         if present := self._due & eligible_clients:
             return set(present)

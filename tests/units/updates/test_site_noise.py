@@ -31,7 +31,7 @@ from personal_runs import client, linear, manager, request, weights
 import fedclip
 from benchmarks.audit import estimate
 from fedclip.cli.spent import in_words, read_spent
-from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.messages import UpdateClipBound, UpdateClipVotes
 from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.engines.declearn.update_server import UpdateClipServer
@@ -332,7 +332,7 @@ def test_clients_that_were_told_different_things_make_no_sum(other: str) -> None
             secret.append(encrypters[name].encrypt_aggregate(reply.updates))
         total: Any = decrypter.decrypt_aggregate(functools.reduce(operator.add, secret))
         sums.append(total.updates.coefs["w"].std())
-        SERVER.set(None)
+        change(server=None)
     assert sums[0] == pytest.approx(SiteNoise(**NOISE).std(1.0) * 2, rel=0.1)
     # Numbers from all of the range, which is that of four clients.
     assert sums[1] == pytest.approx(4 * 64.0 / math.sqrt(12), rel=0.1)
