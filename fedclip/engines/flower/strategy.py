@@ -128,13 +128,6 @@ class UpdateClipStrategy(Strategy):
         self._private = bound.budget is not None
         self._key = str(getattr(inner, "weighted_by_key", "num-examples"))
         _check_inner(inner)
-        if folder is not None and not Path(folder).is_absolute():
-            raise ValueError(
-                f"folder must be an absolute path on the server, got {str(folder)!r}: another one "
-                "would be a new budget in each folder that a server is started in"
-            )
-        if self._private and folder is None:
-            log(WARNING, "noise without a folder: a restart spends the budget again; give folder")
         if self._private and isinstance(inner, strategy.QFedAvg):
             raise ValueError(
                 "QFedAvg weighs by the clients' losses, which noise on the average does not cover: "

@@ -25,7 +25,7 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from fedclip.engines.nvflare.client import KEY
 from fedclip.updates.protocol import Arrays, Reply, SentBound
-from fedclip.updates.store import Served
+from fedclip.updates.store import Served, absolute
 from fedclip.updates.tables import bound_to, reply_from, server_of
 
 __all__ = ["CloseRound", "SendBound"]
@@ -63,11 +63,7 @@ class CloseRound(ModelAggregator):
                 "separation > 1 needs clients that take turns, and NVFlare's FedAvg draws them at "
                 "random: leave it out"
             )
-        if folder is not None and not Path(folder).is_absolute():
-            raise ValueError(
-                f"folder must be an absolute path on the server, got {folder!r}: another one would "
-                "be a new budget in each folder that a server is started in"
-            )
+        absolute(folder)
         self.settings = dict(settings)
         self.folder = folder
         self._served: Served | None = None
@@ -78,10 +74,8 @@ class CloseRound(ModelAggregator):
     def reset_stats(self) -> None:
         """Open a round; if there is to be none, end the job in good order, and say why."""
         if self._served is None:
-            self._served = Served(self.settings, self.folder or self._run())
-            if self._served.server.bound.budget and self.folder is None:
-                text = "noise without a folder: the next job spends the budget again; give folder"
-                self.log_warning(self.fl_ctx, text)
+            fallback = None if self.folder else self._run()
+            self._served = Served(self.settings, self.folder, fallback=fallback)
         self._model, self._asked, self._replies = None, set(), []
         sent = self._served.open()
         self.fl_ctx.set_prop(KEY, self, private=True, sticky=True)

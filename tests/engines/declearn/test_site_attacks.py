@@ -170,7 +170,7 @@ ATTACKS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "questions about the data": (
         [MetadataQuery(["n_samples", "features_shape"]), init()],
         {},
-        "does not tell",
+        "does not name",
     ),
     "fairness": (
         [init(fairness=True), FairnessSetupQuery("fairgrad", FAIRNESS)],
