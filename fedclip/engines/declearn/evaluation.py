@@ -226,19 +226,20 @@ def _check_state(what: str, state: object, like: MetricState) -> None:
     shapes = set()
     for field in dataclasses.fields(like):
         value, other = getattr(state, field.name), getattr(like, field.name)
-        if isinstance(other, np.ndarray):
-            if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiu":
-                raise _Fault(f"{what} has a {field.name} that is no array of numbers")
+        where = f"{what} has a {field.name}"
+        if not isinstance(other, np.ndarray):
+            _check_number(f"{where} that", value)
+        elif not isinstance(value, np.ndarray) or value.dtype.kind not in "fiu":
+            raise _Fault(f"{where} that is no array of numbers")
+        else:
             shapes.add(value.shape)
             wrong = value.shape != other.shape if fixed else value.size > _LONGEST
             if wrong or value.ndim != other.ndim or not len(value):
-                raise _Fault(f"{what} has a {field.name} of shape {value.shape}")
+                raise _Fault(f"{where} of shape {value.shape}")
             if not np.all(np.abs(value) <= _LARGEST):
-                raise _Fault(f"{what} has a {field.name} with NaN, or numbers beyond ±{_LARGEST:g}")
-        else:
-            _check_number(f"{what} has a {field.name} that", value)
+                raise _Fault(f"{where} with NaN, or numbers beyond ±{_LARGEST:g}")
         if field.name in _COUNTS and np.any(value < 0):
-            raise _Fault(f"{what} has a {field.name} below 0")
+            raise _Fault(f"{where} below 0")
     if not fixed and len(shapes) > 1:
         raise _Fault(f"{what} has arrays of different lengths")
 

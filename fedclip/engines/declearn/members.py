@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in a run, who has left it and why, and who sent which reply of a round.
+"""The clients of a run: which are present, which have left and why, and who sent which reply.
 
 ::
 

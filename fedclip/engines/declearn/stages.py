@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline of declearn guarantees, and what a whole configuration clips at each stage.
+"""The guarantees of a declearn pipeline, and what a whole configuration clips at each stage.
 
 ==========  ===============  ============================================================
 stage       section          what is clipped

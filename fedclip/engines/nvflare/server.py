@@ -4,7 +4,7 @@
 ::
 
     CloseRound.reset_stats       a round begins: open it, or end the job if it must not
-    SendBound, on what leaves    the bound goes beside the model
+    SendBound, on what leaves    the bound goes with the model
     CloseRound.accept_model      keep a reply, under the name that NVFlare knows its sender by
     CloseRound.aggregate_model   close the round, replies in the order of their names
 """
@@ -52,8 +52,8 @@ class CloseRound(ModelAggregator):
 
     Notes
     -----
-    The model of a round is what `SendBound` has seen of it. What is published is the average;
-    neither votes nor the clients' metrics are in it.
+    `SendBound` sees the model of a round. The server publishes the average, without votes and
+    without the clients' metrics.
     """
 
     def __init__(self, settings: Mapping[str, object], folder: str | None = None) -> None:
@@ -72,7 +72,7 @@ class CloseRound(ModelAggregator):
         self._replies: list[Reply] = []
 
     def reset_stats(self) -> None:
-        """Open a round; if there is to be none, end the job in good order, and say why."""
+        """Open a round; if there is no next one, end the job in good order, with the reason."""
         if self._served is None:
             fallback = None if self.folder else self._run()
             self._served = Served(self.settings, self.folder, fallback=fallback)
@@ -125,8 +125,8 @@ class CloseRound(ModelAggregator):
         replies = sorted(self._replies, key=lambda reply: reply.sender)
         average = served.close(replies, model).average
         # NVFlare adds it to the model, whose whole numbers have to stay whole.
-        whole = {k: v.dtype for k, v in model.items() if v.dtype.kind in "iu"}
-        average |= {k: np.rint(average[k]).astype(dtype) for k, dtype in whole.items()}
+        integers = {k: v.dtype for k, v in model.items() if v.dtype.kind in "iu"}
+        average |= {k: np.rint(average[k]).astype(dtype) for k, dtype in integers.items()}
         return FLModel(params_type=ParamsType.DIFF, params=average)
 
     def _run(self) -> Path:
@@ -135,7 +135,7 @@ class CloseRound(ModelAggregator):
 
 
 class SendBound(Filter):
-    """Puts the bound of the round beside the model that a client gets.
+    """Adds the bound of the round to the model that a client gets.
 
     Raises
     ------

@@ -371,7 +371,7 @@ def test_another_flwr_is_refused(as_installed: pytest.MonkeyPatch, name: str, va
     as_installed.setattr(supernode, name, value)
     with pytest.raises(
         RuntimeError,
-        match=r"flwr 1\.41\.0 or 1\.42\.0 as it is on PyPI, and .* or changed: run pip",
+        match=r"flwr 1\.41\.0 or 1\.42\.0 from PyPI, and .* or changed: run pip",
     ):
         supernode._check()
 

@@ -23,7 +23,6 @@ from report_runs import call
 from fedclip.cli.site import ENGINES
 from fedclip.errors import FedclipWarning
 from fedclip.privacy.ledger import Ledger
-from fedclip.site import replies
 from fedclip.site.gate import Gate, Refused
 from fedclip.site.policy import Policy
 
@@ -310,7 +309,7 @@ def test_replies_are_at_most_as_many_as_the_policy_says(data: st.DataObject) -> 
         gate = Gate(policy)
         for step in data.draw(st.lists(st.sampled_from(["a", "b", "c", "new", "gone", "cut"]))):
             if step == "new":
-                replies._OF_THIS_PROCESS.clear()
+                gate._OF_THIS_PROCESS.clear()
             elif step == "gone":
                 # While a process runs, it knows; one line more is counted then, or as many.
                 file.unlink(missing_ok=True)

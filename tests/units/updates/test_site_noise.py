@@ -503,7 +503,7 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
         ({"exclude": "w"}, "noise can not be sized on what exclude="),
         ({"weights": "steps", "max_steps": 9}, "weights do not go with noise"),
         ({"combine": "arc", "n_hostile": 1}, "combine = 'arc' does not go with noise"),
-        ({"name": "averaging"}, "goes with the aggregator 'clipped-averaging'"),
+        ({"name": "averaging"}, "needs the aggregator 'clipped-averaging'"),
     ],
 )
 def test_what_noise_does_not_cover_is_refused_before_the_first_step(
