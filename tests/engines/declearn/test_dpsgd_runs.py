@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 from declearn.dataset.utils import load_data_array
-from federation_runs import PATIENCE, running
+from federation_runs import PATIENCE
 from helpers import ended, hiding
 from report_runs import call
 
@@ -23,17 +23,6 @@ from fedclip.privacy.ledger import read_entries
 pytestmark = pytest.mark.slow
 
 QUICKRUN = Path(__file__).parents[3] / "examples" / "quickrun"
-
-
-def test_a_private_client_takes_no_part_in_a_run_without_privacy(tmp_path: Path) -> None:
-    modules = [["sample-clip", {"max_norm": 0.5}]]
-    settings: dict[str, Any] = {
-        "optim": {"client_opt": {"lrate": 0.5, "modules": modules}, "server_opt": {"lrate": 1.0}},
-        "run": {"rounds": 3, "training": {"batch_size": 20, "n_steps": 4}, "privacy": None},
-    }
-    with running(tmp_path, **settings, private={}) as run:
-        assert run.wait()["server"] != 0
-    assert "would not be private" in run.said("client_0")
 
 
 def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(
