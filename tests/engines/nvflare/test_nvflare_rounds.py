@@ -256,15 +256,15 @@ def test_noise_on_running_statistics_ends_the_job_before_the_first_task(
         assert ours.aborted.triggered
 
 
-@pytest.mark.parametrize(("settings", "warned"), [(NOISE, True), ({}, False)])
-def test_noise_without_a_folder_is_warned_of(
-    settings: Any, warned: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
+def test_the_folder_of_a_job_is_one_without_a_folder(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    ours = Federation(tmp_path, start_norm=1.0, **settings)
+    ours = Federation(tmp_path, start_norm=1.0, **NOISE)
     ours.closing.folder = None
     monkeypatch.setattr(ours.closing, "_run", lambda: tmp_path)
     ours.closing.reset_stats()
-    assert ("noise without a folder" in caplog.text) == warned
+    assert "noise without a folder" in caplog.text
+    assert ours.closing._served.path.parent == tmp_path
 
 
 def test_a_bound_is_sent_in_open_rounds_only(tmp_path: Path) -> None:
