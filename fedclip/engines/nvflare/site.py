@@ -76,7 +76,7 @@ class SitePolicy(Filter):
     A result that must not leave, and each error, leaves as the same error code.
 
     It acts on results of tasks, and not on data that a job's code sends by other ways;
-    docs/nvflare.md has the table.
+    docs/nvflare-site.md has the table.
     """
 
     def __init__(self, policy: str) -> None:
