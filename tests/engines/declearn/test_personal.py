@@ -387,17 +387,3 @@ def test_the_norm_of_what_is_shared_is_noted_and_changes_nothing(max_norm: float
     trains.training_round(request(PersonalModel(linear(), "intercept")))
     assert len(trains.optim.modules[-1].rounds) == 1
     assert not fedclip.PrivateFederatedClient.measures
-
-
-def test_fairness_is_refused() -> None:
-    node = client()
-    manager(node, PersonalModel(linear(), "intercept"))
-    messages: list[Any] = []
-
-    async def note(message: Any) -> None:
-        messages.append(message)
-
-    node.netwk.send_message = note  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="fairness would share"):
-        asyncio.run(node._initialize_fairness())
-    assert "refused by fedclip" in messages[0].message

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 from declearn.messaging import TrainReply
 from helpers import require
-from personal_runs import HEAD, Federation, N, made, torch_model, weights
+from personal_runs import HEAD, Federation, N, client, linear, made, manager, torch_model, weights
 
 import fedclip
 from fedclip import PersonalModel
@@ -115,3 +116,17 @@ def test_private_clients_keep_own_layers_which_have_noise_too(tmp_path: Path) ->
     replies = [text for message, text in run.sent if isinstance(message, TrainReply)]
     assert len(replies) == 2 * N
     assert not any(b"head" in text for text in replies)
+
+
+def test_fairness_is_refused() -> None:
+    node = client()
+    manager(node, PersonalModel(linear(), "intercept"))
+    messages: list[Any] = []
+
+    async def note(message: Any) -> None:
+        messages.append(message)
+
+    node.netwk.send_message = note  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="fairness would share"):
+        asyncio.run(node._initialize_fairness())
+    assert "refused by fedclip" in messages[0].message
