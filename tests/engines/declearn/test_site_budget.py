@@ -80,7 +80,7 @@ def job(file: Path, started: Any, counts: Any) -> None:
     counts.put(len(attack([init(), lambda: started.wait(60.0), *ROUNDS[1:]], file).updates))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_jobs_at_once_share_one_budget(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     file, started, counts = budget(tmp_path), context.Barrier(2), context.Queue()

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -273,11 +271,6 @@ def test_a_bound_is_sent_in_open_rounds_only(tmp_path: Path) -> None:
         SendBound().process(task({"w": np.zeros(2)}), context)
     with pytest.raises(RuntimeError, match="no round is open"):
         CloseRound({}, str(tmp_path)).sent_to("site-1", {})
-
-
-def test_nothing_needs_declearn() -> None:
-    code = "import sys; sys.modules['declearn'] = None; import fedclip.engines.nvflare"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_the_warning_names_what_is_not_finite(tmp_path: Path) -> None:
