@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from fedclip.engines.declearn.personal_client import (
         PersonalFederatedClient as PersonalFederatedClient,
     )
-    from fedclip.engines.declearn.pipeline import analyse as analyse
     from fedclip.engines.declearn.private_client import (
         PrivateFederatedClient as PrivateFederatedClient,
     )
-    from fedclip.engines.declearn.round_robin import RoundRobin as RoundRobin
     from fedclip.engines.declearn.sample_clip import SampleClip as SampleClip
-    from fedclip.engines.declearn.senders import NamedClients as NamedClients
+    from fedclip.engines.declearn.samplers import NamedClients as NamedClients
+    from fedclip.engines.declearn.samplers import RoundRobin as RoundRobin
+    from fedclip.engines.declearn.stages import analyse as analyse
     from fedclip.engines.declearn.update_client import UpdateClipClient as UpdateClipClient
     from fedclip.engines.declearn.update_norms import UpdateNorms as UpdateNorms
     from fedclip.engines.declearn.update_server import UpdateClipServer as UpdateClipServer
@@ -79,11 +79,10 @@ _HOMES = {
         "engines.declearn.private_client": "PrivateFederatedClient",
         "engines.declearn.sample_clip": "SampleClip",
         "errors": "FedclipWarning NonFiniteError StateError",
-        "engines.declearn.pipeline": "analyse",
+        "engines.declearn.stages": "analyse",
         "engines.declearn.personal": "PersonalModel",
         "engines.declearn.personal_client": "PersonalFederatedClient",
-        "engines.declearn.round_robin": "RoundRobin",
-        "engines.declearn.senders": "NamedClients",
+        "engines.declearn.samplers": "NamedClients RoundRobin",
         "engines.declearn.aggregator": "ClippedAveraging",
         "engines.declearn.update_client": "UpdateClipClient",
         "engines.declearn.update_norms": "UpdateNorms",
@@ -135,9 +134,8 @@ def _register() -> None:
     import fedclip.engines.declearn.clipper_servers
     import fedclip.engines.declearn.personal
     import fedclip.engines.declearn.private_evaluation
-    import fedclip.engines.declearn.round_robin
     import fedclip.engines.declearn.sample_clip
-    import fedclip.engines.declearn.senders
+    import fedclip.engines.declearn.samplers
     import fedclip.engines.declearn.update_client
     import fedclip.engines.declearn.update_norms
     import fedclip.engines.declearn.update_server

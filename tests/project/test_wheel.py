@@ -200,11 +200,12 @@ def test_the_core_alone_then_each_extra(built: Path, tmp_path: Path) -> None:
 def test_without_declearn(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("fedclip-*.whl")
     round_ = (
+        "from pathlib import Path\n"
         "import numpy as np\n"
         "from fedclip.updates.protocol import Reply\n"
         "from fedclip.updates.store import Served\n"
         "settings = {'start_norm': 1.0, 'noise_multiplier': 1.0, 'expected_clients': 2}\n"
-        "served, model = Served(settings, 'run/server'), {'w': np.zeros(2)}\n"
+        "served, model = Served(settings, Path('run/server').resolve()), {'w': np.zeros(2)}\n"
         "served.open()\n"
         "served.close([Reply(model, votes=1, within=1)] * 2, model)\n"
     )
