@@ -9,7 +9,12 @@ JOBS   ?= 2
 
 BIN := $(VENV)/bin
 PY  := $(BIN)/python
-PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# The newest versions have pins of their own, for Python 3.13 or later.
+PINS  := $(shell $(PYTHON) -c 'import sys; print("constraints-3.13.txt" if sys.version_info >= (3, 13) else "constraints.txt")')
+TORCH := $(shell grep -E '^torch==' $(PINS))
+PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c $(PINS)
+# The first version that installs dependency groups.
+NEWPIP := 'pip>=25.1'
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test engines engines-soak soak extras lint format docs site bench build clean
@@ -38,7 +43,7 @@ engines-soak: $(ENGINES)/.made  ## run the longer tests on Flower and NVFlare, a
 	$(ENGINES)/bin/python -m pytest -m soak tests/engines
 
 soak: $(VENV)/.dev engines-soak  ## run searches and audits that take an hour or two
-	$(PIP) -e '.[oracle]'
+	$(PIP) --group oracle
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m soak
 
 extras: $(VENV)/.dev  ## install the wheel with each extra into an environment of its own
@@ -74,20 +79,21 @@ $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "fedclip needs Python 3.11 or later; name one with: make PYTHON=python3.x" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(NEWPIP)
 	@touch $@
 
-# What the demo needs: declearn (which brings scikit-learn and its data) and matplotlib.
-$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
+# The demo needs declearn, which brings scikit-learn and its data, and matplotlib.
+$(VENV)/.demo: $(VENV)/.made pyproject.toml $(PINS)
 	@echo "installing fedclip into $(VENV)"
-	$(PIP) -e '.[plot]'
+	$(PIP) -e '.[cli,plot]'
 	@touch $@
 
 # torch goes first, alone and pinned: left to the resolver as somebody's dependency,
 # it may come in a build for GPUs, which is several gigabytes larger.
-$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.dev: $(VENV)/.made pyproject.toml $(PINS)
 	@echo "installing fedclip, the frameworks and the test tools into $(VENV)"
-	$(PIP) torch==2.13.0
-	$(PIP) -e '.[dev]'
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[all,lightning,transformers]' --group dev
 	@touch $@ $(VENV)/.demo
 
 # Flower wants older versions of what fedclip's other tests use. Nothing is told of these runs.
@@ -97,7 +103,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 $(ENGINES)/.made: pyproject.toml constraints-engines.txt
 	@echo "installing fedclip, Flower and NVFlare into $(ENGINES)"
 	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --disable-pip-version-check --quiet $(NEWPIP)
 	$(ENGINES)/bin/python -m pip install --disable-pip-version-check --quiet \
-	  -c constraints-engines.txt -e '.[flower,nvflare]' \
-	  'hypothesis>=6.100' 'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6'
+	  -c constraints-engines.txt -e '.[cli,flower,nvflare]' --group test
 	@touch $@

@@ -16,7 +16,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fedclip.errors import hint_at_imports, part_of, public_names
+from fedclip.errors import (
+    DECLEARN,
+    FEDERATIONS,
+    fits,
+    hint_at_imports,
+    part_of,
+    public_names,
+    require_federations,
+)
 from fedclip.modules import by_name
 from fedclip.registration import enter, register_when_possible
 
@@ -103,6 +111,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
+            if name.endswith("FederatedClient") and find_spec("declearn"):
+                require_federations(f"fedclip.{name}")
             try:
                 if _HOMES[name].startswith(("dpsgd", "federation")):
                     # They need declearn. Import it here: two threads that import it from within
@@ -110,11 +120,12 @@ if not TYPE_CHECKING:
                     import_module("declearn")
                 value = getattr(import_module(f"fedclip.{_HOMES[name]}"), name)
             except ImportError as exc:
-                if (exc.name or "").partition(".")[0] == "fedclip":
+                package = (exc.name or "").partition(".")[0]
+                if package == "fedclip":
                     raise
                 raise ImportError(
-                    f"fedclip.{name} needs declearn, which can not be imported: {exc}; "
-                    "pip install 'declearn>=2.9.1,<3'",
+                    f"fedclip.{name} needs declearn, which cannot be imported: {exc}; "
+                    f"pip install '{DECLEARN}'",
                     name=exc.name,
                 ) from exc
             globals()[name] = value
@@ -127,7 +138,6 @@ __dir__ = public_names(__name__)
 
 def _register() -> None:
     """Register every plug-in by importing its module; a second call changes nothing."""
-    import fedclip.dpsgd.evaluation
     import fedclip.dpsgd.sample_clip
     import fedclip.federation.personal
     import fedclip.federation.round_robin
@@ -138,8 +148,11 @@ def _register() -> None:
     import fedclip.federation.update.server
     import fedclip.modules.servers
 
-    if find_spec("websockets"):
-        import fedclip.federation.network  # noqa: F401
+    if fits(FEDERATIONS):
+        import fedclip.dpsgd.evaluation
+
+        if find_spec("websockets"):
+            import fedclip.federation.network  # noqa: F401
     by_name()
     enter()
 

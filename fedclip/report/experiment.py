@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from fedclip.errors import needing
 from fedclip.records import ALL
 from fedclip.report import words
 from fedclip.report.curves import Curve
@@ -88,7 +89,8 @@ class Report:
         rounds
             Show each round, not only all rounds together.
         """
-        from fedclip.report.table import table_of
+        with needing("a table", "rich: pip install 'fedclip[cli]'"):
+            from fedclip.report.table import table_of
 
         title = f"Clipping in {self.folder.name or self.folder}"
         return table_of(title, self.whole, self.limits(), rounds)

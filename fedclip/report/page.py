@@ -25,6 +25,7 @@ from fedclip.report.curves import Curve
 from fedclip.report.experiment import Report
 from fedclip.report.results import result_of
 from fedclip.report.rows import (
+    SETTERS,
     Limits,
     Row,
     grouped,
@@ -34,7 +35,6 @@ from fedclip.report.rows import (
     printable,
     site_of,
 )
-from fedclip.report.table import SETTERS
 
 # With more rounds than this, of all clients, none can be chosen, as the page would be too large.
 _MOST_ROUNDS = 40_000

@@ -20,6 +20,9 @@ COLUMNS = (
     *("limit", "limit_min", "limit_max", "limited_by", "fixed", "learnt", "warmup", "nonfinite"),
 )
 
+SETTERS = {"fixed": "fixed", "learnt": "learnt", "warmup": "warm-up", "": "-"}
+"""What set a limit, as the column "by" has it."""
+
 Key: TypeAlias = tuple[str, str, int]
 """Node, clipper and round."""
 Limits: TypeAlias = Mapping[Key, float]

@@ -10,10 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedclip.report.rows import Limits, Row, grouped, number, pooled, printable
-
-SETTERS = {"fixed": "fixed", "learnt": "learnt", "warmup": "warm-up", "": "-"}
-"""What set a limit, as the column "by" has it."""
+from fedclip.report.rows import SETTERS, Limits, Row, grouped, number, pooled, printable
 
 
 def plain_table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Table:

@@ -224,9 +224,11 @@ def run(
     import runpy
     from importlib.util import find_spec
 
+    from fedclip.errors import FEDERATIONS, fits
+
     if not os.path.isfile(script):
         fail(f"there is no script {str(script)!r}", code=2)
-    if find_spec("declearn") and find_spec("websockets"):
+    if fits(FEDERATIONS) and find_spec("websockets"):
         from fedclip.federation.network import watch_plain_clients
 
         watch_plain_clients()
@@ -310,17 +312,23 @@ def translate(
 @app.command()
 def doctor(as_json: JsonFlag = False) -> None:
     """Show versions, for a bug report."""
-    from fedclip.tools.catalogue import NEEDS_DECLEARN, fits, versions
+    from fedclip.errors import DECLEARN, FEDERATIONS, fits, requirement
+    from fedclip.tools.catalogue import versions
 
     facts = versions()
-    fitting = fits(facts["declearn"])
+    fitting = fits(DECLEARN)
     if as_json:
         print(json.dumps({**facts, "ok": fitting}))
     else:
         for name, value in facts.items():
             typer.echo(f"{name:13} {value or 'not installed'}")
     if not fitting:
-        fail(NEEDS_DECLEARN)
+        fail(requirement("fedclip on declearn", DECLEARN))
+    if not fits(FEDERATIONS) and not as_json:
+        needed = requirement(
+            "a server, a client or a command that reads a config.toml", FEDERATIONS
+        )
+        say(f"Clippers work. {needed[0].upper()}{needed[1:]}")
 
 
 @app.command()
