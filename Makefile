@@ -4,6 +4,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 ENGINES ?= .venv-engines
+FEDBIOMED ?= .venv-fedbiomed
 DEMO   ?= fedclip-demo
 JOBS   ?= 2
 
@@ -17,7 +18,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c $(PINS)
 NEWPIP := 'pip>=25.1'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test engines engines-soak soak extras lint format docs site bench build clean
+.PHONY: help demo quick test engines engines-soak fedbiomed soak extras lint format docs site bench build clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -38,6 +39,9 @@ test: $(VENV)/.dev  ## run the whole test suite
 engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an environment of their own
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \
 	  tests/engines fedclip/adapters/flower fedclip/adapters/nvflare
+
+fedbiomed: $(FEDBIOMED)/.made  ## run the tests on Fed-BioMed, which has an environment for itself (Python 3.11)
+	$(FEDBIOMED)/bin/python -m pytest tests/engines_fedbiomed
 
 engines-soak: $(ENGINES)/.made  ## run the longer tests on Flower and NVFlare, and attacks on a site's policy
 	$(ENGINES)/bin/python -m pytest -m soak tests/engines
@@ -73,7 +77,7 @@ build: $(VENV)/.dev  ## build the wheel and the source archive into dist/
 	$(PY) -m hatchling build
 
 clean:  ## remove .venv and everything the targets wrote
-	rm -rf $(VENV) $(ENGINES) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(FEDBIOMED) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -106,4 +110,13 @@ $(ENGINES)/.made: pyproject.toml constraints-engines.txt
 	$(ENGINES)/bin/python -m pip install --disable-pip-version-check --quiet $(NEWPIP)
 	$(ENGINES)/bin/python -m pip install --disable-pip-version-check --quiet \
 	  -c constraints-engines.txt -e '.[cli,flower,nvflare]' --group test
+	@touch $@
+
+# Fed-BioMed needs Python 3.11 and declearn 2.8.
+$(FEDBIOMED)/.made: pyproject.toml constraints-fedbiomed.txt
+	@echo "installing fedclip and Fed-BioMed into $(FEDBIOMED)"
+	$(PYTHON) -m venv $(FEDBIOMED)
+	$(FEDBIOMED)/bin/python -m pip install --disable-pip-version-check --quiet $(NEWPIP)
+	$(FEDBIOMED)/bin/python -m pip install --disable-pip-version-check --quiet \
+	  -c constraints-fedbiomed.txt -e '.[cli,fedbiomed]' --group test
 	@touch $@
