@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fed-BioMed's optimizer, serializer and training plan, with fedclip's modules (`make fedbiomed`)."""
+"""Fed-BioMed's optimizer, serializer and training plan with clippers (`make fedbiomed`)."""
 
 from __future__ import annotations
 
