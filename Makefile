@@ -4,6 +4,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 ENGINES ?= .venv-engines
+FLOWER ?= .venv-flower
 FEDBIOMED ?= .venv-fedbiomed
 DEMO   ?= fedclip-demo
 JOBS   ?= 2
@@ -18,7 +19,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c $(PINS)
 NEWPIP := 'pip>=25.1'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test engines engines-soak fedbiomed soak extras lint format docs site bench build clean
+.PHONY: help demo quick test engines engines-soak flower fedbiomed soak extras lint format docs site bench build clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -39,6 +40,10 @@ test: $(VENV)/.dev  ## run the whole test suite
 engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an environment of their own
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \
 	  tests/engines fedclip/adapters/flower fedclip/adapters/nvflare
+
+flower: $(FLOWER)/.made  ## run the tests of Flower on its newest version; `make engines` runs the oldest
+	$(FLOWER)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+	  $(wildcard tests/engines/test_*flower*.py) fedclip/adapters/flower
 
 fedbiomed: $(FEDBIOMED)/.made  ## run the tests on Fed-BioMed, which has an environment for itself (Python 3.11)
 	$(FEDBIOMED)/bin/python -m pytest tests/engines_fedbiomed
@@ -77,7 +82,7 @@ build: $(VENV)/.dev  ## build the wheel and the source archive into dist/
 	$(PY) -m hatchling build
 
 clean:  ## remove .venv and everything the targets wrote
-	rm -rf $(VENV) $(ENGINES) $(FEDBIOMED) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(FLOWER) $(FEDBIOMED) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -110,6 +115,14 @@ $(ENGINES)/.made: pyproject.toml constraints-engines.txt
 	$(ENGINES)/bin/python -m pip install --disable-pip-version-check --quiet $(NEWPIP)
 	$(ENGINES)/bin/python -m pip install --disable-pip-version-check --quiet \
 	  -c constraints-engines.txt -e '.[cli,flower,nvflare]' --group test
+	@touch $@
+
+$(FLOWER)/.made: pyproject.toml constraints-flower.txt
+	@echo "installing fedclip and the newest Flower into $(FLOWER)"
+	$(PYTHON) -m venv $(FLOWER)
+	$(FLOWER)/bin/python -m pip install --disable-pip-version-check --quiet $(NEWPIP)
+	$(FLOWER)/bin/python -m pip install --disable-pip-version-check --quiet \
+	  -c constraints-flower.txt -e '.[cli,flower]' --group test
 	@touch $@
 
 # Fed-BioMed needs Python 3.11 and declearn 2.8.
