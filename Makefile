@@ -19,7 +19,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c $(PINS)
 NEWPIP := 'pip>=25.1'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test engines engines-soak flower fedbiomed soak extras lint format docs site bench build clean
+.PHONY: help demo quick test engines engines-soak flower fedbiomed soak extras lint format docs site bench build dist clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -80,6 +80,16 @@ bench: $(VENV)/.dev  ## measure the clippers against declearn's own
 
 build: $(VENV)/.dev  ## build the wheel and the source archive into dist/
 	$(PY) -m hatchling build
+
+# A package index shows the README without the files next to it: its links need REPOSITORY.
+dist: $(VENV)/.made  ## build a release into dist/ and check it; with REPOSITORY=URL the README links there
+	$(PIP) --group release
+	rm -rf build/release dist && mkdir -p build/release
+	git archive HEAD | tar -x -C build/release
+	test -z "$(REPOSITORY)" || sed -E -i -e 's#\]\(([^):\#]+\.png)\)#](\1?raw=true)#g' \
+	  -e 's#\]\(([^):\#][^):]*)\)#]($(REPOSITORY)/\1)#g' build/release/README.md
+	cd build/release && $(abspath $(PY)) -m build --outdir $(CURDIR)/dist .
+	$(PY) -m twine check --strict dist/*
 
 clean:  ## remove .venv and everything the targets wrote
 	rm -rf $(VENV) $(ENGINES) $(FLOWER) $(FEDBIOMED) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
