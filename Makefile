@@ -18,6 +18,9 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c $(PINS)
 # The first version that installs dependency groups.
 NEWPIP := 'pip>=25.1'
 
+# Tests that need Flower or NVFlare.
+OTHERS := tests/engines/flower tests/engines/nvflare tests/engines/together
+
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test engines engines-soak flower fedbiomed soak extras lint format docs site bench build dist clean
 
@@ -39,24 +42,24 @@ test: $(VENV)/.dev  ## run the whole test suite
 
 engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an environment of their own
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \
-	  tests/engines fedclip/adapters/flower fedclip/adapters/nvflare
+	  $(OTHERS) fedclip/engines/flower fedclip/engines/nvflare
 
 flower: $(FLOWER)/.made  ## run the tests of Flower on its newest version; `make engines` runs the oldest
 	$(FLOWER)/bin/python -m pytest -n $(JOBS) --dist worksteal \
-	  $(wildcard tests/engines/test_*flower*.py) fedclip/adapters/flower
+	  tests/engines/flower fedclip/engines/flower
 
 fedbiomed: $(FEDBIOMED)/.made  ## run the tests on Fed-BioMed, which has an environment for itself (Python 3.11)
-	$(FEDBIOMED)/bin/python -m pytest tests/engines_fedbiomed
+	$(FEDBIOMED)/bin/python -m pytest tests/engines/fedbiomed
 
 engines-soak: $(ENGINES)/.made  ## run the longer tests on Flower and NVFlare, and attacks on a site's policy
-	$(ENGINES)/bin/python -m pytest -m soak tests/engines
+	$(ENGINES)/bin/python -m pytest -m soak $(OTHERS)
 
 soak: $(VENV)/.dev engines-soak  ## run searches and audits that take an hour or two
 	$(PIP) --group oracle
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m soak
 
 extras: $(VENV)/.dev  ## install the wheel with each extra into an environment of its own
-	$(PY) -m pytest -m soak tests/test_wheel.py
+	$(PY) -m pytest -m soak tests/project/test_wheel.py
 
 lint: $(VENV)/.dev  ## check format, style and types
 	$(BIN)/ruff format --check

@@ -27,7 +27,7 @@ Calls = dict[str, Callable[[], Any]]
 def torch_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
     import torch
 
-    from fedclip.adapters.torch import attach, clip_
+    from fedclip.loops.torch import attach, clip_
 
     parameters = {f"p{i}": torch.nn.Parameter(torch.zeros(a.shape)) for i, a in enumerate(arrays)}
     values = list(parameters.values())
@@ -60,7 +60,7 @@ def torch_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
 def tensorflow_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
     import tensorflow as tf
 
-    from fedclip.adapters.tensorflow import clip
+    from fedclip.loops.tensorflow import clip
 
     gradients = [tf.constant(a) for a in arrays]
     variables = [tf.Variable(tf.zeros(a.shape), name=f"v{i}") for i, a in enumerate(arrays)]
@@ -88,7 +88,7 @@ def jax_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
     import jax.numpy as jnp
     import optax
 
-    from fedclip.adapters.jax import as_optax
+    from fedclip.loops.jax import as_optax
 
     gradients = {f"p{i}": jnp.asarray(a) for i, a in enumerate(arrays)}
 
@@ -111,7 +111,7 @@ def keras_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
     import keras
     import tensorflow as tf
 
-    from fedclip.adapters.keras import ClippedOptimizer
+    from fedclip.loops.keras import ClippedOptimizer
 
     gradients = [tf.constant(a) for a in arrays]
 

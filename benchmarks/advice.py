@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.progress import track
 from sklearn import datasets
 
+from fedclip.cli.editing import rewritten
+from fedclip.cli.ranking import NONE, Ranking
+from fedclip.cli.suggest import advised
+from fedclip.engines.local.simulate import run
 from fedclip.report import read_report
 from fedclip.report.advice import Advice
 from fedclip.report.results import Result, result_of
-from fedclip.tools.editing import rewritten
-from fedclip.tools.ranking import NONE, Ranking
-from fedclip.tools.simulate import run
-from fedclip.tools.suggest import advised
 
 _DATA = {
     "cancer": (datasets.load_breast_cancer, 0.1, 8),

@@ -29,10 +29,10 @@ from declearn.model.sklearn import NumpyVector
 from scipy import stats
 
 from fedclip import ClippedAveraging, UpdateClipClient, UpdateClipServer
-from fedclip.federation.update import adaptive
-from fedclip.federation.update import bound as bounds
-from fedclip.federation.update.limits import Limits
-from fedclip.federation.update.messages import ClippedUpdates, UpdateClipVotes
+from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
+from fedclip.updates import adaptive
+from fedclip.updates import bound as bounds
+from fedclip.updates.limits import Limits
 
 NOISE = 1.0
 """The noise multiplier z."""

@@ -1,11 +1,11 @@
 """How fast any bound could follow the votes of few clients: ``python -m benchmarks.bound_speed``.
 
-Five clients whose bound is ten times too low or too high, as in `tests/test_pace.py`, and beside
-`update-clip-server` a rule that nobody can have: it knows how far the norms of the updates differ,
-how many clients do not reply, how many lie and what they say, and how often the norms change. From
-all votes so far it has the probability of each place of the target (Bayes' rule on a grid), and
-puts the bound to its mean. How often norms change, and by how much a round, are what makes this
-rule fastest among those that are as quiet at the target as the constant speed.
+Five clients whose bound is ten times too low or too high, as in `tests/units/updates/test_pace.py`,
+and beside `update-clip-server` a rule that nobody can have: it knows how far the norms of the
+updates differ, how many clients do not reply, how many lie and what they say, and how often the
+norms change. From all votes so far it has the probability of each place of the target (Bayes' rule
+on a grid), and puts the bound to its mean. How often norms change, and by how much a round, are
+what makes this rule fastest among those that are as quiet at the target as the constant speed.
 
 `--blind` lets the same rule take it that the logarithms of the norms differ by 0.5, that 15 % do
 not reply and that nobody lies, whatever is the case.
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "units" / "updates"))
 
 from scipy.special import ndtr
 from test_pace import FIVE, HARD, Federation, rounds_for_ten

@@ -15,11 +15,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.combining import Combining
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.exchange import Reply
-from fedclip.federation.update.shares import Shares
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.combining import Combining
+from fedclip.updates.protocol import Reply
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.weights import Shares
 
 
 def main() -> None:

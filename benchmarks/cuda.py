@@ -5,7 +5,7 @@ import functools
 import torch
 
 from fedclip import NormClip, ZScoreClip
-from fedclip.adapters.torch import clip_
+from fedclip.loops.torch import clip_
 
 
 def median(f, n=50):

@@ -29,9 +29,9 @@ from declearn.optimizer import Optimizer
 
 from fedclip import SampleClip
 from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.manager import PrivateTrainingManager
 from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.privacy.auditing import guess, lower_bound
+from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.privacy.audit import guess, lower_bound
 from fedclip.privacy.noise import secure_normals
 
 EPSILON, DELTA = 3.0, 1e-5

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "engines"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from flower_loop import Loop, arrays_of, record
 from flwr.clientapp.mod import adaptiveclipping_mod
 from flwr.serverapp.strategy import (
@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
-from fedclip.adapters.flower import UpdateClipMod, UpdateClipStrategy
+from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
 
 CLIENTS, ROUNDS, Z = 50, 60, 1.0
 NORMS = np.exp(np.random.default_rng(0).normal(0.0, 0.3, CLIENTS))

@@ -30,7 +30,7 @@ from declearn.optimizer.modules import L2GlobalClipping
 
 import fedclip
 from benchmarks.models import GRADIENTS, Shape
-from fedclip.parameters import signature_of
+from fedclip.core.parameters import signature_of
 
 FAR = 1e9
 """A limit that no gradient here comes near."""

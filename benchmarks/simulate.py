@@ -85,7 +85,7 @@ def write(folder: Path, model: str, clients: int) -> None:
 
 def measure(model: str, clients: int, rounds: int) -> tuple[float, float]:
     """Return the seconds that a round takes, and the MB of the whole simulation."""
-    from fedclip.tools.simulate import Simulation
+    from fedclip.engines.local.simulate import Simulation
 
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), model, clients)

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fedclip
-from fedclip.adapters.torch import clip_
+from fedclip.loops.torch import clip_
 
 Step = Callable[[], None]
 

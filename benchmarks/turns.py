@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.turns import Schedule
 from fedclip.privacy.accounting import noise_multiplier
-from fedclip.privacy.banded import coefficients, error
+from fedclip.privacy.correlated import coefficients, error
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.schedule import Schedule
+from fedclip.updates.server import UpdateServer
 
 Array = np.ndarray[Any, Any]
 

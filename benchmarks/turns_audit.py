@@ -22,12 +22,12 @@ from unittest import mock
 
 import numpy as np
 
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.budget import Budget
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.exchange import Reply
-from fedclip.federation.update.turns import Due
-from fedclip.privacy.banded import Stream
+from fedclip.privacy.correlated import Stream
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.noise import Budget
+from fedclip.updates.protocol import Reply
+from fedclip.updates.schedule import Due
+from fedclip.updates.server import UpdateServer
 
 ROUNDS, SEPARATION, CLIENTS = 12, 3, 4
 TURNS = ROUNDS // SEPARATION
@@ -83,7 +83,7 @@ def play(case: Case, there: bool) -> Array:
 def clipless(made: UpdateServer, update: Array) -> Any:
     """Close a round, in which each value alone has the bound's length; half of the clients vote."""
     replies = [Reply({"w": np.zeros(WIDE)}, votes=1, within=i % 2) for i in range(CLIENTS - 1)]
-    with mock.patch("fedclip.federation.update.limits.Limits.excess", return_value=""):
+    with mock.patch("fedclip.updates.limits.Limits.excess", return_value=""):
         return made.close([*replies, Reply({"w": update})], like={"w": np.zeros(WIDE)})
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import unlike_sites as task
-from fedclip.tools.ranking import interval
+from fedclip.cli.ranking import interval
 
 SHOWN = ("weighted mean", "weighted clip", "weighted clip, at most 25 %", "equal clip")
 PAIRS = (
@@ -99,7 +99,7 @@ def node(name: str, place: Path, attack: tuple[str, float] | None) -> None:
     with (place / f"{name}.txt").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    from fedclip.tools.quickrun import Experiment
+    from fedclip.cli.quickrun import Experiment
 
     experiment = Experiment(place / "config.toml")
     if name == "server":
@@ -114,7 +114,7 @@ def serve(experiment: Any) -> None:
     from declearn.main import FederatedServer
     from declearn.main.config import FLOptimConfig, FLRunConfig
 
-    from fedclip.federation.serving import guarded
+    from fedclip.engines.declearn.serving import guarded
 
     network = NetworkServerConfig.from_toml(experiment.toml, False, "network")
     optim = FLOptimConfig.from_toml(experiment.toml, False, "optim")
@@ -131,7 +131,7 @@ def take_part(experiment: Any, name: str, factor: float) -> None:
     from declearn.dataset import InMemoryDataset
     from declearn.main import FederatedClient
 
-    from fedclip.federation.update.aggregator import ClippedAveraging
+    from fedclip.engines.declearn.aggregator import ClippedAveraging
 
     honest: Any = ClippedAveraging.prepare_for_sharing
 

@@ -20,11 +20,11 @@ from rich.table import Table
 from scipy import stats
 
 from benchmarks import unlike_sites as task
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.combining import Combining
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.shares import Shares
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.combining import Combining
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.weights import Shares
 
 
 def server_of(settings: Mapping[str, Any]) -> UpdateServer:

@@ -6,8 +6,8 @@ import inspect
 import json
 from typing import Any
 
-from fedclip.parameters import signature_of
-from fedclip.tools.catalogue import FILE, is_ours, registries
+from fedclip.cli.catalogue import FILE, is_ours, registries
+from fedclip.core.parameters import signature_of
 
 
 def registered() -> list[dict[str, Any]]:

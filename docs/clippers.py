@@ -3,7 +3,7 @@
 A page in ``docs/clippers/`` has a part written by hand, "When to use it". Above it stands the first
 sentence of the docstring of its class, and below it, between two marks, the rest of the docstring,
 so that page and docstring can not differ.
-``tests/test_docs.py`` checks that it is current.
+``tests/project/test_docs.py`` checks that it is current.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.parameters import signature_of
-from fedclip.toml import toml_value
+from fedclip.core.parameters import signature_of
+from fedclip.core.toml import toml_value
 
 DOCS = Path(__file__).parent
 PAGES = DOCS / "clippers"

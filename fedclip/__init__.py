@@ -16,6 +16,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from fedclip.clippers import by_name
+from fedclip.engines.declearn.registration import enter, register_when_possible
 from fedclip.errors import (
     DECLEARN,
     FEDERATIONS,
@@ -25,49 +27,50 @@ from fedclip.errors import (
     public_names,
     require_federations,
 )
-from fedclip.modules import by_name
-from fedclip.registration import enter, register_when_possible
 
 if TYPE_CHECKING:
-    from fedclip.dpsgd.client import PrivateFederatedClient as PrivateFederatedClient
-    from fedclip.dpsgd.sample_clip import SampleClip as SampleClip
+    from fedclip.clippers.adaptive_clip import AdaptiveClip as AdaptiveClip
+    from fedclip.clippers.agc import AGC as AGC
+    from fedclip.clippers.auto_clip import AutoClip as AutoClip
+    from fedclip.clippers.base import Clipper as Clipper
+    from fedclip.clippers.centralize import Centralize as Centralize
+    from fedclip.clippers.ema_clip import EmaClip as EmaClip
+    from fedclip.clippers.ema_norm_clip import EmaNormClip as EmaNormClip
+    from fedclip.clippers.ema_normalize import EmaNormalize as EmaNormalize
+    from fedclip.clippers.ema_value_clip import EmaValueClip as EmaValueClip
+    from fedclip.clippers.growth_clip import GrowthClip as GrowthClip
+    from fedclip.clippers.growth_value_clip import GrowthValueClip as GrowthValueClip
+    from fedclip.clippers.mad_clip import MadClip as MadClip
+    from fedclip.clippers.no_op import NoOp as NoOp
+    from fedclip.clippers.norm_clip import NormClip as NormClip
+    from fedclip.clippers.normalize import Normalize as Normalize
+    from fedclip.clippers.own_limit import OwnLimit as OwnLimit
+    from fedclip.clippers.percentile_clip import PercentileClip as PercentileClip
+    from fedclip.clippers.percentile_norm_clip import PercentileNormClip as PercentileNormClip
+    from fedclip.clippers.standardize import Standardize as Standardize
+    from fedclip.clippers.value_clip import ValueClip as ValueClip
+    from fedclip.clippers.zscore_clip import ZScoreClip as ZScoreClip
+    from fedclip.core.records import RoundRecord as RoundRecord
+    from fedclip.core.records import StepRecord as StepRecord
+    from fedclip.core.toml import to_toml as to_toml
+    from fedclip.engines.declearn.aggregator import ClippedAveraging as ClippedAveraging
+    from fedclip.engines.declearn.personal import PersonalModel as PersonalModel
+    from fedclip.engines.declearn.personal_client import (
+        PersonalFederatedClient as PersonalFederatedClient,
+    )
+    from fedclip.engines.declearn.pipeline import analyse as analyse
+    from fedclip.engines.declearn.private_client import (
+        PrivateFederatedClient as PrivateFederatedClient,
+    )
+    from fedclip.engines.declearn.round_robin import RoundRobin as RoundRobin
+    from fedclip.engines.declearn.sample_clip import SampleClip as SampleClip
+    from fedclip.engines.declearn.senders import NamedClients as NamedClients
+    from fedclip.engines.declearn.update_client import UpdateClipClient as UpdateClipClient
+    from fedclip.engines.declearn.update_norms import UpdateNorms as UpdateNorms
+    from fedclip.engines.declearn.update_server import UpdateClipServer as UpdateClipServer
     from fedclip.errors import FedclipWarning as FedclipWarning
     from fedclip.errors import NonFiniteError as NonFiniteError
     from fedclip.errors import StateError as StateError
-    from fedclip.federation.personal import PersonalModel as PersonalModel
-    from fedclip.federation.personal_client import (
-        PersonalFederatedClient as PersonalFederatedClient,
-    )
-    from fedclip.federation.round_robin import RoundRobin as RoundRobin
-    from fedclip.federation.senders import NamedClients as NamedClients
-    from fedclip.federation.update.aggregator import ClippedAveraging as ClippedAveraging
-    from fedclip.federation.update.client import UpdateClipClient as UpdateClipClient
-    from fedclip.federation.update.measuring import UpdateNorms as UpdateNorms
-    from fedclip.federation.update.server import UpdateClipServer as UpdateClipServer
-    from fedclip.modules.adaptive_clip import AdaptiveClip as AdaptiveClip
-    from fedclip.modules.agc import AGC as AGC
-    from fedclip.modules.auto_clip import AutoClip as AutoClip
-    from fedclip.modules.base import Clipper as Clipper
-    from fedclip.modules.centralize import Centralize as Centralize
-    from fedclip.modules.ema_clip import EmaClip as EmaClip
-    from fedclip.modules.ema_norm_clip import EmaNormClip as EmaNormClip
-    from fedclip.modules.ema_normalize import EmaNormalize as EmaNormalize
-    from fedclip.modules.ema_value_clip import EmaValueClip as EmaValueClip
-    from fedclip.modules.growth_clip import GrowthClip as GrowthClip
-    from fedclip.modules.growth_value_clip import GrowthValueClip as GrowthValueClip
-    from fedclip.modules.mad_clip import MadClip as MadClip
-    from fedclip.modules.no_op import NoOp as NoOp
-    from fedclip.modules.norm_clip import NormClip as NormClip
-    from fedclip.modules.normalize import Normalize as Normalize
-    from fedclip.modules.own_limit import OwnLimit as OwnLimit
-    from fedclip.modules.percentile_clip import PercentileClip as PercentileClip
-    from fedclip.modules.percentile_norm_clip import PercentileNormClip as PercentileNormClip
-    from fedclip.modules.standardize import Standardize as Standardize
-    from fedclip.modules.value_clip import ValueClip as ValueClip
-    from fedclip.modules.zscore_clip import ZScoreClip as ZScoreClip
-    from fedclip.records import RoundRecord as RoundRecord
-    from fedclip.records import StepRecord as StepRecord
-    from fedclip.toml import to_toml as to_toml
 
 __version__ = "0.1.0"
 
@@ -81,25 +84,26 @@ _CLIPPERS = (
 _HOMES = {
     name: home
     for home, names in {
-        "dpsgd.client": "PrivateFederatedClient",
-        "dpsgd.sample_clip": "SampleClip",
+        "engines.declearn.private_client": "PrivateFederatedClient",
+        "engines.declearn.sample_clip": "SampleClip",
         "errors": "FedclipWarning NonFiniteError StateError",
-        "federation.personal": "PersonalModel",
-        "federation.personal_client": "PersonalFederatedClient",
-        "federation.round_robin": "RoundRobin",
-        "federation.senders": "NamedClients",
-        "federation.update.aggregator": "ClippedAveraging",
-        "federation.update.client": "UpdateClipClient",
-        "federation.update.measuring": "UpdateNorms",
-        "federation.update.server": "UpdateClipServer",
-        "modules.base": "Clipper",
-        "records": "RoundRecord StepRecord",
-        "toml": "to_toml",
+        "engines.declearn.pipeline": "analyse",
+        "engines.declearn.personal": "PersonalModel",
+        "engines.declearn.personal_client": "PersonalFederatedClient",
+        "engines.declearn.round_robin": "RoundRobin",
+        "engines.declearn.senders": "NamedClients",
+        "engines.declearn.aggregator": "ClippedAveraging",
+        "engines.declearn.update_client": "UpdateClipClient",
+        "engines.declearn.update_norms": "UpdateNorms",
+        "engines.declearn.update_server": "UpdateClipServer",
+        "clippers.base": "Clipper",
+        "core.records": "RoundRecord StepRecord",
+        "core.toml": "to_toml",
     }.items()
     for name in names.split()
 }
 _HOMES |= {
-    name: f"modules.{re.sub('(?<=[a-z])(?=[A-Z])', '_', name).lower()}"
+    name: f"clippers.{re.sub('(?<=[a-z])(?=[A-Z])', '_', name).lower()}"
     for name in _CLIPPERS.split()
 }
 
@@ -114,7 +118,7 @@ if not TYPE_CHECKING:
             if name.endswith("FederatedClient") and find_spec("declearn"):
                 require_federations(f"fedclip.{name}")
             try:
-                if _HOMES[name].startswith(("dpsgd", "federation")):
+                if _HOMES[name].startswith("engines.declearn"):
                     # They need declearn. Import it here: two threads that import it from within
                     # different modules of fedclip would wait for each other.
                     import_module("declearn")
@@ -138,21 +142,21 @@ __dir__ = public_names(__name__)
 
 def _register() -> None:
     """Register every plug-in by importing its module; a second call changes nothing."""
-    import fedclip.dpsgd.sample_clip
-    import fedclip.federation.personal
-    import fedclip.federation.round_robin
-    import fedclip.federation.senders
-    import fedclip.federation.update.aggregator
-    import fedclip.federation.update.client
-    import fedclip.federation.update.measuring
-    import fedclip.federation.update.server
-    import fedclip.modules.servers
+    import fedclip.engines.declearn.aggregator
+    import fedclip.engines.declearn.clipper_servers
+    import fedclip.engines.declearn.personal
+    import fedclip.engines.declearn.round_robin
+    import fedclip.engines.declearn.sample_clip
+    import fedclip.engines.declearn.senders
+    import fedclip.engines.declearn.update_client
+    import fedclip.engines.declearn.update_norms
+    import fedclip.engines.declearn.update_server
 
     if fits(FEDERATIONS):
-        import fedclip.dpsgd.evaluation
+        import fedclip.engines.declearn.private_evaluation
 
         if find_spec("websockets"):
-            import fedclip.federation.network  # noqa: F401
+            import fedclip.engines.declearn.network  # noqa: F401
     by_name()
     enter()
 

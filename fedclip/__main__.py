@@ -11,7 +11,7 @@ from fedclip.errors import NEEDS_CLI, OF_CLI
 def main() -> None:
     """Run the command line, or print how to install it."""
     try:
-        from fedclip.tools.cli import main as run
+        from fedclip.cli.main import main as run
     except ImportError as error:
         if error.name not in OF_CLI:
             raise

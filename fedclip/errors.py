@@ -127,7 +127,7 @@ def require_federations(what: str) -> None:
         raise ImportError(requirement(what, FEDERATIONS), name="declearn")
 
 
-ADAPTERS = {
+LOOPS = {
     "torch": "PureClipping attach attach_update clip_ clip_grad_norm_",
     "jax": "as_optax",
     "tensorflow": "CompiledClipper clip",
@@ -136,14 +136,14 @@ ADAPTERS = {
     "transformers": "ClipCallback",
     "loggers": "log",
 }
-"""What people look for in the package itself, and where it is in the adapters."""
+"""What people look for in the package itself, and where it is in `fedclip.loops`."""
 
 
 def elsewhere(name: str, known: Sequence[str] = ()) -> str:
-    """Return where an adapter, or something in one, is; or the known name closest to a name."""
-    ways = {adapter: f"import fedclip.adapters.{adapter}" for adapter in ADAPTERS}
-    for adapter, names in ADAPTERS.items():
-        ways |= {n: f"from fedclip.adapters.{adapter} import {n}" for n in names.split()}
+    """Return where a loop, or something in one, is; or the known name closest to a name."""
+    ways = {loop: f"import fedclip.loops.{loop}" for loop in LOOPS}
+    for loop, names in LOOPS.items():
+        ways |= {n: f"from fedclip.loops.{loop} import {n}" for n in names.split()}
     if name in ways:
         return f": {ways[name]}"
     match = difflib.get_close_matches(name, [*known, *ways], n=1)
@@ -158,7 +158,7 @@ class _Hints:
         """Raise an error if there is something to say about a name in fedclip."""
         home, _, last = name.rpartition(".")
         root, *rest = home.split(".")
-        if root == "fedclip" and rest in ([], ["adapters"]) and not last.startswith("_"):
+        if root == "fedclip" and rest in ([], ["loops"]) and not last.startswith("_"):
             hint = elsewhere(last, sys.modules["fedclip"].__all__)
             if hint:
                 raise ImportError(f"{home} has no {last!r}{hint}", name=name)

@@ -30,7 +30,8 @@ from declearn.optimizer.regularizers import Regularizer
 from numpy.typing import NDArray
 
 from fedclip.errors import FEDERATIONS, FedclipWarning, Unchecked, needing, public_names
-from fedclip.privacy import Context, kinds
+from fedclip.privacy import Context
+from fedclip.privacy import guarantees as kinds
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Plugin
 
@@ -295,7 +296,7 @@ def check_guarantee(factory: Factory) -> None:
     found = look_up(clipper, Context(SHAPES))
     assert found != kinds.unknown(clipper, Context()), (
         f"{clipper.name} does not say what it guarantees: write guarantee = kinds.… into its class "
-        "(fedclip.privacy.kinds)"
+        "(fedclip.privacy.guarantees)"
     )
     for arrays in gradient_stream(20):
         for scale in (1.0, 1e3):

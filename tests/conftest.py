@@ -122,7 +122,7 @@ def _on_the_cpu() -> None:
 @pytest.fixture
 def checked(tmp_path: Path) -> Callable[[str], Any]:
     """Return what `fedclip check` finds in a file of this text."""
-    from fedclip.tools.check import check_config
+    from fedclip.cli.check.configuration import check_config
 
     def checked(text: str) -> Any:
         file = tmp_path / "config.toml"
@@ -136,8 +136,8 @@ def checked(tmp_path: Path) -> Callable[[str], Any]:
 def no_round_left_open() -> Iterator[None]:
     """Forget, after a test, the round of update clipping that it has begun, and who has replied."""
     yield
-    from fedclip.federation.replies import note
-    from fedclip.federation.update.coupling import CLIENT, SERVER
+    from fedclip.engines.declearn.context import CLIENT, SERVER
+    from fedclip.engines.declearn.replies import note
 
     note(None, {})
     for variable in (CLIENT, SERVER):

@@ -9,7 +9,7 @@ import numpy as np
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
-from fedclip.tools.catalogue import catalogue
+from fedclip.cli.catalogue import catalogue
 
 
 @cache

@@ -13,8 +13,8 @@ from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 
 from benchmarks.search.gradients import RANGES, Gradient, build, merged, parts
 from fedclip.arrays import backend_named
+from fedclip.core.scopes import resolve
 from fedclip.errors import FedclipWarning
-from fedclip.scopes import resolve
 from fedclip.testing import apply, differences
 
 # No measure in float64 is surer than this; the limit itself is a float64 number.

@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks import turns
 from benchmarks.study.cells import Field, Job, Mechanism
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.engine import UpdateServer
 from fedclip.privacy.accounting import noise_multiplier
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.server import UpdateServer
 
 EPSILONS = {"noise epsilon 2": 2.0, "noise epsilon 8": 8.0}
 SLOW, SLOWER = "adaptive, every round, rate / 8", 1 / 8

@@ -28,13 +28,13 @@ from benchmarks import turns
 from benchmarks.study.cells import Field, Job, Mechanism
 from benchmarks.study.scenes import SOURCES, Scene
 from fedclip import ZScoreClip
-from fedclip.federation.update.adaptive import AdaptiveBound
-from fedclip.federation.update.arc import arc_factors
-from fedclip.federation.update.clipping import UpdateClient
-from fedclip.federation.update.engine import UpdateServer
-from fedclip.federation.update.trimmed import trimmed_mean
-from fedclip.federation.update.turns import Due
 from fedclip.privacy.accounting import noise_multiplier
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.arc import arc_factors
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.schedule import Due
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.trimmed import trimmed_mean
 
 Array = np.ndarray[Any, Any]
 

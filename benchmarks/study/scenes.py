@@ -21,10 +21,10 @@ from scipy.special import expit
 from sklearn import datasets
 from sklearn.linear_model import SGDClassifier
 
-from fedclip.toml import toml_value
-from fedclip.tools.crowd import Crowd, Trained
-from fedclip.tools.quickrun import draw_from
-from fedclip.tools.simulate import Simulation
+from fedclip.cli.quickrun import draw_from
+from fedclip.core.toml import toml_value
+from fedclip.engines.local.crowd import Crowd, Trained
+from fedclip.engines.local.simulate import Simulation
 
 Array = np.ndarray[Any, Any]
 Site = tuple[Array, Array]

@@ -21,8 +21,8 @@ from scipy import stats
 from benchmarks.study import mechanisms, noised, orderings
 from benchmarks.study.cells import Cell, Field, Scores, chosen, worst
 from benchmarks.study.scenes import CLAIMS, SOURCES, TROUBLES
-from fedclip.privacy.banded import coefficients, error
-from fedclip.tools.ranking import interval
+from fedclip.cli.ranking import interval
+from fedclip.privacy.correlated import coefficients, error
 
 ROOT = Path(__file__).parents[2]
 PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("study", "choosing"))

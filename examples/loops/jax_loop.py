@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import task
 
-from fedclip.adapters.jax import as_optax
+from fedclip.loops.jax import as_optax
 
 
 def train():

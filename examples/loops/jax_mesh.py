@@ -15,7 +15,7 @@ import task
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedclip.adapters.jax import as_optax, metrics
+from fedclip.loops.jax import as_optax, metrics
 
 
 def train():

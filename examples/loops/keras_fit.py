@@ -3,7 +3,7 @@
 import keras
 import task
 
-from fedclip.adapters.keras import ClippedOptimizer
+from fedclip.loops.keras import ClippedOptimizer
 
 
 class Limits(keras.callbacks.Callback):

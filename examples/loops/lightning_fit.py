@@ -4,7 +4,7 @@ import task
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from fedclip.adapters.lightning import ClipCallback
+from fedclip.loops.lightning import ClipCallback
 
 
 class Model(LightningModule):

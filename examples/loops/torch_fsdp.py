@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fedclip.adapters.torch import attach
+from fedclip.loops.torch import attach
 
 
 def train():

@@ -3,7 +3,7 @@
 import task
 import torch
 
-from fedclip.adapters.torch import clip_
+from fedclip.loops.torch import clip_
 
 
 def train():

@@ -9,7 +9,7 @@ import task
 import torch
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
-from fedclip.adapters.transformers import attach
+from fedclip.loops.transformers import attach
 
 SHAPE = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
 SIZE = {

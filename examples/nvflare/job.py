@@ -19,7 +19,7 @@ from nvflare.app_common.np.recipes.fedavg import NumpyFedAvgRecipe
 from nvflare.client.config import TransferType
 from nvflare.recipe import SimEnv
 
-from fedclip.adapters.nvflare import add_update_clipping
+from fedclip.engines.nvflare import add_update_clipping
 
 HERE = Path(__file__).parent
 

@@ -29,7 +29,7 @@ from declearn.utils import setup_server_loggers
 from sklearn.datasets import load_digits
 
 from fedclip import PersonalFederatedClient
-from fedclip.federation.update.secagg import plan
+from fedclip.engines.declearn.secagg import plan
 
 BRIGHT = 3
 

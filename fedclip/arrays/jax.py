@@ -35,7 +35,7 @@ from fedclip.arrays.numpy import bits, dtype_name
 float64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 
 # XLA adds up to 62 float32 one after the other in arrays of fewer elements than this, and at most
-# 20 in larger ones up to a million (tests/test_digits.py).
+# 20 in larger ones up to a million (tests/laws/test_digits.py).
 _TREE = 1 << 12
 _LONG = 1 << 20
 # Of fewer elements in all, those of a group are joined: one operation, not one for each array.

@@ -28,7 +28,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fedclip import parameters
+from fedclip.core import parameters
 from fedclip.privacy.accounting import Cost, Release, account, noise_multiplier
 from fedclip.privacy.planning import ASK_VALUES, in_words, verdict
 

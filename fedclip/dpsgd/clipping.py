@@ -31,11 +31,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedclip.core.scopes import Groups, resolve
 from fedclip.dpsgd.persample.base import Float64
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.noise import Normals, noised
 from fedclip.rules.adaptive import geometric_update
-from fedclip.scopes import Groups, resolve
 
 __all__ = ["MODES", "SampleClipping"]
 

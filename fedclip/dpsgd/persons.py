@@ -25,10 +25,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedclip import parameters
+from fedclip.core import parameters
 from fedclip.dpsgd.persample.base import Failed
-from fedclip.dpsgd.records import Batch, Positions, Records
 from fedclip.dpsgd.sampling import Bits, secure_bits
+from fedclip.engines.declearn.dataset_records import Batch, Positions, Records
 
 __all__ = ["Ids", "Persons", "numbered"]
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip import parameters
+from fedclip.core import parameters
 
 __all__ = ["Bits", "PoissonSampler", "secure_bits"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fedclip import parameters
+from fedclip.core import parameters
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise, Noise

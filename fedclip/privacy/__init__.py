@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differential privacy: what a clip guarantees, noise, and what it costs.
 
-Only `analyse` needs declearn, and is imported when it is first used.
+It knows no engine: `fedclip.analyse` looks up declearn's plug-ins by name. Start reading at
+`maps` (what one map does to a norm) and `accounting` (epsilon of a run).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fedclip.errors import imported_when_used, public_names
-from fedclip.privacy.bounds import MAPS
+from fedclip.errors import public_names
+from fedclip.privacy.bounds import MAPS, analyse_plugins
 from fedclip.privacy.maps import Context, Map
 from fedclip.privacy.sensitivity import RELATIONS, Analysis
 
-if TYPE_CHECKING:
-    from fedclip.privacy.pipeline import analyse
-
-__all__ = ["MAPS", "RELATIONS", "Analysis", "Context", "Map", "analyse"]
+__all__ = ["MAPS", "RELATIONS", "Analysis", "Context", "Map", "analyse_plugins"]
 
 __dir__ = public_names(__name__)
-
-if not TYPE_CHECKING:
-    __getattr__ = imported_when_used(__name__, {"analyse": "pipeline"})

@@ -42,7 +42,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from fedclip import parameters
+from fedclip.core import parameters
 from fedclip.errors import StateError
 from fedclip.privacy.gaussian import epsilon_of, mu_of
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What declearn's two clippers guarantee, and how a plug-in's guarantee is looked up."""
+"""Looks up what plug-ins guarantee, those of declearn too, and analyses a list of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fedclip.privacy import kinds
-from fedclip.privacy.lengths import SINGLE, root_of_squares
-from fedclip.privacy.maps import Context, Guarantee, Map, Plugin
+from fedclip.core import parameters
+from fedclip.privacy import guarantees as kinds
+from fedclip.privacy.maps import Context, Guarantee, Map, Plugin, Shapes
+from fedclip.privacy.norm_conversions import SINGLE, root_of_squares
+from fedclip.privacy.sensitivity import Analysis
 
-__all__ = ["MAPS", "look_up"]
+__all__ = ["MAPS", "analyse_plugins", "look_up"]
 
 
 def _declearn_clip(module: Plugin, context: Context) -> Map:
@@ -48,3 +51,34 @@ def look_up(plugin: Plugin, context: Context) -> Map:
         return kind(plugin, context)
     guarantee = getattr(plugin, "guarantee", None)
     return guarantee(context) if callable(guarantee) else kinds.unknown(plugin, context)
+
+
+def analyse_plugins(
+    plugins: Sequence[Plugin], shapes: Shapes | None = None, *, finite: bool = False
+) -> Analysis:
+    """Return what plug-ins guarantee together, in the order in which they act.
+
+    `fedclip.analyse` takes names, configurations and optimizers as well, and describes the
+    parameters.
+    """
+    parameters.boolean(finite=finite)
+    known = _checked(shapes)
+    maps: list[Map] = []
+    for plugin in plugins:
+        context = Context(known, finite or any(m.finite for m in maps[-1:]))
+        maps.append(look_up(plugin, context))
+    return Analysis(tuple(maps))
+
+
+def _checked(shapes: object) -> Shapes | None:
+    if shapes is None:
+        return None
+    allowed = "shapes must be a dict of tuples of ints, such as {'w': (3, 2)}"
+    if not isinstance(shapes, Mapping):
+        raise TypeError(f"{allowed}, got {shapes!r}")
+    for name, shape in shapes.items():
+        if not isinstance(shape, Sequence) or isinstance(shape, str):
+            raise TypeError(f"{allowed}, got {shape!r} for {name!r}")
+        for length in shape:
+            parameters.integer(0, **{f"shapes[{name!r}]": length})
+    return {name: tuple(shape) for name, shape in shapes.items()}

@@ -57,7 +57,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip import parameters
+from fedclip.core import parameters
 from fedclip.privacy.noise import random_words
 
 __all__ = ["draws", "gap", "honest_sites", "site_variance"]

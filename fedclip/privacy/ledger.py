@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-from fedclip import parameters
+from fedclip.core import parameters
 from fedclip.privacy.accounting import RELATIONS, Accountant, Release, order_for
 from fedclip.privacy.locks import locked
 

@@ -13,8 +13,8 @@ For T rounds of m clients, a model of d values, and mu, the largest one that the
                                                        to T C, the farthest that T updates can go
 
 Where clients take turns, by a schedule that has each of them in one of b rounds, T stands for the
-turns of a client, ``ceil(T / b)``. "banded" noise (`fedclip.privacy.banded`) then has less in the
-model for the same turns; it is drawn `norm(c)` times as large.
+turns of a client, ``ceil(T / b)``. "banded" noise (`fedclip.privacy.correlated`) then has less in
+the model for the same turns; it is drawn `norm(c)` times as large.
 
 The average of updates clipped to C has a length of at most C, and far less if clients differ. The
 drift hardly depends on T (the votes cost 15 % at most): more rounds need more noise each, but also
@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fedclip import parameters
+from fedclip.core import parameters
 from fedclip.privacy.accounting import (
     RELATIONS,
     Release,
@@ -42,7 +42,7 @@ from fedclip.privacy.accounting import (
     split_evaluation,
     split_noise,
 )
-from fedclip.privacy.banded import coefficients, error, grown
+from fedclip.privacy.correlated import coefficients, error, grown
 
 __all__ = ["ASK_VALUES", "Plan", "plan", "verdict"]
 

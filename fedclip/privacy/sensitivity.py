@@ -19,10 +19,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fedclip import parameters
+from fedclip.core import parameters
 from fedclip.privacy.accounting import RELATIONS
-from fedclip.privacy.lengths import COARSEST, number, outwards
 from fedclip.privacy.maps import Map
+from fedclip.privacy.norm_conversions import COARSEST, number, outwards
 
 __all__ = ["RELATIONS", "Analysis"]
 
@@ -31,7 +31,7 @@ _PLACES = ("record", "aggregate")
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a pipeline guarantees; made by `fedclip.privacy.analyse`.
+    """What a pipeline guarantees; made by `fedclip.analyse`.
 
     Attributes
     ----------

@@ -15,7 +15,7 @@ A damaged file is skipped, and the report names it. Names of nodes, clippers and
 people's text: they are shown as they are, never read as markup.
 """
 
-from fedclip.records import ALL
+from fedclip.core.records import ALL
 from fedclip.report.experiment import Report
 from fedclip.report.page import Run, page_of
 from fedclip.report.reading import Reader, read_report

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from fedclip.core.records import ALL
 from fedclip.errors import needing
-from fedclip.records import ALL
 from fedclip.report import words
 from fedclip.report.curves import Curve
 from fedclip.report.rows import COLUMNS, Key, Row, experiment_of, printable, write_csv

@@ -19,7 +19,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fedclip.records import RoundRecord
+from fedclip.core.records import RoundRecord
 from fedclip.report.advice import Advice
 from fedclip.report.curves import Curve
 from fedclip.report.experiment import Report

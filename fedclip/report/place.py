@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fedclip.records import RoundRecord
+from fedclip.core.records import RoundRecord
 from fedclip.report.rows import Row, grouped, pooled, site_of
 
 BY_NORM = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgpack
 
-from fedclip.records import SERVED, read_rounds
+from fedclip.core.records import SERVED, read_rounds
 from fedclip.report.curves import Curve, read_confusion, read_curves
 from fedclip.report.experiment import Report
 from fedclip.report.rows import ReportError, Row, experiment_of

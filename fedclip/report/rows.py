@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TextIO, TypeAlias, TypeVar
 
-from fedclip.records import RoundRecord
+from fedclip.core.records import RoundRecord
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from fedclip.records import RoundRecord
+from fedclip.core.records import RoundRecord
 from fedclip.report.curves import Curve
 from fedclip.report.place import places_of
 from fedclip.report.rows import Limits, Row, experiment_of, grouped, known, listed, number, pooled

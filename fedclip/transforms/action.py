@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fedclip.arrays import HALF_UNIT, LARGEST, Arithmetic, Array, Backend
-from fedclip.parameters import LEAST
+from fedclip.core.parameters import LEAST
 
 MARGIN = {
     # Of the norm 11 roundings of float32 (`fedclip.arrays.blocks`), and four of limit / norm, the

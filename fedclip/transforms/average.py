@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from fedclip.arrays import Array, Arrays
-from fedclip.measures import Order, degree, measure
+from fedclip.core.measures import Order, degree, measure
+from fedclip.core.scopes import Groups
 from fedclip.rules import CLEAR, NoState, State
 from fedclip.rules.constant import Given
 from fedclip.rules.elementwise import blend, step_size
-from fedclip.scopes import Groups
 from fedclip.transforms.action import Action
 from fedclip.transforms.base import Gradient, Outcome, by_tensor
 from fedclip.transforms.norm import NormClipping

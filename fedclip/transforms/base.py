@@ -39,9 +39,9 @@ from fedclip.arrays import (
 )
 from fedclip.arrays.blocks import decode, encode
 from fedclip.arrays.numpy import FLOATS, bits
+from fedclip.core.scopes import Groups
+from fedclip.core.states import Statistics
 from fedclip.rules import LEARNT, Basis, NoState, State
-from fedclip.scopes import Groups
-from fedclip.states import Statistics
 from fedclip.transforms.action import DTYPES
 
 # A context variable tells NumPy how to handle floating-point errors. Call functions in a copy of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedclip.arrays import LARGEST, Array, Arrays, with_others
-from fedclip.measures import sizes_of, spread_of, total
+from fedclip.core.measures import sizes_of, spread_of, total
 from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.base import Gradient, Outcome, Transform
 from fedclip.transforms.slice import spanned

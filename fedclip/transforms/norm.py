@@ -3,7 +3,7 @@ r"""Limits on the norm of each group.
 
 ::
 
-    n      = measure of each group                                    (fedclip.measures)
+    n      = measure of each group                                    (fedclip.core.measures)
     limit  = rule(n, state)                                           (fedclip.rules)
     k      = limit / (n + eps) (1 - margin)  where n + eps > limit, else 1
                                                                       (fedclip.transforms.action)
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedclip.arrays import NUMPY, Array, Arrays
-from fedclip.measures import MEANS, Order, degree, measure
+from fedclip.core.measures import MEANS, Order, degree, measure
+from fedclip.core.scopes import Groups
 from fedclip.rules import Rule, State
-from fedclip.scopes import Groups
 from fedclip.transforms.action import SCALE_DOWN, Action, Decision
 from fedclip.transforms.base import Gradient, Outcome, Transform, by_tensor
 

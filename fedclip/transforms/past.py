@@ -13,9 +13,9 @@ from typing import ClassVar
 import numpy as np
 
 from fedclip.arrays import LARGEST, Array, Arrays
+from fedclip.core.states import Statistics
 from fedclip.rules import State
 from fedclip.rules.elementwise import ElementRule
-from fedclip.states import Statistics
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
 PAST = ("past", "count")

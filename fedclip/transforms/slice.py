@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from fedclip.arrays import Array, Arrays, Backend, Repeated, with_others
-from fedclip.measures import Order, degree, slice_measures
+from fedclip.core.measures import Order, degree, slice_measures
 from fedclip.rules import FIXED, LEARNT, Basis, State
 from fedclip.transforms.action import SCALE_DOWN, Action, Decision
 from fedclip.transforms.base import Gradient, Outcome, Transform

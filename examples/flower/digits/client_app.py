@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 
 from digits import task
 from fedclip import ZScoreClip
-from fedclip.adapters.flower import UpdateClipMod
+from fedclip.engines.flower import UpdateClipMod
 
 # The first mod is the last to touch a reply.
 app = ClientApp(mods=[UpdateClipMod()])

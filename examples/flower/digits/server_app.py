@@ -9,7 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from digits import task
-from fedclip.adapters.flower import UpdateClipStrategy
+from fedclip.engines.flower import UpdateClipStrategy
 
 app = ServerApp()
 TEST = task.load_test()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedclip.core.scopes import Groups
 from fedclip.dpsgd.persample.base import (
     Array,
     Arrays,
@@ -35,18 +36,17 @@ from fedclip.dpsgd.persample.base import (
     spare,
 )
 from fedclip.dpsgd.persample.means import Means
-from fedclip.scopes import Groups
 
 if TYPE_CHECKING:
-    from fedclip.federation.generics import AnyModel, AnyVector
+    from fedclip.engines.declearn.generics import AnyModel, AnyVector
 
 __all__ = ["Arrays", "Unfit", "add_up", "check", "clipped_sum", "part", "try_out", "vector"]
 
 _HOMES = {
-    "declearn.model.torch": "fedclip.dpsgd.persample.torch",
-    "declearn.model.sklearn": "fedclip.dpsgd.persample.sklearn",
-    "declearn.model.haiku": "fedclip.dpsgd.persample.jax",
-    "declearn.model.tensorflow": "fedclip.dpsgd.persample.tensorflow",
+    "declearn.model.torch": "fedclip.engines.declearn.persample_torch",
+    "declearn.model.sklearn": "fedclip.engines.declearn.persample_sklearn",
+    "declearn.model.haiku": "fedclip.engines.declearn.persample_jax",
+    "declearn.model.tensorflow": "fedclip.engines.declearn.persample_tensorflow",
 }
 
 

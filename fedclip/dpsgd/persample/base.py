@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip import parameters
+from fedclip.core import parameters
 
 if TYPE_CHECKING:
-    from fedclip.federation.generics import AnyModel
+    from fedclip.engines.declearn.generics import AnyModel
 
 __all__ = [
     *("Array", "Arrays", "Data", "Failed", "Float64", "Host", "HostStack", "Stack", "Unfit"),

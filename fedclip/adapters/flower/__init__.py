@@ -1,7 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Update clipping in Flower, around any of its strategies: a mod for clients, and a strategy."""
-
-from fedclip.adapters.flower.mod import UpdateClipMod
-from fedclip.adapters.flower.strategy import UpdateClipStrategy
-
-__all__ = ["UpdateClipMod", "UpdateClipStrategy"]

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands ``fedclip suggest | compare | tune``: from runs to a choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedclip.cli.output import HtmlFile, JsonFlag, Results, fail, results, say, typed
+
+if TYPE_CHECKING:
+    from fedclip.cli.progress import Tell
+    from fedclip.cli.ranking import Ranking
+    from fedclip.cli.tune import Tuning
+    from fedclip.report import Report
+
+
+def suggest(
+    folder: Results = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="Write a proposal into this TOML file.")
+    ] = None,
+    use: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The proposal to show, or write, not the first one."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Decide by the norms of a run what to clip first, and say why.
+
+    The first proposals come as lines of TOML, with the share of each client's norms that they would
+    have clipped, and with what they reveal of the data; `--use NAME` shows another so.
+    """
+    from fedclip.cli.check.configuration import find_config
+    from fedclip.cli.editing import rewritten
+    from fedclip.cli.showing import read
+    from fedclip.cli.suggest import advised, in_words
+    from fedclip.errors import nearest
+
+    folder = results(folder)
+    report = read(folder)
+    found = report.experiments
+    if len(found) > 1:
+        names = ", ".join(str(folder / name) for name in found[:3]) + ", …" * (len(found) > 3)
+        fail(f"{folder} holds {len(found)} experiments: give one of them ({names})")
+    try:
+        advice = advised(report, min(found))
+    except (TypeError, ValueError) as exc:
+        fail(str(exc))
+    proposals = {proposal.name: proposal for proposal in advice.proposals}
+    if use is not None and use not in proposals:
+        known = ", ".join(proposals) or "none"
+        fail(f"there is no proposal {use!r}{nearest(use, proposals)} (there are: {known})")
+    chosen = use or advice.start
+    if as_json:
+        facts = {"schema": "fedclip-suggest/2", "folder": str(folder), **dataclasses.asdict(advice)}
+        print(json.dumps(facts))
+    if write is not None:
+        if not chosen:
+            fail(f"{advice.answer} To write one all the same, name it: --use NAME")
+        file = find_config(write)
+        try:
+            text = rewritten(file.read_bytes().decode(), proposals[chosen])
+        except (OSError, ValueError, TypeError) as exc:
+            fail(f"{file} cannot be changed: {exc}")
+        save(file, chosen, text)
+    elif not as_json:
+        for line in in_words(advice, use or ""):
+            say(line)
+        if chosen:
+            named = f" --use {use}" if use else ""
+            say("")
+            say(f"To write it:  fedclip suggest {typed(folder)}{named} --write config.toml")
+
+
+def save(file: Path, name: str, text: str) -> None:
+    """Write a configuration with a setting in it, unless it would then not run."""
+    from fedclip.cli.check.configuration import check_config
+    from fedclip.cli.showing import write
+
+    known = check_config(file).problems
+    for fresh in (f for f in check_config(file, text=text).problems if f not in known):
+        fail(
+            f"{file} was left unchanged: with {name} it would not run "
+            f"({fresh.where} {fresh.message})"
+        )
+    write(file, text, quiet=True)
+    say(f"wrote {name} into {file}; check it with  fedclip check {typed(file)}")
+
+
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
+    html: HtmlFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Rank finished runs by the metric of each site.
+
+    The first folder is what the others are compared with.
+
+    Each folder is a setting; the runs below it are its seeds. The folder that `tune` writes stands
+    for all its settings.
+    """
+    from fedclip.cli import showing
+    from fedclip.cli.ranking import Ranking
+    from fedclip.cli.runner import MARK
+    from fedclip.report.results import result_of
+
+    showing.can_write(html)
+    named: dict[str, Path] = {}
+    for folder in folders:
+        inner = sorted({mark.parent.parent for mark in folder.glob(f"*/*/{MARK}")}, key=str)
+        for path in inner or [folder]:
+            name = path.resolve().name
+            named[str(path) if name in named else name] = path
+    found = {path.resolve() for path in named.values()}
+    read = [(name, path, showing.read(path, apart=found)) for name, path in named.items()]
+    results = {
+        name: {seed.partition("/")[0]: result_of(report, seed) for seed in report.experiments}
+        for name, _, report in read
+    }
+    show_ranking(Ranking(results, next(iter(results))), read, "fedclip-compare/2", html, as_json)
+
+
+def show_ranking(
+    ranking: Ranking,
+    read: Sequence[tuple[str, Path, Report]],
+    schema: str,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Print a ranking, and write its page."""
+    from fedclip.cli import showing
+    from fedclip.cli.ranking import drawn
+
+    tables, answer = ranking.tables(), ranking.answer()
+    if as_json:
+        print(json.dumps({"schema": schema, **ranking.as_dict()}))
+    else:
+        for table in tables:
+            showing.console().print(drawn(table))
+            say(table["caption"])
+            typer.echo()
+        say(answer)
+    if html is not None:
+        tables[0]["caption"] = f"{answer} {tables[0]['caption']}"
+        showing.save_page(read, html, tables, "Comparison of runs")
+
+
+def tune(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A quickrun file.")] = Path(),
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=V1,V2",
+            help="A key of a section, such as optim.client_opt.lrate, or of a module, such as "
+            "zscore-clip.z_max, and its values; without any, what `suggest` proposes.",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=2, help="Runs of each setting.")] = 5,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, not as in the file.")] = None,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Run nodes over websockets.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else by cores.")] = None,
+    sites: Annotated[
+        str, typer.Option(metavar="A,B", help="Sites that count; else all but outliers.")
+    ] = "",
+    write: Annotated[bool, typer.Option("--write", help="Write the winner into CONFIG.")] = False,
+    html: HtmlFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Rank values, or what `suggest` proposes, over several seeds.
+
+    The ranking goes by the metric of each site, against no clipping. Several runs go on at a time.
+    After an interruption the same command continues.
+    """
+    from fedclip.cli import showing
+    from fedclip.cli.check.configuration import find_config
+    from fedclip.cli.ranking import AS_IS, NONE
+    from fedclip.cli.runner import reports
+    from fedclip.cli.tune import Tuning
+
+    showing.can_write(html)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    jobs = jobs or cores or 1
+    # Several runs share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // jobs)))
+    chosen = [name.strip() for name in sites.split(",") if name.strip()]
+    try:
+        file = find_config(config)
+        out = file.with_name(f"{file.stem}-tune{'-nodes' * nodes}")
+        command = "quickrun" if nodes else "simulate"
+        tuning = Tuning(file, out, seeds, rounds, command, settings or [], chosen)
+        _tuned(tuning, jobs)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        fail(f"{config} cannot be tuned: {exc}")
+    ranking = tuning.ranking
+    runs = [run for name in ranking.order() for run in tuning.runs[name]]
+    show_ranking(ranking, reports(runs) if html else [], "fedclip-tune/2", html, as_json)
+    if "noise_multiplier" in tuning.text and not as_json:
+        say("This choice is made from the data: the epsilon of a run does not cover it.")
+    winner = ranking.winner
+    fresh = winner not in ("", NONE, AS_IS)
+    if write and fresh:
+        save(file, winner, tuning.texts[winner])
+    elif write:
+        say(f"{typed(file)} was left unchanged", err=True)
+    elif fresh and not as_json:
+        same = "".join(f" {shlex.quote(setting)}" for setting in tuning.settings)
+        same += f" --seeds {seeds}" + f" --rounds {rounds}" * bool(rounds) + " --nodes" * nodes
+        same += f" --sites {shlex.quote(sites)}" * bool(sites)
+        say(f"To write it:  fedclip tune {typed(file)}{same} --write")
+
+
+def _tuned(tuning: Tuning, jobs: int) -> None:
+    """Run all that is to be tried, and print the progress."""
+    from fedclip.cli.progress import progress
+    from fedclip.cli.runner import run_all
+
+    tasks, before = {"tune": tuning.left}, 0
+    tell = progress(tasks)
+    for number, wave in enumerate(tuning.waves()):
+        todo = [run for run in wave if not run.done]
+        tell_wave = partial(_tell, tell, before)
+        failed = run_all(todo, tuning.command, jobs, tell_wave)
+        before += sum(run.rounds for run in todo)
+        if failed and not number:
+            fail(next(iter(failed.values())))
+        tuning.judge(wave, failed)
+        for why in failed.values():
+            say(why, err=True)
+        if not number and not tuning.settings:
+            advice, left_out = tuning.advised()
+            for line in (*advice.findings, advice.answer):
+                say(line, err=True)
+            for name, why in left_out.items():
+                say(f"{name} is not tried: {why}", err=True)
+        if not number:
+            names = ", ".join(tuning.runs)
+            say(f"{len(tuning.runs)} settings with {tuning.seeds} seeds each: {names}", err=True)
+        tasks["tune"] = before + tuning.left
+
+
+def _tell(tell: Tell, before: int, done: int, text: str) -> None:
+    tell("tune", before + done, text)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was spent of a privacy budget, read from ledgers and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from fedclip.cli.catalogue import version
+from fedclip.core.parameters import Config
+from fedclip.core.records import SERVED
+from fedclip.privacy.accounting import (
+    ZERO_OUT,
+    Accountant,
+    Release,
+    account,
+    merged,
+    relation_of,
+)
+from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
+from fedclip.privacy.trust_models import by_silent
+from fedclip.privacy.trust_models import in_words as told
+from fedclip.report import ReportError, read_report
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.client_noise import SiteNoise
+from fedclip.updates.store import read, server_in
+
+_COUNTED_BY = ("fedclip", "dp-accounting")
+
+
+class NothingSpent(ValueError):
+    """A folder in which no privacy budget was spent."""
+
+
+class Spent(NamedTuple):
+    """What one file says was spent, and whether that protects a record, a person or a client.
+
+    A ledger has `entries`, from which its accountant is. Clients are charged for one turn in
+    `separation` rounds. A server may have been given a budget of at most so much, `planned`.
+    """
+
+    where: str
+    protects: str
+    accountant: Accountant
+    entries: Sequence[Entry] = ()
+    separation: int = 1
+    planned: float | None = None
+    mechanism: str = "Gaussian"
+    site: SiteNoise | None = None
+    """The noise of the clients, if they have added it."""
+
+    @property
+    def evaluated(self) -> list[float]:
+        """The noise multipliers that are those of evaluations."""
+        found = (r.noise_multiplier for e in self.entries if e.evaluation for r in e.spent)
+        return [*dict.fromkeys(found)]
+
+    def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
+        """Return what it costs, and by which accountant; or why it cannot be counted.
+
+        Delta and relation are those of the file, unless others are given.
+        """
+        spent = self.accountant.spent
+        delta = self.accountant.delta if delta is None else delta
+        relation = self.accountant.relation if relation is None else relation
+        order = self.accountant.order_of(spent)
+        try:
+            cost = account(spent, delta, relation, order)
+            ordered = order is not None and cost.accountant == "rdp"
+            name = f"rdp at order {order:.4g}" if ordered else cost.accountant
+            # JSON has no infinity.
+            finite = math.isfinite(cost.epsilon)
+            found: dict[str, float | str] = {name: cost.epsilon if finite else "no finite epsilon"}
+        except ModuleNotFoundError as exc:
+            found = {"epsilon": str(exc)}
+        return {
+            "evaluated": self.evaluated,
+            "where": self.where,
+            "protects": self.protects,
+            "delta": delta,
+            "relation": relation_of(relation, self.protects),
+            "separation": self.separation,
+            "planned": self.planned,
+            "silent": self.site and self._by_silent(self.site, spent, delta, relation),
+            "rounds": sum(entry.round > 0 for entry in self.entries),
+            "releases": [r._asdict() for r in merged(spent)],
+            "entries": [
+                {"time": e.time, **r._asdict(), "data": e.data, "fedclip": e.fedclip}
+                for e in self.entries
+                for r in e.spent
+            ],
+            "epsilons": found if spent else {},
+            "versions": {name: version(name) for name in _COUNTED_BY},
+        }
+
+    @staticmethod
+    def _by_silent(
+        site: SiteNoise, spent: Iterable[Release], delta: float, relation: str
+    ) -> dict[int, float | None]:
+        def epsilon(silent: int) -> float:
+            times = site.multiplier(silent) / site.noise_multiplier
+            there = [r._replace(noise_multiplier=r.noise_multiplier * times) for r in spent]
+            return account(there, delta, relation).epsilon
+
+        return by_silent(epsilon, site.expected_clients, site.sure)
+
+
+def in_words(cost: Config) -> Iterator[str]:
+    """Yield what `Spent.cost` has found, line by line."""
+    relation, unit = cost["relation"], cost["protects"]
+    verb = {"add-remove": "adding or removing", "replace-one": "replacing", ZERO_OUT: "zeroing out"}
+    yield f"{cost['where']}: what {verb[relation]} one {unit} may change"
+    if relation == ZERO_OUT:
+        yield f"  zero-out: the number of {unit}s is public, as rate and steps follow from it"
+    for z, steps, rate in (release.values() for release in cost["releases"]):
+        how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
+        what = "evaluations" if z in cost["evaluated"] else "steps"
+        yield f"  {steps:,} {what} at noise multiplier {z:.4g}, {how}"
+    if cost["separation"] > 1:
+        yield f"  for its own turns, one in {cost['separation']} rounds"
+    if cost["rounds"]:
+        yield f"  in {cost['rounds']:,} rounds of a server"
+    if not cost["releases"]:
+        yield "  nothing was spent"
+    for data in dict.fromkeys(entry["data"] for entry in cost["entries"]):
+        if data:
+            yield f"  of {data}"
+    for name, value in cost["epsilons"].items():
+        sure = not isinstance(value, str)
+        yield f"  {name:12} " + (
+            f"epsilon {value:.4g} at delta {cost['delta']:g}" if sure else value
+        )
+    if cost["silent"]:
+        yield "  the clients have added the noise:"
+        yield from told(cost["silent"]).split("\n")
+    if cost["planned"] is not None:
+        yield (
+            f"  of at most {cost['planned']:.4g}, as planned: quote that if what clients sent has "
+            "ended the run early"
+        )
+
+
+COLUMNS = (
+    *("where", "protects", "mechanism", "relation", "delta", "turn", "time", "noise_multiplier"),
+    *("sampling", "separation", "steps", "bound", "accountant", "epsilon", "data", "fedclip"),
+)
+
+
+def csv_rows(one: Spent, cost: Config, folder: Path) -> Iterator[Config]:
+    """Yield a row for each turn that was charged, with the epsilon of all until then.
+
+    A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
+    The last epsilon is what `Spent.cost` says by the same accountant.
+    """
+    own = one.accountant
+    relation = "add-remove" if cost["relation"] == ZERO_OUT else cost["relation"]
+    so_far = Accountant(cost["delta"], relation, own.order)
+    so_far.plan = own.plan
+    each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
+    rounds = not cost["entries"] and one.separation == 1
+    bounds = _bounds(folder, one.where, len(each)) if rounds else {}
+    for turn, row in enumerate(cost["entries"] or each, 1):
+        so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
+        mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
+        mechanism += " on evaluations" * (row["noise_multiplier"] in one.evaluated)
+        more = {"turn": turn, "bound": bounds.get(turn), "mechanism": mechanism}
+        yield {**cost, **row, **so_far.cost()._asdict(), **more}
+
+
+def _bounds(folder: Path, server: str, rounds: int) -> Mapping[int, float]:
+    """Return the bounds of a server's rounds, as a node says that has seen all of them."""
+    found: dict[str, dict[int, float]] = {}
+    with suppress(ReportError):
+        report = read_report(folder).only([server.rpartition("/")[0]])
+        for (node, module, round_), limit in report.limits().items():
+            if module.startswith("update-clip"):
+                found.setdefault(node, {})[round_] = limit
+    return next((seen for seen in found.values() if max(seen) == rounds), {})
+
+
+def read_spent(path: Path) -> Iterator[Spent]:
+    """Yield what was spent by each ledger, and each server with noise, in a folder; or one ledger.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or a file is damaged.
+    """
+    path = path.parent if path.name == SERVED else path
+    folder = path.is_dir()
+    found: list[Spent] = []
+    servers: list[Spent] = []
+    known: set[Path | None] = set()
+    for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
+        bound = _of_engine(config) if config.name == SERVED else _of_server(config.parent)
+        budget = None if bound is None else bound.budget
+        if bound is not None and budget is not None:
+            where = str(config.parent.relative_to(path))
+            noise = "correlated " * (len(budget.coefficients) > 1)
+            noise += "discrete " * (bound.site is not None) + "Gaussian"
+            kept = budget.separation, budget.max_epsilon, noise, bound.site
+            servers.append(Spent(where, "client", budget.accountant, (), *kept))
+            known.add(budget.path)
+    for file in sorted(path.rglob(FILE)) if folder else [path]:
+        if (real := file.resolve()) in known:
+            continue
+        known.add(real)
+        entries = [*read_entries(file).values()]
+        where = str(file.relative_to(path)) if folder else path.name
+        unit = protected(entries[-1].data)[1] or "record"
+        protects = "site's data set" if unit == "site" else unit
+        found.append(Spent(where, protects, total(entries), entries))
+    yield from (found := found + servers)
+    if not found:
+        raise NothingSpent(
+            f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
+            f"nor a checkpoint or {SERVED} of a server with update-clip-server and noise"
+        )
+
+
+def _of_engine(file: Path) -> AdaptiveBound:
+    """Return the bound of a server on another engine, and what was spent."""
+    kept = read(file)
+    server = server_in(file.parent, kept.settings)
+    server.set_state(dict(kept.state))
+    return server.bound
+
+
+def _of_server(folder: Path) -> AdaptiveBound | None:
+    """Return update-clip-server, as what was spent by all of the checkpoints in a folder.
+
+    Their names hold local time, so that the latest need not be the newest.
+    """
+    try:
+        config = json.loads((folder / "optimizer_config.json").read_text(encoding="utf-8"))
+        # Whoever has no budget may have modules that are not known here.
+        if "'noise_multiplier'" not in str(config):
+            return None
+        from declearn.main.utils import Checkpointer
+
+        saved = Checkpointer(str(folder))
+        optimizer = saved.load_optimizer(load_state=False)
+        bounds = (m for m in optimizer.modules if isinstance(m, AdaptiveBound) and m.budget)
+        found = next(bounds, None)
+        for file in sorted(folder.glob("optimizer_state_*.mpk")) if found else ():
+            saved.load_optimizer(optimizer, file.stem.removeprefix("optimizer_state_"))
+    except Exception as exc:  # whatever a damaged file makes declearn raise
+        raise ValueError(f"the checkpoint in {folder} can not be read: {exc!s:.200}") from exc
+    return found

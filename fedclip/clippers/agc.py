@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`agc`: a limit relative to the norm of the weights, per output unit."""
+
+from __future__ import annotations
+
+import glob
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, NumpyBackend, backend_of
+from fedclip.clippers.core import Core
+from fedclip.clippers.families import as_tuple
+from fedclip.core.parameters import boolean, choice, non_negative, parameter, positive
+from fedclip.core.plugins import Regularizer, V
+from fedclip.core.scopes import Groups, check_exclude, resolve
+from fedclip.errors import FedclipWarning
+from fedclip.privacy import guarantees as kinds
+from fedclip.rules.constant import Constant, Given
+from fedclip.transforms import Action, Gradient, NormClipping, SliceClipping, Transform
+from fedclip.transforms.slice import check_dims, spanned
+
+
+def _check_axis(axis: object) -> int:
+    """Return `axis` if it is an int."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(
+            f"axis must be an int or None, got {axis!r} ({type(axis).__name__}); to sum over "
+            "several dimensions, give dims"
+        )
+    return axis
+
+
+Axes: TypeAlias = tuple[int, ...]
+Outputs: TypeAlias = Mapping[str, Axes]
+
+
+class AGC(Core, Regularizer):
+    """Adaptive gradient clipping: a limit relative to the weights' norm.
+
+    ::
+
+        Init(ratio, min_norm, eps):
+            assign ratio, min_norm, eps
+        Step(grads, weights):
+            for each unit of each tensor:
+                limit = ratio * (max(norm(weights of the unit), min_norm) + eps)
+                n = norm(gradient of the unit)
+                if n + eps > limit:
+                    gradient of the unit *= limit / (n + eps)
+
+    It is a *regularizer* of declearn's, ``Optimizer(regularizers=["agc"])``, because modules do
+    not see the weights; regularizers act on the raw gradient, before all modules.
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a
+        gradient, if a pattern matches no tensor, or the weights lack one or differ in shape.
+
+    Notes
+    -----
+    Guarantees, with ``eps=0``: the norm of each unit of the output, in float64, is at most its
+    limit; if all norms are, the very same Vector comes back; with the same weights, applying it
+    twice is applying it once. For fixed weights it is a projection on a product of balls.
+
+    ======================  ======================================================
+    input                   output
+    ======================  ======================================================
+    zero gradient           the same object
+    weights of zero         clipped to ``ratio * min_norm``
+    weights not finite      count as zero, with a warning
+    0-d, empty tensor       as any other tensor; dtype and shape are kept
+    sparse gradient         as the dense one that it stands for, with "output"
+    NaN or infinity         as `on_nonfinite` says
+    ======================  ======================================================
+
+    There is no state but `rounds` and `last`, the records that modules have, which declearn
+    does not save with the optimizer. With "output" the record of a tensor is that of its
+    worst unit.
+
+    References
+    ----------
+    Brock, De, Smith & Simonyan, 2021, "High-performance large-scale image recognition without
+    normalization", arXiv:2102.06171.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> agc = AGC(ratio=0.1, axis=0)
+    >>> weights = NumpyVector({"w": np.array([[3.0, 4.0], [30.0, 40.0]])})
+    >>> grads = NumpyVector({"w": np.array([[0.0, 1.0], [0.0, 1.0]])})
+    >>> agc.run(grads, weights).coefs["w"].round(6)
+    array([[0. , 0.5],
+           [0. , 1. ]])
+    """
+
+    name = "agc"
+    guarantee = kinds.weight_limit
+
+    ratio: float = parameter(positive, default=1.0, kw_only=False)
+    """Largest norm of a gradient relative to that of its weights, > 0. With 1, a step of plain
+    gradient descent changes a unit by at most the learning rate times its norm. The paper uses
+    0.01 for batches of 4096, larger values for smaller ones, and `min_norm` 0.001:
+    ``AGC.preset("nfnets")``."""
+    unit: str = parameter(choice, ("output", "tensor", "global", "optax"), default="output")
+    """A unit has its own norm: all weights that lead to one output of a layer; one tensor; all
+    tensors together; or as optax has it: "optax" sums over axis 0 of two or three dimensions and
+    over all but the last of four or more, and a tensor with only one dimension longer than 1 is
+    one unit."""
+    axis: int | None = parameter(_check_axis, default=None)
+    """With "output": the axis of the outputs. None for that of the layer, where a loop knows the
+    model; else 0 for arrays of torch and NumPy (scikit-learn), -1 for those of TensorFlow and
+    JAX. Tensors of one dimension or less are one unit."""
+    dims: int | Sequence[int] | None = parameter(
+        check_dims, default=None, kind="int, list of int or None"
+    )
+    """With "output": sum over these dimensions, for layouts that `axis` can not describe. A 0-d
+    tensor counts as one of shape (1,); tensors without these dimensions are left alone."""
+    min_norm: float = parameter(positive, default=1.0)
+    """Smaller norms of weights count as this, > 0, so that weights that start at zero can move. 1
+    is about what usual initialisations give a unit."""
+    eps: float = parameter(non_negative, default=0.0)
+    """Added to both norms, >= 0; 1e-8 gives the results of smartclip, 0 is exact."""
+    skip_vectors: bool = parameter(boolean, default=False)
+    """Leave alone tensors of one dimension or less: biases, scales of normalisation layers."""
+    exclude = parameter()
+    """Tensors left alone; the paper leaves out the last layer."""
+
+    def __post_init__(self) -> None:
+        """Check what goes together, and begin without weights."""
+        if self.unit != "output" and not (self.axis is None and self.dims is None):
+            raise ValueError(f"axis and dims go with unit='output', got unit={self.unit!r}")
+        if self.axis is not None and self.dims is not None:
+            raise ValueError(
+                f"give axis or dims, not both; got axis={self.axis!r}, dims={self.dims!r}"
+            )
+        self._weights: Mapping[str, Array] = {}
+        self._outputs: Outputs | None = None
+        super().__post_init__()
+
+    def build(self) -> Transform:
+        return NormClipping(Constant((0.0,)))
+
+    def run(self, gradients: V, weights: V) -> V:
+        """Return the clipped gradients; the very same object if nothing is clipped."""
+        coefs = self._coefs(gradients)
+        outputs = self.clip(coefs, self._coefs(weights))
+        make: Callable[[dict[str, Array]], V] = type(gradients)
+        return gradients if outputs is coefs else make(dict(outputs))
+
+    def clip(
+        self,
+        arrays: Mapping[str, Array],
+        weights: Mapping[str, Array],
+        *,
+        backend: Backend | None = None,
+        outputs: Outputs | None = None,
+    ) -> Mapping[str, Array]:
+        """Return the clipped arrays, by name; see `fedclip.Clipper.clip`.
+
+        `outputs` holds the axes of the outputs of tensors whose layers are known, by name.
+        """
+        self._checked(weights)
+        for name, array in self._checked(arrays).items():
+            shape = getattr(weights.get(name), "shape", array.shape)
+            if shape != array.shape:
+                raise ValueError(
+                    f"{name!r} has a gradient of shape {tuple(array.shape)} and weights of shape "
+                    f"{tuple(shape)}"
+                )
+        with self.lock:
+            self._weights, self._outputs = weights, outputs
+            try:
+                return self._clip(arrays, backend)
+            finally:
+                # Do not keep the weights after the step.
+                self._weights = {}
+
+    def _grouped(self, arrays: Mapping[str, Array]) -> Groups:
+        return self.groups({name: array.shape for name, array in arrays.items()})
+
+    def _made(self, groups: Groups, backend: Backend | None) -> Transform:
+        weights = weights_of(self._weights, groups)
+        if not weights:
+            return self._transform
+        backend = backend or backend_of(weights[0])
+        return self.transform(weights, groups, backend, outputs=self._outputs)
+
+    def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
+        """Return which tensors of these names and shapes share a norm."""
+        scope = "global" if self.unit == "global" else "tensor"
+        return resolve(scope, self.excluded(shapes), list(shapes))
+
+    def excluded(self, shapes: Mapping[str, Sequence[int]]) -> list[str] | None:
+        """Return the patterns of excluded tensors, with the names of vectors if they are too."""
+        if not self.skip_vectors:
+            return check_exclude(self.exclude)
+        vectors = [name for name, shape in shapes.items() if len(shape) < 2]
+        return [*(self.exclude or ()), *map(glob.escape, vectors)] or None
+
+    def transform(
+        self,
+        weights: Sequence[Array],
+        groups: Groups,
+        backend: Backend,
+        *,
+        traced: bool = False,
+        outputs: Outputs | None = None,
+    ) -> NormClipping | SliceClipping:
+        """Return the transform with the limits for these weights, where they are.
+
+        In code that is `traced` they are not looked at on the host. `outputs` is as in `clip`.
+
+        Raises
+        ------
+        TypeError
+            If weights are complex.
+        """
+        _check_real(weights, groups, backend)
+        native = [*map(backend.dense, backend.prepared(weights))]
+        if not traced:
+            native = [*map(backend.constant, native)]
+        views: Any = [None] if traced else backend.views(native)
+        if any(view is None for view in views):
+            return self._of(Gradient(native, groups, backend), outputs)
+        with np.errstate(all="ignore"):
+            return self._of(Gradient(native, groups, backend, None, views), outputs)
+
+    def _of(self, weights: Gradient, outputs: Outputs | None) -> NormClipping | SliceClipping:
+        arrays, groups, xp = weights.arrays, weights.groups, weights.xp
+        if self.unit in ("tensor", "global"):
+            limits = self._limits(xp.group_norms(arrays, groups.members), xp)
+            return NormClipping(Given(limits), action=Action(self.eps))
+        usual = self.usual_outputs(weights.backend.name)
+        known = [(outputs or {}).get(name, usual) for name in groups.names]
+        spans = [self._span(a.shape or (1,), o) for a, o in zip(arrays, known, strict=True)]
+        slices = SliceClipping((), None, action=Action(self.eps), spans=spans)
+        if not slices.spans_of(arrays):
+            return slices
+        return replace(slices, limit=self._limits(slices.measure(arrays, xp), xp))
+
+    def get_limit(self, weight_norm: float) -> float:
+        """Return the limit of a unit whose weights have this norm.
+
+        >>> AGC(0.1).get_limit(2.0)
+        0.2
+        """
+        return float(self._limits(np.array([weight_norm]), NUMPY)[0])
+
+    def _limits(self, norms: Any, xp: Arithmetic) -> Any:
+        if isinstance(xp, NumpyBackend) and not np.isfinite(norms).all():
+            warnings.warn(
+                "agc: weights hold NaN or infinity, and count as 0: the limit of their gradients "
+                f"is {self.ratio * (self.min_norm + self.eps)!r}",
+                FedclipWarning,
+                stacklevel=8,
+            )
+        size = xp.maximum(xp.where(xp.isfinite(norms), norms, 0.0), self.min_norm)
+        return self.ratio * (size + self.eps if self.eps else size)
+
+    def axes(self, shape: tuple[int, ...], outputs: Axes = (0,)) -> Axes | None:
+        """Return the dims over which a unit of a tensor of this shape spans; None: left alone.
+
+        >>> AGC().axes((3, 2, 5, 5), outputs=(1,))
+        (0, 2, 3)
+        """
+        shape = shape or (1,)
+        return self._span(shape, outputs) or None
+
+    @property
+    def asks_layers(self) -> bool:
+        """Whether its units follow from the layers of a model."""
+        return self.unit == "output" and self.axis is None and self.dims is None
+
+    @staticmethod
+    def usual_outputs(framework: str) -> Axes:
+        """Return the axis of the outputs in a framework's linear layers and convolutions.
+
+        NumPy's arrays are those of scikit-learn.
+        """
+        return (-1,) if framework in ("jax", "tensorflow") else (0,)
+
+    def _span(self, shape: Sequence[int], outputs: Axes) -> Axes:
+        ndim = len(shape)
+        if self.dims is not None:
+            return spanned(ndim, as_tuple(self.dims), False)
+        if self.unit == "optax":
+            whole = sum(n > 1 for n in shape) <= 1
+            return tuple(range(ndim if whole else 1 if ndim < 4 else ndim - 1))
+        if ndim < 2:
+            return (0,)
+        return spanned(ndim, outputs if self.axis is None else (self.axis,), True)
+
+
+def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Array]:
+    """Return the weights of the tensors of these groups.
+
+    Raises
+    ------
+    ValueError
+        If some are missing.
+    """
+    given = weights or {}
+    missing = [name for name in groups.names if given.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"agc has no weights for {', '.join(map(repr, missing))}; it was given "
+            f"{', '.join(map(repr, given)) or 'none'}: it takes its limits from the weights, by "
+            "the names of the gradients"
+        )
+    return [given[name] for name in groups.names]
+
+
+def _check_real(weights: Sequence[Array], groups: Groups, backend: Backend) -> None:
+    for name, weight in zip(groups.names, weights, strict=True):
+        if (dtype := backend.dtype(weight)).startswith("complex"):
+            raise TypeError(
+                f"agc takes the norms of real weights; those of {name!r} are {dtype}: put its "
+                "name in exclude"
+            )

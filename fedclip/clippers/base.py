@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of clippers: what declearn sees, and what users ask them; `core.py` clips.
+
+A concrete clipper chooses its parts in `build` (see `norm_clip.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from typing import Any, ClassVar, overload
+
+import numpy as np
+
+from fedclip import privacy
+from fedclip.arrays import NUMPY, Array, Backend, on_host
+from fedclip.clippers.core import Core
+from fedclip.core import states
+from fedclip.core.measures import MEANS
+from fedclip.core.parameters import boolean, parameter
+from fedclip.core.plugins import OptiModule, V
+from fedclip.core.records import ALL, RoundRecord, StepRecord, read_rounds
+from fedclip.core.scopes import Groups, Scope, check_scope, resolve
+from fedclip.core.states import Statistics
+from fedclip.errors import StateError, nearest, shown
+from fedclip.privacy import guarantees as kinds
+from fedclip.rules import Rule, known
+from fedclip.transforms import NormClipping, Transform
+
+
+class Clipper(Core, OptiModule, register=False):
+    """Base of fedclip's clippers: a subclass says in `build` which transform it is made of.
+
+    It declares its parameters as fields, and has those of its bases, besides.
+
+    A gradient with NaN or infinity is treated as `on_nonfinite` says. "skip": the output is zero,
+    the step is counted, one warning a round. Loops of torch and Keras, and `as_optax` with `inner`,
+    then leave out the optimizer's step; declearn's optimizer steps with zeros. "raise": a
+    `NonFiniteError` that names the tensors. "propagate": each group that holds one becomes NaN. No
+    statistic ever sees such a step.
+
+    With `keep_memory`, large outputs are written to memory that is kept between the steps of a
+    round: at most one gradient's size, and only what nobody holds any more.
+    """
+
+    _common_order: ClassVar[Sequence[str]] = (
+        *("dims", "inverse_dims", "min_size"),
+        *("include_current", "warmup", "warmup_norm", "warmup_factor", "max_norm", "on_spike"),
+        *("scope", "ord", "eps", "exclude", "on_nonfinite", "keep_memory", "shared", "shared_name"),
+    )
+
+    scope: Scope = parameter(
+        check_scope, default="global", kind='{"global", "tensor", "layer"} or list of patterns'
+    )
+    """Which tensors share a norm, and statistics: all of them, each by itself, those of a layer, or
+    those whose names match a pattern."""
+    keep_memory: bool = parameter(boolean, default=True)
+    """Whether to keep the memory of an output for the next one (see `fedclip.Clipper`)."""
+
+    def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
+        """Register the class with declearn: now, or as soon as declearn is imported."""
+        if register and cls.__module__.split(".")[0] != __name__.split(".")[0]:
+            # So that a name of fedclip's own is refused here, and not when that is imported.
+            from fedclip.clippers import by_name
+
+            by_name()
+        super().__init_subclass__(register=register, **kwargs)
+
+    # -- declearn's interface -----------------------------------------------------------------
+    def run(self, gradients: V) -> V:
+        """Return the clipped gradients; the very same object if nothing is clipped."""
+        coefs = self._coefs(gradients)
+        outputs = self.clip(coefs)
+        make: Callable[[dict[str, Array]], V] = type(gradients)
+        return gradients if outputs is coefs else make(dict(outputs))
+
+    def collect_aux_var(self) -> object | None:
+        """Return nothing; on a server, begin a round."""
+        with self.lock:
+            self._memory.release()
+            # declearn calls `on_round_start` only on clients, and this before a server's step.
+            if not self._on_client:
+                self._recorder.start_round()
+        return None
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the statistics by group, and the records, as plain numbers, strings and lists."""
+        with self.lock:
+            return {
+                "clipper": self.name,
+                "groups": self._statistics(),
+                "arrays": states.fetched(self._arrays),
+                **self._recorder.get_state(),
+                **({"owner": dict(self.owner)} if self.owner else {}),
+            }
+
+    def set_state(self, state: Mapping[str, object]) -> None:
+        """Take over a state that `get_state` of the same clipper returned, on any framework.
+
+        Raises
+        ------
+        StateError
+            (a `KeyError` and a `ValueError`) If anything is missing, of a wrong type, not finite,
+            negative, or another clipper's. The clipper then keeps its old state.
+        """
+        owner = states.check_owner(state.get("owner") if isinstance(state, Mapping) else None)
+        self._take_over(state, self._transform)
+        self.owner, self.model = owner, None
+
+    def _take_over(self, state: object, transform: Transform) -> None:
+        statistics, arrays, round_, rounds = self._check_state(state, transform)
+        with self.lock:
+            self._transform = transform
+            self._install(statistics)
+            self._last = None
+            self._arrays = arrays
+            self._loaded = bool(statistics or arrays)
+            self._recorder.set_state(round_, rounds)
+            self._warned = -1
+
+    # -- what it guarantees -------------------------------------------------------------------
+    def guarantee(self, context: privacy.Context) -> privacy.Map:
+        """Return what this clipper guarantees (see `fedclip.privacy.guarantees`)."""
+        return kinds.unknown(self, context)
+
+    def l2_bound(self, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
+        """Return the largest L2 norm of an output for tensors of these shapes; None: no bound.
+
+        `fedclip.analyse` also says why there is none, and analyses whole optimizers.
+        """
+        return privacy.analyse_plugins([self], shapes).l2_bound
+
+    def sensitivity(self, relation: str, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
+        """Return the L2 sensitivity of a sum of outputs, one for each record; None: there is none.
+
+        `relation` is "add-remove" or "replace-one".
+        """
+        return privacy.analyse_plugins([self], shapes).sensitivity(relation)
+
+    # -- the way of a gradient ----------------------------------------------------------------
+    def clip(
+        self, arrays: Mapping[str, Array], *, backend: Backend | None = None
+    ) -> Mapping[str, Array]:
+        """Return the arrays, clipped, by name; the very same mapping if nothing is clipped.
+
+        Parameters
+        ----------
+        arrays
+            Arrays of one framework, on any device. Only a `backend` that works in place, such as
+            that of the torch adapter, changes them.
+        backend
+            The framework of the arrays; None to find it from their type.
+        """
+        return self._clip(arrays, backend)
+
+    # -- numbers instead of tensors -----------------------------------------------------------
+    def observe(self, norms: float | Mapping[str, float]) -> StepRecord:
+        """Learn norms that are given as numbers, as a step would, and return its record.
+
+        Parameters
+        ----------
+        norms
+            A number >= 0 is the norm of the whole gradient; a dict holds the norms of tensors by
+            name, which the scope puts together. NaN and infinity are treated as `on_nonfinite`
+            says.
+
+        Raises
+        ------
+        TypeError
+            If the clipper does not go by norms alone: by values, slices, or means of elements.
+        ValueError
+            If a norm is negative or no number, or is one though the scope tells tensors apart.
+        """
+        transform = self._transform
+        if not isinstance(transform, NormClipping) or transform.ord in MEANS:
+            raise TypeError(f"{self.name} needs the elements of tensors, not their norms alone")
+        if not isinstance(norms, Mapping):
+            if self.scope != "global":
+                raise ValueError(f"with scope={self.scope!r}, give a dict of norms by tensor")
+            norms = {"norm": norms}
+        numbers = {name: np.array([_norm(name, norm)]) for name, norm in norms.items()}
+        with self.lock:
+            self.clip(numbers)
+            record = self.last
+        return StepRecord(()) if record is None else record
+
+    def _expect(self, norms: float | Mapping[str, float]) -> StepRecord:
+        """Return what `observe` would return, and learn nothing."""
+        with self.lock:
+            other = copy.deepcopy(self, {id(self._memory): self._memory})
+        other.on_record = None
+        return other.observe(norms)
+
+    def should_clip(self, norms: float | Mapping[str, float]) -> bool:
+        """Return whether a step with these norms would be clipped; see `observe`."""
+        return any(self._expect(norms).clipped)
+
+    @overload
+    def get_limit(self, norms: float) -> float: ...
+    @overload
+    def get_limit(self, norms: Mapping[str, float]) -> dict[str, float]: ...
+    def get_limit(self, norms: float | Mapping[str, float]) -> float | dict[str, float]:
+        """Return the limit that a step with these norms would have, and learn nothing.
+
+        Parameters
+        ----------
+        norms
+            As for `observe`.
+
+        Returns
+        -------
+        float or dict
+            For a number the limit, > 0, infinity for none; for a dict the limits by group.
+
+        Examples
+        --------
+        >>> from fedclip import NormClip
+        >>> NormClip(2.0).get_limit(5.0)
+        2.0
+        """
+        record = self._expect(norms)
+        limits = dict(zip(record.groups, record.limit or repeat(math.nan), strict=False))
+        return limits if isinstance(norms, Mapping) else limits[ALL]
+
+    def statistics(self, group: str = ALL) -> dict[str, Any]:
+        """Return what is known about the norms of a group: mean, count, and so on.
+
+        Parameters
+        ----------
+        group
+            Label of a group. Without one, the whole gradient, or the only group that there is.
+
+        Returns
+        -------
+        dict
+            The statistics by name. Each clipper that goes by norms adds two: ``threshold``, the
+            norm above which a norm is clipped or a spike, infinity until there is one, and
+            ``ready``, whether it judges by it yet. Empty if other groups are known, and this one
+            is not.
+        """
+        with self.lock:
+            learnt = self._statistics()
+        if group == ALL and len(learnt) == 1:
+            (group,) = learnt
+        if learnt and group not in learnt:
+            return {}
+        one = Groups((group,), (group,), ((0,),))
+        transform = self.transform(one)
+        state = states.load(transform.init(one), learnt, (group,))
+        columns = known(_rule_of(transform), state, NUMPY)
+        found = {field: on_host(column)[..., 0].tolist() for field, column in columns.items()}
+        return found | ({"count": int(found["count"])} if "count" in found else {})
+
+    def set_statistics(self, group: str = ALL, **statistics: float) -> None:
+        """Set statistics of a group, such as its mean; the others stay as they are.
+
+        Without a ``count``, the warm-up is over.
+        """
+        fresh = self._transform.init(Groups((group,), (group,), ((0,),)))
+        with self.lock:
+            held = self._statistics()
+            known = {**states.dump(fresh, (group,)).get(group, {}), **held.get(group, {})}
+            for name in statistics:
+                if name not in known:
+                    raise TypeError(f"{self.name} has no statistic {name!r}{nearest(name, known)}")
+            if "count" in known:
+                rule = _rule_of(self._transform)
+                least = max(getattr(rule, "warmup", 0), getattr(rule, "least", 1))
+                known["count"] = max(known["count"], least)
+            groups = {**held, group: {**known, **statistics}}
+            self.set_state({**self.get_state(), "groups": groups})
+
+    def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
+        """Return which tensors of these names and shapes share a norm."""
+        return resolve(self.scope, self.exclude, list(shapes))
+
+    @property
+    def runs_on_device(self) -> bool:
+        """Whether its step runs on devices and in compiled code, as those of all clippers here."""
+        return self._transform.runs_on_device
+
+    def transform(self, groups: Groups) -> Transform:
+        """Return what the clipper is made of, for these groups."""
+        return self._transform
+
+    def _made(self, groups: Groups, backend: Backend | None) -> Transform:
+        return self.transform(groups)
+
+    def _check_state(
+        self, state: object, transform: Transform
+    ) -> tuple[Statistics, Statistics, int, list[RoundRecord]]:
+        if not isinstance(state, Mapping):
+            raise StateError(f"a state must be a dict, got {type(state).__name__}")
+        for key in ("clipper", "groups", "arrays", "round", "rounds"):
+            if key not in state:
+                raise StateError(f"the state lacks {key!r}; it has {sorted(map(str, state))}")
+        if state["clipper"] != self.name:
+            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
+        round_ = states.check_count("round", state["round"])
+        one = transform.init(Groups(("x",), ("x",), ((0,),)))
+        groups = states.check_groups(state["groups"], one)
+        arrays = states.check_arrays(state["arrays"], transform.array_fields)
+        return groups, arrays, round_, read_rounds(state)
+
+
+def _rule_of(transform: Transform) -> Rule | None:
+    """Return the rule that keeps the statistics of a transform, if there is one."""
+    rule = getattr(transform, "rule", None)
+    return getattr(rule, "past", None) or getattr(rule, "rule", rule)
+
+
+def _norm(name: str, norm: Any) -> float:
+    """Return a norm that is given as a number, of Python or of a framework."""
+    try:
+        result = math.nan if isinstance(norm, str) else float(norm)
+        if isinstance(norm, str) or result < 0:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"a norm must be a number >= 0, got {shown(norm)} for {name!r}") from None
+    return result

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every clipper here does with a gradient: groups, state, policy for NaN, records.
+
+`Clipper` and `AGC` stand on it, of which declearn calls one a module, and the other a regularizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeAlias
+
+from fedclip.arrays import Array, Backend, Memory
+from fedclip.core import states
+from fedclip.core.docstrings import Documented
+from fedclip.core.parameters import choice, config_of, parameter
+from fedclip.core.records import ALL, Recorder, RoundRecord, StepRecord
+from fedclip.core.scopes import Groups, Scope, check_exclude, resolve
+from fedclip.core.states import Statistics
+from fedclip.errors import FedclipWarning, NonFiniteError
+from fedclip.transforms import Gradient, NotFiniteError, Outcome, SliceClipping, Transform
+
+_Clipped: TypeAlias = tuple[Sequence[Array], Mapping[str, Array]]
+"""New arrays of the groups, and the excluded tensors; the very same where nothing changes."""
+
+# Number of absent names whose statistics are kept, in case the names come back.
+_MOST_ABSENT = 1000
+
+# The attributes that steps change in place.
+_CHANGING = ("_absent", "_arrays", "_recorder", "_transform")
+
+
+class Core(Documented):
+    """Base of all clippers: a subclass says in `build` which transform it is made of."""
+
+    scope: Scope = "global"
+    keep_memory: bool = True
+    exclude: str | Sequence[str] | None = parameter(
+        check_exclude, default=None, kind="pattern, list of patterns or None"
+    )
+    """Names, or patterns of names, of the tensors that are left alone."""
+    on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
+    """What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises an
+    error, or it passes (see `fedclip.Clipper`)."""
+
+    def __post_init__(self) -> None:
+        """Build the transform, and begin without statistics."""
+        self._transform = self.build()
+        # Called after each step with its record, if set; not in compiled code.
+        self.on_record: Callable[[StepRecord], object] | None = None
+        self._recorder = Recorder()
+        # What the statistics are of, which the adapters for loops know (adapters/owner.py): a
+        # fingerprint, and a tensor of the model in this process.
+        self.owner: dict[str, str] | None = None
+        self.model: Callable[[], object] | None = None
+        # Names, groups, and the statistics of each group; known from the first gradient on.
+        self._names: tuple[str, ...] = ()
+        self._groups: Groups | None = None
+        self._state: Any = None
+        self._on_device = False
+        # Statistics of groups that are missing in the current gradient, by label.
+        self._absent: Statistics = {}
+        # The transform's arrays, by tensor and field, in host memory.
+        self._arrays: Statistics = {}
+        self._loaded = False
+        # What the record of the last step is made of: groups, norms, limits, clipped groups. Not
+        # the arrays: a record must not keep them alive.
+        self._last: tuple[Any, ...] | None = None
+        self._on_client = False
+        self._warned = -1
+        self._memory = Memory()
+        # If several threads share a clipper, only one clips, or reads what it keeps, at a time.
+        self.lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all attributes but the lock, for a copy or a pickle.
+
+        What steps change in place is copied here, while none is under way.
+        """
+        with self.lock:
+            changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
+            return {k: v for k, v in vars(self).items() if k not in ("lock", "model")} | changing
+
+    def __setstate__(self, state: Mapping[str, object]) -> None:
+        """Take over the result of `__getstate__`, and make a new lock."""
+        vars(self).update(
+            {"on_record": None, "owner": None, **state}, model=None, lock=threading.RLock()
+        )
+
+    @classmethod
+    def preset(cls, name: str, **config: object) -> Self:
+        """Return the clipper with the published defaults of a paper or package.
+
+        ``fedclip translate`` prints the same as a line of TOML.
+
+        Parameters
+        ----------
+        name : str
+            One of those in `fedclip.translate.PRESETS`.
+        **config
+            Parameters that replace the published ones.
+        """
+        # Imported here: hardly any program needs other packages' defaults.
+        from fedclip.translate import PRESETS, translate
+
+        known = PRESETS.get(cls.name, {})
+        return cls(**{**translate(*known[choice(tuple(known), preset=name)])[2], **config})
+
+    def build(self) -> Transform:
+        """Return the transform of the clipper, whose parameters are all set."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must have a method build, which returns its transform"
+        )
+
+    def reset(self) -> None:
+        """Forget all statistics and records."""
+        with self.lock:
+            self._install({})
+            self._arrays, self._last, self._warned = {}, None, -1
+            self._recorder = Recorder()
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Return plain numbers for a logger: of the last step, and of the round (``round/...``).
+
+        They are those of `StepRecord.as_dict` and `RoundRecord.as_dict`, which leave out what is
+        not known yet. Where nothing calls `on_round_start`, all steps are one round.
+
+        Parameters
+        ----------
+        prefix
+            Put before each name, such as ``"clip/"``.
+
+        Examples
+        --------
+        >>> from fedclip import NormClip
+        >>> clipper = NormClip(1.0)
+        >>> record = clipper.observe(5.0)
+        >>> clipper.metrics("clip/")["clip/norm"], clipper.metrics()["round/steps"]
+        (5.0, 1)
+        """
+        with self.lock:
+            found = {} if self.last is None else self.last.as_dict(prefix)
+            rounds = [record for record in self.rounds if record.group == ALL]
+        return found | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other is of the same class and configuration, whatever it has learnt.
+
+        Clippers have no hash: two that are equal have statistics of their own.
+        """
+        same = type(self) is type(other)
+        return config_of(self) == config_of(other) if same else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _goes_with(self, name: str, other: str, value: object) -> None:
+        """Refuse a parameter that is not at its default, unless another one has a value."""
+        given, found = getattr(self, name), getattr(self, other)
+        if given != self.parameters[name].default and found != value:
+            raise ValueError(
+                f"{name} goes with {other}={value!r} only, got {name}={given!r} with "
+                f"{other}={found!r}"
+            )
+
+    def on_round_start(self) -> None:
+        """Begin the records of a new round; the statistics stay."""
+        self._on_client = True
+        with self.lock:
+            self._memory.release()
+            self._recorder.start_round()
+
+    def _coefs(self, vector: object) -> dict[str, Array]:
+        """Return the arrays of a Vector of declearn."""
+        coefs = getattr(vector, "coefs", None)
+        if not isinstance(coefs, dict):
+            raise TypeError(
+                f"run takes a declearn Vector, got {type(vector).__name__}: give a dict of arrays "
+                "to clip, or make a Vector by Vector.build(arrays)"
+            )
+        return coefs
+
+    def _checked(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return a dict of arrays; raise a TypeError for anything else."""
+        # To ask for a Mapping takes longer, at each step.
+        if type(arrays) is not dict and not isinstance(arrays, Mapping):
+            raise TypeError(
+                f"clip takes a dict of arrays by name, got {type(arrays).__name__}: write "
+                'clip({"w": array}), and run(vector) for a declearn Vector'
+            )
+        return arrays
+
+    def _grouped(self, arrays: Mapping[str, Array]) -> Groups:
+        """Return which of some arrays share a norm."""
+        return resolve(self.scope, self.exclude, tuple(arrays))
+
+    def _made(self, groups: Groups, backend: Backend | None) -> Transform:
+        """Return what the clipper is made of, for these groups."""
+        return self._transform
+
+    def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
+        with self.lock:
+            groups = self._resolve(self._checked(arrays))
+            if not arrays:
+                self._last = (groups.labels,)
+                return arrays
+            memory = self._memory if self.keep_memory else None
+            transform = self._made(groups, backend)
+            gradient = Gradient.of(self.name, arrays, groups, transform, backend, memory)
+            if not gradient.on_host and any(map(gradient.backend.traced, gradient.arrays)):
+                raise TypeError(
+                    f"{self.name}: what a clipper learns and records can not leave code that is "
+                    "compiled, batched or differentiated (jit, vmap, tf.function, a watching tape, "
+                    "create_graph=True). There, use as_optax of fedclip.loops.jax, clip of "
+                    "fedclip.loops.tensorflow within a tf.function, or PureClipping of "
+                    "fedclip.loops.torch; who needs no derivatives can detach the arrays first"
+                )
+            try:
+                outputs, rest = self._stepped(transform, gradient)
+            except NotFiniteError:
+                self._report_nonfinite(gradient)
+                outputs, rest = self._replaced(gradient)
+            return gradient.result(arrays, outputs, rest)
+
+    def _stepped(self, transform: Transform, gradient: Gradient) -> _Clipped:
+        groups = gradient.groups
+        if gradient.on_host and not any(view.size for view in gradient.arrays):
+            # There is nothing to measure, and nothing to learn from.
+            self._last = (groups.labels,)
+            if not gradient.rest_is_finite():
+                raise NotFiniteError
+            return gradient.unchanged()
+        self._state = self._moved(transform, gradient)
+        gradient.kept = self._arrays
+        outcome = gradient.clipped(transform, self._state, self.on_nonfinite)
+        self._note(transform, outcome, groups)
+        return outcome.outputs, gradient.rest_after(outcome, self.on_nonfinite)
+
+    def _moved(self, transform: Transform, gradient: Gradient) -> Any:
+        """Return the state where the gradient is: on the host, or on its device."""
+        if self._on_device == (not gradient.on_host):
+            return self._state
+        self._on_device, labels = not gradient.on_host, gradient.groups.labels
+        if not self._on_device:
+            self._arrays.update(states.fetched(self._arrays))
+            return states.load(
+                transform.init(gradient.groups), states.dump(self._state, labels), labels
+            )
+        like, xp = gradient.arrays[0], gradient.xp
+        return type(self._state)(*(xp.asarray(column, like=like) for column in self._state))
+
+    def _note(self, transform: Transform, outcome: Outcome, groups: Groups) -> None:
+        basis = transform.basis
+        warm = getattr(self._state, basis.field) if basis.field else 0.0
+        _, self._state, norms, limits, clipped, _ = outcome
+        self._last = (groups.labels, norms, limits, clipped)
+        self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis)
+        if self.on_record is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.on_record is not None and (record := self.last) is not None:
+            self.on_record(record)
+
+    @property
+    def rounds(self) -> list[RoundRecord]:
+        """What happened in the last rounds, one record a round, and one for each group."""
+        with self.lock:
+            return self._recorder.rounds()
+
+    @property
+    def last(self) -> StepRecord | None:
+        """What the last step did, in any round; None before the first."""
+        with self.lock:
+            return None if self._last is None else StepRecord(*self._last)
+
+    def _resolve(self, arrays: Mapping[str, Array]) -> Groups:
+        names = tuple(arrays)
+        if self._groups is not None and self._names == names:
+            return self._groups
+        found = self._grouped(arrays)
+        fresh, statistics = self._transform.init(found), self.known(found)
+        self._state, self._on_device = states.load(fresh, statistics, found.labels), False
+        # Keep the statistics of a tensor that has no gradient for some steps.
+        self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
+        self._groups, self._names, self._loaded = found, names, False
+        self._forget(found)
+        if isinstance(self._transform, SliceClipping):
+            self._check_slices(self._transform, [tuple(arrays[n].shape) for n in found.names])
+        return found
+
+    def known(self, groups: Groups) -> Statistics:
+        """Return the statistics of all known groups; a state that was loaded must have these.
+
+        Raises
+        ------
+        ValueError
+            If a state was loaded, and groups or tensors are missing there.
+        """
+        with self.lock:
+            fields, statistics = self._transform.init(groups)._fields, self._statistics()
+        missing = [label for label in groups.labels if fields and label not in statistics]
+        if self._transform.array_fields and self._arrays:
+            missing += [n for n in groups.names if n not in self._arrays and n not in missing]
+        if self._loaded and missing:
+            raise ValueError(
+                f"the state loaded into {self.name} is of {sorted({*statistics, *self._arrays})}, "
+                f"and the gradient has {missing} besides: load the state of this model, or none"
+            )
+        return statistics
+
+    def _check_slices(self, transform: SliceClipping, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Warn if no tensor has slices that are limited."""
+        # Sparse arrays may not know their shape.
+        if any(None in shape or transform.axes(shape) for shape in shapes):
+            return
+        # Single numbers, and what is empty, are often left alone.
+        shapes = [shape for shape in shapes if math.prod(shape) > 1]
+        if shapes:
+            dims = None if transform.dims is None else list(transform.dims)
+            warnings.warn(
+                f"{self.name} leaves all tensors alone: none has slices along dims = "
+                f"{dims} of at least min_size = {transform.min_size} elements; their shapes are "
+                f"{', '.join(map(str, shapes[:5]))}{', …' if shapes[5:] else ''}",
+                FedclipWarning,
+                stacklevel=6,
+            )
+
+    def _forget(self, present: Groups) -> None:
+        """Drop the statistics of the names that were absent longest, if there are too many."""
+        for kept, now in ((self._absent, present.labels), (self._arrays, present.names)):
+            old = [name for name in kept if name not in set(now)]
+            if len(old) > _MOST_ABSENT:
+                for name in old[:-_MOST_ABSENT]:
+                    del kept[name]
+                warnings.warn(
+                    f"{self.name}: statistics of more than {_MOST_ABSENT:,} names that this "
+                    "gradient does not have, the oldest are dropped; give tensors the same names "
+                    "at each step",
+                    FedclipWarning,
+                    stacklevel=6,
+                )
+
+    def _install(self, statistics: Statistics) -> None:
+        """Take over statistics, to be matched with the names of the next gradient."""
+        self._groups, self._names, self._state = None, (), None
+        self._absent, self._loaded = statistics, False
+
+    def _statistics(self) -> Statistics:
+        """Return the statistics of all known groups, also of those that are absent now."""
+        present = {} if self._groups is None else states.dump(self._state, self._groups.labels)
+        return {**self._absent, **present}
+
+    def _report_nonfinite(self, gradient: Gradient) -> None:
+        """Count the step, and warn or raise."""
+        bad = gradient.nonfinite()
+        blamed = bad or ("a norm beyond float64",)
+        self._last = (gradient.groups.labels, (), (), (), blamed)
+        told = ", ".join(map(repr, blamed))
+        told = f"NaN or infinity in {told}" if bad else blamed[0]
+        if self.on_nonfinite == "raise":
+            raise NonFiniteError(f"{self.name}: {told}") from None
+        self._recorder.add_nonfinite()
+        self._tell()
+        if self._warned != self._recorder.round:
+            self._warned = self._recorder.round
+            done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
+            warnings.warn(
+                f"{self.name}: {told}; the gradient is {done} "
+                f"(round {self._recorder.round}; more of them are counted without a warning)",
+                FedclipWarning,
+                # Point to the caller of `run`.
+                stacklevel=5,
+            )
+
+    def _replaced(self, gradient: Gradient) -> _Clipped:
+        """Return what comes out of a step that is not finite."""
+        return gradient.replaced(self.on_nonfinite)

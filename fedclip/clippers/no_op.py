@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`no-op`: changes nothing, measures everything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from fedclip.arrays import Array
+from fedclip.clippers.families import ORD_VAR, MeasuredClipper
+from fedclip.core.parameters import choice, limit, parameter
+from fedclip.privacy import guarantees as kinds
+from fedclip.rules.constant import Constant
+from fedclip.transforms import Gradient, NormClipping, Transform
+
+
+class NoOp(MeasuredClipper):
+    """Changes nothing, and measures what a limit would have clipped.
+
+    ::
+
+        Step(grads):
+            note the norm of each group, and whether it is above max_norm
+            return grads
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
+    Notes
+    -----
+    Guarantee: the very same Vector comes back, always.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> look = NoOp(max_norm=1.0)
+    >>> grads = NumpyVector({"w": np.array([3.0, 4.0])})
+    >>> look.run(grads) is grads
+    True
+    >>> look.rounds[0].norm_max, look.rounds[0].clipped
+    (5.0, 1)
+    """
+
+    name = "no-op"
+    guarantee = kinds.unchanged
+
+    max_norm: float | None = parameter(limit, default=None, kw_only=False)
+    """A limit to try out, > 0: steps above it are counted as clipped in the records."""
+    scope = parameter()
+    """Which tensors share a norm: all of them, each by itself, those of a layer, or those whose
+    names match a pattern."""
+    ord = ORD_VAR
+    exclude = parameter()
+    """Tensors that are not measured."""
+    on_nonfinite = parameter(choice, ("propagate", "raise"), default="propagate")
+    """Let NaN and infinity through, counted and warned of once a round, or raise. "skip" would
+    change the gradient."""
+
+    def build(self) -> Transform:
+        limit = math.inf if self.max_norm is None else self.max_norm
+        return NormClipping(Constant((limit,)), self.ord, dry=True)
+
+    def _replaced(self, gradient: Gradient) -> tuple[Sequence[Array], Mapping[str, Array]]:
+        return gradient.unchanged()

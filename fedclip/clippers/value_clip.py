@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`value-clip`: a fixed limit on every element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import SCOPE_TABLE
+from fedclip.core.parameters import number, parameter, positive
+from fedclip.core.scopes import Groups
+from fedclip.privacy import guarantees as kinds
+from fedclip.transforms import Transform, ValueClipping
+
+
+class ValueClip(Clipper):
+    """Fixed limit on every element, the same or another on each side.
+
+    ::
+
+        Init(max_value, min_value = -max_value):
+            assign max_value, min_value
+        Step(grads):
+            for each element x:
+                x = min(max_value, max(min_value, x))
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above or two do not go together; at a gradient, if
+        a pattern matches no tensor.
+
+    Notes
+    -----
+    Guarantees: no element of the output lies outside the limits; the same Vector comes back if
+    none did before; it is a projection: applying it twice is applying it once, and it
+    brings no two gradients farther apart. For d elements the L2 norm of the output is at most
+    ``max_value * sqrt(d)``; with a limit on one side only there is no bound.
+    Rows of an IndexedSlices that repeat are added up before they are clipped.
+    There is no state but the records of past rounds, whose "norm" is the largest absolute
+    element.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> clip = ValueClip(max_value=1.0)
+    >>> clip.run(NumpyVector({"w": np.array([-3.0, 0.5])})).coefs["w"]
+    array([-1. ,  0.5])
+    """
+
+    name = "value-clip"
+    guarantee = kinds.box
+
+    max_value: float = parameter(default=1.0, kw_only=False)
+    """Largest element, in the units of the gradient; > 0 unless `min_value` is given, with
+    which it may be infinity: no limit above."""
+    min_value: float | None = parameter(default=None)
+    """Smallest element, <= `max_value`; None means ``-max_value``, minus infinity no limit
+    below."""
+    scope = SCOPE_TABLE
+    """Which tensors are reported on together. A table ``{"head.*" = 0.1}`` gives groups their
+    own symmetric limit; the rest keeps `max_value` and `min_value`."""
+
+    def build(self) -> Transform:
+        if self.min_value is None:
+            self.max_value = positive(max_value=self.max_value)
+        else:
+            self.min_value = _end(-math.inf, min_value=self.min_value)
+            self.max_value = _end(math.inf, max_value=self.max_value)
+            if math.isinf(self.min_value) and math.isinf(self.max_value):
+                raise ValueError(
+                    "min_value=-inf with max_value=inf limits nothing: give one of them a finite "
+                    "number, or use 'no-op'"
+                )
+            if self.min_value > self.max_value:
+                raise ValueError(
+                    f"min_value must be <= max_value, got {self.min_value!r} > {self.max_value!r}"
+                )
+        return self._box(1, {})
+
+    def _box(self, groups: int, own: Mapping[int, float]) -> ValueClipping:
+        low = -self.max_value if self.min_value is None else self.min_value
+        return ValueClipping(
+            tuple(-own[g] if g in own else low for g in range(groups)),
+            tuple(own.get(g, self.max_value) for g in range(groups)),
+        )
+
+    def transform(self, groups: Groups) -> Transform:
+        table = self.scope if isinstance(self.scope, Mapping) else {}
+        own = {g: table[label] for g, label in enumerate(groups.labels) if label in table}
+        return self._box(len(groups), own)
+
+
+def _end(open_end: float, **values: Any) -> float:
+    """Return the one keyword value as a finite float, or the infinity at its own end."""
+    (value,) = values.values()
+    if isinstance(value, float) and value == open_end:
+        return open_end
+    return number(f"a finite number, or {open_end}", **values)

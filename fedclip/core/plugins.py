@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bases of clippers, which declearn takes for its own modules and regularizers.
+
+Clippers do without declearn. `fedclip.engines.declearn.registration` makes these bases virtual
+subclasses of declearn's and registers each clipper, as soon as declearn is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
+
+from fedclip.errors import nearest
+
+__all__ = ["PLUGINS", "OptiModule", "Plugin", "Regularizer", "V", "register_with"]
+
+V = TypeVar("V")
+"""A declearn Vector, of the framework that the caller uses."""
+
+PLUGINS: dict[tuple[str, str], type[Plugin]] = {}
+"""The clippers by declearn's group and by name."""
+
+_engines: list[Callable[[type[Plugin]], None]] = []
+
+
+class Plugin:
+    """A class that declearn registers as one of its own; declearn need not be installed."""
+
+    name: ClassVar[str]
+    group: ClassVar[str]
+    """The name of declearn's base class."""
+
+    def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
+        """Register the class with declearn: now, or as soon as declearn is imported."""
+        super().__init_subclass__(**kwargs)
+        if not register:
+            return
+        if not getattr(cls, "name", None):
+            raise TypeError(
+                f"{cls.__name__} must define a class attribute 'name' with a value to be "
+                "auto-registered."
+            )
+        if (cls.group, cls.name) in PLUGINS:
+            raise KeyError(f"Name {cls.name!r} has already been registered.")
+        PLUGINS[cls.group, cls.name] = cls
+        try:
+            for register_class in _engines:
+                register_class(cls)
+        except KeyError:
+            del PLUGINS[cls.group, cls.name]
+            raise
+
+    @classmethod
+    def from_config(cls, config: dict[str, object]) -> Self:
+        """Return the plug-in with the parameters of a dict."""
+        return cls(**config)
+
+    @classmethod
+    def from_specs(cls, name: str, config: dict[str, object]) -> Plugin:
+        """Return the clipper of a name, with the parameters of a dict."""
+        if (cls.group, name) not in PLUGINS:
+            names = [known for group, known in PLUGINS if group == cls.group]
+            raise KeyError(f"no clipper is named {name!r}{nearest(name, names)}")
+        return PLUGINS[cls.group, name].from_config(config)
+
+
+if TYPE_CHECKING:
+    # Type checkers see declearn's classes, which optimizers take.
+    from declearn.optimizer.modules import OptiModule as Module
+    from declearn.optimizer.regularizers import Regularizer as Regularizer
+
+    OptiModule: TypeAlias = Module[Any]
+else:
+
+    class OptiModule(Plugin, register=False):
+        """Stands for declearn's `OptiModule`."""
+
+        group = "OptiModule"
+        aux_name: ClassVar[str | None] = None
+        auxvar_cls: ClassVar[type | None] = None
+
+        def process_aux_var(self, aux_var: object) -> None:
+            """Refuse a message: this module has no server module."""
+            if aux_var is not None:
+                raise NotImplementedError(f"{self.name} takes no message, got {aux_var!r:.80}")
+
+    class Regularizer(Plugin, register=False):
+        """Stands for declearn's `Regularizer`."""
+
+        group = "Regularizer"
+
+
+def register_with(register_class: Callable[[type[Plugin]], None]) -> None:
+    """Call a function with each plug-in that is defined from now on."""
+    if register_class not in _engines:
+        _engines.append(register_class)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages of server and clients about a round update, and how declearn adds up replies.
+
+In cleartext the updates stay side by side until the aggregator has checked each of them: an update
+that was not clipped, or an invalid reply, must not reach the model. Under secure aggregation the
+server only sees the sum.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+
+from declearn.aggregator import ModelUpdates
+from declearn.model.api import Vector
+
+from fedclip.core.messages import FromServer, Message
+from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.secagg import inside
+from fedclip.errors import Unchecked
+from fedclip.updates.averaging import peaks, zeros
+from fedclip.updates.limits import OTHER_TENSORS
+from fedclip.updates.protocol import COUNTS, VOTES, Reply, is_one_of
+
+AUX_NAME = "update-clip"
+"""Name under which bound and votes are exchanged."""
+
+DECLEARN_RANGE = 1e5
+"""The default `clipval` of declearn's secure aggregation."""
+
+UNWEIGHED = (
+    "under secure aggregation a client weighs its own update, and this one does not know how: a "
+    "table of weights needs the server's protocol 'fedclip-websockets', which tells each client "
+    "its name; 'steps' needs max_steps there, and takes no max_share"
+)
+"""Why a client sends zeros in the place of an update."""
+
+_LOGGER = logging.getLogger("declearn.client.fedclip")
+
+
+@dataclass
+class UpdateClipBound(FromServer):
+    """The message from the server to each client at the start of a round.
+
+    Attributes
+    ----------
+    bound
+        Largest norm of this round's update.
+    adaptive
+        Whether the clients should vote.
+    private
+        Whether noise is added.
+    stop
+        Why training has to end, as a sentence; empty if it goes on.
+    noise
+        The noise that the server expects clients to add; empty if they add none.
+    schedule, round
+        The entry of the server's ledger to which the round is charged; "" without noise.
+    """
+
+    kinds = MappingProxyType(
+        {"bound": (int, float), "adaptive": bool, "private": bool, "stop": str}
+    )
+
+    bound: Unchecked
+    adaptive: Unchecked = True
+    private: Unchecked = False
+    stop: Unchecked = ""
+    noise: Unchecked = field(default_factory=dict)
+    schedule: Unchecked = ""
+    round: Unchecked = 0
+
+
+@dataclass
+class UpdateClipVotes(Message):
+    """The vote of a client about its update, or the sum over clients.
+
+    A message always has four ints >= 0, because a secure sum needs all fields; or five, if clients
+    add noise.
+
+    Attributes
+    ----------
+    n_clients
+        1 for each client.
+    n_votes
+        1 if the client has a valid update: it took a step, and the update is finite.
+    n_within
+        1 if that update was within the bound.
+    n_faults
+        Number of invalid replies; set on arrival, not by clients.
+    n_noised
+        The vote with the client's noise, in the place of `n_votes` and `n_within`.
+    """
+
+    n_clients: int = 1
+    n_votes: int = 0
+    n_within: int = 0
+    n_faults: int = 0
+    n_noised: int | None = None
+    # It is not sent.
+    _side: tuple[int, ...] = field(default=(), init=False, repr=False, compare=False)
+
+    @property
+    def noised(self) -> tuple[int, ...]:
+        """The votes with noise, side by side; or their secure sum."""
+        return self._side or (() if self.n_noised is None else (self.n_noised,))
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields that are sent."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {name: number for name, number in found.items() if number is not None}
+
+    @classmethod
+    def from_dict(cls, data: Unchecked) -> UpdateClipVotes:
+        """Return a client's votes; if they are invalid, an abstention, which is counted.
+
+        An exception here would be in the server's loop, which would then never end.
+        """
+        data = data if isinstance(data, Mapping) else {}
+        votes = [data.get(key) for key in ("n_votes", "n_within")]
+        noised = data.get("n_noised")
+        alone = noised is None or (type(noised) is int and votes == [0, 0])
+        if alone and is_one_of(((1,),), [data.get("n_clients")]) and is_one_of(VOTES, votes):
+            return cls(1, votes[0], votes[1], n_noised=noised)
+        return cls(n_faults=1)
+
+    def aggregate(self, other: object) -> UpdateClipVotes:
+        """Return the sum; an object of another type counts as an invalid reply."""
+        if isinstance(other, Message) and hasattr(other, "parts"):
+            # A message that keeps others side by side, in the wrong place: it keeps this one, too.
+            raise TypeError(f"votes are added to {type(other).__name__}")
+        other = other if isinstance(other, UpdateClipVotes) else UpdateClipVotes(n_faults=1)
+        counts = ("n_clients", "n_votes", "n_within", "n_faults")
+        result = UpdateClipVotes(*(getattr(self, n) + getattr(other, n) for n in counts))
+        result._side = self.noised + other.noised
+        return result
+
+    @classmethod
+    def among(cls, messages: Sequence[object]) -> UpdateClipVotes:
+        """Return the sum of the votes among messages of any kind; the others are abstentions."""
+        votes = [one if isinstance(one, cls) else cls(n_faults=1) for one in messages]
+        return sum(votes[1:], start=votes[0])
+
+    def __radd__(self, other: object) -> UpdateClipVotes:
+        """Add to 0, as declearn does, or to a client's object of another type."""
+        return self if isinstance(other, int) and not other else self.aggregate(other)
+
+
+@dataclass
+class ClippedUpdates(ModelUpdates):
+    """The update of one client, or the sum over clients.
+
+    Attributes
+    ----------
+    updates
+        The clipped update. None in what `aggregate` returns: see `parts`.
+    weights
+        1 for each client; or its number of steps, if these are the weights, and below 0 if what it
+        says is none.
+    n_clients, n_clipped, n_zeroed
+        Number of updates, and of those that were clipped or zeroed.
+    """
+
+    updates: Unchecked
+    n_clients: int = 1
+    n_clipped: int = 0
+    n_zeroed: int = 0
+
+    # These fields are not sent.
+    fault: str = field(default="", init=False, repr=False, compare=False)
+    secagg_range: float | None = field(default=None, init=False, repr=False, compare=False)
+    factor: float | None = field(default=1.0, init=False, repr=False, compare=False)
+    noised: bool = field(default=False, init=False, repr=False, compare=False)
+    _gathered: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
+
+    @property
+    def parts(self) -> tuple[ClippedUpdates, ...]:
+        """The replies in this sum."""
+        return self._gathered or (self,)
+
+    def reply(self, kind: type[object]) -> Reply:
+        """Return this reply, of a kind of vector, as that of any engine; or a secure sum."""
+        coefs: Unchecked = getattr(self.updates, "coefs", None)
+        fault = self.fault or (OTHER_TENSORS if type(self.updates) is not kind else "")
+        steps: Unchecked = self.weights
+        return Reply(coefs, fault=fault, clients=max(1, self.n_clients), steps=steps)
+
+    def beyond(self, limit: float) -> str:
+        """Return which values are beyond a range of secure aggregation; "" if none is."""
+        found = peaks(self.updates.coefs, limit)
+        named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in found.items())
+        text = f"values beyond secagg_range=±{limit:g} in {named}: lower the bound of clipped-"
+        text += "averaging, or raise clipval on the server and secagg_range with it"
+        return text if found else ""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields, without copying them as declearn's own method does."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+
+    @classmethod
+    def from_dict(cls, data: Unchecked) -> ClippedUpdates:
+        """Return a client's reply, with `fault` set if it is not valid.
+
+        An exception here would be in the server's loop, which would then never end.
+        """
+        data = data if isinstance(data, Mapping) else {}
+        counts = [data.get(key) for key in ("n_clipped", "n_zeroed")]
+        vector = data.get("updates")
+        tensors = getattr(vector, "coefs", None)
+        fault = ""
+        if not isinstance(vector, Vector):
+            fault = f"the update is {type(vector).__name__}, not a Vector"
+        elif not isinstance(tensors, dict):
+            fault = f"the update is of {type(tensors).__name__}, not of tensors"
+        elif not is_one_of(((1,),), [data.get("n_clients")]) or not is_one_of(COUNTS, counts):
+            fault = "its counts are not of one client"
+        result = cls.refused(vector, fault) if fault else cls(vector, 1, 1, *counts)
+        claimed = data.get("weights")
+        result.weights = claimed if type(claimed) is int and claimed >= 0 else -1
+        return result
+
+    @classmethod
+    def refused(cls, vector: AnyVector | None, fault: str) -> ClippedUpdates:
+        """Return the replacement for an invalid reply."""
+        result = cls(vector, 1)
+        result.fault = fault
+        return result
+
+    @classmethod
+    def stranger(cls, reply: object) -> ClippedUpdates:
+        """Return the replacement for a reply of another type."""
+        return cls.refused(None, f"it is of type {type(reply).__name__}")
+
+    def aggregate(self, other: object) -> ClippedUpdates:
+        """Return both replies, side by side, with the counts added up."""
+        if not isinstance(other, ClippedUpdates):
+            other = ClippedUpdates.stranger(other)
+        total = ClippedUpdates(
+            None,
+            self.weights + other.weights,
+            self.n_clients + other.n_clients,
+            self.n_clipped + other.n_clipped,
+            self.n_zeroed + other.n_zeroed,
+        )
+        total._gathered = self.parts + other.parts
+        return total
+
+    def __radd__(self, other: object) -> ClippedUpdates:
+        """Add to 0, as `sum` does, or to a reply of another type."""
+        if isinstance(other, int) and not other:
+            return self
+        return ClippedUpdates.stranger(other).aggregate(self)
+
+    def prepare_for_secagg(self) -> tuple[dict[str, object], None]:
+        """Return all fields, for encryption; replace an update that is out of range by zeros.
+
+        The replacement is logged and counted. declearn would clip the values silently. An
+        exception here would be outside the client's error handling, and the server would wait for
+        ever. The aggregator's `secagg_range` refuses such values earlier, with an error that
+        reaches the server.
+
+        Values at the very edge of the range, whose sign declearn would change, move inside.
+        """
+        content = self.to_dict()
+        if self.noised:
+            # These are integers of the encrypter's grid, within its range.
+            return content, None
+        limit, factor = self.secagg_range or DECLEARN_RANGE, self.factor
+        why = UNWEIGHED if factor is None else self.beyond(limit)
+        if factor is None or why:
+            _LOGGER.error("zeros are sent instead of the update: %s", why)
+            content |= {"updates": zeros_like(self.updates), "n_clipped": 0, "n_zeroed": 1}
+            return content, None
+        # The server can not weigh what it does not see.
+        updates = self.updates if factor == 1.0 else self.updates * factor
+        coefs = inside(updates.coefs, limit)
+        content["updates"] = updates if coefs is updates.coefs else type(updates)(dict(coefs))
+        return content, None
+
+
+def zeros_like(vector: AnyVector) -> AnyVector:
+    """Return a vector of zeros, even if this one holds NaN."""
+    return type(vector)(zeros(vector.coefs))

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of which a part never leaves the clients: a local head, BatchNorm (FedPer, FedBN).
+
+::
+
+    server:  shares the trained weights that no pattern of `personal` matches, and keeps its own
+             values of the others as they are
+    client:  trains all weights (`PersonalFederatedClient`), and shares the same ones
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from typing import ClassVar, Self
+
+from declearn.model.api import Model
+from declearn.typing import Batch
+from declearn.utils import DevicePolicy
+
+from fedclip.arrays import HostView
+from fedclip.arrays.frozen import hold_statistics, tied
+from fedclip.core import parameters
+from fedclip.core.parameters import Config
+from fedclip.core.scopes import check_exclude, matched, within
+from fedclip.engines.declearn.generics import AnyModel, AnyVector
+
+BATCHNORM = "batchnorm"
+"""Stands for all tensors of the layers that keep running statistics."""
+
+STATISTICS = re.compile(
+    r"^(.*[./])?(?:(?:running|moving)_(?:mean|var(?:iance)?)|num_batches_tracked)(?::\d+)?$"
+)
+"""The name of running statistics; its group is the layer."""
+
+BARE = ("tensorflow", "haiku")
+"""declearn's models that go to the clients without their weights."""
+
+
+def chosen(personal: Sequence[str], names: Collection[str]) -> frozenset[str]:
+    """Return the names that patterns match, of which one may be ``batchnorm``.
+
+    Raises
+    ------
+    ValueError
+        If one of them matches no name.
+
+    >>> names = ["conv.weight", "bn.weight", "bn.running_mean", "head.weight"]
+    >>> sorted(chosen(["batchnorm", "head"], names))
+    ['bn.running_mean', 'bn.weight', 'head.weight']
+    """
+    found: set[str] = set()
+    if BATCHNORM in personal:
+        layers = {match[1] or "" for name in names if (match := STATISTICS.match(name))}
+        if not layers:
+            why = "personal has 'batchnorm', and no layer of the model keeps running statistics"
+            raise ValueError(f"{why}; the names are {listed(names)}")
+        found = {n for n in names if n[: len(n) - len(re.split(r"[./]", n)[-1])] in layers}
+    patterns = [pattern for pattern in personal if pattern != BATCHNORM]
+    found |= matched("personal", patterns, [*names]).keys()
+    # A wildcard may match one name as it is, and another without its wrappers: both stay.
+    wild = [pattern for pattern in patterns if pattern not in names]
+    return frozenset(found.union(*(within(pattern, [*names]) for pattern in wild)))
+
+
+def astray(model: AnyModel) -> str:
+    """Return what goes wrong with running statistics, which declearn never sends; "" if nothing."""
+    net = model.model if isinstance(model, PersonalModel) else model
+    names, bare = net.get_weights().coefs, net.typekey in BARE
+    own, held = frozenset[str](), set[str]()
+    if isinstance(model, PersonalModel):
+        own, held = model.own, {f"{layer}." for layer in model.held}
+        if bare:
+            # Keras' frozen layers keep their statistics, and the wrapper has sent them.
+            still = names.keys() - net.get_weights(trainable=True).coefs.keys()
+            held = {re.split(r"[^./]*$", n)[0] for n in still if not STATISTICS.match(n)}
+    found = {m[1] or "" for n in names if n not in own and (m := STATISTICS.match(n))} - held
+    if not found:
+        return ""
+    layers = [layer[:-1] for layer in found]
+    frozen = "PersonalModel(model) keeps them" if bare else "give it frozen_batchnorm='eval'"
+    return (
+        f"running statistics are never sent ({listed(layers)}): each client has its own, and the "
+        "server's model those that it began with, so that its checkpoints are wrong. Let these "
+        f"layers stay at each site, PersonalModel(model, 'batchnorm'); for frozen ones, {frozen}"
+    )
+
+
+def unsent(model: AnyModel) -> str:
+    """Return which weights a client would not have as the server has them; "" if all are sent."""
+    if model.typekey not in BARE:
+        return ""
+    names, trained = (model.get_weights(trainable=only).coefs for only in (False, True))
+    found = [n for n in names if n not in trained and not STATISTICS.match(n)]
+    if not found:
+        return ""
+    return (
+        f"{listed(found)} are frozen, and declearn sends Keras' and Haiku's models without their "
+        "weights: each client would have random ones. Wrap the model, PersonalModel(model)"
+    )
+
+
+def part(vector: AnyVector, names: Iterable[str]) -> AnyVector:
+    """Return some of the arrays of a vector, as a vector."""
+    return type(vector)({name: vector.coefs[name] for name in names})
+
+
+def merged(model: AnyModel, own: Collection[str], shared: AnyVector) -> AnyVector:
+    """Return all trained weights of a model: the shared ones as given, the others as they are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If these are not all but the model's `own`.
+    """
+    mine: AnyVector = model.get_weights(trainable=True)
+    if not isinstance(shared, type(mine)):
+        given = type(shared).__name__
+        raise TypeError(f"weights must be a {type(mine).__name__}, got {given}")
+    if kept := shared.coefs.keys() & own:
+        raise ValueError(f"weights for {listed(kept)} were sent, which stay on each client")
+    if differing := shared.coefs.keys() ^ (mine.coefs.keys() - own):
+        raise ValueError(
+            f"what is shared and what was sent differ in {listed(differing)}: is a layer "
+            "frozen, or named otherwise, on one side only?"
+        )
+    return type(mine)({**mine.coefs, **shared.coefs})
+
+
+def listed(names: Collection[str]) -> str:
+    """Return names in quotes, at most ten of them."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(map(repr, sorted(names)[:10])) + more
+
+
+class PersonalModel(AnyModel):
+    """A declearn model with tensors that stay on each client: they are trained, and not shared.
+
+    Give it to the server in the place of the model that it wraps. Clients take part with
+    `PersonalFederatedClient`, or with `PrivateFederatedClient`.
+
+    Parameters
+    ----------
+    model : Model
+        A model of declearn.
+    personal : pattern or list of patterns
+        Names of the tensors that stay, as in `fedclip.core.scopes`: ``"head"`` or ``["head.*"]``;
+        the word ``"batchnorm"`` stands for all tensors of layers that keep running statistics.
+        None, if the wrapper is for `frozen_batchnorm`, or for frozen layers of Keras or Haiku.
+    frozen_batchnorm : {"eval"} or None, default=None
+        In networks of torch: "eval" lets frozen BatchNorm normalise by its statistics and leave
+        them as they are, as in evaluation. None: they move with each step, though the layer is
+        frozen. (Keras' frozen layers do the former by themselves.)
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a pattern matches no tensor, or they match none that is trained, or all: here, or, for
+        a model that learns its shapes from the clients' data, when it does.
+
+    Notes
+    -----
+    Clients start with the server's values of their own layers. In the server's model these never
+    change, so what it computes is no one's model: each site's own is in the site's checkpoints,
+    and its metrics are those that the site reports.
+
+    declearn's configurations of Keras' and Haiku's models have no weights. This one brings those
+    that are never sent afterwards: personal and frozen ones, and running statistics; and which
+    ones of Haiku are frozen.
+    """
+
+    typekey: ClassVar[str] = "fedclip-personal"
+
+    def __init__(
+        self,
+        model: AnyModel,
+        personal: str | Sequence[str] | None = None,
+        *,
+        frozen_batchnorm: str | None = None,
+    ) -> None:
+        if not isinstance(model, Model) or isinstance(model, PersonalModel):
+            raise TypeError(f"model must be a model of declearn, got {type(model).__name__}")
+        self.personal = check_exclude(personal, "personal") or []
+        self.frozen_batchnorm = parameters.optional(
+            parameters.choice, ("eval",), frozen_batchnorm=frozen_batchnorm
+        )
+        self.bare = model.typekey in BARE
+        if not self.personal and self.frozen_batchnorm is None and not self.bare:
+            raise ValueError("personal names no tensor: use the model as it is, without a wrapper")
+        if model.typekey == "tensorflow" and model.required_data_info:
+            raise ValueError(
+                "the Keras model has no shapes yet, and its tensors would be named otherwise on "
+                "clients: begin it with keras.Input(shape)"
+            )
+        super().__init__(model.get_wrapped_model())
+        self.model = model
+        self.held = self._hold()
+        if not model.required_data_info:
+            self.check()
+
+    def _hold(self) -> list[str]:
+        if self.frozen_batchnorm is None:
+            return []
+        network = self.get_wrapped_model()
+        held = hold_statistics(network) if hasattr(network, "named_modules") else []
+        if not held:
+            raise ValueError(
+                "frozen_batchnorm='eval' is for frozen BatchNorm in a network of torch, and there "
+                "is none in this model: freeze it first, or leave it out (Keras needs no option)"
+            )
+        return held
+
+    @cached_property
+    def own(self) -> frozenset[str]:
+        """The names of the tensors that stay, whether they are trained or not."""
+        return chosen(self.personal, self.model.get_weights().coefs)
+
+    def check(self) -> None:
+        """Refuse patterns that leave nothing to share, or keep nothing that would be shared."""
+        if not self.personal:
+            return
+        trained = self.model.get_weights(trainable=True).coefs.keys()
+        kept = trained & self.own
+        if not kept or kept == trained:
+            how = "nothing would be shared" if kept else "what it matches is never shared, anyway"
+            text = f"matches {'all' if kept else 'none'} of what is trained, {listed(trained)}"
+            raise ValueError(f"personal={self.personal} {text}: {how}")
+        for name, other in tied(self.get_wrapped_model()):
+            if (name in self.own) != (other in self.own):
+                raise ValueError(
+                    f"{name!r} and {other!r} are one tensor, and personal={self.personal} matches "
+                    "one name only: it would be shared under the other; name both, or neither"
+                )
+
+    def shared(self, vector: AnyVector) -> AnyVector:
+        """Return the arrays of a vector that do not stay."""
+        return part(vector, [name for name in vector.coefs if name not in self.own])
+
+    def whole(self, shared: AnyVector) -> AnyVector:
+        """Return all trained weights, as `merged` does."""
+        return merged(self.model, self.own, shared)
+
+    # -- what declearn's server asks for --------------------------------------------------------
+    def get_weights(self, trainable: bool = False) -> AnyVector:
+        """Return all weights; with `trainable`, those that are trained and shared."""
+        weights: AnyVector = self.model.get_weights(trainable)
+        return self.shared(weights) if trainable else weights
+
+    def set_weights(self, weights: AnyVector, trainable: bool = False) -> None:
+        """Set all weights; with `trainable`, those that are trained and shared."""
+        self.model.set_weights(self.whole(weights) if trainable else weights, trainable)
+
+    def apply_updates(self, updates: AnyVector) -> None:
+        """Add updates to the shared weights."""
+        self.set_weights(self.get_weights(trainable=True) + updates, trainable=True)
+
+    def initialize(self, data_info: Config) -> None:
+        """Initialise the model, and find out which tensors stay."""
+        self.model.initialize(data_info)
+        self.check()
+
+    def get_config(self, allow_bin: bool = False) -> Config:
+        """Return the model and the patterns; declearn encodes a model that is within another."""
+        model = self.model if allow_bin else self.model.get_config()
+        own: Config
+        own = {"personal": self.personal, "frozen_batchnorm": self.frozen_batchnorm, "unsent": None}
+        if self.bare and not self.required_data_info:
+            trained, weights = self.model.get_weights(trainable=True), self.get_weights()
+            left = [n for n in weights.coefs if n in self.own or n not in trained.coefs]
+            own |= {"trained": [*trained.coefs], "unsent": part(weights, left)}
+        return {**super().get_config(), "model": model, **own}
+
+    @classmethod
+    def from_config(cls, config: Config, allow_bin: bool = False) -> Self:
+        """Make a model from what `get_config` has returned."""
+        model = config["model"]
+        if not isinstance(model, Model):
+            model = Model.from_config(model, allow_bin)
+        if config["unsent"] is not None:
+            if hasattr(model, "set_trainable_weights"):
+                model.set_trainable_weights(config["trained"])
+            weights = model.get_weights()
+            model.set_weights(type(weights)({**weights.coefs, **config["unsent"].coefs}))
+        return cls(model, config["personal"], frozen_batchnorm=config["frozen_batchnorm"])
+
+    # -- what is done on a client, by the model within ------------------------------------------
+    def compute_batch_gradients(self, batch: Batch, max_norm: float | None = None) -> AnyVector:
+        """Refuse: all weights are trained, and declearn would share what it trains."""
+        raise RuntimeError(
+            "a model with personal layers is trained by fedclip.PersonalFederatedClient, or "
+            "fedclip.PrivateFederatedClient: use it in the place of FederatedClient"
+        )
+
+    def compute_batch_predictions(self, batch: Batch) -> tuple[HostView, HostView, HostView | None]:
+        """Return labels, predictions and weights."""
+        return self.model.compute_batch_predictions(batch)
+
+    def loss_function(self, y_true: HostView, y_pred: HostView) -> HostView:
+        """Return the loss of each record."""
+        return self.model.loss_function(y_true, y_pred)
+
+    @property
+    def required_data_info(self) -> set[str]:
+        """What the model has to know of the data."""
+        return self.model.required_data_info
+
+    @property
+    def device_policy(self) -> DevicePolicy:
+        """Where the model is."""
+        return self.model.device_policy
+
+    def update_device_policy(self, policy: DevicePolicy | None = None) -> None:
+        """Move the model."""
+        self.model.update_device_policy(policy)

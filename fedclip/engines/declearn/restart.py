@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restarts a node after a crash, from the newest round that was saved completely.
+
+declearn names its files by local time, which is set back: by somebody, or at the end of summer
+time. Which round is the newest, the files themselves say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import msgpack
+from declearn.main.utils import Checkpointer
+from declearn.optimizer import Optimizer
+
+from fedclip.engines.declearn.generics import AnyModel
+from fedclip.errors import StateError, Unchecked
+
+_LOGGER = logging.getLogger("declearn.server.fedclip")
+
+Reached = tuple[int, int, int]
+"""How far a state has come: its round and steps, by its modules, and its row in the metrics."""
+
+
+class SavedRound(NamedTuple):
+    """Model and optimizer of one round."""
+
+    model: AnyModel
+    optimizer: Optimizer
+    timestamp: str
+
+
+def load_round(folder: str | Path) -> SavedRound:
+    """Return model and optimizer of the newest round of which both can be loaded.
+
+    ::
+
+        pairs = models and optimizers of the same name, that are of the same round
+        newest = the pair whose optimizer has reached the highest round, by its own counters;
+                 without any, the one that comes last in metrics.csv, to which rounds are appended
+
+    A server that is killed, or whose disk is full, may leave a model without its optimizer, or
+    half a file. The newest model and the newest optimizer may then be from different rounds: with
+    noise, the budget would be a round short.
+
+    Parameters
+    ----------
+    folder : str or Path
+        The `checkpoint` folder of a server, or of a client.
+
+    Raises
+    ------
+    StateError
+        If there is no such round; the message says what was found.
+
+    Notes
+    -----
+    The log has a warning for each round that is left out because a part of it is missing, damaged
+    or of another round. Of several runs in one folder the highest round counts, as it has spent
+    most.
+    The best model, which declearn saves at the end of a run, belongs to no round. declearn names
+    files by the second, and writes the model first: if the model of a pair is the younger file, the
+    pair mixes two rounds of the same second, and is left out. In a copy of the folder, the order of
+    writing is that of copying, and says nothing. The time zone does not matter.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise StateError(f"{str(folder)!r} is no folder: give the server's checkpoint folder")
+    saved = Checkpointer(str(folder))
+    models, optimizers = _files(path, "model"), _files(path, "optimizer")
+    faults: dict[str, str] = {}
+    found = _reached(optimizers, faults)
+    for reached, timestamp in found:
+        try:
+            if timestamp not in models:
+                raise StateError("its model is missing")
+            if _mixed(models[timestamp], optimizers[timestamp], timestamp):
+                raise StateError("the model is younger than the optimizer")
+            model = saved.load_model(timestamp=timestamp)
+            optimizer = saved.load_optimizer(timestamp=timestamp)
+        except Exception as exc:  # whatever a damaged file makes declearn raise
+            faults[timestamp] = _why(exc)
+            continue
+        for name in models.keys() - optimizers.keys() - {"best"}:
+            if name > timestamp:
+                faults[name] = "its optimizer is missing"
+        for name in sorted(faults):
+            text = "a round was not saved as a whole, and is left out: %s: %s"
+            _LOGGER.warning(text, name, faults[name])
+        _LOGGER.info("going on from round %d, saved as %s", reached[0] or reached[1], timestamp)
+        return SavedRound(model, optimizer, timestamp)
+    told = "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items())[:5])
+    why = told or f"it has {len(models)} models and {len(optimizers)} optimizers"
+    raise StateError(f"{str(folder)!r} holds no round whose model and optimizer both load: {why}")
+
+
+def _files(folder: Path, kind: str) -> dict[str, Path]:
+    """Return the files of states by their timestamps."""
+    files = folder.glob(f"{kind}_state_*.mpk")
+    return {file.stem.removeprefix(f"{kind}_state_"): file for file in files}
+
+
+def _reached(files: Mapping[str, Path], faults: dict[str, str]) -> list[tuple[Reached, str]]:
+    """Return how far optimizers have come, the furthest first; note damaged files."""
+    found, places = [], _places(next(iter(files.values())).parent) if files else {}
+    for timestamp, file in files.items():
+        try:
+            # Values that declearn wraps, such as vectors, stay wrapped.
+            rounds, steps = _round_of(msgpack.unpackb(file.read_bytes()))
+        except Exception as exc:  # a file cut short or damaged may hold anything in any place
+            faults[timestamp] = _why(exc)
+        else:
+            found.append(((rounds, steps, places.get(timestamp, 0)), timestamp))
+    return sorted(found, reverse=True)
+
+
+def _places(folder: Path) -> dict[str, int]:
+    """Return the row of each timestamp in the metrics, which are written last of a round."""
+    try:
+        lines = (folder / "metrics.csv").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {line.partition(",")[0]: place for place, line in enumerate(lines)}
+
+
+def _round_of(state: Unchecked) -> tuple[int, int]:
+    """Return the round that the state of an optimizer has reached, and its steps."""
+    # declearn counts the steps of a changing learning rate, and the rounds of clients.
+    rate = state.get("lrate", {})
+    rounds, steps = [rate.get("rounds", 0)], [rate.get("steps", 0)]
+    for _, module in state["modules"]:
+        if isinstance(module, dict):
+            # A counter of rounds, or of the updates of a shared state; and the records.
+            counters = module.get("round"), module.get("version")
+            rounds += [number for number in counters if type(number) is int]
+            steps.append(sum(record["steps"] for record in module.get("rounds", ())))
+    return max(rounds), max(steps)
+
+
+def _why(exc: Exception) -> str:
+    text = f"{exc!s:.200}"
+    return text if isinstance(exc, StateError) else f"{type(exc).__name__}: {text}"
+
+
+def _mixed(model: Path, optimizer: Path, timestamp: str) -> bool:
+    """Whether the model was written after the optimizer, within the second that names both."""
+    try:
+        named = datetime.strptime(timestamp, "%y-%m-%d_%H-%M-%S")
+    except ValueError:
+        return False
+    written = optimizer.stat()
+    # Whichever time zone the name is in: they differ by quarters of an hour.
+    late = (written.st_mtime - named.replace(tzinfo=UTC).timestamp() + 1.0) % 900.0
+    return late < 3.0 and model.stat().st_mtime_ns > written.st_mtime_ns

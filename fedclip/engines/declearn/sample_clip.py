@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sample-clip`: where in an optimizer records are clipped, how, and what may stand before it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer.modules import AuxVar, OptiModule
+
+from fedclip.core.docstrings import Documented
+from fedclip.core.parameters import (
+    choice,
+    integer,
+    limit,
+    optional,
+    parameter,
+    positive,
+    share,
+    unit_interval,
+)
+from fedclip.core.scopes import Groups, check_scope
+from fedclip.dpsgd.clipping import MODES, SampleClipping
+from fedclip.dpsgd.persample.base import Arrays
+from fedclip.engines.declearn.generics import AnyModule, AnyVector
+from fedclip.engines.declearn.pipeline import analyse
+from fedclip.privacy import Context, Map
+from fedclip.privacy.accounting import check_evaluation
+from fedclip.privacy.maps import Shapes
+
+__all__ = ["Place", "SampleClip", "place_of", "unfit"]
+
+Modules: TypeAlias = Sequence[AnyModule]
+
+# Below, the accountants of samples take minutes beside noise so large.
+_LEAST_SHARE = 1e-3
+
+
+def unfit(before: Modules, shapes: Shapes | None = None) -> str:
+    """Return why one of these modules can not stand before `sample-clip`; "" if all can."""
+    for module in before:
+        (known,) = analyse(module, shapes).maps
+        why = known.shared or ("it adds noise" if known.noise else "")
+        if why:
+            return (
+                f"{module.name} can not stand before sample-clip, where each record goes "
+                f"through it alone: {why}. Put it after sample-clip"
+            )
+    return ""
+
+
+def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float]:
+    if isinstance(mode, str):
+        return choice(MODES, mode=mode)
+    if isinstance(mode, Mapping):
+        raise TypeError(f"mode must be one of {MODES} or a list of patterns, got {mode!r}")
+    return check_scope(scope=mode)
+
+
+class SampleClip(Documented, OptiModule[AuxVar]):
+    """Says how DP-SGD clips records, for `PrivateFederatedClient`.
+
+    ::
+
+        Step(batch):
+            for each record of the batch:
+                g = gradient of the record
+                g = what stands before sample-clip in the optimizer, applied to g
+                g *= factor(norm(g))                       (fedclip.dpsgd.clipping)
+            grads = (sum of g + noise) / expected batch size
+            apply what stands after sample-clip to grads
+
+    Raises
+    ------
+    TypeError, ValueError
+        At construction, if a parameter is not as above.
+    RuntimeError
+        If a gradient comes to it outside of `PrivateFederatedClient`: nothing there clips
+        records or adds noise.
+
+    Notes
+    -----
+    The state is the adaptive bound, to which noise has been added; it is None before the first
+    step and in the other modes.
+
+    References
+    ----------
+    Abadi et al., 2016, "Deep learning with differential privacy", arXiv:1607.00133. Bu et al.,
+    2022, "Automatic clipping", arXiv:2206.07136. Andrew et al., 2021, "Differentially private
+    learning with adaptive clipping", arXiv:1905.03871.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from declearn.model.sklearn import NumpyVector
+    >>> SampleClip(max_norm=0.5, mode="layer").get_config()["mode"]
+    'layer'
+    """
+
+    name: ClassVar[str] = "sample-clip"
+
+    max_norm: float | None = parameter(positive, default=None, kw_only=False)
+    """Bound C on the norm of a record's gradient, > 0; the start of the bound if
+    ``mode="adaptive"``. None: the server's ``sclip_norm``; another number than the server's is
+    refused."""
+    mode: str | Sequence[str] = parameter(
+        _mode,
+        default="flat",
+        kw_only=False,
+        kind='{"flat", "tensor", "layer", "automatic", "adaptive"} or list of patterns',
+    )
+    """How records are clipped: one norm over all tensors, or one for each group, whose bounds are
+    C / √k; "automatic" and "adaptive" divide the update by C, so that the learning rate need not
+    follow it."""
+    micro_batch: int = parameter(integer, 1, default=128)
+    """How many records are in memory at once, >= 1; fewer, if their gradients are large."""
+    gamma: float = parameter(positive, default=0.01)
+    """Stability constant of "automatic", > 0, in the units of the gradient."""
+    quantile: float = parameter(unit_interval, default=0.5)
+    """Fraction of the records that the adaptive bound leaves alone, in (0, 1)."""
+    rate: float = parameter(positive, default=0.2)
+    """Size of the adaptive bound's steps, in logarithms, > 0."""
+
+    evaluation_share: float = parameter(share, default=0.0)
+    """Share of the budget's epsilon for noise on evaluations, one in each round, in [0.001, 1).
+    0: what evaluations tell of the validation records has no noise."""
+    loss_bound: float | None = parameter(limit, default=None)
+    """So much of a record's loss counts at most in an evaluation with noise, > 0; required with
+    ``evaluation_share``, as is the other way round."""
+
+    bound: float | None = None
+    """The adaptive bound, once there was a step."""
+
+    def __post_init__(self) -> None:
+        """Check what goes together."""
+        check_evaluation(self.evaluation_share, self.loss_bound, "record")
+        if 0.0 < self.evaluation_share < _LEAST_SHARE:
+            raise ValueError(
+                f"evaluation_share must be 0, or {_LEAST_SHARE:g} and more, got "
+                f"{self.evaluation_share!r}: of less, nothing could be read"
+            )
+
+    @property
+    def clipping(self) -> SampleClipping:
+        """What becomes of each record, given its norms."""
+        return SampleClipping(self.mode, self.gamma, self.quantile, self.rate)
+
+    def guarantee(self, context: Context) -> Map:
+        """Return what becomes of each record; the bound is known if it is written here."""
+        why = "it clips single records, and no whole gradient comes to it"
+        if self.max_norm is None or self.mode == "adaptive":
+            unknown = "its bound is the server's sclip_norm, or follows the norms with noise"
+            return Map(self.name, finite=True, unbounded=unknown, expands=why)
+        return Map(self.name, self.max_norm, f"{self.max_norm:g}", finite=True, expands=why)
+
+    def in_words(self, limit: str, unit: str = "record") -> str:
+        """Return what becomes of records, or persons, and of their sum, with a bound of `limit`."""
+        bound = "C" if self.mode in ("automatic", "adaptive") else limit
+        how = {
+            "flat": f"each {unit} is clipped to {limit}, by one norm over all its tensors",
+            "automatic": f"each {unit} is brought to almost C, and the step divided by C, which "
+            "can thus be any number",
+            "adaptive": f"each {unit} is clipped to C, which starts at {limit} and follows the "
+            f"{self.quantile:g} quantile of the norms, for a share of the noise; the step is "
+            "divided by C",
+        }
+        each = "tensors" if self.mode == "tensor" else "groups of tensors"
+        split = f"each of the k {each} of a {unit} is clipped to {limit}/√k"
+        said = how.get(self.mode, split) if isinstance(self.mode, str) else split
+        return (
+            f"{said}. To zero out a {unit} moves the sum of a batch by at most {bound}, to "
+            f"replace one by twice that; noise of z·{bound} is added to the sum, which is divided "
+            "by the expected size of a batch."
+        )
+
+    def run(self, gradients: AnyVector) -> AnyVector:
+        """Refuse: what comes here is a whole batch, unclipped and without noise."""
+        raise RuntimeError(
+            "sample-clip clips records, and this client does not: nothing here is private. Use "
+            "fedclip.PrivateFederatedClient in the place of declearn's FederatedClient, and "
+            "[run.privacy] on the server"
+        )
+
+    def get_state(self) -> dict[str, object]:
+        """Return the adaptive bound."""
+        return {"bound": self.bound}
+
+    def set_state(self, state: Mapping[str, object]) -> None:
+        """Take over the adaptive bound.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            If the state has none, or no number above 0.
+        """
+        if "bound" not in state:
+            raise KeyError(f"the state of sample-clip lacks 'bound'; it has {sorted(state)}")
+        self.bound = optional(positive, bound=state["bound"])
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is done to records, and what to their noisy sum.
+
+    Attributes
+    ----------
+    settings
+        The optimizer's own `sample-clip`, or a new one if it has none.
+    before, after
+        The modules for each record, and those for the update.
+    groups
+        Which tensors share a norm.
+    """
+
+    settings: SampleClip
+    before: Modules
+    after: list[AnyModule]
+    groups: Groups
+
+    def each(self) -> Callable[[Arrays], Arrays] | None:
+        """Return what stands before `sample-clip`, for single records; None if nothing does.
+
+        What runs is a copy that nobody else has: the optimizer's own modules, whose state is
+        written to checkpoints, never see a record, nor what was recorded of it.
+        """
+        if not self.before:
+            return None
+        modules = copy.deepcopy(self.before)
+
+        def run(arrays: Arrays) -> Arrays:
+            gradient: AnyVector = NumpyVector(dict(arrays))
+            for module in modules:
+                gradient = module.run(gradient)
+            return gradient.coefs
+
+        return run
+
+
+def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
+    """Find `sample-clip`, and refuse what can not stand before it, or another bound.
+
+    Raises
+    ------
+    ValueError
+        If there are two, or what stands before is not safe for single records, or its max_norm
+        is another one.
+    """
+    found = [i for i, module in enumerate(modules) if isinstance(module, SampleClip)]
+    if len(found) > 1:
+        raise ValueError("sample-clip stands in client_opt more than once: leave one")
+    place = found[0] if found else -1
+    marker = modules[place] if found else None
+    settings = marker if isinstance(marker, SampleClip) else SampleClip()
+    if settings.max_norm not in (None, max_norm):
+        raise ValueError(
+            f"sample-clip has max_norm {settings.max_norm!r}, and the server's sclip_norm is "
+            f"{max_norm!r}: write the same, or leave max_norm out"
+        )
+    groups = settings.clipping.groups([*shapes])
+    before = modules[: max(place, 0)]
+    if why := unfit(before, shapes):
+        raise ValueError(why)
+    return Place(settings, before, [*modules[place + 1 :]], groups)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a declearn client sends passes here, and leaves as the policy of its site allows.
+
+::
+
+    TrainReply          its update, through the gate; votes; numbers that are named, else 0
+    EvaluationReply     loss and steps, and means, if they are named; else a loss of NaN
+    MetadataReply       if each field is named, and of numbers, or a dtype
+    InitReply,
+    PrivacyReply        they are empty
+    anything else       one error, the same for all; the site's log says why
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+from uuid import uuid4
+
+import numpy as np
+from declearn import messaging
+from declearn.aggregator import AveragingAggregator, ModelUpdates
+from declearn.communication.api import NetworkClient
+from declearn.metrics._mean import MeanState
+
+from fedclip.engines.declearn.aggregator import ClippedAveraging
+from fedclip.engines.declearn.messages import AUX_NAME, ClippedUpdates, UpdateClipVotes
+from fedclip.site.gate import REFUSED, Gate, Refused, plain
+
+_AVERAGING = 'aggregator = {name = "averaging", steps_weighted = false}'
+
+
+class GatedNetwork(NetworkClient, register=False):
+    """The network client of a declearn client, behind the gate of its site.
+
+    Parameters
+    ----------
+    inner
+        The network client that it sends with.
+    gate
+        What lets out, or refuses.
+    """
+
+    def __init__(self, inner: NetworkClient, gate: Gate) -> None:
+        super().__init__(inner.server_uri, inner.name)
+        self._inner, self._gate = inner, gate
+        self._run = uuid4().hex
+        self._known: dict[type[messaging.Message], Callable[[Any], messaging.Message]] = {
+            messaging.TrainReply: self._training,
+            messaging.EvaluationReply: self._evaluation,
+            messaging.MetadataReply: self._metadata,
+            messaging.InitReply: lambda message: messaging.InitReply(),
+            messaging.PrivacyReply: lambda message: messaging.PrivacyReply(),
+        }
+
+    @staticmethod
+    def _setup_ssl_context(certificate: str | None = None) -> None:
+        """Return nothing: the network client within has a context of its own."""
+
+    async def start(self) -> None:
+        """Connect to the server."""
+        await self._inner.start()
+
+    async def stop(self) -> None:
+        """Close the connection."""
+        await self._inner.stop()
+
+    async def register(self) -> bool:
+        """Tell the server the name of this client, and the version of declearn."""
+        return await self._inner.register()
+
+    async def recv_message(self, timeout: float | None = None) -> messaging.SerializedMessage[Any]:
+        """Return the next message of the server; it is counted, as it may be replied to.
+
+        Raises
+        ------
+        Refused
+            If the policy allows no more replies; the client then leaves the run.
+        """
+        message = await self._inner.recv_message(timeout)
+        if not issubclass(message.message_cls, (messaging.StopTraining, messaging.CancelTraining)):
+            self._gate.admit(self._run)
+        return message
+
+    async def _send_message(self, bin_msg: bytes) -> NoReturn:
+        raise Refused("a client behind a gate sends messages, and no bytes")
+
+    async def send_message(self, message: messaging.Message) -> None:
+        """Send what may leave of a message, or else that this site refuses."""
+        kind = type(message)
+        try:
+            if kind not in self._known:
+                raise Refused(f"{getattr(message, 'message', 'no policy lets it out')!s:.500}")
+            sent = self._known[kind](message)
+        except Exception as exc:  # its text may hold data
+            self.logger.error("%s is not sent: %s", kind.__name__, exc)
+            sent = messaging.Error(REFUSED)
+        await self._inner.send_message(sent)
+
+    def check(self, aggregator: object, modules: Iterable[Any]) -> None:
+        """Refuse what the server has set up, if its updates could not leave.
+
+        Raises
+        ------
+        Refused
+            With a sentence for the site's log.
+        """
+        if why := self._unfit(aggregator):
+            raise Refused(why)
+        for module in modules:
+            if module.aux_name not in (None, AUX_NAME):
+                raise Refused(f"a site's policy does not know what {module.name!r} shares")
+            if getattr(module, "site", None) is not None:
+                raise Refused("a site's policy would clip the noise that update-clip-client adds")
+
+    def _unfit(self, aggregator: Any) -> str:
+        """Return why the updates of an aggregator can not leave; "" if they can."""
+        if type(aggregator) is AveragingAggregator:
+            equal = not aggregator.steps_weighted
+        elif type(aggregator) is not ClippedAveraging:
+            known = "a site's policy knows the aggregators 'averaging' and 'clipped-averaging'"
+            return f"{known}, not {type(aggregator).__name__}"
+        elif self._gate.policy.noise_multiplier:
+            return (
+                "this site's noise takes updates beyond the bound of clipped-averaging, where "
+                f"they count as zeros: set {_AVERAGING}"
+            )
+        else:
+            equal = aggregator.shares.kind != "steps"
+        return "" if equal else f"this site's updates have no weights by steps: set {_AVERAGING}"
+
+    def _training(self, reply: messaging.TrainReply) -> messaging.TrainReply:
+        shared, votes = reply.updates, reply.aux_var.get(AUX_NAME)
+        if reply.aux_var.keys() - {AUX_NAME} or type(votes) not in (type(None), UpdateClipVotes):
+            raise Refused("a site's policy knows no auxiliary variables but votes on a bound")
+        if type(shared) not in (ModelUpdates, ClippedUpdates) or shared.weights != 1:
+            raise Refused("a site's policy knows no updates but those of a mean, all of weight 1")
+        sent: Any = shared.updates
+        # In a new vector, which has nothing but these arrays.
+        sent = type(sent)(dict(self._gate.update(sent.coefs)))
+        parts = {"votes": votes, "within": votes, "clipped": shared, "zeroed": shared}
+        bits = self._gate.votes({n: getattr(part, f"n_{n}", 0) for n, part in parts.items()})
+        updates = ModelUpdates(sent, 1)
+        if type(shared) is ClippedUpdates:
+            updates = ClippedUpdates(sent, 1, 1, bits["clipped"], bits["zeroed"])
+        aux: dict[str, Any] = {}
+        if votes is not None:
+            aux[AUX_NAME] = UpdateClipVotes(1, bits["votes"], bits["within"])
+        numbers = self._numbers(reply, "n_epoch", "n_steps", "t_spent")
+        return messaging.TrainReply(**numbers, updates=updates, aux_var=aux)
+
+    def _evaluation(self, reply: messaging.EvaluationReply) -> messaging.EvaluationReply:
+        named = self._gate.policy.allow_metrics
+        if not {"loss", "n_steps"} <= {*named} or plain(reply.loss) is None:
+            # A mean with it is none, and says so; fedclip's server leaves it out.
+            return messaging.EvaluationReply(math.nan, 1, 0.0)
+        means: dict[str, Any] = {n: _mean(s) for n, s in reply.metrics.items() if n in named}
+        # A server takes all of them or none.
+        whole = len(means) == len(reply.metrics) and None not in means.values()
+        numbers = self._numbers(reply, "loss", "n_steps", "t_spent")
+        return messaging.EvaluationReply(**numbers, metrics=means if whole else {})
+
+    def _metadata(self, reply: messaging.MetadataReply) -> messaging.MetadataReply:
+        named = self._gate.policy.allow_metrics
+        if others := [name for name in reply.data_info if name not in named]:
+            raise Refused(f"the server asks for {', '.join(others)}, which this site does not tell")
+        return messaging.MetadataReply(
+            {name: _described(value) for name, value in reply.data_info.items()}
+        )
+
+    def _numbers(self, reply: messaging.Message, *names: str) -> dict[str, Any]:
+        """Return those fields of a reply that the policy names, and 0 for the others."""
+        found = self._gate.metrics({name: getattr(reply, name) for name in names})
+        return {name: found.get(name, 0) for name in names}
+
+
+def _mean(state: object) -> MeanState | None:
+    """Return the state of a metric that is a mean of numbers; None if it is another."""
+    if type(state) is not MeanState:
+        return None
+    total, divisor = plain(state.num_sum), plain(state.divisor)
+    return None if total is None or divisor is None else MeanState(total, divisor)
+
+
+def _described(value: Any) -> Any:
+    """Return what a data set says of itself: a number, several, or the name of a dtype."""
+    if isinstance(value, str):
+        return np.dtype(value).name
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(None if one is None else _described(one) for one in value)
+    if (number := plain(value)) is None:
+        raise Refused("a site tells nothing of its data but numbers and dtypes")
+    return number

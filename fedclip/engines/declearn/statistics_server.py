@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counterparts of shared clippers, in the server's optimizer.
+
+One class serves all of them; the clipper's rule derives the state from counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from declearn.optimizer.modules import AuxVar, OptiModule
+
+from fedclip.core import parameters, states
+from fedclip.core.parameters import Config
+from fedclip.core.scopes import resolve
+from fedclip.engines.declearn.context import under_way
+from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.replies import expect, sender_of
+from fedclip.errors import StateError, Unchecked
+from fedclip.privacy import guarantees as kinds
+from fedclip.privacy.maps import Plugin
+from fedclip.statistics.client import MAX_STEPS
+from fedclip.statistics.messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.statistics.server import SharedState
+
+_LOGGER = logging.getLogger("declearn.server.fedclip")
+
+_OWN = ("max_steps", "shared_name")
+# The docstring of all counterparts, around the summary and notes of each.
+_DOC = """{summary}
+
+Put it into the server's optimizer; it does not change the server's steps.
+
+Parameters
+----------
+max_steps : int, default=10000
+    Largest number of norms of a group that one client counts in a round; the server leaves
+    out higher claims. Set it to the number of steps that a client really takes, to bound the
+    weight of a client that lies.
+shared_name : str or None, default=None
+    The clipper's `shared_name`, if it has one.
+**settings
+    The parameters of `{clipper}` that its statistics depend on, with the same
+    names and defaults. They must be the same on both sides.
+
+Notes
+-----
+{notes}
+
+State: the message to the clients, and the counts; a server that is restarted from its
+checkpoint goes on as if uninterrupted. The server leaves out counts that are not valid, and
+logs it.
+"""
+
+
+class SharedServer(OptiModule[Any], register=False):
+    """Counterpart of a shared clipper: merges the clients' counts, and sends the state back.
+
+    ::
+
+        Round start:
+            send the state, the same to every client
+        Replies:
+            leave out impossible counts, and log it
+            counts = sum of the rest
+            state  = rule.merge(state, counts)
+        Step:
+            nothing: the server's gradients pass as they are
+    """
+
+    clipper: ClassVar[Plugin]
+    """The clipper of this counterpart, a `fedclip.clippers.sharing.SharedClipper`."""
+    __signature__: ClassVar[inspect.Signature]
+    guarantee = kinds.unchanged
+    auxvar_cls: Any = FedclipSharedState
+
+    def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
+        """Give the class its signature and its docstring."""
+        super().__init_subclass__(register=register, **kwargs)
+        summary, _, notes = (inspect.getdoc(cls) or "").partition("\n\n")
+        cls.__doc__ = _DOC.format(summary=summary, clipper=cls.clipper.name, notes=notes)
+        theirs = inspect.signature(cls.clipper).parameters
+        own = inspect.signature(SharedServer.__init__).parameters
+        chosen = [theirs[name] for name in cls.clipper._shared_settings()] + [own[n] for n in _OWN]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        cls.__signature__ = inspect.Signature([one.replace(kind=keyword) for one in chosen])
+
+    def __init__(
+        self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: object
+    ) -> None:
+        parameters.refuse_unknown(type(self), settings)
+        self.max_steps = parameters.integer(1, max_steps=max_steps)
+        if self.max_steps > 2**31:
+            raise ValueError(f"max_steps must be at most 2^31, got {max_steps!r}")
+        # The clipper checks the parameters, and makes the rule.
+        clipper = self.clipper(shared=True, shared_name=shared_name, **settings)
+        self.shared_name = clipper.shared_name
+        vars(self)["aux_name"] = clipper.aux_name
+        self.settings: Config = clipper._sharing.settings
+        self.shared_state = SharedState(clipper._sharing.rule.rule, self.max_steps)
+        self._refused = 0
+        if self.settings["scope"] == "global":
+            self.shared_state.begin(("all",))
+
+    # -- declearn's interface -----------------------------------------------------------------
+    def run(self, gradients: AnyVector) -> AnyVector:
+        """Return the gradients; the first ones show which groups there are."""
+        if (counted := under_way(counted=True)) is not None and counted[1].budget is not None:
+            raise ValueError(f"{self.name} stands before the noise: put update-clip-server first")
+        if not self.shared_state.labels:
+            # The update has the names of the clients' gradients, so there is no need to ask them.
+            scope, exclude = self.settings["scope"], self.settings["exclude"]
+            try:
+                groups = resolve(scope, exclude, list(gradients.coefs))
+                self.shared_state.begin(tuple(sorted(groups.labels)))
+            except ValueError as exc:
+                # Log it only: the clients report the same error, and the server survives that.
+                _LOGGER.error("%s: %s", self.name, exc)
+        return gradients
+
+    def collect_aux_var(self) -> FedclipSharedState:
+        """Return the state for all clients, at the start of a round.
+
+        If the averages have noise, these statistics, which have none, may not go out: the message
+        is then empty, and the run ends on all nodes (`UpdateClipServer.admit`).
+        """
+        opened = under_way(counted=False)
+        admitted = opened is None or opened[1].admit(self.name)
+        expect(str(self.aux_name), FedclipSharedCounts, lambda: FedclipSharedCounts(1, None))
+        return FedclipSharedState(
+            version=self.shared_state.version,
+            settings=self.settings,
+            max_steps=self.max_steps,
+            labels=list(self.shared_state.labels) if admitted else [],
+            state=self.shared_state.fields() if admitted else {},
+        )
+
+    def process_aux_var(self, aux_var: AuxVar) -> None:
+        """Merge the clients' counts; leave out, count and log those that are not valid."""
+        round_ = self.shared_state.version + 1
+        messages: list[tuple[Unchecked, Unchecked] | str] = []
+        for part in getattr(aux_var, "parts", None) or [aux_var]:
+            known = isinstance(part, FedclipSharedCounts)
+            messages.append((part.members, part.counts) if known else f"a {type(part).__name__}")
+        self._report(self.shared_state.merge(messages), round_)
+
+    def get_config(self) -> dict[str, object]:
+        """Return the parameters, as they would be written in a TOML file."""
+        return {**self.settings, **{name: getattr(self, name) for name in _OWN}}
+
+    def get_state(self) -> dict[str, object]:
+        """Return the shared state by group, as plain numbers, strings and lists."""
+        return {"clipper": self.name, **self.shared_state.get_state(), "refused": self._refused}
+
+    def set_state(self, state: Mapping[str, object]) -> None:
+        """Take over a state that `get_state` of the same module returned.
+
+        Raises
+        ------
+        StateError
+            If anything is missing, of a wrong type, or another module's. The module then keeps
+            its old state.
+        """
+        keys = ("clipper", "groups", "history", "version", "refused")
+        if not isinstance(state, Mapping) or any(key not in state for key in keys):
+            raise StateError(f"a state of {self.name} must have {', '.join(keys)}")
+        if state["clipper"] != self.name:
+            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
+        refused = states.check_count("refused", state["refused"])
+        self.shared_state.set_state(state)
+        self._refused = refused
+
+    @property
+    def refused(self) -> int:
+        """Number of clients' messages left out so far."""
+        return self._refused
+
+    def _report(self, faults: Sequence[str], round_: int) -> None:
+        found: dict[str, list[str]] = {}
+        for position, fault in enumerate(faults):
+            if fault:
+                sender = sender_of(self.aux_name, position, len(faults))
+                found.setdefault(fault, []).append(repr(sender) if sender else "")
+        if not found:
+            return
+        refused = sum(map(len, found.values()))
+        self._refused += refused
+        told = []
+        # Name at most five clients, with reasons.
+        for fault, senders in list(found.items())[:5]:
+            names = ", ".join([sender for sender in senders if sender][:5])
+            told.append(f"{fault} ({len(senders)}×{': ' if names else ''}{names})")
+        text = f"left out what {refused} of {len(faults)} messages say, round {round_}"
+        _LOGGER.warning("%s: %s: %s (%d so far)", self.name, text, "; ".join(told), self._refused)

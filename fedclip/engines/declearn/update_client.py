@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`update-clip-client`: brings the bound of a round to the aggregator, and the vote back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fedclip.core import parameters
+from fedclip.core.parameters import Config
+from fedclip.core.version import VERSION, Versioned
+from fedclip.engines.declearn.context import CLIENT, SHARED, ClientRound
+from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
+from fedclip.engines.declearn.update_norms import UpdateNorms
+from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
+from fedclip.updates.protocol import SentBound
+
+
+class UpdateClipClient(Versioned, UpdateNorms):
+    """Bring this round's bound to `clipped-averaging`, and the vote back.
+
+    ::
+
+        Start of a round:  receive C
+        Steps:             nothing; gradients pass as they are
+        End of the round:  the aggregator has clipped the update to C
+                           vote 1 if norm(update) <= C, else 0; none without an update
+
+    Its counterpart is `update-clip-server`, which has all parameters but one, and it needs the
+    aggregator `clipped-averaging` without `max_norm`.
+
+    Parameters
+    ----------
+    noise : table or None, default=None
+        The noise that this client adds itself, where the server has ``noise_at="clients"``: the
+        server's `noise_multiplier`, `expected_clients`, `honest`, `max_norm`, and `bits_noise` if
+        it has one (0 for a fixed bound). A server that expects another one, or sends a larger
+        bound, is refused.
+    fedclip : str, default=the version of this fedclip
+        The version that wrote the configuration; a server sets it for its clients.
+
+    Raises
+    ------
+    RuntimeError
+        If the server sends no bound or has decided to stop, or if there is another aggregator;
+        raised where declearn reports it to the server.
+
+    Notes
+    -----
+    A client that took no step, or whose update is not finite, does not vote: its zeros would count
+    as "within the bound" and pull the bound down, round by round. An update that is zeroed because
+    it is out of range counts as above the bound: otherwise a bound so low that all updates are
+    zeroed would stay there. About the update, the server learns that one bit and, without noise,
+    whether it was clipped or zeroed.
+
+    The records of the rounds (norm before, bound, clipped or not) stay on the client.
+
+    With `noise`, update and vote leave as integers with discrete Gaussian noise
+    (`fedclip.updates.client_noise`). It takes a `PersonalFederatedClient` and secure
+    aggregation: without it, or with fewer clients in the sum than expected, nothing is sent.
+    Joye-Libert's protocol does not tell a client how many there are.
+
+    References
+    ----------
+    Andrew, Thakkar, McMahan & Ramaswamy, 2021, "Differentially private learning with adaptive
+    clipping", arXiv:1905.03871.
+
+    Examples
+    --------
+    >>> from declearn.optimizer import Optimizer
+    >>> client = Optimizer(lrate=0.1, modules=["update-clip-client"])
+    >>> try:
+    ...     client.start_round()
+    ... except RuntimeError as error:
+    ...     print(str(error).partition(":")[0])
+    update-clip-client has received no bound
+    """
+
+    name: ClassVar[str] = "update-clip-client"
+    aux_name: ClassVar[str] = AUX_NAME
+    auxvar_cls: Any = UpdateClipVotes
+
+    def __init__(self, *, noise: Config | None = None, fedclip: str = VERSION) -> None:
+        UpdateNorms.__init__(self)
+        if not isinstance(noise, (Mapping, type(None))):
+            raise TypeError(f"noise must be a table, got {noise!r:.200}")
+        self.site = None if noise is None else SiteNoise(**noise)
+        self.noise = None if self.site is None else self.site.get_config()
+        self._round: ClientRound | None = None
+
+    def process_aux_var(self, aux_var: object) -> None:
+        """Receive the bound of this round."""
+        self._round = None
+        CLIENT.set(None)
+        if not isinstance(aux_var, UpdateClipBound):
+            got = f"got {type(aux_var).__name__}: another module uses the name {AUX_NAME!r}"
+            raise TypeError(f"update-clip-client takes its bound from update-clip-server, {got}")
+        if lacking := aux_var.missing():
+            raise ValueError(f"update-clip-client: {lacking}")
+        if aux_var.stop:
+            raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
+        bound = parameters.limit(bound=aux_var.bound)
+        sent = SentBound(bound, aux_var.adaptive, aux_var.private)
+        why = f"this client adds no noise, and the server expects noise = {aux_var.noise!r:.300}"
+        if self.site is not None:
+            why = self.site.refusal(aux_var.noise, sent)
+        if why and (self.site or aux_var.noise):
+            raise ValueError(f"update-clip-client: {why}; nothing is shared")
+        self._round = ClientRound(sent)
+        if self.site is not None:
+            self._round = self._noised(sent, self.site)
+        CLIENT.set(self._round)
+
+    @staticmethod
+    def _noised(sent: SentBound, site: SiteNoise) -> ClientRound:
+        """Return a round with noise, if what is shared can hold it: before the first step."""
+        known = SHARED.get()
+        if known is None:
+            raise ValueError(
+                "update-clip-client: noise is for what encrypts the replies, which a "
+                "fedclip.PersonalFederatedClient knows: use that; nothing is shared"
+            )
+        model, encrypter = known
+        if encrypter is None:
+            raise ValueError(f"update-clip-client: {UNENCRYPTED}; nothing is shared")
+        weights = model.get_weights(trainable=True).coefs
+        return ClientRound(sent, site, encrypter, site.step(weights, sent.bound, encrypter))
+
+    def on_round_start(self) -> None:
+        """Begin a round; the server must have sent a bound."""
+        if self._round is None:
+            raise RuntimeError(
+                "update-clip-client has received no bound: put update-clip-server into "
+                "server_opt, and update-clip-client into client_opt once only"
+            )
+        super().on_round_start()
+
+    def collect_aux_var(self) -> UpdateClipVotes | None:
+        """Return this client's vote; None outside of a round, which begins with a bound."""
+        round_, self._round = self._round, None
+        CLIENT.set(None)
+        if round_ is None:
+            return None
+        sent, outcome = round_.sent, round_.outcome
+        if outcome is None:
+            raise RuntimeError(
+                "this round's update was not clipped: set aggregator = 'clipped-averaging'"
+            )
+        if outcome.norm is not None:
+            self.note(outcome.norm, sent, outcome.clipped)
+        reply = outcome.reply(sent)
+        if round_.site is not None and sent.adaptive:
+            return UpdateClipVotes(n_noised=round_.site.vote(reply.votes, reply.within))
+        return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within)

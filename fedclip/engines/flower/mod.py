@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's part of update clipping, as a mod of Flower's `ClientApp`.
+
+::
+
+    take the bound out of the message
+    reply  = what the app and the other mods reply
+    update = the model received - the model in the reply
+    send the clipped update in the place of the model, and a vote
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.limits import OTHER_TENSORS, alike
+from fedclip.updates.protocol import SentBound
+from fedclip.updates.tables import bound_from, client_of, reply_to, settings_in
+
+RECORD = "fedclip"
+"""The name of fedclip's own record in a message: the bound in one, the votes in the other."""
+
+Record = Mapping[str, Any]
+
+OLDER_API = (
+    "NumPyClient, client_fn and SecAgg+ (secaggplus_mod) are of Flower's older API, whose messages "
+    "hold other records: write a function with @app.train(), and leave secaggplus_mod out"
+)
+
+
+class UpdateClipMod:
+    """Clips what a client sends after its training, to the bound of `UpdateClipStrategy`.
+
+    It must be the first of the mods, and so the last to touch a reply: whatever another mod does to
+    it later, such as Flower's `LocalDpMod`, is not clipped, and the server refuses it.
+
+    Parameters
+    ----------
+    client : UpdateClient or None, default=None
+        How updates are clipped. None: as ``[tool.flwr.app.config.update-clip]`` says.
+
+    Notes
+    -----
+    Apps of Flower's older API (``client_fn``, `NumPyClient`) and SecAgg+, which is a part of it,
+    get an error that says so: their messages hold other records.
+
+    Only messages of training are touched. Tensors of whole numbers, which count something, do not
+    leave the client; the server keeps its own.
+
+    What can not be clipped is not sent: without a bound, with several `ArrayRecord`, or with other
+    tensors than those received, the reply is an error that says so.
+
+    A mod is a part of the app. It clips what the app sends through Flower, for as long as whoever
+    writes the app wants it to; it is no limit that an app could not undo.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> app = ClientApp(mods=[UpdateClipMod()])
+    """
+
+    def __init__(self, client: UpdateClient | None = None) -> None:
+        self.client = client
+
+    def __call__(
+        self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
+        """Handle a message."""
+        if not message.metadata.message_type.startswith("train"):
+            return call_next(message, context)
+        try:
+            client = self.client or client_of(settings_in(context.run_config))
+            sent, received = self._taken(message)
+        except (TypeError, ValueError) as exc:
+            return self._refused(message, exc)
+        try:
+            reply = call_next(message, context)
+        except KeyError as exc:
+            # Of its own records, which Flower looks for in this message.
+            if not any(word in str(exc) for word in ("fitins", "secagg")):
+                raise
+            return self._refused(message, ValueError(OLDER_API))
+        if reply.has_error():
+            return reply
+        try:
+            self._clip(client, reply, received, sent)
+        except (TypeError, ValueError, RuntimeError) as exc:
+            return self._refused(message, exc)
+        return reply
+
+    @staticmethod
+    def _refused(message: Message, exc: Exception) -> Message:
+        reason = f"UpdateClipMod: {exc}"
+        return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=message)
+
+    @staticmethod
+    def _taken(message: Message) -> tuple[SentBound, Record]:
+        """Take the bound out of a message; return it, and the model."""
+        if RECORD not in message.content:
+            legacy = any("fitins" in name or "secagg" in name for name in message.content)
+            raise ValueError(
+                OLDER_API
+                if legacy
+                else "the message has no bound: put UpdateClipStrategy around the server's "
+                "strategy, and UpdateClipMod once into the mods"
+            )
+        sent = bound_from(message.content[RECORD])
+        # The app may empty the record.
+        received = dict(one_record(message.content, "the message")[1])
+        # What is shared with other messages stays as it is.
+        message.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
+        return sent, received
+
+    @staticmethod
+    def _clip(client: UpdateClient, reply: Message, received: Record, sent: SentBound) -> None:
+        """Put the clipped update and the vote into a reply."""
+        name, trained = one_record(reply.content, "the reply")
+        before = floats_of(received)
+        after = {k: trained[k].numpy() for k in before if k in trained}
+        if not alike(after, before) or received.keys() != trained.keys():
+            raise ValueError(OTHER_TENSORS)
+        with np.errstate(over="ignore", invalid="ignore"):
+            update = {k: before[k] - after[k] for k in before}
+        found = client.clip(update, sent)
+        reply.content[name] = record_of(found.arrays)
+        reply.content[RECORD] = MetricRecord(reply_to(found))
+
+
+def one_record(content: RecordDict, who: str) -> tuple[str, Record]:
+    """Return the one record of arrays, and its name; raise a ValueError if there are others."""
+    found = list(content.array_records.items())
+    if len(found) != 1:
+        raise ValueError(
+            f"{who} holds {len(found)} ArrayRecords: a bound is for one update, in one record"
+        )
+    return str(found[0][0]), found[0][1]
+
+
+def floats_of(record: Record) -> dict[str, Any]:
+    """Return the tensors that are clipped: those of real numbers. Whole numbers are counters.
+
+    Raises
+    ------
+    TypeError
+        If there are other tensors, such as complex ones.
+    """
+    kinds = {name: np.dtype(array.dtype).kind for name, array in record.items()}
+    other = [name for name, kind in kinds.items() if kind not in "fiub"]
+    if other:
+        raise TypeError(f"the tensor {other[0]!r} is of {record[other[0]].dtype}: no real numbers")
+    return {name: record[name].numpy() for name, kind in kinds.items() if kind == "f"}
+
+
+def record_of(arrays: Mapping[str, Any]) -> ArrayRecord:
+    """Return a record of NumPy arrays."""
+    return ArrayRecord({name: Array(np.asarray(x)) for name, x in arrays.items()})

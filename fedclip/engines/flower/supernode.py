@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A site's policy around Flower's SuperNode: what an app replies leaves as the policy says, or not.
+
+::
+
+    SuperLink  --message-->  Border  --message-->  SuperNode  -->  process of the app
+    SuperLink  <--new one--  Border  <---reply---  SuperNode  <--  process of the app
+
+In both of its isolation modes, a SuperNode talks to its SuperLink by the eight functions of one
+connection, and `Border` stands in their place. It keeps the model that comes with a message, holds
+back all parts of the reply until the last is there, and sends a message that it makes itself. What
+must not leave is replaced by one error, the same for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flwr
+import numpy as np
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.supercore.constant import TaskType
+from flwr.supercore.exit import ExitCode, flwr_exit
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    inflate_object_from_contents,
+    pull_objects,
+    push_objects,
+)
+from flwr.supercore.logger import console_handler
+from flwr.supercore.servicer.runtime import runtime_handlers
+from flwr.supercore.version import package_version
+from flwr.supernode import fleet_http_connection, start_client_internal
+from flwr.supernode.cli import flower_supernode
+
+from fedclip.engines.flower.mod import RECORD
+from fedclip.errors import shown
+from fedclip.site.gate import REFUSED, Gate, Refused
+from fedclip.site.policy import Policy
+
+__all__ = ["Border", "passed", "run"]
+
+_LOGGER = logging.getLogger("fedclip.site")
+
+KNOWN = {
+    "1.41.0": "c92a946057b8fee676c67bcb1f9e636539574d71050745282c4148a7bf12bb18",
+    "1.42.0": "5a388aca5684c7cf99f26ef1c6929229b73439172d8bab993d93ba5d642533aa",
+}
+"""The versions of flwr between whose functions this file stands, and SHA-256 of all their files."""
+
+WAITING = 16
+"""How many messages may wait for a reply; flwr hands out one at a time."""
+
+NOT_FORCED = """\
+fedclip site supernode: what the app replies leaves as the policy says, or stays.
+It has no hold on sockets and files of the app's process: start the SuperNode with \
+--isolation process, and the app as another user, without a way to any network but this SuperNode.
+"""
+
+
+class Border:
+    """What a SuperNode and its SuperLink say to each other, with a site's policy between them.
+
+    ::
+
+        message m               -> counted, and kept with the model in it
+                                   beyond max_replies: the error at once, and no app sees it
+        first reply to m        -> a new message: update and named numbers that the gate lets out
+                                   or one error, the same for all that must not leave
+        any other reply         -> nothing
+
+    Parameters
+    ----------
+    gate
+        What lets updates and numbers out.
+    connection
+        The functions by which flwr talks to a SuperLink, in flwr's order.
+    """
+
+    def __init__(self, gate: Gate, connection: Sequence[Any]) -> None:
+        self._gate = gate
+        self._node_id, self._receive, self._send, self._get_run, self._get_fab = connection[:5]
+        self._pull, self._push, self._confirm = connection[5:]
+        self._asked: dict[str, tuple[Message, dict[str, bytes]]] = {}
+        self._held: dict[str, _Held] = {}
+        self._lock = threading.Lock()
+
+    def connection(self) -> tuple[Any, ...]:
+        """Return the functions that flwr is to use, in its order."""
+        first = (self._node_id, self.receive, self.send, self.get_run, self._get_fab)
+        return (*first, self.pull, self.push, self._confirm)
+
+    def receive(self) -> tuple[Message, Any] | None:
+        """Pull a message with all its objects, which are kept until it is replied to."""
+        if (received := self._receive()) is None:
+            return None
+        message, tree = received
+        metadata = message.metadata
+        try:
+            self._gate.admit(metadata.run_id)
+        except Refused as exc:
+            self._deliver(_refusal(message, exc))
+            self._confirm(metadata.run_id, metadata.message_id)
+            return None
+        ids = [node.object_id for node in iterate_object_tree(tree)]
+        try:
+            objects = pull_objects(ids, partial(self._pull, metadata.run_id))
+        except Exception as exc:
+            # flwr will ask for them again. What it gets this time has not been seen.
+            _LOGGER.error("a message came without its model: %s", shown(exc))
+            objects = {}
+        self._asked[metadata.message_id] = message, objects
+        while len(self._asked) > WAITING:
+            del self._asked[next(iter(self._asked))]
+        return message, tree
+
+    def pull(self, run_id: int, object_id: str) -> bytes:
+        """Return an object of a message; those that were kept need not be sent again."""
+        for _, objects in self._asked.values():
+            if object_id in objects:
+                return objects[object_id]
+        content: bytes = self._pull(run_id, object_id)
+        return content
+
+    def get_run(self, run_id: int) -> Any:
+        """Return what a run is. None is run as an agent, whose models and tools call the web."""
+        return dataclasses.replace(self._get_run(run_id), primary_task_type=TaskType.CLIENT_APP)
+
+    def send(self, reply: Message, tree: Any, _duration: float) -> tuple[set[str], str]:
+        """Hold back a reply and ask for its objects, if there is a message that waits for it."""
+        replied_to = reply.metadata.reply_to_message_id
+        asked = self._asked.get(replied_to)
+        if asked is None or asked[0].metadata.run_id != reply.metadata.run_id:
+            _LOGGER.error("not sent: a reply to no message that waits for one")
+            return set(), ""
+        del self._asked[replied_to]
+        ids = {node.object_id for node in iterate_object_tree(tree)}
+        self._held[replied_to] = _Held(*asked, tree.object_id, ids, {})
+        return ids, replied_to
+
+    def push(self, _run_id: int, replied_to: str, object_id: str, content: bytes) -> None:
+        """Hold back an object of a reply; with the last one, send what may leave in its place."""
+        with self._lock:
+            held = self._held[replied_to]
+            held.objects[object_id] = content
+            if held.objects.keys() != held.ids:
+                return
+            del self._held[replied_to]
+        self._deliver(self._answer(held))
+
+    def _deliver(self, reply: Message) -> None:
+        """Send a message that was made here."""
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        # How long the app has worked is not said: an app can work as long as it likes.
+        wanted, session = self._send(reply, get_object_tree(reply), 0.0)
+        push_objects(
+            get_all_nested_objects(reply),
+            partial(self._push, reply.metadata.run_id, session),
+            object_ids_to_push=wanted,
+        )
+
+    def _answer(self, held: _Held) -> Message:
+        """Return a message of what the gate lets out, or an error."""
+        try:
+            if not held.seen:
+                raise Refused("the model that this replies to has not been seen at the border")
+            asked: Any = inflate_object_from_contents(held.message.metadata.message_id, held.seen)
+            reply: Any = inflate_object_from_contents(held.reply_id, held.objects)
+            if reply.has_error():
+                raise Refused(f"the app has failed: {shown(reply.error.reason)}")
+            kind = held.message.metadata.message_type
+            content = passed(kind, asked.content, reply.content, self._gate)
+            return Message(content, reply_to=held.message)
+        except Exception as exc:  # its text may hold data
+            return _refusal(held.message, exc)
+
+
+def _refusal(message: Message, why: Exception) -> Message:
+    """Return what leaves in the place of all that does not; only the log says why."""
+    _LOGGER.error("not sent: %s", shown(why))
+    return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, REFUSED), reply_to=message)
+
+
+class _Held(NamedTuple):
+    """A reply that has not arrived as a whole: the message, its objects, and the reply's."""
+
+    message: Message
+    seen: dict[str, bytes]
+    reply_id: str
+    ids: set[str]
+    objects: dict[str, bytes]
+
+
+def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> RecordDict:
+    """Return what a gate lets out of a reply, under the names of what the server has sent.
+
+    ::
+
+        arrays   "train": one ArrayRecord in the form of the model that came with the message
+                          model + gate(difference), rounded towards the model
+                          or gate(update), if `UpdateClipMod` was asked for one and says it is
+                          arrays of whole numbers: those of the model
+                 others:  refused
+        numbers  those that the policy names, in the MetricRecord "metrics"; votes, in "fedclip"
+        anything else is left out
+
+    Parameters
+    ----------
+    kind
+        The message's type, such as "train" or "evaluate.twice".
+    asked, reply
+        Contents of the message and of the app's reply.
+    gate
+        The site's.
+
+    Raises
+    ------
+    Refused
+        If nothing may leave.
+    """
+    kind = kind.partition(".")[0]
+    if kind not in ("train", "evaluate", "query"):
+        raise Refused("messages to train, evaluate or query are answered here, and no others")
+    said = dict(reply.metric_records)
+    voted = said.pop(RECORD, None) if RECORD in asked.config_records else None
+    out = RecordDict()
+    if reply.array_records:
+        if kind != "train":
+            raise Refused("arrays leave in replies to train only")
+        if len(reply.array_records) != 1 or len(asked.array_records) != 1:
+            raise Refused("a model and the reply to it must be one ArrayRecord each")
+        ((name, model),) = asked.array_records.items()
+        (trained,) = reply.array_records.values()
+        out[name] = _update(model, trained, gate, full=voted is None)
+    if numbers := gate.metrics({name: n for record in said.values() for name, n in record.items()}):
+        out["metrics"] = MetricRecord(numbers)
+    if voted is not None:
+        out[RECORD] = MetricRecord(gate.votes(voted))
+    return out
+
+
+def _update(model: ArrayRecord, trained: ArrayRecord, gate: Gate, *, full: bool) -> ArrayRecord:
+    """Return the model, moved as far as the gate lets it; or, if not full, the update alone."""
+    before = {name: array.numpy() for name, array in model.items()}
+    after = {name: array.numpy() for name, array in trained.items()}
+    if full:
+        left = gate.model(after, before)
+    else:
+        left = gate.update(after, {k: x for k, x in before.items() if x.dtype.kind == "f"})
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in left.items()})
+
+
+def _guard(gate: Gate, connect: Callable[..., Any]) -> None:
+    """Have flwr's functions in this process connect through a border."""
+
+    @contextmanager
+    def connection(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, ...]]:
+        with connect(*args, **kwargs) as found:
+            yield Border(gate, found).connection()
+
+    start_client_internal.http_request_response = connection
+    # An app must not have tasks of other kinds started, whose models and tools call the web.
+    runtime_handlers.TASK_TYPES_ALLOWED_TO_CREATE_TASKS = frozenset()
+
+
+def _check() -> None:
+    """Raise a RuntimeError unless all files of flwr are those of a version that is known here."""
+    root = Path(str(flwr.__file__)).parent
+    found = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(file.relative_to(root).as_posix().encode() + b"\0")
+        found.update(hashlib.sha256(file.read_bytes()).digest())
+    if KNOWN.get(package_version) != found.hexdigest():
+        raise RuntimeError(
+            f"a site's SuperNode needs flwr {' or '.join(KNOWN)} as it is on PyPI, and what is "
+            f"installed is {package_version}, or changed: run pip install --force-reinstall "
+            f"flwr=={[*KNOWN][-1]}"
+        )
+
+
+def run(policy: Path, words: Sequence[str]) -> None:
+    """Run flwr's SuperNode with a site's policy around it; the process ends with it.
+
+    Parameters
+    ----------
+    policy
+        The policy's file.
+    words
+        The arguments of `flower-supernode`.
+
+    Raises
+    ------
+    OSError, ValueError
+        If the policy can not be read, or its ledger not be used.
+    RuntimeError
+        If flwr is not a version that is known here.
+    """
+    gate = Gate(Policy.read(policy))
+    _check()
+    _guard(gate, fleet_http_connection.http_request_response)
+    _LOGGER.addHandler(console_handler)
+    _LOGGER.setLevel(logging.INFO)
+    sys.stderr.write(NOT_FORCED)
+    sys.argv = ["fedclip site supernode", *words]
+    # flwr starts others of its programs by their names.
+    scripts = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
+    os.environ["PATH"] = os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])
+    why = "the log says why"
+    try:
+        flower_supernode()
+    except Exception as exc:
+        why = str(exc)
+    # It is back if flwr has failed, and a thread of its own would keep the process.
+    flwr_exit(ExitCode.SUPERNODE_CONNECTION_ERROR, f"The SuperNode has failed: {why}")

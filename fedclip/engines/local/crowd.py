@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clients of a simulated federation: who is asked, who replies, and what they train.
+
+They share one model. Each has data, a source of its batches, and what its optimizer's modules keep.
+"""
+
+# ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional, TypeAlias
+
+import numpy as np
+from declearn.dataset import InMemoryDataset
+from declearn.main.config import EvaluateConfig, FLOptimConfig, TrainingConfig
+from declearn.main.utils import aggregate_clients_data_info
+from declearn.metrics import MetricState
+from declearn.optimizer import Optimizer
+from declearn.optimizer.modules import AuxVar
+from declearn.training import TrainingManager
+from declearn.utils import TomlConfig
+
+from fedclip import UpdateClipClient
+from fedclip.cli.quickrun import Experiment
+from fedclip.core.parameters import Config
+from fedclip.engines.declearn.generics import AnyModel, AnyVector
+from fedclip.engines.declearn.personal import PersonalModel
+from fedclip.engines.local.linear import quicken
+
+
+@dataclasses.dataclass
+class SimulateConfig(TomlConfig):
+    """The section [simulate] of a quickrun file; all of it is optional.
+
+    Attributes
+    ----------
+    clients
+        Number of clients, at least one for each in the data folder, which is the default. More
+        share the data of those: the first has that of the first folder, and so on, in turn.
+    records
+        Number of records that each client trains on, drawn from those of its folder. None: all.
+    sampled
+        Number of clients that are asked in a round, drawn anew each time. None: all.
+    drop_out
+        Probability with which a client that was asked does not reply.
+    attackers
+        Number of clients that are hostile, drawn once. None: none.
+    factor
+        What attackers multiply their update by.
+    attackers_clip
+        Whether attackers clip their update afterwards, as the others do. Otherwise they send it as
+        it is, and say that it was within the bound.
+    seed
+        Decides all that is drawn here, and the batches. None: another run each time.
+    """
+
+    clients: Optional[int] = None
+    records: Optional[int] = None
+    sampled: Optional[int] = None
+    drop_out: float = 0.0
+    attackers: Optional[int] = None
+    factor: float = -10.0
+    attackers_clip: bool = True
+    seed: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drop_out < 1:
+            raise ValueError(f"drop_out must be a number in [0, 1), got {self.drop_out!r}")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed must be an int >= 0, got {self.seed!r}")
+        for name in ("sampled", "attackers"):
+            value = getattr(self, name)
+            if None not in (value, self.clients) and value > self.clients:
+                raise ValueError(f"{name} = {value} is more than clients = {self.clients}")
+
+
+class Trained(NamedTuple):
+    """What a client has trained in a round."""
+
+    update: AnyVector
+    """The model before the round, minus the model after it."""
+    steps: int
+    aux: dict[str, AuxVar]
+    """What the modules of its optimizer send to those of the server."""
+
+
+Kept: TypeAlias = tuple[Config, Mapping[str, object], AnyVector | None]
+"""What a client keeps from round to round: its optimizer, its source of batches, its weights."""
+Task: TypeAlias = tuple[int, AnyVector, Mapping[str, AuxVar], Kept]
+"""A client, the weights from which it trains, what the server tells it, and what it kept."""
+Ask: TypeAlias = Callable[[Mapping[int, Task]], Mapping[int, tuple[Trained, Kept]]]
+"""Has clients train in other processes."""
+
+
+class Crowd:
+    """The clients, and the one model that they share.
+
+    Parameters
+    ----------
+    experiment
+        Where data and model are.
+    model
+        The model; whoever trains or evaluates leaves its own weights in it.
+    optim, training
+        The sections [optim] and [run.training]. The module `update-clip-client` takes no part: it
+        only carries what the caller knows.
+    settings
+        The section [simulate].
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        model: AnyModel,
+        optim: FLOptimConfig,
+        training: TrainingConfig,
+        settings: SimulateConfig,
+    ) -> None:
+        self.settings, self.sites = settings, list(experiment.files)
+        self.ask: Ask | None = None
+        """How to have clients train in other processes; None: they train in this one."""
+        self.names = [
+            self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
+            for i in range(settings.clients or len(self.sites))
+        ]
+        self._places = {name: place for place, name in enumerate(self.names)}
+        self.data = [experiment.data(site) for site in self.sites]
+        self._rng = np.random.default_rng(settings.seed)
+        hostile = self._rng.permutation(len(self.names))[: settings.attackers or 0]
+        self.hostile = frozenset(hostile.tolist())
+        self._config = config = optim.client_opt.get_config()
+        config["modules"] = [m for m in config["modules"] if m[0] != UpdateClipClient.name]
+        rates = isinstance(config["lrate"], float) and isinstance(config["w_decay"], float)
+        self._stateless = rates and not config["modules"] and not config["regularizers"]
+        self._optims: dict[int, Optimizer] = {}
+        self._sources: dict[int, InMemoryDataset] = {}
+        if model.required_data_info:
+            model.initialize(aggregate_clients_data_info(self._specs(), model.required_data_info))
+        self._effort = training.message_params
+        # Personal layers are trained too, by the model within.
+        whole = model.model if isinstance(model, PersonalModel) else model
+        quicken(whole)
+        self.model = model
+        self._manager = TrainingManager(
+            whole,
+            self.optimizer(0),
+            optim.aggregator,
+            self.data[0][0],
+            metrics=experiment.metrics,
+            verbose=False,
+        )
+        # What a client keeps of the model beside the weights that are trained, as running means.
+        whole = model.get_weights()
+        self._apart = set(whole.coefs) != set(model.get_weights(trainable=True).coefs)
+        self._kept: dict[int, AnyVector] = {}
+        self._first = whole
+
+    def _specs(self) -> dict[str, Config]:
+        pairs = zip(self.sites, self.data, strict=True)
+        return {name: dataclasses.asdict(train.get_data_specs()) for name, (train, _) in pairs}
+
+    def asked(self, due: Sequence[str] | None = None) -> list[int]:
+        """Draw who is asked in a round, and who of them does not reply; return those who do.
+
+        If clients take turns, those that are `due` are asked.
+        """
+        chosen = np.arange(len(self.names))
+        if due is not None:
+            chosen = np.sort([self._places[name] for name in due])
+        elif self.settings.sampled is not None:
+            chosen = np.sort(self._rng.choice(chosen, self.settings.sampled, replace=False))
+        stays = self._rng.random(len(chosen)) >= self.settings.drop_out
+        return [int(client) for client in chosen[stays]]
+
+    def optimizer(self, client: int) -> Optimizer:
+        """Return a client's optimizer; one serves all if nothing stays in it."""
+        key = 0 if self._stateless else client
+        if key not in self._optims:
+            self._optims[key] = Optimizer.from_config(self._config)
+        return self._optims[key]
+
+    def train(self, client: int, start: AnyVector, aux: Mapping[str, AuxVar]) -> Trained:
+        """Have a client train as [run.training] says, from the model's weights on."""
+        self.hand_over(client, start)
+        manager = self._manager
+        manager.optim, manager.train_data = self.optimizer(client), self._records(client)
+        manager.optim.process_aux_var(dict(aux))
+        manager.optim.start_round()
+        batches, *limits = self._effort.values()
+        effort = manager.train_under_constraints(batches, *limits)
+        manager.model.collect_training_losses()  # they would pile up
+        if self._apart:
+            self._kept[client] = self.model.get_weights()
+        update = start - self.model.get_weights(trainable=True)
+        if client in self.hostile:
+            update = update * self.settings.factor
+        return Trained(update, int(effort["n_steps"]), manager.optim.collect_aux_var())
+
+    def train_all(
+        self, clients: Sequence[int], start: AnyVector, aux: Mapping[str, AuxVar]
+    ) -> Iterator[tuple[int, Trained]]:
+        """Have clients train, here or where an engine has them."""
+        if self.ask is None:
+            for client in clients:
+                yield client, self.train(client, start, aux)
+            return
+        tasks = {client: (client, start, aux, self.state(client)) for client in clients}
+        for client, (trained, state) in self.ask(tasks).items():
+            self.take_over(client, state)
+            yield client, trained
+
+    def state(self, client: int) -> Kept:
+        """Return what a client keeps from round to round, for another process."""
+        source = self._records(client)._rng.bit_generator.state
+        return self.optimizer(client).get_state(), source, self._kept.get(client)
+
+    def take_over(self, client: int, state: Kept) -> None:
+        """Let a client be as it was in another process."""
+        optimizer, source, kept = state
+        self.optimizer(client).set_state(optimizer)
+        self._records(client)._rng.bit_generator.state = source
+        if kept is not None:
+            self._kept[client] = kept
+
+    def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
+        """Return loss and metrics over the validation data of all folders, and of each."""
+        metrics, found = self._manager.metrics, {}
+        total: dict[str, MetricState] = {}
+        limits = how.message_params
+        for place, (site, (_, valid)) in enumerate(zip(self.sites, self.data, strict=True)):
+            self.hand_over(place, start)
+            self._manager.valid_data = valid
+            found[site], states, _ = self._manager.evaluate_under_constraints(
+                limits["batches"], limits["n_steps"], limits["timeout"]
+            )
+            total = {k: total[k] + v if total else v for k, v in states.items()}
+        metrics.set_states(total)
+        self.hand_over(None, start)
+        return metrics.get_result(), found
+
+    def _records(self, client: int) -> InMemoryDataset:
+        """Return what a client trains on."""
+        if client not in self._sources:
+            seed, count = self.settings.seed, self.settings.records
+            of = self.data[client % len(self.sites)][0]
+            data, target = of.data, of.target
+            if count is not None:
+                rng = np.random.default_rng(None if seed is None else [seed, client])
+                rows = rng.choice(len(target), count, replace=count > len(target))
+                data, target = (getattr(x, "iloc", x)[rows] for x in (data, target))
+            # The seeds of the batches are those of quickrun.
+            own = None if seed is None else seed * 1_000 + client
+            self._sources[client] = InMemoryDataset(data, target=target, seed=own)
+        return self._sources[client]
+
+    def hand_over(self, client: int | None, start: AnyVector) -> None:
+        """Let the model be that of a client at the start of a round; or, for None, the server's."""
+        if self._apart:
+            kept = None if client is None else self._kept.get(client)
+            self.model.set_weights(self._first if kept is None else kept)
+        self.model.set_weights(start, trainable=True)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy of a site on NVFlare: a filter of its privacy.json, which lets out what it allows.
+
+::
+
+    task arrives     a job that could get around the filter ends: one with result filters or code of
+                     its own, or on a site that sends its logs to the server
+                     count it; keep a copy of the model
+    executor runs    not at all beyond max_replies; what it raises becomes an error reply
+                     the cookies of the task are put back, which NVFlare sends with the reply
+    result leaves    a difference, or weights minus the model: clipped, with noise, charged
+                     numbers that the policy names
+                     anything else: one error code, the same for all
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from nvflare.apis.app_validation import AppValidationKey
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.filter import Filter, FilterChainType, FilterContextKey, FilterSource
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_exception import UnsafeJobError
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
+from nvflare.app_common.logging.constants import is_log_streaming_allowed
+
+from fedclip.engines.nvflare.client import ClipUpdate
+from fedclip.errors import shown
+from fedclip.site.gate import Gate, Refused
+from fedclip.site.policy import Policy
+
+__all__ = ["SitePolicy"]
+
+_LOGGER = logging.getLogger("fedclip.site")
+
+_SEEN = "fedclip.site"
+"""Under this name what was seen of a task is in its context."""
+
+
+class _Seen(NamedTuple):
+    """The model of a task as it arrived, and why it is not to be answered, if it is not."""
+
+    model: Any = None
+    why: str = ""
+
+
+class SitePolicy(Filter):
+    """Lets out of a site what its policy allows, of the results of all tasks.
+
+    It belongs to each scope of the site's privacy.json, twice: in ``task_data_filters``, where it
+    sees the model, and as the last of ``task_result_filters``.
+
+    Parameters
+    ----------
+    policy
+        Path of the site's policy.
+
+    Raises
+    ------
+    OSError, ValueError
+        If the policy or its ledger can not be used; then no job starts.
+    UnsafeJobError
+        Of a job that has result filters or code of its own, and if the site sends its logs to the
+        server.
+
+    Notes
+    -----
+    What must not leave, and each error, leaves as one and the same error code.
+
+    It acts on results of tasks, and not on what a job's code sends otherwise; docs/nvflare.md has
+    the table.
+    """
+
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.policy = policy
+        self._gate = Gate(Policy.read(policy))
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return a task as it is, or what may leave of a result."""
+        if self.get_prop(FilterContextKey.SOURCE) != FilterSource.SITE:
+            raise UnsafeJobError("SitePolicy is a filter of a site's privacy.json, not of a job")
+        if self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_RESULT_CHAIN:
+            return self._leaving(shareable, fl_ctx)
+        self._check(fl_ctx)
+        # A copy: scripts may train in place.
+        seen = _Seen(copy.deepcopy(_model(shareable)))
+        try:
+            self._gate.admit(fl_ctx.get_job_id())
+        except Refused as exc:
+            seen = _Seen(None, str(exc))
+        fl_ctx.set_prop(_SEEN, seen, private=True, sticky=False)
+        executor = fl_ctx.get_prop(FLContextKey.RUNNER).find_executor(
+            fl_ctx.get_prop(FLContextKey.TASK_NAME)
+        )
+        executor.execute = partial(_executed, type(executor).execute, executor)
+        return shareable
+
+    def _leaving(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return a reply that is made anew, of what the policy lets out, or an error."""
+        try:
+            self._check(fl_ctx)
+            return self._passed(result, fl_ctx.get_prop(_SEEN) or _Seen())
+        except Exception as exc:  # its text may hold data
+            _LOGGER.error("not sent: %s", exc)
+            return make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
+
+    def _passed(self, result: Shareable, seen: _Seen) -> Shareable:
+        if seen.why or result.get_return_code() != ReturnCode.OK:
+            raise Refused(seen.why or f"the job has failed: {shown(result.get_return_code())}")
+        dxo = from_shareable(result)
+        kind, meta = dxo.data_kind, dict(dxo.meta)
+        inner = meta.pop(MetaKey.INITIAL_METRICS, None)
+        told: dict[str, Any] = self._gate.metrics(meta)
+        if isinstance(inner, Mapping) and (metrics := self._gate.metrics(inner)):
+            told[MetaKey.INITIAL_METRICS] = metrics
+        if kind == DataKind.METRICS:
+            return DXO(kind, self._gate.metrics(dxo.data), told).to_shareable()
+        if kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
+            raise Refused("the result is of a kind that the site's policy does not let out")
+        if seen.model is None:
+            raise Refused(
+                "no model has arrived with this task, to which an update could be the difference: "
+                "SitePolicy belongs among the task_data_filters of each scope of privacy.json, too"
+            )
+        # Differences of counters are NumPy's scalars.
+        arrays = {k: np.asarray(v) if isinstance(v, np.generic) else v for k, v in dxo.data.items()}
+        if kind == DataKind.WEIGHT_DIFF:
+            data = self._gate.update(arrays, seen.model)
+        else:
+            data = self._gate.model(arrays, seen.model)
+        return DXO(kind, data, told).to_shareable()
+
+    def _check(self, fl_ctx: FLContext) -> None:
+        """Refuse a job whose results the policy would not see last, and a site that tells all.
+
+        `ClipUpdate` may act after the policy, as it only makes updates smaller.
+        """
+        tables = fl_ctx.get_prop(FLContextKey.RUNNER).task_result_filters.values()
+        others = {type(f).__name__ for table in tables for f in table if type(f) is not ClipUpdate}
+        if others:
+            raise UnsafeJobError(
+                f"this job has result filters of its own ({', '.join(sorted(others))!s:.200}), "
+                "which NVFlare runs after the site's: nothing is shared"
+            )
+        meta = fl_ctx.get_prop(FLContextKey.JOB_META)
+        # Without the job's description, it may have anything.
+        code = not isinstance(meta, Mapping) or meta.get(AppValidationKey.BYOC)
+        if code and not self._gate.policy.allow_job_code:
+            raise UnsafeJobError(
+                "this job brings code of its own (byoc), which can send anything: install its "
+                "scripts at the site, or set allow_job_code = true in the policy"
+            )
+        if is_log_streaming_allowed(fl_ctx):
+            raise UnsafeJobError(
+                "this site sends its logs to the server, and errors can hold data: write "
+                '"allow_log_streaming": false into local/resources.json; nothing is shared'
+            )
+
+
+def _executed(
+    execute: Any, executor: Any, name: str, task: Shareable, fl_ctx: FLContext, signal: Any
+) -> Any:
+    """Run an executor, unless its task is not answered; what it raises says nothing outside."""
+    seen, jar = fl_ctx.get_prop(_SEEN), copy.deepcopy(task.get_cookie_jar())
+    reply = None
+    try:
+        if not seen.why:
+            # Its own signal: an executor that aborts its task would have another error sent.
+            reply = execute(executor, name, task, fl_ctx, Signal(parent=signal))
+    except Exception as exc:
+        _LOGGER.error("the job has failed: %s", exc)
+    task.set_cookie_jar(jar)
+    return reply if isinstance(reply, Shareable) else make_reply(ReturnCode.EXECUTION_EXCEPTION)
+
+
+def _model(shareable: Shareable) -> Any:
+    """Return the weights that a task brings; None if it brings none."""
+    try:
+        dxo = from_shareable(shareable)
+    except ValueError:
+        return None
+    return dxo.data if dxo.data_kind == DataKind.WEIGHTS else None

@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in JAX loops, as optax transformations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+from fedclip.errors import needing, public_names
+
+with needing(__name__, "JAX and optax: pip install jax optax"):
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+import numpy as np
+
+from fedclip.arrays import Array
+from fedclip.arrays.jax import JaxBackend
+from fedclip.clippers.agc import AGC, Axes, Outputs
+from fedclip.clippers.base import Clipper
+from fedclip.core.scopes import Groups, resolve
+from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
+from fedclip.dpsgd.step import PrivateMean
+from fedclip.loops import compiled
+from fedclip.loops.clippers import Spec, clipper_of, skip_of_all, unique
+from fedclip.loops.compiled import ClipState, groups_of
+from fedclip.loops.owner import check_owner
+from fedclip.transforms import Carried, NormClipping, SliceClipping, Transform, clip_on_device
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Tree: TypeAlias = Any
+"""A pytree, of any containers."""
+
+__all__ = [
+    "ClipState",
+    "ClipTransformation",
+    "as_optax",
+    "metrics",
+    "on_round_start",
+    "private_gradients",
+    "set_state",
+]
+
+__dir__ = public_names(__name__)
+
+
+class ClipTransformation(optax.GradientTransformationExtraArgs):
+    """A clipper as optax's gradient transformation; made by `as_optax`.
+
+    optax comes without types, so this says those of its two functions.
+    """
+
+    init: Callable[[Tree], ClipState]
+    update: Callable[..., tuple[Tree, ClipState]]
+
+
+def as_optax(
+    clipper: Spec,
+    *,
+    max_norm: object = None,
+    axis_name: str | Sequence[str] | None = None,
+    inner: optax.GradientTransformation | None = None,
+) -> ClipTransformation:
+    """Return the clipper as a gradient transformation.
+
+    It works eagerly, under ``jit`` (compiled once, with donated states too), ``scan`` and
+    ``vmap``, on meshes with automatic or explicit axes, and on pytrees of any kind. Its state is
+    a pytree that any checkpoint library saves. The transformation starts from the clipper's
+    statistics, if they are of the same tensors, and never changes the clipper. (Statistics that
+    were loaded, and are of other tensors, are refused.)
+
+    Scopes know a leaf by its path, as in ``enc.w``; if two leaves have the same one, the second
+    is called ``enc.w#1``. A complex number counts by its absolute value. Leaves of dtype float0,
+    the gradients of integers, stay as they are.
+
+    Parameters
+    ----------
+    clipper
+        A clipper that compiled code can follow, or its name or (name, config); for `AGC` pass the
+        parameters to ``update``.
+    max_norm
+        In the place of the clipper's own `max_norm`, a number or a traced array, so that a
+        schedule can set it: ``optax.inject_hyperparams(as_optax)(NormClip(1.0),
+        max_norm=schedule)``. What is negative counts as 0.
+    axis_name
+        Inside a `shard_map` the leaves are shards, and norms those of each shard; with the names
+        of the axes along which leaves are split, they are those of the whole, for one more
+        all-reduce. With ``check_vma=False`` every leaf has to be split along all of them.
+    inner
+        What steps with the clipped gradient, such as ``optax.adamw(1e-3)``. A step that the
+        clipper skips then returns updates of zero, and the state of `inner` stays. In a chain a
+        skipped step is a gradient of zero, with which Adam still moves, decays and counts.
+
+    Raises
+    ------
+    NotImplementedError
+        If compiled code can not follow the clipper; with `axis_name`, if it is not one by L2
+        norms of whole tensors; with `inner`, if ``on_spike="skip"`` and the scope is not "global".
+    TypeError
+        If `max_norm` is given and the clipper has none; at an update, if the state is none of
+        `init`'s, or another clipper's, or if a leaf that is not excluded has another dtype, or is
+        complex and the clipper is not one by L2 norms of whole tensors.
+    ValueError
+        At an update with `AGC`, if it gets no parameters; if the state is of another number of
+        groups; or without a state, if the clipper learns from past steps.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, optax
+    >>> from fedclip import NormClip
+    >>> chain = optax.chain(as_optax(NormClip(1.0)), optax.sgd(0.1))
+    >>> params = {"w": jnp.zeros(2)}
+    >>> state = chain.init(params)
+    >>> updates, state = chain.update({"w": jnp.array([3.0, 4.0])}, state, params)
+    >>> round(float(optax.tree.get(state, "norm")[0]), 6)
+    5.0
+    """
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    backend = JaxBackend(axes)
+    clipper = clipper_of(clipper)
+    compiled.check_compilable(clipper)
+
+    @_promoting
+    def init(params: Tree) -> ClipState:
+        leaves = _parameters(clipper, params)
+        groups = groups_of(clipper, leaves) if leaves else resolve("global", None, [])
+        if leaves:
+            check_owner(clipper, {name: np.shape(leaf) for name, leaf in leaves.items()})
+        shown = {name: _shown(leaves[name]) for name in groups.names}
+        first = compiled.first_state(clipper, groups, shown, backend)
+        if not groups.names and compiled.kind_of(clipper, groups).arrays:
+            # optax asks with a placeholder for the parameters, which these arrays are no copy of.
+            one_leaf: Array = np.zeros(())
+            first = Carried(first, one_leaf)
+        # Two fields of one buffer could not be donated.
+        copied = functools.partial(jnp.array, copy=True)
+        norm, limit = (copied(np.full(len(groups), x), float) for x in (0.0, np.inf))
+        steps, clipped, nonfinite = (copied(0, jnp.int32) for _ in range(3))
+        over = copied(np.zeros(len(groups), bool))
+        return ClipState(jax.tree.map(copied, first), norm, limit, over, steps, clipped, nonfinite)
+
+    @_promoting
+    def update(
+        updates: Tree,
+        state: ClipState | None,
+        params: Tree | None = None,
+        **extra: object,
+    ) -> tuple[Tree, ClipState]:
+        leaves = _by_name(updates)
+        groups = groups_of(clipper, leaves)
+        if state is None:
+            state = init(updates)
+            if groups.names and jax.tree.leaves(state.statistics):
+                raise ValueError(
+                    f"{clipper.name} learns from past steps: give update the state that init, or "
+                    "the last update, returned"
+                )
+        if not groups.names:
+            return updates, state
+        compiled.check_state(state, compiled.kind_of(clipper, groups), clipper.name)
+        weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
+        outputs = _outputs(clipper, params) if weights is not None else None
+        transform = compiled.transform_of(clipper, groups, weights, backend, outputs)
+        if max_norm is not None:
+            transform = _limited(transform, clipper, jnp.maximum(backend.asarray(max_norm), 0.0))
+        whole = isinstance(transform, NormClipping) and transform.ord == 2
+        if axes and not whole:
+            raise NotImplementedError(
+                f"{clipper.name} with axis_name: only L2 norms of whole tensors are known over all "
+                "shards; clip outside of shard_map"
+            )
+        clipped, step = clip_on_device(
+            transform,
+            {name: _real(name, leaf, groups, whole) for name, leaf in leaves.items()},
+            groups,
+            backend,
+            state.statistics,
+            clipper.on_nonfinite,
+        )
+        news = iter([_like(leaf, clipped[name]) for name, leaf in leaves.items()])
+        outputs = jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates)
+        return outputs, compiled.after(state, step)
+
+    clipping = ClipTransformation(init, update)
+    return clipping if inner is None else _around(clipping, inner, clipper)
+
+
+def _around(
+    clipping: ClipTransformation,
+    inner: optax.GradientTransformation,
+    clipper: Clipper | AGC,
+) -> ClipTransformation:
+    """Return both, one after the other; the second does not step where the first skips."""
+    spikes, inner = skip_of_all(clipper, "inner"), optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> Tree:
+        return clipping.init(params), inner.init(params)
+
+    def update(
+        updates: optax.Updates, state: Tree, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, Tree]:
+        before, old = state
+        clipped, after = clipping.update(updates, before, params, **extra)
+        stepped, new = inner.update(clipped, old, params, **extra)
+        skip = (after.nonfinite > before.nonfinite) & (clipper.on_nonfinite == "skip")
+        skip |= after.over.all() & spikes
+
+        def kept(old: Tree, new: Tree) -> Tree:
+            return new if _is_float0(new) else jnp.where(skip, old, new)
+
+        nothing = jax.tree.map(lambda x: x if _is_float0(x) else jnp.zeros_like(x), stepped)
+        return jax.tree.map(kept, nothing, stepped), (after, jax.tree.map(kept, old, new))
+
+    return ClipTransformation(init, update)
+
+
+def _promoting(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, which mixes ranks and dtypes though a session may forbid it."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _limited(transform: Transform, clipper: Clipper | AGC, max_norm: Array) -> Transform:
+    """Return the transform with another limit, or largest limit."""
+    rule: Any = getattr(transform, "rule", None)
+    if hasattr(clipper, "max_norm"):
+        if isinstance(transform, SliceClipping):
+            return replace(transform, limit=max_norm)
+        if isinstance(transform, NormClipping) and len(getattr(rule, "limits", ())) == 1:
+            return replace(transform, rule=replace(rule, limits=(max_norm,)))
+        if isinstance(transform, NormClipping) and hasattr(rule, "max_norm"):
+            return replace(transform, rule=replace(rule, max_norm=max_norm))
+    raise TypeError(f"{clipper.name} has no single max_norm that could be replaced")
+
+
+def _is_float0(leaf: object) -> bool:
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _real(name: str, leaf: Array, groups: Groups, whole: bool) -> Array:
+    """Return a leaf of floats: of complex numbers, real and imaginary parts."""
+    if name in groups.excluded or jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise TypeError(f"{name!r} is {leaf.dtype}, not a float: put its name in exclude")
+    if not whole:
+        raise TypeError(
+            f"{name!r} is complex, which only clippers by L2 norms of whole tensors clip: put its "
+            "name in exclude, or clip real and imaginary parts as leaves of their own"
+        )
+    return jnp.stack([leaf.real, leaf.imag], axis=-1)
+
+
+def _like(leaf: Array, clipped: Array) -> Array:
+    """Return what `_real` made of a leaf in the dtype of the leaf again."""
+    if jnp.iscomplexobj(leaf) and not jnp.iscomplexobj(clipped):
+        return jax.lax.complex(clipped[..., 0], clipped[..., 1])
+    return clipped
+
+
+def metrics(
+    clipper: Clipper | AGC, state: object, params: Tree, prefix: str = ""
+) -> dict[str, float]:
+    """Return plain numbers for a logger: of the last step, and of all (``round/...``).
+
+    Parameters
+    ----------
+    clipper, params
+        What the transformation was made of, which have the names of groups.
+    state
+        The transformation's state, or one that holds it, such as that of a chain.
+
+    Raises
+    ------
+    ValueError
+        If there is not exactly one `ClipState` in the state, or it is of other parameters. Of
+        several clippers, the message names the part of the state of each, to be given alone.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from fedclip import NormClip
+    >>> clipper, params = NormClip(1.0), {"w": jnp.zeros(2)}
+    >>> transformation = as_optax(clipper)
+    >>> _, state = transformation.update({"w": jnp.array([3.0, 4.0])}, transformation.init(params))
+    >>> metrics(clipper, state, params)["norm"]
+    5.0
+    """
+    return compiled.of_state(*_labelled(clipper, state, params), prefix)
+
+
+def on_round_start(state: T) -> T:
+    """Return a state at the start of a round, such as an epoch.
+
+    The counts of each clipper in it are 0, their statistics stay.
+
+    Parameters
+    ----------
+    state
+        A transformation's state, or one that holds any number of them, such as that of a chain.
+    """
+    begun: T = jax.tree.map(
+        lambda node: compiled.on_round_start(node) if isinstance(node, ClipState) else node,
+        state,
+        is_leaf=lambda node: isinstance(node, ClipState),
+    )
+    return begun
+
+
+def set_state(clipper: Clipper | AGC, state: object, params: Tree) -> None:
+    """Put the statistics of a transformation's state, or of a chain's, into a clipper.
+
+    A federated client can then continue with what a notebook has learnt; ``get_state`` of the
+    clipper returns them as plain values, and a new transformation starts from them.
+
+    Raises
+    ------
+    ValueError
+        As `metrics`.
+    """
+    found, labels = _labelled(clipper, state, params)
+    compiled.load(clipper, found.statistics, labels, _parameters(clipper, params))
+
+
+def _labelled(
+    clipper: Clipper | AGC, state: object, params: Tree
+) -> tuple[ClipState, tuple[str, ...]]:
+    """Return the one `ClipState` in a state, and the labels of its groups."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: isinstance(node, ClipState)
+    )
+    found = {f"state{jax.tree_util.keystr(p)}": s for p, s in leaves if isinstance(s, ClipState)}
+    if len(found) != 1:
+        hint = f": give the one of this clipper, {' or '.join(found)}" if found else ""
+        raise ValueError(f"the state must hold one ClipState, and it holds {len(found)}{hint}")
+    one = jax.tree.map(jnp.asarray, *found.values(), is_leaf=_is_variable)
+    labels = groups_of(clipper, _parameters(clipper, params)).labels
+    if one.norm.shape != (len(labels),):
+        raise ValueError(
+            f"the state has norms of shape {one.norm.shape}, and these parameters have "
+            f"{len(labels)} groups: give those that init got (under optax.masked, the ones it "
+            "keeps), and of many models at once the state of one"
+        )
+    return one, labels
+
+
+def _is_variable(node: object) -> bool:
+    """Whether this is a variable, in which NNX wraps an array at times."""
+    return hasattr(node, "__jax_array__") and len(jax.tree.leaves(node)) == 1
+
+
+def _names(tree: object) -> list[str]:
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]
+    return unique(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
+
+
+def _outputs(clipper: Clipper | AGC, params: object) -> Outputs | None:
+    """Return the axes that hold the outputs of layers, by name; None if the clipper asks for none.
+
+    Those of Equinox' layers, which are in the pytree, are as in torch. Queries, keys and values of
+    Flax' attention have two, transposed convolutions of Haiku the last but one, and a bias is one
+    unit; of others it is the last.
+    """
+    if not isinstance(clipper, AGC) or not clipper.asks_layers:
+        return None
+    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_variable)[0]
+    return {
+        name: _axes(params, path, np.ndim(leaf))
+        for name, (path, leaf) in zip(_names(params), paths, strict=True)
+    }
+
+
+def _axes(tree: Any, path: Sequence[Any], ndim: int) -> Axes:
+    keys = ["", *(jax.tree_util.keystr((key,), simple=True) for key in path)]
+    if ndim == 3 and keys[-1] == "kernel" and keys[-2] in ("query", "key", "value"):
+        return (-2, -1)
+    if keys[-1] in ("b", "bias"):
+        return ()
+    if keys[-1] == "w" and "transpose" in keys[-2]:
+        # Haiku's.
+        return (-2,)
+    layer, node = "", tree
+    for key in path:
+        if type(node).__module__.startswith("equinox.nn"):
+            layer = type(node).__name__
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            node = getattr(node, key.name)
+        else:
+            node = node[getattr(key, "idx", getattr(key, "key", None))]
+    return (0,) if layer and layer != "Embedding" else (-1,)
+
+
+def _parameters(clipper: Clipper | AGC, params: object) -> dict[str, Array]:
+    """Return the parameters by name; integers, which have gradients of float0, if excluded."""
+    leaves = _by_name(params)
+    excluded = groups_of(clipper, leaves).excluded if leaves else frozenset()
+    chosen = {n for n, a in leaves.items() if jnp.issubdtype(a.dtype, jnp.inexact)}
+    return {name: leaf for name, leaf in leaves.items() if name in excluded or name in chosen}
+
+
+def _by_name(tree: object) -> dict[str, Array]:
+    """Return the leaves by name, without those of float0."""
+    pairs = zip(_names(tree), jax.tree.leaves(tree), strict=True)
+    return {name: _array(name, leaf) for name, leaf in pairs if not _is_float0(leaf)}
+
+
+def _array(name: str, leaf: object) -> Array:
+    # What jax.eval_shape returns has shape and dtype alone; see `_shown`.
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise TypeError(
+            f"{name!r} is no array, but {leaf!r:.80}: give the arrays alone, as "
+            "eqx.filter(model, eqx.is_inexact_array) does"
+        ) from error
+
+
+def _shown(leaf: object) -> Array:
+    """Return a leaf; for shape and dtype alone, zeros that take no memory."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return leaf
+
+
+def private_gradients(
+    loss: Callable[[Tree, Tree], Array],
+    params: Tree,
+    batch: Tree,
+    mean: PrivateMean,
+    *,
+    micro_batch: int = 128,
+) -> Tree:
+    """Return the gradients of one step of DP-SGD, as a pytree like the parameters.
+
+    ::
+
+        (Σ min(1, max_norm / n_i) g_i  +  noise_multiplier max_norm normal) / expected_batch_size
+
+    The gradients of records are compiled, once for a loss; noise comes from the operating
+    system's secure generator, so that the whole can not be compiled. Give it Poisson samples
+    (`fedclip.dpsgd.sampling.PoissonSampler`), also those without a record, and account for each
+    with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
+
+    Parameters
+    ----------
+    loss
+        From the parameters and one record (without its first axis) to a number. Give the same
+        function at each step. Random numbers need a key in each record.
+    params
+        A pytree of arrays.
+    batch
+        A pytree of arrays whose first axis is the records; there may be none.
+    mean
+        How records are clipped, how much noise there is, and what it is divided by: one for all
+        steps.
+    micro_batch
+        How many records are in memory at once, at most.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from fedclip.dpsgd.step import PrivateMean
+    >>> params, batch = {"w": jnp.ones(2)}, jnp.eye(2)
+    >>> mean = PrivateMean(max_norm=1.0, noise_multiplier=1.1, expected_batch_size=2)
+    >>> private_gradients(lambda p, x: jnp.sum(p["w"] * x) ** 2, params, batch, mean)["w"].shape
+    (2,)
+    """
+    leaves, tree = jax.tree.flatten(params)
+    names = _names(params)
+
+    def stacks() -> Iterator[JaxStack]:
+        for records, count in micro_batches(batch, micro_batch, sum(leaf.size for leaf in leaves)):
+            grads = jax.tree.leaves(_gradients(loss)(params, records))
+            yield JaxStack(dict(zip(names, grads, strict=True)), count)
+
+    shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
+    found = mean(stacks(), shapes)
+    pairs = zip(names, leaves, strict=True)
+    return jax.tree.unflatten(tree, [jnp.asarray(found[n], like.dtype) for n, like in pairs])
+
+
+@functools.lru_cache(maxsize=8)
+def _gradients(loss: Callable[[Tree, Tree], Array]) -> Callable[[Tree, Tree], Tree]:
+    return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))

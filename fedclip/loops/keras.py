@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in Keras 3's ``fit``, on TensorFlow, JAX and torch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from fedclip.arrays import HostView
+from fedclip.errors import needing, public_names
+
+with needing(__name__, "Keras 3 and a backend: pip install keras, and tensorflow, torch or jax"):
+    import keras
+
+import numpy as np
+
+from fedclip.arrays import Array, backend_named
+from fedclip.clippers.agc import AGC
+from fedclip.clippers.base import Clipper
+from fedclip.loops import compiled
+from fedclip.loops.clippers import Spec, Theirs, clipper_of, skip_of_all, skips, unique
+from fedclip.loops.variables import HeldClipper, Operations, Verbs
+from fedclip.transforms import clip_on_device
+
+__all__ = ["ClipHistory", "ClippedOptimizer"]
+
+__dir__ = public_names(__name__)
+
+Variable: TypeAlias = Array
+Optimizer: TypeAlias = Any
+"""Of Keras, which has no types."""
+
+_CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+def _chain(optimizer: Optimizer) -> list[Optimizer]:
+    """Return an optimizer and those inside of it; the last is the one that steps."""
+    found = [optimizer]
+    while hasattr(found[-1], "inner_optimizer"):
+        found.append(found[-1].inner_optimizer)
+    return found
+
+
+def _checked(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that steps, if it would be clipped, and not be clipped twice."""
+    *outer, stepping = _chain(optimizer)
+    if hasattr(stepping, "optimizers"):
+        raise ValueError(
+            f"{type(stepping).__name__} has several optimizers, each for some of the variables: "
+            "give each of them a ClippedOptimizer of its own"
+        )
+    _check_options(stepping)
+    apply = getattr(type(stepping), "apply", None)
+    hooks = all(hasattr(stepping, m) for m in ("_clip_gradients", "_backend_apply_gradients"))
+    if apply is not keras.optimizers.Optimizer.apply or not hooks:
+        raise TypeError(
+            f"{type(stepping).__name__} with Keras {keras.__version__} does not step as Keras' "
+            "optimizers do, which clip in their method apply: derive it from "
+            "keras.optimizers.Optimizer, of Keras 3.4 or newer, and leave apply as it is"
+        )
+    clipped = next((o for o in outer if isinstance(o, ClippedOptimizer)), None)
+    owner = getattr(stepping._clip_gradients, "__self__", None)
+    if owner is not getattr(clipped, "_hook", stepping):
+        raise ValueError(
+            f"{stepping.name!r} is in another ClippedOptimizer already, which would clip too: "
+            "make a new optimizer"
+        )
+    return stepping
+
+
+def _check_options(stepping: Optimizer) -> None:
+    for option in _CLIPS:
+        if getattr(stepping, option, None) is not None:
+            raise ValueError(f"{option} of the inner optimizer would clip twice: leave it out")
+
+
+def _value(variable: Variable) -> Array:
+    """Return the value of a variable of Keras or TensorFlow as a tensor."""
+    return keras.ops.stop_gradient(variable)
+
+
+class _Hook:
+    """What the optimizer that steps calls where Keras clips.
+
+    Keras calls ``_clip_gradients`` on gradients that are unscaled, averaged over accumulated
+    steps, and not for variables that they overwrite; `_apply` notes for which variables.
+    """
+
+    def __init__(self, stepping: Optimizer, clipper: Clipper | AGC) -> None:
+        self.stepping = stepping
+        backend = backend_named(keras.backend.backend())
+        self._float = backend.dtype(backend.asarray([0.0]))
+        take = functools.partial(keras.ops.take, axis=-1)
+        operations = Operations(self._make, _value, take, keras.ops.cast)
+        self.held = HeldClipper(clipper, backend, operations)
+        self._spikes = skip_of_all(clipper, "a Keras optimizer")
+        self._names: dict[Variable, str] = {}
+        # Strategies of TensorFlow run each replica in a thread.
+        self._now = threading.local()
+        self._apply, self._clip = stepping._backend_apply_gradients, stepping._clip_gradients
+        stepping._backend_apply_gradients = self.apply
+        stepping._clip_gradients = self.clip
+
+    def _make(self, values: HostView, name: str) -> Variable:
+        kind = "int" if values.dtype.kind == "i" else self._float
+        return self.stepping.add_variable(
+            values.shape,
+            initializer=lambda shape, dtype=None: keras.ops.convert_to_tensor(values, dtype),
+            dtype=kind,
+            aggregation="only_first_replica",
+            name=re.sub(r"\W", "_", f"{self.held.clipper.name}_{name}"),
+        )
+
+    def build(self, variables: Sequence[Variable]) -> None:
+        """Make the variables of the clipper."""
+        names = unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
+        keys = map(self.stepping._var_key, variables)
+        self._names = dict(zip(keys, names, strict=True))
+        pairs = zip(names, variables, strict=True)
+        self.held.build(
+            {n: v for n, v in pairs if not getattr(v, "overwrite_with_gradient", False)},
+            type(self.stepping).__name__,
+        )
+
+    def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:
+        """Note the variables, and let the optimizer step."""
+        if any(self.stepping._var_key(v) not in self._names for v in variables):
+            raise ValueError(
+                f"{self.stepping.name!r} is inside of a ClippedOptimizer that does not know these "
+                "variables: let that one step, which builds the clipper"
+            )
+        self._now.variables, self._now.clipped = variables, False
+        restore = self._restoring(variables) if skips(self.held.clipper) else None
+        self._apply(gradients, variables)
+        if restore is not None:
+            restore()
+        # Eager code clips in the last of the accumulated steps only.
+        if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
+            raise RuntimeError(
+                f"{type(self.stepping).__name__} has stepped without a call of _clip_gradients, "
+                "where Keras' optimizers clip: call it in _backend_apply_gradients"
+            )
+
+    def _restoring(self, weights: Sequence[Variable]) -> Callable[[], None]:
+        """Return what undoes the step that follows, if the clipper skips it.
+
+        Keras offers no place in which a step could be left out, after the clip.
+        """
+        stepping, held = self.stepping, self.held
+        gathered = getattr(stepping, "_accumulated_gradients", None) or ()
+        left = {*map(id, (stepping._iterations, *held.variables, *gathered))}
+        chosen = [v for v in (*weights, *stepping.variables) if id(v) not in left]
+        old, before = [keras.ops.copy(v) for v in chosen], keras.ops.copy(held.variables[0])
+        steps = stepping.gradient_accumulation_steps or 1
+
+        def restore() -> None:
+            after, over = (_value(v) for v in held.variables[:2])
+            happened = after - before
+            skip = (happened[2] > 0) if held.clipper.on_nonfinite == "skip" else happened[2] < 0
+            if self._spikes:
+                skip = skip | ((happened[0] > 0) & keras.ops.all(over[2] > 0))
+            _assign(
+                chosen,
+                [keras.ops.where(skip, o, _value(v)) for o, v in zip(old, chosen, strict=True)],
+            )
+            # Keras counts the step when it is over.
+            iterations = stepping._iterations
+            iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * steps)
+
+        return restore
+
+    def clip(self, gradients: Sequence[Array]) -> Array:
+        """Return the clipped gradients."""
+        variables, self._now.clipped = self._now.variables, True
+        names = [self._names[self.stepping._var_key(v)] for v in variables]
+        whole, share = _of_all_replicas(_tensors(gradients))
+        weights = dict(zip(names, variables, strict=True))
+        clipped = self.held.clip(dict(zip(names, whole, strict=True)), weights)
+        return self._clip([share(clipped[name]) for name in names])
+
+    def clip_alone(self, gradients: Sequence[Array]) -> list[Array]:
+        """Return gradients of all variables clipped, outside of a step.
+
+        Before `build` they have no names but "0", "1", ...
+        """
+        clipper, known = self.held.clipper, [*self._names.values()]
+        names = known if len(known) == len(gradients) else map(str, range(len(gradients)))
+        named = dict(zip(names, _tensors(gradients), strict=True))
+        groups = compiled.groups_of(clipper, named)
+        kind = compiled.kind_of(clipper, groups)
+        if isinstance(clipper, AGC) or kind.arrays or kind.sizes:
+            raise RuntimeError(
+                f"{clipper.name} clips in steps, which show it the variables and their past: call "
+                "apply, or apply_gradients"
+            )
+        backend, policy = backend_named(keras.backend.backend()), clipper.on_nonfinite
+        transform = clipper.transform(groups)
+        first = transform.init(groups)
+        return [*clip_on_device(transform, named, groups, backend, first, policy)[0].values()]
+
+
+def _tensors(gradients: Sequence[Array]) -> list[Array]:
+    """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients as they are."""
+    return [
+        keras.ops.convert_to_tensor(g, sparse=False)
+        if isinstance(g, np.ndarray) or hasattr(g, "todense")
+        else g
+        for g in gradients
+    ]
+
+
+def _of_all_replicas(
+    gradients: Sequence[Array],
+) -> tuple[Sequence[Array], Callable[[Array], Array]]:
+    """Return the sums of the replicas' gradients, and how to get a replica's share of a sum.
+
+    Keras adds the replicas' gradients up after the clip.
+    """
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        context = tf.distribute.get_replica_context()
+        replicas = context.num_replicas_in_sync if context else 1
+        if replicas > 1:
+            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients))
+            return sums, lambda gradient: tf.math.scalar_mul(1.0 / replicas, gradient)
+    return gradients, lambda gradient: gradient
+
+
+def _assign(variables: Sequence[Variable], values: Sequence[Array]) -> None:
+    """Assign a value to each variable, the same in all replicas."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        context = tf.distribute.get_replica_context()
+        if context and context.num_replicas_in_sync > 1:
+
+            def assign(strategy: Any, values: Sequence[Array]) -> None:
+                for variable, value in zip(variables, values, strict=True):
+                    inside = getattr(variable, "value", variable)
+                    strategy.extended.update(inside, lambda v, new: v.assign(new), args=(value,))
+
+            context.merge_call(assign, args=(list(values),))
+            return
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _inner(option: str) -> property:
+    """Return a property that is the inner optimizer's."""
+
+    def get(self: Optimizer) -> object:
+        return getattr(self.inner_optimizer, option)
+
+    def put(self: Optimizer, value: object) -> None:
+        # Keras' constructor sets defaults, before there is an inner optimizer.
+        if "inner_optimizer" in vars(self):
+            setattr(self.inner_optimizer, option, value)
+
+    return property(get, put, doc=f"``{option}`` of the inner optimizer.")
+
+
+def _none(option: str) -> property:
+    """Return a property that is None: the clipper clips."""
+
+    def put(self: Optimizer, value: object) -> None:
+        if value is not None:
+            raise ValueError(
+                f"{option} of a ClippedOptimizer would clip nothing: put the limit into its clipper"
+            )
+
+    return property(lambda self: None, put, doc="None: the clipper clips.")
+
+
+@keras.saving.register_keras_serializable(package="fedclip")
+class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
+    """A Keras optimizer that clips where the inner one would, for ``model.compile``.
+
+    ::
+
+        unscale the gradients, and average those of accumulated steps
+        clip them                           in the place of clipnorm, global_clipnorm, clipvalue
+        weight decay, step, moving averages, constraints
+
+    All but the clip is the inner optimizer's: learning rate and schedule, loss scale, gradient
+    accumulation, weight decay and what is excluded from it, moving averages of the weights.
+    Variables with ``overwrite_with_gradient`` are neither measured nor clipped. `variables` holds
+    the statistics, norms, limits and counts, and ``model.save`` saves them.
+
+    Under a ``tf.distribute`` strategy it clips the sum of the replicas' gradients, for one more
+    all-reduce. (Keras' own clipnorm clips each replica's part.)
+
+    Parameters
+    ----------
+    inner_optimizer
+        The optimizer that steps, or its name in Keras; from now on it belongs to this one. A
+        LossScaleOptimizer may be inside or outside. It may be a ClippedOptimizer, which clips
+        second. Do not set its clipnorm, global_clipnorm or clipvalue.
+    clipper
+        A clipper of fedclip, or its name or (name, config) as in a declearn configuration.
+
+    Raises
+    ------
+    ValueError
+        If the inner optimizer would clip as well, is in another ClippedOptimizer already, or is a
+        MultiOptimizer.
+    TypeError
+        If it does not clip where Keras' optimizers do.
+    NotImplementedError
+        If compiled code can not follow the clipper.
+
+    Examples
+    --------
+    >>> import keras
+    >>> from fedclip import ZScoreClip
+    >>> optimizer = ClippedOptimizer(keras.optimizers.SGD(0.1), ZScoreClip())
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Optimizer,
+        clipper: Spec,
+        name: str = "clipped_optimizer",
+    ) -> None:
+        if isinstance(inner_optimizer, str):
+            inner_optimizer = keras.optimizers.get(inner_optimizer)
+        stepping = _checked(inner_optimizer)
+        super().__init__(learning_rate=0.0, name=name)
+        # What is loaded before the first step goes into the clipper, and to nobody else.
+        self.clipper = copy.deepcopy(clipper_of(clipper))
+        self._hook = _Hook(stepping, self.clipper)
+        self.held = self._hook.held
+        self.inner_optimizer = inner_optimizer
+        self.built = False
+
+    def build(self, variables: Sequence[Variable]) -> None:
+        """Make the variables of the inner optimizer and of the clipper."""
+        if self.built:
+            return
+        _check_options(self._hook.stepping)
+        self.inner_optimizer.build(variables)
+        self._hook.build(variables)
+        self.built = True
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables of the inner optimizer, those of the clipper among them."""
+        return [*self._variables, *self.inner_optimizer.variables]
+
+    def apply(
+        self, grads: Sequence[Array], trainable_variables: Sequence[Variable] | None = None
+    ) -> None:
+        """Let the inner optimizer step, with clipped gradients."""
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            self.build(trainable_variables)
+        self.inner_optimizer.apply(grads, trainable_variables)
+
+    def _clip_gradients(self, grads: Sequence[Array]) -> list[Array]:
+        # The inner optimizer's steps call the clipper; Keras' own method would clip nothing here.
+        return self._hook.clip_alone(grads)
+
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence[Variable],
+        grads: Sequence[Array],
+        trainable_variables: Sequence[Variable],
+    ) -> tuple[list[Array], list[Array]]:
+        """Return new weights and new variables, as Keras on JAX needs them."""
+        own = len(self._variables)
+        weights, inner = self.inner_optimizer.stateless_apply(
+            optimizer_variables[own:], grads, trainable_variables
+        )
+        return weights, [*map(_value, optimizer_variables[:own]), *inner]
+
+    def scale_loss(self, loss: Array) -> Array:
+        """Return the loss as the inner optimizer scales it."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: object) -> None:
+        """Let the inner optimizer put its moving averages into the weights."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(self, var_list: object = None, var_names: object = None) -> None:
+        """Exclude variables from the inner optimizer's weight decay."""
+        self._hook.stepping.exclude_from_weight_decay(var_list, var_names)
+
+    def set_weights(self, weights: Sequence[Variable]) -> None:
+        """Set all `variables`."""
+        own = len(self._variables)
+        super().set_weights(weights[:own])
+        self.inner_optimizer.set_weights(weights[own:])
+
+    def get_config(self) -> dict[str, object]:
+        """Return inner optimizer and clipper, as Keras saves them."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "clipper": [self.clipper.name, self.clipper.get_config()],
+        }
+
+    @classmethod
+    def from_config(cls, config: Theirs, custom_objects: object = None) -> ClippedOptimizer:
+        """Return the optimizer of a configuration."""
+        inner = keras.saving.deserialize_keras_object(
+            config["inner_optimizer"], custom_objects=custom_objects
+        )
+        return cls(inner, config["clipper"], name=config["name"])
+
+
+# Callbacks and other optimizers read these, and a LossScaleOptimizer outside sets one.
+for _option in (
+    "learning_rate",
+    "iterations",
+    "weight_decay",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+    "_iterations",
+    "_trainable_variables",
+    "_trainable_variables_indices",
+    "_model_variables_moving_average",
+):
+    setattr(ClippedOptimizer, _option, _inner(_option))
+for _option in _CLIPS:
+    setattr(ClippedOptimizer, _option, _none(_option))
+
+
+class ClipHistory(keras.callbacks.Callback):
+    """Add norm, limit and counts to the logs after each epoch, and so to ``fit``'s history.
+
+    ::
+
+        history = model.fit(x, y, callbacks=[ClipHistory()])
+        history.history["clip/norm"]
+
+    The names are those of `ClippedOptimizer.metrics`; an epoch is a round. Put it before callbacks
+    that read them.
+    """
+
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        """Begin a round."""
+        for optimizer in self._clipped():
+            optimizer.on_round_start()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Add what the clipper did in the last step, and in this epoch."""
+        for optimizer in self._clipped():
+            if logs is not None:
+                logs.update(optimizer.metrics("clip/"))
+
+    def _clipped(self) -> list[ClippedOptimizer]:
+        return [o for o in _chain(self.model.optimizer) if isinstance(o, ClippedOptimizer)]

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in Lightning: a callback of the Trainer, or a mixin of the module."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from fedclip.errors import needing, public_names
+from fedclip.loops.clippers import Spec, Theirs, clipper_of
+from fedclip.loops.torch import ClipHandle, attach
+
+__all__ = ["ClipCallback", "LightningClipping"]
+
+__dir__ = public_names(__name__)
+
+Callback: Theirs
+# The package has two names, and users have either.
+with needing(__name__, "Lightning: pip install lightning"):
+    try:
+        Callback = import_module("lightning.pytorch").Callback
+    except ImportError:
+        Callback = import_module("pytorch_lightning").Callback
+
+
+class ClipCallback(Callback):
+    """Clip before each optimizer step of a Lightning Trainer.
+
+    ::
+
+        trainer = Trainer(callbacks=[ClipCallback(ZScoreClip())])
+
+    It acts in automatic and in manual optimization, once a step, on accumulated and unscaled
+    gradients. Checkpoints hold the clipper's statistics with the optimizer's; from an older
+    checkpoint the clipper starts anew, with a warning. Each epoch is one round of the clipper's
+    records, and loggers get what the last step did, every ``log_every_n_steps``.
+
+    Parameters
+    ----------
+    clipper
+        A clipper of fedclip, or its name or (name, config). With several optimizers each further
+        one gets a copy; or give a list, with one clipper for each optimizer.
+
+    Raises
+    ------
+    ValueError
+        Before the first step, if the Trainer's ``gradient_clip_val`` is set, if a list has
+        another length than there are optimizers, if a clipper acts elsewhere at the same time, or
+        if a fused optimizer would unscale the gradients after the clip.
+    NotImplementedError
+        Before the first step with DeepSpeed, which never shows whole gradients.
+
+    Examples
+    --------
+    >>> from fedclip import NormClip
+    >>> callback = ClipCallback(NormClip(1.0))
+    >>> callback.clippers[0].name
+    'norm-clip'
+    """
+
+    def __init__(self, clipper: Spec | list[Spec]) -> None:
+        self._copies = not isinstance(clipper, list)
+        given = clipper if isinstance(clipper, list) else [clipper]
+        self.clippers = [clipper_of(one) for one in given]
+        self._handles: list[ClipHandle] = []
+
+    def setup(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
+        """Refuse to clip twice, or what can not be clipped."""
+        if stage != "fit":
+            return
+        if trainer.gradient_clip_val:
+            raise ValueError(
+                f"gradient_clip_val={trainer.gradient_clip_val!r} and ClipCallback would clip "
+                "twice: leave gradient_clip_val out of the Trainer"
+            )
+        if "DeepSpeed" in type(trainer.strategy).__name__:
+            raise NotImplementedError(
+                "DeepSpeed keeps the gradients to itself: use its own gradient_clip_val"
+            )
+        # Finders of a learning rate or batch size step in their own on_fit_start.
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda c: not isinstance(c, ClipCallback))
+
+    def on_fit_start(self, trainer: Theirs, pl_module: Theirs) -> None:
+        """Attach a clipper to each optimizer, before a checkpoint is loaded."""
+        optimizers = trainer.optimizers
+        if self._copies:
+            further = len(optimizers) - len(self.clippers)
+            self.clippers += [copy.deepcopy(self.clippers[0]) for _ in range(further)]
+        if len(self.clippers) != len(optimizers):
+            raise ValueError(
+                f"there are {len(self.clippers)} clippers and {len(optimizers)} optimizers: give "
+                "one clipper for each optimizer, or a single one to be copied"
+            )
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for optimizer, clipper in zip(optimizers, self.clippers, strict=True):
+            if scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
+                raise ValueError(
+                    f"a fused {type(optimizer).__name__} unscales the gradients in its step, "
+                    "after the clip: make it without fused=True"
+                )
+            self._handles.append(attach(optimizer, clipper, pl_module))
+
+    def teardown(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
+        """Let go of the clippers, for another Trainer; what is saved later still has them."""
+        for handle in self._handles:
+            handle._release()
+
+    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
+        """Let go of the clippers."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def on_train_epoch_start(self, trainer: object, pl_module: object) -> None:
+        """Begin a round of the records."""
+        for clipper in self.clippers:
+            clipper.on_round_start()
+
+    def on_train_batch_end(self, trainer: Theirs, pl_module: Theirs, *args: object) -> None:
+        """Log what the last step did, as often as Lightning logs."""
+        every = trainer.log_every_n_steps
+        if not every or trainer.global_step % every:
+            return
+        for i, clipper in enumerate(self.clippers):
+            if clipper.last is not None:
+                prefix = "clip/" if len(self.clippers) == 1 else f"clip/{i}/"
+                pl_module.log_dict(clipper.last.as_dict(prefix, groups=False))
+
+
+class LightningClipping:
+    """Mixin of a LightningModule that brings a `ClipCallback` with ``self.clipper``.
+
+    ::
+
+        class Model(LightningClipping, LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.clipper = ZScoreClip()
+
+    The order of the bases does not matter, nor whether the class has a ``configure_callbacks``.
+    """
+
+    clipper: Spec | list[Spec]
+    configure_callbacks: Callable[..., list[Theirs]]
+    _clip_callback: ClipCallback | None = None
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Let the class bring the callback with those that it configures."""
+        super().__init_subclass__(**kwargs)
+        inner = getattr(cls, "configure_callbacks", None)
+        if inner is None:
+            return
+
+        @functools.wraps(inner)
+        def configure_callbacks(self: Theirs) -> list[Theirs]:
+            found = inner(self)
+            callbacks = list(found) if isinstance(found, Sequence) else [found]
+            if not any(isinstance(callback, ClipCallback) for callback in callbacks):
+                # Keep the callback for the next fit, with the clippers of further optimizers.
+                if self._clip_callback is None:
+                    self._clip_callback = ClipCallback(self.clipper)
+                callbacks.append(self._clip_callback)
+            return callbacks
+
+        cls.configure_callbacks = configure_callbacks

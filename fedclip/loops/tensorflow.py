@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in TensorFlow loops, eager or in a ``tf.function``, and in Keras 3's ``fit``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fedclip.arrays import HostView
+from fedclip.errors import needing, public_names
+from fedclip.loops.variables import Variable
+
+with needing(__name__, "TensorFlow: pip install tensorflow"):
+    import tensorflow as tf
+
+from fedclip.arrays import Array, backend_named
+from fedclip.clippers.agc import AGC, Axes
+from fedclip.clippers.base import Clipper
+from fedclip.loops.clippers import ByClipper, Spec, check_clipper, clipped, clipper_of, unique
+from fedclip.loops.keras import ClippedOptimizer
+from fedclip.loops.owner import begin, learns
+from fedclip.loops.variables import (
+    HeldClipper,
+    Known,
+    Operations,
+    Verbs,
+    check_known,
+    outputs_of,
+    shapes_of,
+)
+
+__all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
+
+__dir__ = public_names(__name__)
+
+
+class _Seen(NamedTuple):
+    """What a clipper has seen in eager code: variables, and the axes of their outputs."""
+
+    known: Known
+    outputs: dict[str, Axes]
+
+
+_seen: ByClipper[_Seen] = ByClipper()
+_compiled: ByClipper[CompiledClipper] = ByClipper()
+
+
+def clip(
+    grads_and_vars: Iterable[tuple[Array, Variable]], clipper: Clipper | AGC
+) -> list[tuple[Array, Variable]]:
+    """Return (gradient, variable) pairs with the gradients clipped.
+
+    In eager code the clipper itself acts and learns. In a ``tf.function`` the statistics are
+    variables, which start from those of the clipper. `CompiledClipper.of` returns them, so that
+    you can save them in a checkpoint or read them back into the clipper.
+
+    Parameters
+    ----------
+    grads_and_vars
+        Pairs, such as ``zip(tape.gradient(loss, variables), variables)``. Gradients may be None
+        or IndexedSlices.
+    clipper
+        A clipper of fedclip; in a ``tf.function`` one whose ``on_nonfinite`` is "skip" or
+        "propagate".
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> from fedclip import NormClip
+    >>> pairs = [(tf.constant([3.0, 4.0]), tf.Variable([0.0, 0.0]))]
+    >>> [(gradient, _)] = clip(pairs, NormClip(1.0))
+    >>> bool(tf.norm(gradient) <= 1.0)
+    True
+    """
+    check_clipper(clipper)
+    pairs = list(grads_and_vars)
+    if not tf.executing_eagerly():
+        made: list[tuple[Array, Variable]] = CompiledClipper.of(clipper)(pairs)
+        return made
+    present, variables = _by_name(pairs)
+    if not present:
+        return pairs
+    seen = _seen.get(clipper)
+    if seen is None or (clipper.last is None and not isinstance(clipper, AGC)):
+        # Nothing has been learnt yet, or it was forgotten.
+        seen = _seen.set(clipper, _Seen({}, {}))
+        begin(clipper, shapes_of(variables), "", [*variables.values()])
+    if learns(clipper, {n: tuple(v.shape) for n, v in variables.items()}):
+        check_known(clipper, seen.known, variables)
+    if isinstance(clipper, AGC) and not seen.outputs.keys() >= variables.keys():
+        seen.outputs.update(outputs_of(clipper, variables) or {})
+    outputs = clipped(
+        clipper,
+        present,
+        lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()},
+        None,
+        seen.outputs or None,
+    )
+    return [(outputs.get(n), v) for n, v in variables.items()]
+
+
+def _by_name(
+    pairs: Sequence[tuple[Array, Variable]],
+) -> tuple[dict[str, Array], dict[str, Variable]]:
+    """Return what gradients there are, and all variables, by Keras' path or TensorFlow's name."""
+    names = unique(getattr(v, "path", None) or v.name.removesuffix(":0") for _, v in pairs)
+    gradients = {n: g for n, (g, _) in zip(names, pairs, strict=True) if g is not None}
+    return gradients, {n: v for n, (_, v) in zip(names, pairs, strict=True)}
+
+
+class CompiledClipper(Verbs, tf.Module):
+    """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
+
+    It is a `tf.Module`, so ``tf.train.Checkpoint`` saves and restores it.
+
+    Parameters
+    ----------
+    clipper
+        As for `clip` in a ``tf.function``. Its own statistics are where these start.
+    """
+
+    def __init__(self, clipper: Spec) -> None:
+        clipper = clipper_of(clipper)
+        super().__init__(name=clipper.name.replace("-", "_"))
+        self.clipper = clipper
+        take = functools.partial(tf.gather, axis=-1)
+        operations = Operations(self._make, tf.convert_to_tensor, take, tf.cast)
+        self.held = HeldClipper(clipper, backend_named("tensorflow"), operations)
+        # The module tracks the variables here.
+        self._variables: list[Variable] = []
+
+    @classmethod
+    def of(cls, clipper: Clipper | AGC) -> CompiledClipper:
+        """Return the compiled form of a clipper; the first call makes it."""
+        return _compiled.get(clipper) or _compiled.set(clipper, cls(clipper))
+
+    # What AutoGraph would rewrite branches on no tensor.
+    @tf.autograph.experimental.do_not_convert
+    def __call__(
+        self, grads_and_vars: Iterable[tuple[Array, Variable]]
+    ) -> list[tuple[Array, Variable]]:
+        """Clip (gradient, variable) pairs, and update the statistics."""
+        pairs = list(grads_and_vars)
+        present, variables = _by_name(pairs)
+        if not present:
+            return pairs
+        weights = {name: variables[name] for name in present}
+        if not self._variables:
+            # Leave the function that is being traced: variables are made once.
+            with tf.init_scope():
+                if not tf.executing_eagerly():
+                    raise RuntimeError(
+                        f"{self.clipper.name} can not clip in the graph of a TensorFlow 1 session: "
+                        "write the step as a tf.function, in a program that runs eagerly"
+                    )
+                self.held.build(weights)
+            self._variables = self.held.variables
+        outputs = self.held.clip(present, weights)
+        return [(outputs.get(n), v) for n, v in variables.items()]
+
+    @staticmethod
+    def _make(values: HostView, name: str) -> Variable:
+        return tf.Variable(values, dtype=values.dtype, trainable=False, name=name)

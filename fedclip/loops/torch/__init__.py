@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in plain PyTorch loops, on one process or on many.
+
+Clip once for each optimizer step: after ``backward()`` (the last one, if you accumulate
+gradients), after ``scaler.unscale_(optimizer)`` under AMP, and before ``optimizer.step()``.
+`attach` clips at the right moment by itself.
+"""
+
+from typing import TYPE_CHECKING
+
+from fedclip.errors import imported_when_used, needing, public_names
+
+with needing(__name__, "PyTorch: pip install torch"):
+    import torch as torch
+
+from fedclip.loops.torch.clip import clip_, clip_grad_norm_
+from fedclip.loops.torch.handle import ClipHandle, attach, handles
+from fedclip.loops.torch.names import Parameters
+from fedclip.loops.torch.optimizers import get_state, set_state
+from fedclip.loops.torch.pure import PureClipping
+from fedclip.loops.torch.update import UpdateHandle, attach_update
+
+if TYPE_CHECKING:
+    from fedclip.loops.torch.private import private_gradients
+
+__all__ = [
+    "ClipHandle",
+    "Parameters",
+    "PureClipping",
+    "UpdateHandle",
+    "attach",
+    "attach_update",
+    "clip_",
+    "clip_grad_norm_",
+    "get_state",
+    "handles",
+    "private_gradients",
+    "set_state",
+]
+
+# DP-SGD, which most loops have no use for.
+if not TYPE_CHECKING:
+    __getattr__ = imported_when_used(__name__, {"private_gradients": "private"})
+
+__dir__ = public_names(__name__)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of parameters, which statistics are kept by: the same in every wrapping.
+
+==========================  ===============================================================
+given                       names
+==========================  ===============================================================
+a module                    those of ``named_parameters()``
+pairs, or a mapping         as they are; a name that comes again is numbered: ``w``, ``w#1``
+parameters                  ``0``, ``1``, ... by position, whether they have a gradient or not
+==========================  ===============================================================
+
+Prefixes of wrappers are taken off: ``module.`` (DistributedDataParallel) and ``_forward_module.``
+(Lightning's Fabric) where all names have it, ``_orig_mod.`` (torch.compile) and
+``_checkpoint_wrapped_module.`` anywhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fedclip.clippers.agc import AGC, Axes, Outputs
+from fedclip.clippers.base import Clipper
+from fedclip.core.scopes import resolve
+from fedclip.loops.clippers import ByClipper, unique
+from fedclip.loops.owner import begin
+
+Parameters: TypeAlias = (
+    "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | "
+    "Iterable[torch.Tensor] | torch.Tensor"
+)
+"""A model, ``model.named_parameters()``, a dict, or ``model.parameters()``."""
+
+_TRANSPOSED = torch.nn.modules.conv._ConvTransposeNd
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_FIRST = ("module.", "_forward_module.")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:
+    """Return parameters by name, each once: tied ones under the first of their names.
+
+    Raises
+    ------
+    TypeError
+        If the clipper tells parameters apart by name, and they have none.
+    """
+    if isinstance(parameters, torch.nn.Module):
+        parameters = dict(parameters.named_parameters())
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    pairs: Iterable[Any]
+    if isinstance(parameters, Mapping):
+        pairs = parameters.items()
+    else:
+        pairs = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+        _check_given(parameters, pairs)
+        if pairs and isinstance(pairs[0], torch.Tensor):
+            _check_names_unneeded(clipper)
+            pairs = [(str(place), tensor) for place, tensor in enumerate(pairs)]
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in pairs:
+        first.setdefault(id(tensor), (name, tensor))
+    names = _plain(tuple(name for name, _ in first.values()))
+    return dict(zip(names, (tensor for _, tensor in first.values()), strict=True))
+
+
+def _check_given(parameters: Iterable[object], given: Sequence[object]) -> None:
+    """Raise an error for what is neither pairs nor tensors."""
+    if not given and iter(parameters) is parameters:
+        raise ValueError(
+            "there are no parameters: an iterator such as model.parameters() has none the second "
+            "time; give the model, or call model.parameters() at each step"
+        )
+    tensors = bool(given) and isinstance(given[0], torch.Tensor)
+    for one in given:
+        pair = isinstance(one, tuple) and len(one) == 2
+        if not (isinstance(one, torch.Tensor) if tensors else pair):
+            raise TypeError(
+                "give a model, model.named_parameters() or model.parameters(); "
+                f"got {type(one).__name__} among {type(parameters).__name__}"
+            )
+
+
+def _check_names_unneeded(clipper: Clipper | AGC) -> None:
+    scope = getattr(clipper, "scope", "tensor")
+    if scope not in ("global", "tensor") or clipper.exclude:
+        raise TypeError(
+            f"{clipper.name} tells parameters apart by name (scope={scope!r}, "
+            f"exclude={clipper.exclude!r}): give the model, or model.named_parameters(), "
+            "not model.parameters()"
+        )
+
+
+# A loop has the same names at each step.
+@lru_cache(maxsize=64)
+def _plain(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names without the prefixes of wrappers, all different."""
+    if not all(isinstance(name, str) for name in given):
+        raise TypeError(f"names of parameters must be strings, got {list(given)!r:.200}")
+    names = unique(given)
+    while names and any(all(n.startswith(prefix) for n in names) for prefix in _FIRST):
+        names = [name.partition(".")[2] for name in names]
+    for wrapper in _WRAPPERS:
+        names = [name.replace(wrapper, "") for name in names]
+    # Keep names that are different only with their prefixes.
+    return tuple(names) if len(set(names)) == len(given) else tuple(unique(given))
+
+
+class _Remembered:
+    """Which parameters stood for the groups whose statistics a clipper keeps."""
+
+    def __init__(self) -> None:
+        self.last: list[int] = []
+        self.shapes: dict[str, torch.Size] = {}
+        # How often all parameters of a group were replaced; group and turn of each parameter.
+        self.turns: Counter[str] = Counter()
+        self.homes: Any = WeakIdKeyDictionary()
+
+
+_remembered: ByClipper[_Remembered] = ByClipper()
+
+
+def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -> None:
+    """Raise a ValueError if a group's statistics are of other parameters.
+
+    New parameters may take the place of others, as in loops that make them at each step; those
+    that were replaced must not come back. Some of a group may be left out.
+    """
+    if isinstance(clipper, AGC):
+        return
+    past = _remembered.get(clipper) or _remembered.set(clipper, _Remembered())
+    now = [*map(id, parameters.values())]
+    if now == past.last:
+        return
+    if clipper.last is None:
+        # Nothing has been learnt yet, or it was forgotten.
+        past = _remembered.set(clipper, _Remembered())
+    shapes = {name: tensor.shape for name, tensor in parameters.items()}
+    tensors = [*parameters.values()]
+    # Loops that make their tensors at each step have no Parameters.
+    another = not past.last or isinstance(tensors[0] if tensors else None, torch.nn.Parameter)
+    if tensors and another and all(past.homes.get(tensor) is None for tensor in tensors):
+        begin(clipper, shapes, "", tensors)
+    groups = clipper.groups(shapes)
+    transform = clipper.transform(groups)
+    if transform.array_fields:
+        groups = resolve("tensor", None, groups.names)
+    elif not transform.init(groups)._fields:
+        past.last = now
+        return
+    for label, members in zip(groups.labels, groups.members, strict=True):
+        tensors = [parameters[groups.names[i]] for i in members]
+        homes = [home for tensor in tensors if (home := past.homes.get(tensor)) is not None]
+        if not homes:
+            past.turns[label] += 1
+        home = label, past.turns[label]
+        shape = tensors[0].shape
+        if any(one != home for one in homes) or (
+            label in parameters and past.shapes.setdefault(label, shape) != shape
+        ):
+            raise ValueError(
+                f"{clipper.name} keeps statistics of {label!r}, which stood for other parameters "
+                "at a step before: give it the model, or model.named_parameters(), at each step "
+                "(parameters without a gradient are left out), and each model a clipper of its "
+                "own, such as copy.deepcopy(clipper); call clipper.reset() to begin anew"
+            )
+        for tensor in tensors:
+            past.homes[tensor] = home
+    past.last = now
+
+
+def check_sharding(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise a TypeError for pieces of flat parameters, which do not say whose pieces they are."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    for parameter in parameters:
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise TypeError(
+                "FullyShardedDataParallel (FSDP1) gives each process an unmarked piece of its "
+                "parameters, whose norm is not the norm: shard the model with "
+                "torch.distributed.fsdp.fully_shard (FSDP2) instead, which fedclip clips right"
+            )
+
+
+def outputs_of(
+    source: Parameters | None, parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC
+) -> Outputs | None:
+    """Return the axes of the outputs of parameters, by name; None if the clipper asks for none.
+
+    ==========================================  ====================================================
+    layer                                       axis
+    ==========================================  ====================================================
+    linear, convolution (grouped or not),       0
+    attention, recurrent, bilinear
+    embedding                                   1
+    transposed convolution                      1; of several groups refused
+    ``Conv1D`` of Transformers                  1
+    any other module                            0
+    ==========================================  ====================================================
+
+    A parameter of two layers (tied weights) is that of the first.
+
+    Raises
+    ------
+    ValueError
+        If the clipper asks for them, and `source` is not the model; or if one output of a layer
+        is not along an axis.
+    """
+    if not isinstance(clipper, AGC) or not clipper.asks_layers:
+        return None
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    names = [name for name in clipper.groups(shapes).names if len(shapes[name]) > 1]
+    if not names:
+        return None
+    if not isinstance(source, torch.nn.Module):
+        raise ValueError(
+            "agc limits the weights that lead to one output of a layer, and parameters without "
+            "their model do not say which these are: give the model, or set axis, such as "
+            "AGC(axis=0) for linear layers and convolutions of torch"
+        )
+    layers: dict[int, torch.nn.Module] = {}
+    for path, module in source.named_modules():
+        # A parametrization's tensors are its layer's.
+        layer = source.get_submodule(path.split(".parametrizations.")[0])
+        for parameter in module.parameters(recurse=False):
+            layers.setdefault(id(parameter), layer)
+    return {name: _axes(name, layers.get(id(parameters[name]))) for name in names}
+
+
+def _axes(name: str, layer: torch.nn.Module | None) -> Axes:
+    if isinstance(layer, _TRANSPOSED):
+        if layer.groups > 1:
+            raise ValueError(
+                f"agc: {name!r} is of a {type(layer).__name__} with groups={layer.groups}, in "
+                'which no axis holds the outputs: put it in exclude, or use unit="tensor"'
+            )
+        return (1,)
+    theirs = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+    return (1,) if theirs or isinstance(layer, _EMBEDDINGS) else (0,)

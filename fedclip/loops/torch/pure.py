@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers as pure functions of tensors, for compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from fedclip.arrays.torch import TorchBackend, TorchRecorded, recorded
+from fedclip.core.scopes import Groups
+from fedclip.loops import compiled
+from fedclip.loops.clippers import Spec, clipper_of
+from fedclip.loops.compiled import ClipState, Kind
+from fedclip.loops.owner import check_owner
+from fedclip.transforms import clip_on_device
+
+_PLAIN, _RECORDED = TorchBackend(), TorchRecorded()
+
+
+class PureClipping:
+    """A clipper as two pure functions of tensors, for ``torch.compile`` and `torch.func`.
+
+    ::
+
+        pure = PureClipping(clipper)
+        state = pure.init(gradients)
+        gradients, state = torch.compile(pure.update, fullgraph=True)(gradients, state)
+        pure.metrics(state, gradients)
+
+    The state is a `ClipState` of tensors: a few numbers for each group, and for clippers that keep
+    the past of each element as much as the model; save it with the model. It starts from the
+    clipper's statistics, and no step changes the clipper; `set_state` gives them back to it.
+
+    Parameters
+    ----------
+    clipper
+        A clipper with ``on_nonfinite`` "skip" or "propagate". Of DTensors, one by norms or
+        values: others need the whole arrays, which `clip_` gathers. `AGC` also needs the weights:
+        ``update(gradients, state, weights)``.
+    """
+
+    def __init__(self, clipper: Spec) -> None:
+        self.clipper = clipper_of(clipper)
+        compiled.check_compilable(self.clipper)
+        # torch.compile can look into a table, and not follow the matching of patterns.
+        self._kinds: dict[tuple[str, ...], tuple[Groups, Kind]] = {}
+
+    def init(self, gradients: Mapping[str, torch.Tensor]) -> ClipState:
+        """Return the state before the first step, on the device of the gradients."""
+        groups, _ = self._looked_up(gradients)
+        check_owner(self.clipper, {name: g.shape for name, g in gradients.items()})
+        first = compiled.first_state(self.clipper, groups, gradients, _PLAIN)
+        like = next(iter(gradients.values()), None)
+        norm, limit = (_PLAIN.asarray(np.full(len(groups), x), like=like) for x in (0.0, np.inf))
+        steps, clipped, nonfinite = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
+        return ClipState(first, norm, limit, norm > 0, steps, clipped, nonfinite)
+
+    def update(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        state: ClipState,
+        weights: Mapping[str, torch.Tensor] | None = None,
+    ) -> tuple[dict[str, torch.Tensor], ClipState]:
+        """Return the clipped gradients, by name, and the state after the step."""
+        found = self._kinds.get(tuple(gradients))
+        if found is None and not torch.compiler.is_compiling():
+            found = self._looked_up(gradients)
+        # torch.compile can not follow how a first state, and with it its kind, is made.
+        groups, kind = found or (self._groups(gradients), None)
+        compiled.check_state(state, kind, self.clipper.name)
+        backend, clipper = _backend(gradients, state, weights or {}), self.clipper
+        transform = compiled.transform_of(clipper, groups, weights, backend)
+        if backend.partial and not transform.runs_on_parts:
+            raise NotImplementedError(
+                f"{clipper.name} needs whole arrays, and a DTensor is in parts: use clip_, which "
+                "gathers them, or a clipper by norms or by values"
+            )
+        clipped, step = clip_on_device(
+            transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
+        )
+        return clipped, compiled.after(state, step)
+
+    def metrics(
+        self, state: ClipState, gradients: Mapping[str, torch.Tensor], prefix: str = ""
+    ) -> dict[str, float]:
+        """Return plain numbers for a logger: of the last step, and of all (``round/...``).
+
+        Of the gradients, only the names count, and for `AGC` the shapes.
+        """
+        return compiled.of_state(state, self._groups(gradients).labels, prefix)
+
+    def on_round_start(self, state: ClipState) -> ClipState:
+        """Return the state at the start of a round: its counts are 0, its statistics stay."""
+        return compiled.on_round_start(state)
+
+    def set_state(self, state: ClipState, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Put the statistics of a state into the clipper, from which `init` then starts."""
+        labels = self._groups(gradients).labels
+        compiled.load(self.clipper, state.statistics, labels, gradients)
+
+    def _looked_up(self, gradients: Mapping[str, torch.Tensor]) -> tuple[Groups, Kind]:
+        groups = self._groups(gradients)
+        found = self._kinds[tuple(gradients)] = groups, compiled.kind_of(self.clipper, groups)
+        return found
+
+    def _groups(self, gradients: Mapping[str, torch.Tensor]) -> Groups:
+        # A state knows no names: its groups are in one order, whatever that of the gradients.
+        return self.clipper.groups({name: gradients[name].shape for name in sorted(gradients)})
+
+
+def _backend(
+    gradients: Mapping[str, torch.Tensor], state: ClipState, weights: Mapping[str, torch.Tensor]
+) -> TorchBackend:
+    numbers, arrays = compiled.parts(state.statistics)
+    past = [value for fields in arrays.values() for value in fields.values()]
+    records = recorded([*gradients.values(), *weights.values(), *numbers, *past])
+    if all(type(gradient).__name__ != "DTensor" for gradient in gradients.values()):
+        return _RECORDED if records else _PLAIN
+    if records:
+        raise NotImplementedError(
+            "derivatives of clipping are of whole tensors only: clip DTensors under "
+            "torch.no_grad(), or detach the gradients, the state and the weights"
+        )
+    from fedclip.arrays.sharded import ShardedBackend
+
+    return ShardedBackend(gradients.values())

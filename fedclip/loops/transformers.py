@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers in the Trainer of Hugging Face Transformers, from 4.50 on."""
+
+from __future__ import annotations
+
+import base64
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import numpy as np
+
+from fedclip.arrays import Array
+from fedclip.core.states import Fields
+from fedclip.errors import Unchecked, needing, public_names
+from fedclip.loops.clippers import Theirs
+
+with needing(__name__, "Transformers: pip install 'transformers[torch]'"):
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+from fedclip.clippers.agc import AGC
+from fedclip.core import states
+from fedclip.loops.clippers import Spec, clipper_of, hold, release
+from fedclip.loops.owner import begin, configuration, configuration_of, owner_of
+from fedclip.loops.torch import set_state
+from fedclip.loops.torch.clip import clip_named
+from fedclip.loops.torch.names import check_sharding, named, outputs_of
+
+__all__ = ["ClipCallback", "attach"]
+
+__dir__ = public_names(__name__)
+
+
+_TRAINING: weakref.WeakSet[ClipCallback] = weakref.WeakSet()
+
+
+class ClipCallback(TrainerCallback, ExportableState):
+    """Clip the gradients right before each optimizer step of a Trainer.
+
+    ::
+
+        Trainer(model, TrainingArguments(max_grad_norm=0), callbacks=[ClipCallback(ZScoreClip())])
+
+    The gradients are accumulated and, with fp16, unscaled. The Trainer's logs get ``limit``,
+    ``clipped`` (1 if the last step was clipped, else 0) and ``clipped_share`` (of the steps of
+    this epoch) beside ``grad_norm``; `attach` puts the callback where TensorBoard and others see
+    them too. Checkpoints hold the clipper's state, and a run that is resumed goes on with it;
+    from an older checkpoint the clipper starts anew, with a warning. An epoch is a round of the
+    clipper's records.
+
+    Parameters
+    ----------
+    clipper
+        A clipper of fedclip, or its name or (name, config) as in a declearn configuration.
+        Averages of whole tensors, as `EmaNormClip` keeps them, are saved as text in
+        ``trainer_state.json``.
+
+    Raises
+    ------
+    ValueError
+        Before the first step, if ``max_grad_norm`` is not 0: its default of 1.0 clips too; or if
+        the clipper acts elsewhere at the same time.
+    NotImplementedError
+        Before the first step with DeepSpeed, which never shows whole gradients.
+    RuntimeError
+        At a step without any gradient: the optimizer has used them up.
+    """
+
+    def __init__(self, clipper: Spec) -> None:
+        self.clipper = clipper_of(clipper)
+        self._within = False
+        self._training: object = None
+
+    def _wrote(self, entry: Theirs) -> bool:
+        """Whether an entry of a checkpoint is of a clipper of this name and configuration."""
+        name, config = entry["args"]["clipper"]
+        return bool(configuration_of(name, config) == configuration(self.clipper))
+
+    def on_train_begin(
+        self, args: Theirs, state: Theirs, control: Theirs, **theirs: Theirs
+    ) -> None:
+        """Refuse to clip twice, and take up the state of a checkpoint."""
+        optimizer = theirs["optimizer"]
+        if args.max_grad_norm:
+            raise ValueError(
+                f"max_grad_norm={args.max_grad_norm!r} and {self.clipper.name} would clip twice: "
+                "give max_grad_norm=0 in the TrainingArguments"
+            )
+        if "DeepSpeed" in type(optimizer).__name__:
+            raise NotImplementedError(
+                "DeepSpeed keeps the gradients to itself: use its own gradient_clipping"
+            )
+        for other in _TRAINING:
+            same = configuration(other.clipper) == configuration(self.clipper)
+            if other.clipper is not self.clipper and same and other._training is state:
+                raise ValueError(
+                    f"two ClipCallbacks have the same {self.clipper.name}, and would get each "
+                    "other's statistics from a checkpoint: give one, or clippers that differ"
+                )
+        # Of a training that failed, the end was not seen.
+        failed = self._training is not None
+        release(self.clipper, self)
+        hold(self.clipper, self, "in the ClipCallback of a Trainer")
+        self._training = state
+        _TRAINING.add(self)
+        if failed and not state.global_step and not isinstance(self.clipper, AGC):
+            self.clipper.reset()
+        # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
+        parameters = named(theirs["model"], self.clipper)
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        self._within = bool(state.global_step and state.epoch % 1)
+        if state.global_step and not isinstance(self.clipper, AGC):
+            # The Trainer adds the states of several callbacks to the end of one list.
+            entries = saved if isinstance(saved, list) else [saved]
+            ours = [_read(e["attributes"]["clipper_state"]) for e in entries if self._wrote(e)]
+            set_state(
+                self.clipper, ours[-1] if ours else None, owner_of(self.clipper, shapes, kind)
+            )
+        begin(self.clipper, shapes, kind, [*parameters.values()])
+
+    def on_train_end(self, *args: object, **theirs: object) -> None:
+        """Let go of the clipper, for another Trainer."""
+        release(self.clipper, self)
+        self._training = None
+        _TRAINING.discard(self)
+
+    def on_epoch_begin(self, *args: object, **theirs: object) -> None:
+        """Begin a round of the records, unless the run is resumed within an epoch."""
+        if not self._within:
+            self.clipper.on_round_start()
+        self._within = False
+
+    def on_pre_optimizer_step(self, *args: object, **theirs: Theirs) -> None:
+        """Unscale the gradients, unless the Trainer has, as it does from 5 on; and clip."""
+        model, optimizer = theirs["model"], theirs["optimizer"]
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is not None:
+            # What says that the gradients are unscaled already is this error alone.
+            with suppress(RuntimeError):
+                scaler.unscale_(optimizer.optimizer)
+        parameters = named(model, self.clipper)
+        check_sharding(parameters.values())
+        outputs = outputs_of(model, parameters, self.clipper)
+        if clip_named(parameters, self.clipper, outputs) is None:
+            raise RuntimeError(
+                f"{self.clipper.name} finds no gradient before the step: a layer-wise optimizer, "
+                "LOMO or the like, steps while the gradients are computed, and keeps none; take "
+                "an optimizer that steps once, as optim='adamw_torch' does"
+            )
+
+    def on_log(self, args: object, state: Theirs, control: object, **theirs: Theirs) -> None:
+        """Add to the Trainer's logs of steps what the last step did."""
+        logs = theirs["logs"]
+        if "loss" not in logs or self.clipper.last is None:
+            return
+        epoch = next(r for r in reversed(self.clipper.rounds) if r.group == "all")
+        found = {**self.clipper.last.as_dict(groups=False), "clipped_share": epoch.clipped_share}
+        if "norm" in found:
+            logs.setdefault("grad_norm", found.pop("norm"))
+        prefix = f"{self.clipper.name}/" if "limit" in logs else ""
+        logs |= {prefix + name: number for name, number in found.items()}
+        state.log_history[-1] |= logs
+
+    def state(self) -> dict[str, object]:
+        """Return what Transformers writes into its checkpoints."""
+        return {
+            "args": {"clipper": [self.clipper.name, self.clipper.get_config()]},
+            "attributes": {"clipper_state": self.clipper_state},
+        }
+
+    @property
+    def clipper_state(self) -> Fields:
+        """The clipper's state for JSON; Transformers may set it when it restores a checkpoint."""
+        if isinstance(self.clipper, AGC):
+            return {}
+        return _each_array(self.clipper.get_state(), _to_text)
+
+    @clipper_state.setter
+    def clipper_state(self, state: Mapping[str, object]) -> None:
+        set_state(self.clipper, _read(state))
+
+
+def attach(trainer: Theirs, clipper: Spec) -> ClipCallback:
+    """Add a `ClipCallback` to a Trainer, before all others, so that they see what it logs.
+
+    Of the callbacks that are given to a Trainer, those of ``report_to`` come first.
+    """
+    callback = ClipCallback(clipper)
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback
+
+
+def _each_array(state: Fields, turned: Callable[[Array], object]) -> Fields:
+    return {**state, "arrays": states.each(state["arrays"], turned)}
+
+
+def _to_text(array: Array) -> list[object]:
+    return [str(array.dtype), array.shape, base64.b64encode(array.tobytes()).decode()]
+
+
+def _read(state: Unchecked) -> Fields:
+    """Return a clipper's state that was saved as JSON, with its arrays."""
+
+    def array(text: Unchecked) -> Array:
+        dtype, shape, data = text
+        return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
+
+    return _each_array(state, array) if state else state

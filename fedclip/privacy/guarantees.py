@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each kind of clipper guarantees: functions for the method ``guarantee`` of clippers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fedclip.core.measures import Order
+from fedclip.core.scopes import resolve
+from fedclip.privacy.maps import Context, Map, Plugin
+from fedclip.privacy.norm_conversions import (
+    COARSEST,
+    l2_of,
+    number,
+    outwards,
+    root_of_squares,
+    slope,
+    stretch,
+)
+
+
+class Piece(NamedTuple):
+    """A number of groups of `size` elements, each with the same `limit`."""
+
+    limit: float
+    size: int
+    times: int = 1
+
+
+def formula_of(limit: float, ord: Order, noun: str) -> str:
+    """Return the bound, in words, of groups called `noun`; "" means all elements together."""
+    c = number(limit)
+    each = f"of each {noun}" if noun else ""
+    if ord in ("inf", "rms"):
+        return f"{c}·√d for d elements"
+    if ord == "mad":
+        return f"{c}·√(Σ dⱼ²) for dⱼ elements {each}" if noun else f"{c}·d for d elements"
+    p = float(ord)
+    if p <= 2:
+        return f"{c}·√k for k {noun}s" if noun else c
+    if noun:
+        return f"{c}·√(Σ dⱼ^(1 - 2/{p:g})) for dⱼ elements {each}"
+    return f"{c}·d^(1/2 - 1/{p:g}) for d elements"
+
+
+_LEARNT = "its limit is learnt from the gradients of earlier steps"
+_PRESENT = "and from the very one that it clips"
+_LEFT_ALONE = "{} left alone, and may be of any size"
+_NAN = "NaN and infinity are passed on (on_nonfinite='propagate'), and have no norm"
+
+
+# -- which groups there are -------------------------------------------------------------------
+class _Scoped(NamedTuple):
+    """The groups of a clipper: pieces, their name in words, and the tensors left alone."""
+
+    pieces: list[Piece] | None
+    noun: str
+    alone: str = ""
+
+
+def _finite(clipper: Plugin, context: Context, alone: object) -> bool:
+    """Whether the output is finite, where tensors that are left `alone` come out as they are."""
+    return context.finite or (clipper.on_nonfinite != "propagate" and not alone)
+
+
+def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
+    """Return the groups of a clipper, each with its own limit, else `limit`."""
+    scope, shapes = clipper.scope, context.shapes
+    sliced = getattr(clipper, "dims", None) is not None or getattr(clipper, "min_size", 1) > 1
+    noun = "slice" if sliced else scope if isinstance(scope, str) else "group"
+    noun = "" if noun == "global" else noun
+    if shapes is None:
+        return _without_shapes(clipper, limit, noun, sliced)
+    groups = resolve(scope, clipper.exclude, list(shapes))
+    alone = [n for n in groups.excluded if math.prod(shapes[n])]
+    pieces = []
+    if sliced:
+        axes_of = clipper.transform(groups).axes
+        for name in groups.names:
+            shape = shapes[name] or (1,)
+            axes = axes_of(shape)
+            if axes is not None:
+                count = math.prod(n for a, n in enumerate(shape) if a not in axes)
+                pieces.append(Piece(limit, math.prod(shape[a] for a in axes), count))
+            elif math.prod(shape):
+                alone.append(name)
+    else:
+        own = scope if isinstance(scope, Mapping) else {}
+        for label, members in zip(groups.labels, groups.members, strict=True):
+            size = sum(math.prod(shapes[groups.names[i]]) for i in members)
+            pieces += [Piece(own.get(label, limit), size)] if size else []
+    return _Scoped(pieces, noun, _alone(alone))
+
+
+def _without_shapes(clipper: Plugin, limit: float, noun: str, sliced: bool) -> _Scoped:
+    alone = ""
+    if clipper.exclude:
+        alone = _LEFT_ALONE.format(f"tensors like {', '.join(map(repr, clipper.exclude))} are")
+    elif sliced:
+        alone = _LEFT_ALONE.format("tensors without these dimensions, or too small, are")
+    if isinstance(clipper.scope, str):
+        return _Scoped([Piece(limit, 0)] if noun == "" else None, noun, alone)
+    # At most one group for each pattern, and one for the rest.
+    own = clipper.scope if isinstance(clipper.scope, Mapping) else dict.fromkeys(clipper.scope)
+    limits = [limit if value is None else value for value in own.values()]
+    return _Scoped([Piece(value, 0) for value in [*limits, limit]], noun, alone)
+
+
+def _alone(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(map(repr, sorted(names)[:3])) + (" …" if len(names) > 3 else "")
+    return _LEFT_ALONE.format(f"{shown} {'is' if len(names) == 1 else 'are'}")
+
+
+# -- limits on norms --------------------------------------------------------------------------
+def _limited(clipper: Plugin, limit: float, context: Context) -> Map:
+    """Return the map of a clipper that scales each group down to a limit."""
+    ord: Order = clipper.ord
+    pieces, noun, alone = _scoped(clipper, limit, context)
+    finite = _finite(clipper, context, alone)
+    if ord in (2, "rms"):
+        lipschitz, oblique = 1.0, ""
+    else:
+        known = pieces is not None and context.shapes is not None
+        sizes = [p.size for p in pieces or () if p.times]
+        lipschitz = max((stretch(ord, n) for n in sizes), default=1.0) if known else math.inf
+        oblique = f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
+    result = Map(clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=oblique)
+    if alone:
+        return replace(result, unbounded=alone)
+    if math.isinf(l2_of(ord, 1.0, 2)):
+        return replace(result, unbounded=f"a limit on the {ord} leaves the mean alone")
+    if not finite:
+        return replace(result, unbounded=_NAN)
+    if any(math.isinf(piece.limit) for piece in pieces or [Piece(limit, 0)]):
+        return replace(result, unbounded="there is no upper limit (max_norm=None)")
+    formula = formula_of(limit, ord, noun)
+    if isinstance(clipper.scope, Mapping):
+        formula = "√(Σ Cⱼ²) for the L2 norms Cⱼ that the limits of the groups allow"
+    bound = math.inf
+    # A bound that depends on the number of elements needs shapes.
+    if pieces is not None and (context.shapes is not None or l2_of(ord, 1.0, 4) == 1.0):
+        bound = root_of_squares((l2_of(ord, p.limit, p.size), p.times) for p in pieces)
+    return replace(result, bound=bound, formula=formula)
+
+
+def fixed_limit(clipper: Plugin, context: Context) -> Map:
+    """Return the map of a fixed limit on norms; it may also scale small norms up."""
+    limit = math.inf if clipper.max_norm is None else clipper.max_norm
+    result = _limited(clipper, limit, context)
+    if clipper.min_norm is None:
+        return result
+    return replace(
+        result,
+        lipschitz=math.inf,
+        growth=math.inf,
+        expands="short gradients are scaled up (min_norm), in every direction",
+    )
+
+
+def brought_to_norm(clipper: Plugin, context: Context) -> Map:
+    """Return the map of a division by the norm."""
+    result = _limited(clipper, clipper.norm, context)
+    why = "short gradients are scaled up, in every direction"
+    if not clipper.eps:
+        return replace(result, lipschitz=math.inf, growth=math.inf, expands=why)
+    norms = [clipper.norm]
+    if isinstance(clipper.scope, Mapping):
+        norms += clipper.scope.values()
+    steepest = slope(max(norms), clipper.eps)
+    # Tensors left alone keep their distances.
+    least = 1.0 if result.unbounded else 0.0
+    lipschitz = max(steepest * result.lipschitz, least)
+    return replace(
+        result,
+        lipschitz=lipschitz,
+        growth=lipschitz,
+        expands="" if lipschitz <= 1 else why + f" by up to norm / eps = {number(steepest)}",
+    )
+
+
+def learnt_limit(clipper: Plugin, context: Context) -> Map:
+    """Return the map of a limit that follows gradients; only `max_norm` bounds it."""
+    limit = math.inf if clipper.max_norm is None else clipper.max_norm
+    result = _limited(clipper, limit, context)
+    learnt = _LEARNT
+    if getattr(clipper, "include_current", False):
+        learnt += f" {_PRESENT}"
+    if clipper.max_norm is None:
+        result = replace(result, unbounded=f"{learnt}, and max_norm is not set")
+    return replace(result, lipschitz=math.inf, shared=learnt, expands=learnt)
+
+
+# -- limits on values -------------------------------------------------------------------------
+def box(clipper: Plugin, context: Context) -> Map:
+    """Return the map of fixed limits on values."""
+    low = -clipper.max_value if clipper.min_value is None else clipper.min_value
+    high = clipper.max_value
+    own = clipper.scope if isinstance(clipper.scope, Mapping) else {}
+    pieces, _, alone = _scoped(clipper, max(-low, high), context)
+    finite = _finite(clipper, context, alone)
+    # A box that contains 0 only shortens; any other box moves 0 itself.
+    growth = 1.0 if low <= 0.0 <= high else math.inf
+    result = Map(clipper.name, lipschitz=1.0, growth=growth, finite=finite)
+    if math.isinf(high - low):
+        side = "above" if math.isinf(high) else "below"
+        return replace(result, unbounded=f"there is no limit {side}")
+    if alone or not finite:
+        return replace(result, unbounded=alone or _NAN)
+    bound = math.inf
+    if pieces is not None and context.shapes is not None:
+        bound = root_of_squares((piece.limit, piece.size) for piece in pieces)
+    formula = f"{number(max(-low, high))}·√d for d elements"
+    if own:
+        formula = "√(Σ cⱼ² dⱼ) for dⱼ elements of each group, limited to cⱼ"
+    return replace(result, bound=bound, formula=formula)
+
+
+def own_percentile(clipper: object, context: Context) -> Map:
+    """Return the map of a limit at a percentile of the gradient that it clips."""
+    return replace(
+        _followed(clipper, context, ""),
+        unbounded="its limit is a percentile of the very gradient that it clips",
+        expands="one element moves the limit of all",
+    )
+
+
+def past_values(clipper: object, context: Context) -> Map:
+    """Return the map of a limit that follows only the gradients of earlier steps."""
+    return _followed(clipper, context, _LEARNT)
+
+
+def present_values(clipper: object, context: Context) -> Map:
+    """Return the map of a limit that follows all gradients, the one that it clips included."""
+    return _followed(clipper, context, f"{_LEARNT} {_PRESENT}")
+
+
+def divided_by_average(clipper: object, context: Context) -> Map:
+    """Return the map of a division by an average of norms, the current one included."""
+    return replace(present_values(clipper, context), growth=math.inf)
+
+
+def _followed(clipper: Plugin, context: Context, learnt: str) -> Map:
+    return Map(
+        clipper.name,
+        growth=1.0,
+        finite=_finite(clipper, context, _scoped(clipper, 1.0, context).alone),
+        unbounded=f"{learnt}, and nothing bounds it",
+        shared=learnt,
+        expands=learnt,
+    )
+
+
+# -- means and deviations ---------------------------------------------------------------------
+def centred(clipper: Plugin, context: Context) -> Map:
+    """Return the map that subtracts the mean."""
+    return Map(
+        clipper.name,
+        lipschitz=1.0,
+        # An orthogonal projection, plus the rounding of its elements.
+        growth=1.0 + COARSEST,
+        finite=_finite(clipper, context, clipper.exclude),
+        unbounded="it takes the mean away, and limits nothing",
+    )
+
+
+def standardised(clipper: Plugin, context: Context) -> Map:
+    """Return the map that subtracts the mean and divides by the standard deviation."""
+    pieces, noun, alone = _scoped(clipper, 1.0, context)
+    finite = _finite(clipper, context, alone)
+    steepest = slope(1.0, clipper.eps)
+    why = "gradients that vary little are scaled up"
+    if not math.isinf(steepest):
+        why += f" by up to 1 / eps = {number(steepest)}"
+    result = Map(
+        clipper.name,
+        lipschitz=max(1.0, steepest),
+        growth=max(1.0, steepest) * (1.0 + COARSEST),
+        finite=finite,
+        expands="" if steepest <= 1 else why,
+    )
+    single = context.shapes is not None and any(p.size == 1 for p in pieces or ())
+    if alone or single or not finite:
+        what = "a group of one element has no deviation, and is left alone"
+        return replace(result, unbounded=alone or (what if single else _NAN))
+    bound = math.inf
+    if pieces is not None and context.shapes is not None:
+        freedom = sum(piece.size - 1 for piece in pieces)
+        bound = outwards(math.sqrt(freedom)) * (1.0 + COARSEST)
+    formula = f"√(d - k) for d elements in k {noun}s, if none has only one"
+    return replace(result, bound=bound, formula=formula if noun else "√(d - 1) for d elements")
+
+
+def unchanged(clipper: Plugin, context: Context) -> Map:
+    """Return the map of a plug-in that leaves gradients as they are."""
+    return Map(
+        clipper.name,
+        lipschitz=1.0,
+        growth=1.0,
+        finite=context.finite,
+        unbounded="it leaves gradients as they are",
+    )
+
+
+# -- the regularizers -------------------------------------------------------------------------
+def weight_limit(regularizer: Plugin, context: Context) -> Map:
+    """Return the map of limits relative to the norms of weights."""
+    shapes = context.shapes
+    if shapes is not None:
+        patterns = regularizer.excluded(shapes)
+        groups = resolve("tensor", patterns, list(shapes))
+        alone = [n for n in groups.excluded if math.prod(shapes[n])]
+        if regularizer.unit in ("output", "optax"):
+            sized = [n for n in groups.names if math.prod(shapes[n])]
+            alone += [n for n in sized if regularizer.axes(shapes[n]) is None]
+        why = _alone(alone)
+    elif regularizer.exclude or regularizer.skip_vectors or regularizer.dims is not None:
+        why = _LEFT_ALONE.format("tensors that are excluded, or without these dims, are")
+    else:
+        why = ""
+    finite = _finite(regularizer, context, why)
+    result = Map(regularizer.name, lipschitz=1.0, growth=1.0, finite=finite)
+    if why or not finite:
+        return replace(result, unbounded=why or _NAN)
+    formula = (
+        f"{number(regularizer.ratio)}·√(Σ max(|W|, {number(regularizer.min_norm)})²) over the "
+        "units of weights W, which have to be public"
+    )
+    return replace(result, formula=formula)
+
+
+def noise(module: Plugin, context: Context) -> Map:
+    """Return the map of a plug-in that adds noise."""
+    return Map(module.name, noise=True, unbounded="noise is of any size", expands="it adds noise")
+
+
+def unchanged_or_noise(module: Plugin, context: Context) -> Map:
+    """Return the map of a module of update clipping: no change of the step, or only noise."""
+    noisy = getattr(module, "noise_multiplier", 0.0)
+    return noise(module, context) if noisy else unchanged(module, context)
+
+
+def unknown(plugin: Plugin, context: Context) -> Map:
+    """Return the map of a plug-in that states no guarantee."""
+    why = "no bound is known of it"
+    return Map(plugin.name, unbounded=why, shared=why, expands=why)

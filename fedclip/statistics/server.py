@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One state of a clipper for a whole federation: the server's part, round by round."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from fedclip.arrays import NUMPY, Array
+from fedclip.core import parameters, states
+from fedclip.core.sketch import Integers
+from fedclip.errors import StateError, Unchecked
+from fedclip.rules import State
+from fedclip.rules.sharing import Counted, Learning
+from fedclip.statistics import counts as counting
+from fedclip.statistics.client import centre_of, tally_of
+from fedclip.statistics.counts import BUCKETS, Bounds, Counts, Round
+
+_TOGETHER = 1 << 15
+"""Numbers that are checked at a time: more would take memory, and one at a time five times as long
+(`python -m benchmarks.merge`)."""
+
+
+Claimed: TypeAlias = tuple[Unchecked, Unchecked] | str
+"""A message: the number of clients (a sum has several) and their counts; or why it is invalid."""
+
+
+class History:
+    """The sketch of the last rounds, which hold at least `size` norms.
+
+    A round is only forgotten as a whole, once the younger rounds hold `size` norms. With one norm
+    a round, these are the last `size` norms.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self.size = size
+        self.total = np.zeros(BUCKETS, dtype=np.int64)
+        # For each round: the buckets that were not empty, and their counts.
+        self._rounds: deque[tuple[list[int], list[int]]] = deque()
+
+    def add(self, buckets: Integers) -> None:
+        """Add a round, and forget what is no longer needed."""
+        self.total = self.total + buckets
+        if self.size is None:
+            return
+        places = np.flatnonzero(buckets)
+        self._rounds.append((places.tolist(), buckets[places].tolist()))
+        held = int(self.total.sum())
+        while held - sum(self._rounds[0][1]) >= self.size:
+            places_, counts = self._rounds.popleft()
+            self.total[places_] -= counts
+            held -= sum(counts)
+
+    def quantile(self, p: float) -> float:
+        """Return a quantile of the norms."""
+        return counting.quantile_of(self.total, p)
+
+    def deviation(self, p: float, centre: float) -> float:
+        """Return a quantile of the distances of the norms from a centre."""
+        return counting.quantile_of(self.total, p, centre)
+
+    def get_state(self) -> list[list[list[int]]]:
+        """Return, for each round, the buckets that are not empty and their counts."""
+        if self.size is not None:
+            return [[list(places), list(counts)] for places, counts in self._rounds]
+        places = np.flatnonzero(self.total)
+        return [[places.tolist(), self.total[places].tolist()]]
+
+    @classmethod
+    def from_state(cls, size: int | None, rounds: Unchecked) -> History:
+        """Return the history for a result of `get_state`."""
+        history = cls(size)
+        try:
+            for places, counts in rounds:
+                inside = all(parameters.integer(0, place=place) < BUCKETS for place in places)
+                if len(places) != len(counts) or not inside:
+                    raise ValueError
+                buckets = np.zeros(BUCKETS, dtype=np.int64)
+                buckets[places] = [parameters.integer(1, count=count) for count in counts]
+                history.add(buckets)
+        except (TypeError, ValueError, OverflowError) as exc:
+            allowed = "for each group, a list of [buckets, counts]"
+            raise StateError(f"'history' must be, {allowed}, got {rounds!r:.100}") from exc
+        return history
+
+
+class SharedState:
+    """The state that a rule shares with all clients, and its updates.
+
+    A client counts at most `max_steps` norms of a group in a round.
+    """
+
+    def __init__(self, rule: Learning, max_steps: int) -> None:
+        self.rule, self.max_steps = rule, max_steps
+        self.tally = tally_of(rule.counters)
+        self.labels: tuple[str, ...] = ()
+        self.version = 0
+        self.state: State = None
+        self._histories: list[History] = []
+
+    def begin(self, labels: tuple[str, ...]) -> None:
+        """Start with groups of these labels, and no norms."""
+        self.labels = labels
+        self.state = _columns(self.rule.begin(len(labels), NUMPY))
+        size = self.rule.remembered
+        self._histories = [History(size) for _ in labels]
+
+    def fields(self) -> dict[str, list[float]]:
+        """Return the numbers of each field, one for each label."""
+        fields = {} if self.state is None else self.state._asdict()
+        return {
+            name: [int(x) if name == "count" else float(x) for x in column]
+            for name, column in fields.items()
+        }
+
+    def merge(self, messages: Sequence[Claimed]) -> list[str]:
+        """Update the state with the clients' counts; return why each message is left out, or ""."""
+        total, members, faults = self._add_up(messages)
+        if members:
+            self._move([self.tally.decode(total[:, group]) for group in range(len(self.labels))])
+            self.version += 1
+        return faults
+
+    def _add_up(self, messages: Sequence[Claimed]) -> tuple[Counts, int, list[str]]:
+        shape = (self.tally.rows, len(self.labels))
+        total, members = np.zeros(shape, dtype=np.uint64), 0
+        if not self.labels:
+            # In this round the clients keep their counts.
+            return total, 0, [""] * len(messages)
+        bounds, faults = self._bounds(), []
+        # NumPy checks and adds up many clients in the time of a few.
+        step = max(1, _TOGETHER // (shape[0] * shape[1]))
+        for start in range(0, len(messages), step):
+            read = [
+                (0, None, message)
+                if isinstance(message, str)
+                else (message[0], *counting.counts_of(*message, shape))
+                for message in messages[start : start + step]
+            ]
+            if self._fault([(n, counts) for n, counts, fault in read if not fault], bounds):
+                # Somebody's counts are impossible: find out whose.
+                read = [(n, c, fault or self._fault([(n, c)], bounds)) for n, c, fault in read]
+            sound = [(n, counts) for n, counts, fault in read if not fault and counts is not None]
+            if sound:
+                total += np.sum([counts for _, counts in sound], axis=0, dtype=np.uint64)
+                members += sum(n for n, _ in sound)
+            faults += [fault for *_, fault in read]
+        return total, members, faults
+
+    def _fault(self, messages: Sequence[tuple[int, Unchecked]], bounds: Bounds) -> str:
+        """Return why not all of these counts are possible, each of that number of clients."""
+        if not messages:
+            return ""
+        sizes = {n for n, _ in messages}
+        if len(sizes) > 1:
+            return "messages of different numbers of clients"
+        table = np.stack([counts for _, counts in messages], axis=-1)
+        columns = table.reshape(len(table), -1)
+        # Each group is one column for each message.
+        each: list[Array] = [np.repeat(known, len(messages), axis=-1) for known in bounds]
+        return self.tally.fault(columns, sizes.pop(), self.max_steps, Bounds(*each))
+
+    def _bounds(self) -> Bounds:
+        with np.errstate(all="ignore"):
+            highest = self.rule.ceiling(self.state)
+        return Bounds.of(np.array(self._centres()), highest)
+
+    def _centres(self) -> list[float]:
+        fields = states.dump(self.state, self.labels)
+        return [centre_of(fields[label]) for label in self.labels]
+
+    def _move(self, rounds: Sequence[Round]) -> None:
+        centres, rows, levels = self._centres(), [], []
+        for centre, history, round_ in zip(centres, self._histories, rounds, strict=True):
+            if round_.buckets is not None and round_.n:
+                history.add(round_.buckets)
+            levels.append(self.rule.levels(history))
+            mean, variance = round_.moments(centre)
+            rows.append((round_.n, mean, variance, round_.unclipped))
+        n, means, variances, unclipped = np.array(rows, dtype=np.float64).T
+        counted = Counted(n, means, variances, np.array(levels).T, unclipped)
+        with np.errstate(all="ignore"):
+            after = self.rule.merge(self.state, counted)
+        sound = (counted.n > 0) & np.all([np.isfinite(column) for column in after], axis=0)
+        self.state = type(after)(
+            *(np.where(sound, new, old) for old, new in zip(self.state, after, strict=True))
+        )
+
+    def get_state(self) -> dict[str, object]:
+        """Return the state by group, as plain numbers, strings and lists."""
+        groups = {} if self.state is None else states.dump(self.state, self.labels)
+        pairs = zip(self.labels, self._histories, strict=True)
+        history = {label: one.get_state() for label, one in pairs if self.tally.has_sketch}
+        return {"groups": groups, "history": history, "version": self.version}
+
+    def set_state(self, state: Mapping[str, object]) -> None:
+        """Take over what `get_state` returned.
+
+        Raises
+        ------
+        StateError
+            If the state is not valid. The old state then stays in place.
+        """
+        version = states.check_count("version", state["version"])
+        groups = states.check_groups(state["groups"], self.rule.begin(1, NUMPY))
+        labels, history = tuple(groups), state["history"]
+        wanted = set(labels) if self.tally.has_sketch else set()
+        if not isinstance(history, Mapping) or set(history) != wanted:
+            raise StateError(f"'history' must have {sorted(wanted)}, got {history!r:.100}")
+        size = self.rule.remembered
+        histories = [History.from_state(size, history.get(label, ())) for label in labels]
+        fresh = self.rule.begin(len(labels), NUMPY)
+        loaded = states.load(fresh, groups, labels) if labels else None
+        self.labels, self._histories = labels, histories
+        self.state = _columns(loaded) if labels else None
+        self.version = version
+
+
+def _columns(state: State) -> State:
+    """Return a state as one array of float64 for each field."""
+    return type(state)(*(np.array(column, dtype=np.float64, ndmin=1) for column in state))

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's part of update clipping: clips the update of a round, and votes on the bound.
+
+::
+
+    if any value is not finite, or norm(update) is far out of range:
+        update = 0
+    for each group of tensors:
+        group *= min(1, limit / norm(group))
+    vote 1 if nothing was clipped, else 0; none without an update
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
+
+from fedclip.arrays import on_host
+from fedclip.core import parameters
+from fedclip.core.measures import Order, check_order
+from fedclip.core.scopes import Scope, check_exclude, check_scope, resolve
+from fedclip.errors import FedclipWarning, NonFiniteError
+from fedclip.rules import NoState
+from fedclip.rules.constant import Constant
+from fedclip.transforms import Gradient, NormClipping, NotFiniteError
+from fedclip.updates.averaging import zeros
+from fedclip.updates.limits import Limits, norms_of
+from fedclip.updates.protocol import Arrays, Reply, SentBound
+from fedclip.updates.running import refuse_statistics
+
+
+class Outcome(NamedTuple):
+    """What became of an update; all but the arrays stays on the client.
+
+    Attributes
+    ----------
+    norm
+        The smallest bound that would leave the update alone; None without a valid update.
+    clipped
+        Whether the update was above the bound.
+    zeroed
+        Why zeros take its place, if they do.
+    """
+
+    arrays: Arrays
+    norm: float | None = None
+    clipped: bool = False
+    zeroed: str = ""
+
+    def reply(self, sent: SentBound) -> Reply:
+        """Return what the server is told."""
+        # Do not send a bit that the server does not need.
+        votes = sent.adaptive and self.norm is not None
+        told, zeroed = not sent.private, bool(self.zeroed)
+        return Reply(
+            self.arrays,
+            votes=int(votes),
+            within=int(votes and not self.clipped),
+            clipped=int(told and self.clipped and not zeroed),
+            zeroed=int(told and zeroed),
+        )
+
+
+class UpdateClient:
+    """Clips the updates of one client; the parameters are those of `clipped-averaging`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> reply = UpdateClient().clip({"w": np.array([3.0, 4.0])}, SentBound(1.0), steps=5)
+    >>> reply.arrays["w"].round(6), reply.votes, reply.within
+    (array([0.6, 0.8]), 1, 0)
+    """
+
+    called: ClassVar[str] = "update clipping"
+    logger: ClassVar[logging.Logger] = logging.getLogger("fedclip.client")
+
+    def __init__(
+        self,
+        scope: Scope = "global",
+        exclude: str | Sequence[str] | None = None,
+        *,
+        zeroing_norm: float | None = None,
+        zeroing_factor: float | None = None,
+        zeroing_ord: Order = "inf",
+        on_nonfinite: str = "skip",
+    ) -> None:
+        self.on_nonfinite = parameters.choice(("skip", "raise"), on_nonfinite=on_nonfinite)
+        self.scope = check_scope(scope, limits=True)
+        self.exclude = check_exclude(exclude)
+        self.zeroing_norm = parameters.optional(parameters.positive, zeroing_norm=zeroing_norm)
+        above = (parameters.number, "a finite number > 1", 1.0)
+        factor = parameters.optional(*above, open_low=True, zeroing_factor=zeroing_factor)
+        self.zeroing_factor = factor
+        self.zeroing_ord = check_order(zeroing_ord)
+        self.limits = Limits(self.scope, self.exclude, self.called)
+
+    def clip(self, update: Arrays, sent: SentBound, *, steps: int | None = None) -> Reply:
+        """Return the reply to the server.
+
+        Parameters
+        ----------
+        update
+            The model before the round minus the model after it, or the other way round.
+        sent
+            The server's message.
+        steps
+            Number of steps of the round. Without any, the client does not vote, as zeros say
+            nothing about the norm of an update. None: it abstains if the update is all zeros.
+
+        Raises
+        ------
+        RuntimeError
+            If the server has decided to stop.
+        ValueError
+            If the bound is none, or for another scope; with noise, if the update is also of running
+            statistics.
+        NonFiniteError
+            If the update is not finite and ``on_nonfinite="raise"``; the message names the tensors.
+        """
+        if sent.stop:
+            raise RuntimeError(f"the server stops the training: {sent.stop}")
+        if sent.scope != self.scope:
+            raise ValueError(
+                f"the server's bound is for scope={sent.scope!r}, and this client has "
+                f"{self.scope!r}: write the same in both"
+            )
+        if sent.private:
+            refuse_statistics(update)
+        reply = self.outcome(update, parameters.positive(bound=sent.bound), steps).reply(sent)
+        return replace(reply, steps=steps) if sent.steps else reply
+
+    def outcome(
+        self, update: Arrays, bound: float, steps: int | None, whole: bool = True
+    ) -> Outcome:
+        """Return the clipped update, or zeros; `whole`: the bound is for all groups together."""
+        groups = self.limits.groups(update)
+        limits = self.limits.of(groups, bound, whole)
+        transform = NormClipping(Constant(limits))
+        gradient = Gradient.of(self.called, update, groups, transform)
+        try:
+            found = gradient.clipped(transform, NoState(), "raise")
+        except NotFiniteError:
+            return Outcome(zeros(update), zeroed=self._told(self._not_finite(gradient)))
+        # The factor by which the bound would have to grow to leave the update alone.
+        pairs = zip(on_host(found.norms).tolist(), limits, strict=True)
+        times = max((n / c for n, c in pairs), default=0.0)
+        idle = times == 0.0 if steps is None else steps == 0
+        norm = None if idle else times * bound
+        clipped = bool(on_host(found.clipped).any())
+        if far := self._far(update, times):
+            return Outcome(zeros(update), norm, clipped, self._told(far))
+        return Outcome(gradient.result(update, found.outputs, gradient.rest), norm, clipped)
+
+    def _told(self, why: str) -> str:
+        self.logger.warning("%s shares zeros for the update: %s", self.called, why)
+        return why
+
+    def _not_finite(self, gradient: Gradient) -> str:
+        named = ", ".join(map(repr, gradient.nonfinite()))
+        text = f"NaN or infinity in {named}" if named else "a norm beyond float64"
+        if self.on_nonfinite == "raise":
+            raise NonFiniteError(f"{self.called}: {text}")
+        told = f"{self.called}: {text}; zeros are shared for the update"
+        # Point to the caller of `clip`, or of `prepare_for_sharing`.
+        warnings.warn(told, FedclipWarning, stacklevel=4)
+        return text
+
+    def _far(self, update: Arrays, times: float) -> str:
+        """Return a sentence if a finite update is far out of range, else ""."""
+        if self.zeroing_norm is not None:
+            whole = resolve("global", None, tuple(update))
+            norm = (norms_of(update, whole, self.called, self.zeroing_ord) or [math.inf])[0]
+            if norm > self.zeroing_norm:
+                return f"its norm is {norm:.4g}, above zeroing_norm={self.zeroing_norm!r}"
+        if self.zeroing_factor is not None and times > self.zeroing_factor:
+            return f"it is {times:.4g} times the bound, above {self.zeroing_factor!r}"
+        return ""

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise of a round, its privacy cost, and when to stop.
+
+Clients are charged by turns: all of them take part in a round; or each has a turn in one of
+`separation` rounds, by a schedule that depends on nothing that clients send. Whoever is due is
+charged, whether or not a reply comes.
+
+::
+
+    Reserve(round):                     before anything of the round leaves the server
+        if it does not follow, in the same schedule, a round that has drawn its noise:
+            begin a schedule, and a stream of noise
+        if it is the first of `separation` rounds: charge a turn
+        write the round, its schedule and the charge to the ledger
+
+A schedule that breaks off has paid for all of its turns, and the next one begins with turns of its
+own and new noise. So it does not matter where, or how often, a server dies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+
+from fedclip.arrays import Array
+from fedclip.core.measures import Float64
+from fedclip.privacy import accounting
+from fedclip.privacy.accounting import Accountant, Release, covers
+from fedclip.privacy.correlated import Stream
+from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
+from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
+from fedclip.updates.schedule import Due
+
+MANY_ROUNDS = 10**6
+UNIT = "the updates of a client"
+"""What a ledger of a server says that it protects."""
+
+# Ledgers without a file, by their identity: a state may go on in another object.
+_OF_THIS_PROCESS: dict[str, Ledger] = {}
+
+Draws = Callable[[int, int], Normals]
+"""The generator for a round, and for one use of it: 0 for the votes, 1 for the average, 2 for the
+evaluation."""
+
+
+def draws_of(generator: str, seed: int | None) -> Draws:
+    """Return the draws of a secure generator, or of an insecure one, from a seed or without."""
+    if generator == "secure":
+        return lambda round_, use: secure_normals
+    # Seed each round separately, so that a resumed run gives the same noise.
+    return lambda round_, use: insecure_normals(*(() if seed is None else (seed, round_, use)))
+
+
+class Budget:
+    """Noise on the average, the votes and the evaluation of each round, within a budget.
+
+    The parameters are those of `update-clip-server`. `clients` is the number by which the average
+    is divided; `bits_noise` is 0 if the clients do not vote (None: the default). A turn costs
+    as much as one Gaussian mechanism of multiplier `noise_multiplier`: with coefficients of banded
+    noise, that of a round grows by their norm. `path` is the ledger; without one, what was spent
+    ends with this object.
+
+    Raises
+    ------
+    ValueError
+        If the settings are impossible; the message says which would do. If the ledger is damaged.
+    """
+
+    def __init__(
+        self,
+        noise_multiplier: float,
+        clients: int,
+        accountant: Accountant,
+        draws: Draws,
+        *,
+        bits_noise: float | None = None,
+        max_epsilon: float | None = None,
+        separation: int = 1,
+        coefficients: tuple[float, ...] = (1.0,),
+        evaluation_share: float = 0.0,
+        path: str | None = None,
+    ) -> None:
+        self.noise_multiplier, self.clients, self._draws = noise_multiplier, clients, draws
+        self.max_epsilon, relation = max_epsilon, accountant.relation
+        self.path = None if path is None else Path(path).resolve()
+        self._ledger: Ledger | None = None
+        # What states say was spent, and in which ledger it was: taken over before the next round.
+        self._before = accountant
+        self._origins: list[str] = []
+        self._identity, self._due = uuid4().hex, Due(1, 0)
+        both = accounting.split_evaluation(noise_multiplier, evaluation_share)
+        self.update_noise, self.evaluation_noise = both
+        # Whether a round was trained, and its evaluation, which is paid for, is not done.
+        self.unevaluated = False
+        self.separation, self.coefficients = separation, coefficients
+        self._begin()
+        if bits_noise is None:
+            bits_noise = accounting.default_bits_noise(both[0], clients)
+        self.bits_noise = bits_noise
+        if bits_noise:
+            self.update_noise = accounting.split_noise(self.update_noise, bits_noise)
+        self.update_noise *= math.hypot(*coefficients)
+        self.accountant.epsilon()  # a ledger that is damaged is refused now
+        if max_epsilon is None:
+            return
+        first, delta = accountant.epsilon(noise_multiplier, 1), accountant.delta
+        if first > max_epsilon:
+            enough = accounting.noise_multiplier(max_epsilon, delta, 1, relation=relation)
+            raise ValueError(
+                f"one round with noise_multiplier={noise_multiplier!r} costs epsilon = "
+                f"{first:.4g} at delta={delta!r}, above max_epsilon={max_epsilon!r}: take "
+                f"noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
+            )
+
+    def _begin(self) -> None:
+        """Begin a schedule, and with it a stream of noise."""
+        self._rounds, self._stream, self._drawn = 0, Stream(self.coefficients), False
+
+    def _turns(self, rounds: int) -> int:
+        """Return how many turns a client has, at most, from the first of so many rounds on."""
+        return -(-rounds // self.separation)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger, in which nothing but noise of servers is charged."""
+        if self._ledger is None:
+            of, relation = (self.max_epsilon, self._before.delta, self.path), self._before.relation
+            self._ledger = Ledger(*of, data=UNIT, relation=relation)
+        return self._ledger
+
+    @property
+    def accountant(self) -> Accountant:
+        """All that was spent, by the ledger and by states that were taken over; a copy."""
+        if self._ledger is not None:
+            accountant = self._ledger.accountant
+        else:
+            lines = read_entries(self.path) if self.path and self.path.exists() else {}
+            last = Entry((), self._before.delta, self._before.relation)
+            accountant = total([*lines.values(), last])
+        for release in [] if covers(accountant.spent, self._before.spent) else self._before.spent:
+            accountant.add(*release)
+        return accountant
+
+    @property
+    def schedule(self) -> str:
+        """The identity of the schedule of the last round."""
+        return self._due.schedule or self._identity
+
+    @property
+    def epsilon(self) -> float:
+        """What has been spent so far."""
+        return self.accountant.epsilon()
+
+    def cost(self, rounds: int) -> float:
+        """Return the epsilon after `rounds` more rounds."""
+        turns = self._turns(self._rounds + rounds) - self._turns(self._rounds)
+        return self.accountant.epsilon(self.noise_multiplier, turns)
+
+    def rounds_left(self, most: int = MANY_ROUNDS) -> int:
+        """Return how many more rounds the budget allows, up to `most`."""
+        if self.max_epsilon is None:
+            return most
+        turns = self.accountant.affordable(self.noise_multiplier, self.max_epsilon, most)
+        paid = self.separation * self._turns(self._rounds) - self._rounds
+        return min(paid + self.separation * turns, most)
+
+    def reserve(self, round_: int, due: Due | None = None) -> str:
+        """Charge a round before anything of it leaves; return why there is none, or ""."""
+        due = due or Due(1, 0)
+        if not (self._drawn and due.follows(self._due)):
+            self._begin()
+        self._due, self._drawn = due, False
+        turns = int(self._rounds % self.separation == 0)
+        try:
+            if why := self._take_over():
+                return why
+            z, name = self.noise_multiplier, self.schedule
+            if self.ledger.reserve(z, 1.0, turns, schedule=name, round_=round_) < turns:
+                return self.refusal() or "the privacy budget is spent"
+        except (OSError, ValueError) as exc:
+            return str(exc)
+        self._rounds += 1
+        return ""
+
+    def identity(self) -> str:
+        """Return the identity of the ledger, for a state; "" if it cannot be used."""
+        try:
+            identity = self.ledger.identity
+        except (OSError, ValueError):
+            return ""
+        if self.path is None:
+            _OF_THIS_PROCESS[identity] = self.ledger
+        return identity
+
+    def resume(self, spent: list[Release], state: Mapping[str, object]) -> None:
+        """Remember what a state says was spent, and in which ledger; begin another schedule."""
+        self._before.set_state(spent)
+        # A state that was saved before there were ledgers names none.
+        self._origins.append(str(state["ledger"]) if "ledger" in state else f"\n{dict(state)!r}")
+        self._begin()
+
+    def _take_over(self) -> str:
+        """Charge what the ledger lacks of states that were taken over; or say why it cannot."""
+        for origin in self._origins:
+            if self.path is None and origin in _OF_THIS_PROCESS:
+                self.ledger.join(_OF_THIS_PROCESS[origin])
+            if origin.startswith("\n"):
+                name = hashlib.sha256(origin.encode()).hexdigest()[:32]
+                if not self.ledger.knows(name):
+                    # The round, or the turn of each client, that may have followed the state.
+                    least = min([self.noise_multiplier, *(z for z, *_ in self._before.spent)])
+                    self.ledger.add([*self._before.spent, Release(least)], name)
+            elif not self.ledger.knows(origin) or not covers(
+                self.ledger.accountant.spent, self._before.spent
+            ):
+                ledger = f"the ledger {self.path} lacks" if self.path else "there is no ledger of"
+                return (
+                    f"this state comes from a server with noise, and {ledger} what that server "
+                    "spent: set ledger of update-clip-server to the file that it wrote"
+                )
+        self._before, self._origins = Accountant(self._before.delta, self._before.relation), []
+        return ""
+
+    def refusal(self) -> str:
+        """Return why there can be no further round; "" if there can."""
+        if self.max_epsilon is None:
+            return ""
+        after = self.cost(1)
+        if after <= self.max_epsilon:
+            return ""
+        what = "rounds" if self.separation == 1 else "turns of each client"
+        return (
+            f"the privacy budget is spent; epsilon is {self.epsilon:.4g} after "
+            f"{self.accountant.rounds} {what}, and one more would make it {after:.4g}, above "
+            f"max_epsilon = {self.max_epsilon:g}"
+        )
+
+    def noise_on_votes(self, round_: int) -> float:
+        """Return the noise on the sum of the votes of a round."""
+        # A sum of votes lies on the grid of its noise, so the noise can be drawn by itself.
+        return float(noised(np.zeros(1), self.bits_noise, self._draws(round_, 0))[0])
+
+    def evaluated(self, rows: Float64, round_: int) -> Float64 | None:
+        """Return the means of the clients' numbers with noise; None if it is not paid for.
+
+        `rows` has a row for each client that has sent some, all in [0, 1]. One that sent none
+        counts as 1/2. A client more or less moves the sums by half the root of their number.
+        """
+        if not self.unevaluated:
+            return None
+        self.unevaluated = False
+        std = self.evaluation_noise * math.sqrt(rows.shape[1]) / 2.0
+        sums = noised((rows - 0.5).sum(axis=0), std, self._draws(round_, 2))
+        return np.asarray(np.clip(0.5 + sums / self.clients, 0.0, 1.0))
+
+    def noised(
+        self,
+        average: Mapping[str, Array],
+        bound: float,
+        round_: int,
+        exact: Mapping[str, Float64] | None = None,
+    ) -> dict[str, Array]:
+        """Return the average of a round with noise, scaled to the bound that was sent.
+
+        `exact` is the average before it was rounded to the dtypes of the model.
+        """
+        std = self.update_noise * bound / self.clients
+        # What a round takes back must be of the same values, whatever their order.
+        names = sorted(average)
+        normals = self._next(average, round_)
+        found = add_noise({name: average[name] for name in names}, std, normals, exact)
+        return {name: found[name] for name in average}
+
+    def skip(self, average: Mapping[str, Array], round_: int) -> None:
+        """Draw the noise of a round that is not released: later rounds count it as one."""
+        self._next(average, round_)
+
+    def _next(self, average: Mapping[str, Array], round_: int) -> Normals:
+        """Return a function that hands out the noise of a round, piece by piece."""
+        self._drawn = True
+        normals = self._draws(round_, 1)
+        if len(self.coefficients) == 1:
+            return normals
+        noise = self._stream.draw(sum(math.prod(x.shape) for x in average.values()), normals)
+
+        def piece(size: int) -> Float64:
+            nonlocal noise
+            found, noise = noise[:size], noise[size:]
+            return found
+
+        return piece

@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `fedclip check` finds in declearn's own settings; no file ends in a traceback."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quickruns import write_config, write_sites
+from typer.testing import CliRunner
+
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.main import app
+from fedclip.core.toml import toml_value
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.claims import Claim, voids_of
+
+GOOD = """
+[network]
+protocol = "websockets"
+host = "127.0.0.1"
+port = 8765
+[data]
+[experiment]
+checkpoint = "result"
+[optim]
+aggregator = "averaging"
+[optim.client_opt]
+lrate = 0.1
+modules = ["norm-clip"]
+[optim.server_opt]
+lrate = 1.0
+[run]
+rounds = 2
+[run.register]
+min_clients = 2
+max_clients = 3
+timeout = 10
+[run.training]
+batch_size = 8
+n_epoch = 1
+[run.evaluate]
+batch_size = 32
+"""
+
+Messages = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def problems(checked: Any) -> Messages:
+    return lambda text: [f"{f.where} {f.message}" for f in checked(text).problems]
+
+
+def test_a_good_file_has_no_problem(problems: Messages) -> None:
+    assert problems(GOOD) == []
+
+
+def test_parameters_are_shown_as_in_the_file(checked: Any) -> None:
+    module = '["zscore-clip", {shared = true, action = "max"}]'
+    found = checked(GOOD.replace('"norm-clip"', module)).findings
+    assert 'zscore-clip {shared = true, action = "max"}' in [finding.message for finding in found]
+
+
+def test_what_a_model_warns_of_is_not_shown(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    (tmp_path / "config.toml").write_text(GOOD)
+    (tmp_path / "model.py").write_text("import warnings\nwarnings.warn('no GPU')\n")
+    check_config(tmp_path)
+    assert not [warning for warning in recwarn if "no GPU" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        # Unknown keys, with the nearest, or the section where they belong.
+        ('checkpoint = "', 'checkpont = "', "[experiment] declearn knows no 'checkpont' here; did"),
+        ("batch_size = 8", "batchsize = 8", "knows no 'batchsize' here; did you mean 'batch_size'"),
+        ("port = 8765", "prt = 8765", "[network] port is missing"),
+        ("rounds = 2", "rounds = 2\nmin_clients = 2", "write it in [run.register]"),
+        ("timeout = 10", "frequency2 = 1", "it takes: min_clients, max_clients, timeout"),
+        ("[data]", "[data]\nmodel_file = 'm.py'", "; write it in [model]"),
+        ("[optim.server_opt]", "[optim.servr_opt]", "did you mean 'server_opt'?"),
+        ("[experiment]", "[experimnt]", "ignores [experimnt]; did you mean 'experiment'?"),
+        # Sections in another file's place.
+        ("[optim.client_opt]", "[client_opt]", "this file is for quickrun: write [optim.client_op"),
+        ("[run.training]", "[training]", "this file is for quickrun: write [run.training]"),
+        ("[run.training]", "[optim.training]", "[optim.training] write it in [run]"),
+        (
+            "[optim]\n",
+            "[optim]\nmodules = ['norm-clip']\n",
+            "[optim.modules] write it in [optim.client_opt] or [optim.server_opt]",
+        ),
+        # Of another type.
+        ("batch_size = 8", 'batch_size = "8"', "batch_size must be an int, got '8'"),
+        ("batch_size = 8", "batch_size = true", "batch_size must be an int, got True"),
+        ("batch_size = 8", "batch_size = nan", "got None (declearn's TOML reads nan as None)"),
+        ("n_epoch = 1", "shuffle = 1", "shuffle must be true or false, got 1"),
+        ("rounds = 2", "rounds = 2\nfairness = 5", "[run] fairness must be a section, got 5"),
+        ("[data]", "[data]\nclient_names = 'a'", "client_names must be a list, each item a strin"),
+        ("\n[network]", "model = 3\n[network]", "[model] must be a section, got 3"),
+        ('"result"', '"' + "r" * 5_000 + '"', "checkpoint: can not write to the folder"),
+        ('"result"', r'"a\u0000b"', "checkpoint: can not write to the folder"),
+        ('"result"', '"/dev/null/result"', "checkpoint: can not write to the folder"),
+        # A mean of losses that there is none of yet.
+        (
+            "batch_size = 32",
+            "batch_size = 32\nfrequency = 2\n[run.early_stop]\ntolerance = 0.1\npatience = 2",
+            "[run.early_stop] declearn looks for a loss after each round, and with frequency = 2",
+        ),
+        # Impossible values.
+        ("rounds = 2", "rounds = 0", "rounds must be at least 1, got 0"),
+        ("max_clients = 3", "max_clients = 1", "max_clients = 1 is below min_clients = 2"),
+        ("port = 8765", "port = 70000", "port must be at most 65535, got 70000"),
+        ("port = 8765", "port = 1\nheartbeat = 0.0", "heartbeat must be > 0 seconds"),
+        ('"websockets"', '"websocket"', "unknown protocol 'websocket'; did you mean 'websockets'"),
+        ("n_epoch = 1", "n_epoch = 123456789012345678901234567890", "an int of 64 bits"),
+        # Optimizers.
+        ("lrate = 0.1", "lrate = -0.5", "lrate must be > 0, got -0.5"),
+        ("lrate = 0.1", "lrate = inf", "lrate must be a finite number, got inf"),
+        ("lrate = 0.1", "lrate = nan", "lrate must be a number, got None"),
+        ("lrate = 0.1", "lrate = 0.1\nw_decay = -1.0", "w_decay must be >= 0, got -1.0"),
+        ("lrate = 0.1", "lrate = ['linear', {}]", "unknown schedule 'linear'"),
+        ("lrate = 0.1", "lrate = ['warmup', {base = 0.1}]", "lrate: warmup: warmup is missing"),
+        ("lrate = 0.1", "lrate = ['a', 'b', 'c']", "must be a number, or [schedule, {parameter"),
+        ("[data]\n", "", "[data] this section is missing"),
+        ("[optim.client_opt]", "[optim.client_op]", "did you mean 'client_op'?"),
+        ("lrate = 0.1", "lrate = 1", "lrate = 1 must be a float: write 1.0"),
+        ("lrate = 0.1", "", "lrate is missing"),
+        ("modules =", "module =", "unknown field 'module'; did you mean"),
+        ('"averaging"', '"avraging"', "did you mean 'averaging'?"),
+        ("batch_size = 8", "", "[run.training] batch_size is missing"),
+        ("[run.register]", "[run.fairness]", "[run.register] this section is missing: write in"),
+        ('"websockets"', "1", "[network]"),
+        ('["norm-clip"]', '["zscor-clip"]', "unknown module 'zscor-clip'; did you mean 'zscore-"),
+        ('["norm-clip"]', '["xyzzy"]', "unknown module 'xyzzy'; `fedclip list` shows the names"),
+        ('["norm-clip"]', '[["norm-clip", {maxnorm = 1.0}]]', "'maxnorm'; did you mean 'max_norm'"),
+        ('["norm-clip"]', '[["norm-clip", {max_norm = -1.0}]]', "norm-clip: max_norm must be"),
+        ('["norm-clip"]', '[["norm-clip", {max_norm = nan}]]', "nan as None"),
+        ('["norm-clip"]', '[["norm-clip"]]', "must be a name, or [name, {parameter = value}]"),
+        ('["norm-clip"]', '"norm-clip"', "modules must be a list, got 'norm-clip'"),
+        ('["norm-clip"]', '["lasso"]', "'lasso' is not one of the modules: put it in regularize"),
+        ('["norm-clip"]', '[["l2-clipping", {max_norm = nan}]]', "max_norm must be a number, got"),
+        ('["norm-clip"]', '[["adam", {beta_1 = "x"}]]', "adam: beta_1 must be a number, got 'x'"),
+        ('["norm-clip"]', "[1, 2.5]", "1 in modules must be a name"),
+        ('"averaging"', "{nam = 'sum'}", "unknown aggregator None: give the name of one"),
+        ('"averaging"', "{name = 'averaging', steps = 1}", "averaging: unknown parameter 'steps'"),
+    ],
+)
+def test_a_mistake_is_found_where_it_is(
+    problems: Messages, old: str, new: str, message: str
+) -> None:
+    assert old in GOOD
+    found = problems(GOOD.replace(old, new))
+    assert any(message in line for line in found), found
+
+
+def test_a_quickrun_file_of_the_optimizer_alone_is_told(checked: Any) -> None:
+    found = checked("client_opt = 0.1")
+    assert found.ok
+    found = check_config(found.path, quickrun=True).problems
+    assert any("[optim] this section is missing" in f"{f.where} {f.message}" for f in found)
+    assert any("for quickrun: write client_opt in [optim]" in f.message for f in found)
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_the_ordinary_scaffold_pair_is_fine_and_a_lone_half_is_not(
+    problems: Messages, side: str
+) -> None:
+    both = "[client_opt]\nlrate = 0.1\nmodules = ['scaffold-client']\n"
+    both += "[server_opt]\nlrate = 1.0\nmodules = ['scaffold-server']\n"
+    assert problems(both) == []
+    (found,) = problems(both.replace(f"['scaffold-{side}']", "[]"))
+    assert "exchanges 'scaffold' with a counterpart" in found
+
+
+@pytest.mark.parametrize(
+    ("client", "server"),
+    [
+        ("'update-clip-client'", "['update-clip-server', {noise_multiplier = -1.0}]"),
+        ("['zscore-clip', {shared = true, z_max = -1.0}]", "'zscore-clip-server'"),
+        ("'scafold-client'", "'scaffold-server'"),
+    ],
+)
+def test_a_plug_in_that_can_not_be_built_is_the_only_error(
+    problems: Messages, client: str, server: str
+) -> None:
+    text = f"[client_opt]\nlrate = 0.1\nmodules = [{client}]\n"
+    text += f"[server_opt]\nlrate = 1.0\nmodules = [{server}]\n"
+    assert len(problems(text)) == 1
+
+
+def write_clients(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / "data" / name).mkdir(parents=True)
+        for part in ("train_data", "train_target", "valid_data", "valid_target"):
+            (folder / "data" / name / f"{part}.npy").touch()
+
+
+def test_the_data_folder_is_looked_at_where_there_is_one(
+    problems: Messages, tmp_path: Path
+) -> None:
+    write_clients(tmp_path, "a", "b")
+    assert problems(GOOD) == []
+    (tmp_path / "data" / "b" / "train_target.npy").unlink()
+    assert problems(GOOD) == ["[data] Could not find a 'train_target.*' file for client 'b'."]
+    names: Any = ["train_data = 'x'", "valid_data = 'y'", "valid_target = 'z'"]
+    text = GOOD.replace("[data]", f"[data]\ndataset_names = {{{', '.join(names)}}}")
+    assert "train_target" in problems(text)[0]
+
+
+def test_as_many_clients_as_are_waited_for(problems: Messages, tmp_path: Path) -> None:
+    write_clients(tmp_path, "a")
+    assert problems(GOOD) == ["[data] 2 clients are waited for, and the data folder holds 1"]
+    write_clients(tmp_path, "b", "c", "d")
+    assert problems(GOOD) == ["[data] 3 clients are admitted, and the data folder holds 4"]
+
+
+def test_a_byte_order_mark_is_told_as_one(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    (found,) = check_config(file).problems
+    assert found.message.endswith("save it without a byte order mark")
+
+
+def with_quorum(text: str, kwargs: str = "min_replies = 2") -> str:
+    return text.replace("[data]", f"[network.kwargs]\n{kwargs}\n[data]")
+
+
+OURS = GOOD.replace('"averaging"', '"clipped-averaging"\nmax_norm = 1.0').replace(
+    "[optim]\naggregator", "[optim]\n[optim.aggregator]\nname"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (with_quorum(OURS), ""),
+        (with_quorum(OURS, "patience = 60.0"), ""),
+        (with_quorum(OURS, "min_replies = 4"), "a round has at most 3 clients: lower it"),
+        (with_quorum(OURS, "min_replies = 0"), "min_replies must be an int >= 1, got 0"),
+        (with_quorum(OURS, "patience = 0"), "patience must be a finite number > 0, got 0"),
+        (OURS.replace("[data]", "patience = 9\n[data]"), "write it in [network.kwargs]"),
+        (with_quorum(OURS, "min_reply = 2"), "unknown parameter 'min_reply' in kwargs; did you"),
+        (with_quorum(OURS).replace("websockets", "grpc"), "goes with protocol = 'fedclip-websoc"),
+        (with_quorum(OURS) + "[secagg]\nsecagg_type = 'masking'\n", "does not go with secure agg"),
+        (with_quorum(GOOD.replace("averaging", "sum")), "does not go with the aggregator 'sum'"),
+        (
+            with_quorum(OURS) + "[client_sampler]\nstrategy = 'uniform'\nn_samples = 1\n",
+            "a round has at most 1 clients",
+        ),
+    ],
+)
+def test_a_quorum_is_checked(problems: Messages, text: str, said: str) -> None:
+    found = [message for message in problems(text) if message.startswith("[network")]
+    assert bool(found) == bool(said)
+    assert not said or said in found[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (with_quorum(GOOD), "'averaging' sets no limit to that: clipped-averaging does"),
+        (with_quorum(OURS, "min_replies = 3"), "registration may end with 2 clients, fewer than"),
+    ],
+)
+def test_what_is_worth_knowing_of_a_quorum(checked: Any, text: str, said: str) -> None:
+    notes = [f.message for f in checked(text).findings if f.level == "note"]
+    assert any(said in note for note in notes), notes
+
+
+def test_a_quorum_in_a_file_for_a_script(problems: Messages) -> None:
+    network = "[network]\nprotocol = 'fedclip-websockets'\n[network.kwargs]\nmin_replies = 5\n"
+    text = "client_opt = 0.5\naggregator = 'sum'\n[run]\nrounds = 2\nregister = 3\n"
+    found = problems(text + network)
+    assert any("does not go with the aggregator 'sum'" in message for message in found)
+    assert any("a round has at most" in message for message in found)
+    plain = problems(text + network.replace("fedclip-", ""))
+    assert any("declearn's own websockets takes no min_replies" in message for message in plain)
+
+
+def test_how_a_table_splits_the_bound_is_told(tmp_path: Path) -> None:
+    (tmp_path / "optim.toml").write_text(
+        'client_opt = {lrate = 0.5, modules = ["update-clip-client"]}\n'
+        'server_opt = {lrate = 1.0, modules = ["update-clip-server"]}\n'
+        '[aggregator]\nname = "clipped-averaging"\nscope = {"head.*" = 3.0, "*" = 4.0}\n'
+    )
+    check = check_config(tmp_path / "optim.toml")
+    assert check.ok, check.problems
+    assert any("split by the table: 'head.*' 0.6 C, '*' 0.8 C" in f.message for f in check.notes)
+
+
+# -- an app of Flower ----------------------------------------------------------------------------
+NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
+
+
+@pytest.mark.parametrize(
+    ("section", "text", "level", "said"),
+    [
+        ("update-clip", "start-nrom = 1.0", "problem", "did you mean 'start_norm'"),
+        ("update-clip", "start-norm = -1.0", "problem", "start_norm must be"),
+        ("update-clip", 'exclude = ["a", "b"]', "problem", "exclude: Flower takes no lists"),
+        ("update-clip", NOISE + 'weights = "steps"', "problem", "weights do not go with noise"),
+        ("update-clipp", "start-norm = 1.0", "problem", "did you mean 'update-clipp'"),
+        ("update-clip", NOISE + "max-epsilon = 10.0", "note", "after 4 rounds, of 25 that"),
+        ("update-clip", "start-norm = 1.0\n[other]", "", ""),
+    ],
+)
+def test_the_settings_of_an_app_of_flower(
+    tmp_path: Path, section: str, text: str, level: str, said: str
+) -> None:
+    app = "[tool.flwr.app.config]\nnum-server-rounds = 25\nfraction-evaluate = 0.0\n"
+    (tmp_path / "pyproject.toml").write_text(f"{app}[tool.flwr.app.config.{section}]\n{text}\n")
+    found = [(f.level, f.where) for f in check_config(tmp_path).findings]
+    assert found == [(level, "[tool.flwr.app.config.update-clip]")] * bool(level)
+    assert all(said in f.message for f in check_config(tmp_path).findings)
+    assert not check_config(tmp_path, quickrun=True).ok
+
+
+# -- what voids a guarantee, on each engine ------------------------------------------------------
+def judged(folder: Path, table: dict[str, Any], rounds: int, evaluates: bool) -> list[set[str]]:
+    """Return the problems and leaks of the same settings on declearn, Flower and NVFlare."""
+    inline = toml_value({**table, "start_norm": 1.0})
+    server = f'["update-clip-server", {inline}]'
+    network = {"protocol": "fedclip-websockets", "host": "127.0.0.1", "port": 8765}
+    run = {"rounds": rounds, "register": 10, "training": {"batch_size": 8}}
+    (folder / "config.toml").write_text(
+        f"network = {toml_value(network)}\ndata = {{}}\nrun = {toml_value(run)}\n[optim]\n"
+        'aggregator = "clipped-averaging"\nclient_opt = {lrate = 0.5, modules = '
+        f'["update-clip-client"]}}\nserver_opt = {{lrate = 1.0, modules = [{server}]}}\n'
+    )
+    flower = {"num-server-rounds": rounds, "update-clip": {**table, "start_norm": 1.0}}
+    flower |= {} if evaluates else {"fraction-evaluate": 0.0}
+    (folder / "app").mkdir(exist_ok=True)
+    (folder / "app" / "pyproject.toml").write_text(
+        f"[tool.flwr.app]\nconfig = {toml_value(flower)}\n"
+    )
+    job = folder / "job" / "app" / "config"
+    job.mkdir(parents=True, exist_ok=True)
+    aggregator = {"path": "fedclip.engines.nvflare.server.CloseRound"}
+    workflow = {
+        "aggregator": {**aggregator, "args": {"settings": {**table, "start_norm": 1.0}}},
+        "num_rounds": rounds,
+    }
+    selector = [{"path": "nvflare.app_common.widgets.intime_model_selector.IntimeModelSelector"}]
+    content = {"workflows": [{"args": workflow}], "components": selector * evaluates}
+    (job / "config_fed_server.json").write_text(json.dumps(content))
+    found = [check_config(folder / name) for name in ("config.toml", "app/pyproject.toml", "job")]
+    return [
+        {f"{f.level}: {f.message}" for f in check.findings if f.level in ("problem", "leak")}
+        for check in found
+    ]
+
+
+@given(
+    st.fixed_dictionaries(
+        {"noise_multiplier": st.sampled_from([0.3, 5.0, 40.0]), "expected_clients": st.just(10)},
+        optional={
+            "delta": st.sampled_from([1e-6, 0.02, 0.5]),
+        },
+    ),
+    st.sampled_from([{}, {"generator": "insecure"}, {"generator": "insecure", "seed": 3}]),
+    st.integers(1, 40),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+@pytest.mark.slow
+def test_each_engine_is_judged_by_one_list(
+    table: dict[str, Any], generator: dict[str, Any], rounds: int, evaluates: bool
+) -> None:
+    table = table | generator
+    with tempfile.TemporaryDirectory() as folder:
+        of_declearn, *others = judged(Path(folder), table, rounds, evaluates)
+    bound = AdaptiveBound(**table, start_norm=1.0)
+    wanted = {
+        f"{severity}: {text}"
+        for severity, part, text in voids_of(Claim("declearn", bound, rounds, 10))
+        if part == "noise"
+    }
+    unsure = {text for text in set.union(*others) if "number of all clients" in text}
+    for found in (of_declearn, *(other - unsure for other in others)):
+        assert {text for text in found if "without noise" not in text} == wanted
+        assert any("without noise" in text for text in found) or not evaluates
+    assert all(evaluates or not any("without noise" in t for t in other) for other in others)
+    # Only where all clients may be more than those of a round.
+    assert bool(unsure) == (table.get("delta") == 0.02)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"workflows": 3}', '{"workflows": [3, {"args": 1}]}'])
+def test_a_job_of_nvflare_that_clips_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config_fed_server.json").write_text(text)
+    assert not check_config(tmp_path / "config_fed_server.json").ok
+
+
+def test_a_leak_ends_the_command_with_1_and_stops_no_run(tmp_path: Path) -> None:
+    table = {"noise_multiplier": 40.0, "expected_clients": 10}
+    for evaluates in (True, False):
+        judged(tmp_path, table, 3, evaluates)
+        assert check_config(tmp_path / "job").ok
+        done = CliRunner().invoke(app, ["check", str(tmp_path / "job")])
+        assert done.exit_code == int(evaluates)
+        assert ("  leak " in done.stdout) == evaluates
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"client_opt = {'1' * 5_000}",
+        f"[client_opt]\nlrate = {'9' * 4_000}",
+        f"client_opt = '{'x' * 5_000}'",
+        f"client_opt = {'[' * 200}{']' * 200}",
+        "client_opt = 0.1\naggregator = [['a'], {}]",
+        f"[client_opt]\nlrate = 0.1\nmodules = [['norm-clip', {{max_norm = {'7' * 400}}}]]",
+        "client_opt = '/'",
+        "[client_opt]\nlrate = {a = 1}\nmodules = {b = 2}\nregularizers = 1979-05-27",
+        GOOD.replace('"127.0.0.1"', f"'{'h' * 5_000}'"),
+        GOOD.replace("[data]", f"[data]\ndata_folder = '{'d' * 5_000}'"),
+        GOOD.replace("[data]", "[data]\ndata_folder = '/dev'\nclient_names = ['../..']"),
+        GOOD.replace("[run]", "[secagg]\nclipval = 'a'\nbitsize = []\n[run]"),
+    ],
+    ids=range(12),
+)
+def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, text: str) -> None:
+    found = problems(text)
+    assert found
+    assert all(len(line) < 2_000 for line in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"batch_size": 30, "training": "n_epoch = 1"},
+            "[run.training] b gets no batch: it has 24",
+        ),
+        ({"training": "n_epoch = 1\ndrop_remainder = false", "batch_size": 30}, ""),
+        (
+            {"more": "[run.evaluate]\nbatch_size = 99\ndrop_remainder = true"},
+            "[run.evaluate] a gets no",
+        ),
+        ({"more": "[optim.fairness]\nalgorithm = 'fairgrad'"}, "[optim.fairness] fairness needs"),
+    ],
+)
+def test_what_ends_in_a_traceback_of_declearn_is_found_before(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    write_sites(tmp_path)
+    found = check_config(write_config(tmp_path / "config.toml", **changes)).problems
+    texts = [f"{problem.where} {problem.message}" for problem in found]
+    assert any(text.startswith(said) for text in texts) if said else not texts, texts

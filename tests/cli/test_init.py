@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fedclip init``: the project that it writes, used as a user would."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import FRAMEWORK_MODULES, PATIENCE, ended, free_port, hiding, require
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report_runs import call
+
+from fedclip.cli.init import PACKAGES
+
+Rows = list[list[str]]
+SITES = ("north", "south", "east")
+
+
+def written(folder: Path, model: str = "sklearn", privacy: str | None = None) -> Path:
+    """Return a new project."""
+    result = call("init", folder, "--model", model, *(["--privacy", privacy] if privacy else []))
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def prepare_of(folder: Path) -> Any:
+    """Return the module prepare.py of a project."""
+    spec = importlib.util.spec_from_file_location("prepare", folder / "prepare.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "prepare", module)
+        spec.loader.exec_module(module)
+    return module
+
+
+def example(n: int = 40) -> Rows:
+    """Return a header and records of the template's columns; two records have one identifier."""
+    rng = np.random.default_rng(0)
+    head = ["id", "remarks", "age", "bmi", "glucose", "sex", "smoker", "outcome"]
+    rows = [
+        [
+            f"p{i // 2}",
+            "",
+            f"{60 + 9 * x:.1f}",
+            f"{26 + 3 * y:.1f}",
+            "5.5",
+            "f",
+            "ex",
+            "01"[int(x > 0)],
+        ]
+        for i, (x, y) in enumerate(rng.normal(size=(n, 2)))
+    ]
+    return [head, *rows]
+
+
+def text_of(rows: Rows, separator: str = ",") -> str:
+    return "".join(separator.join(row) + "\n" for row in rows)
+
+
+@pytest.fixture(scope="module", params=["records", "persons"])
+def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("made") / "project", privacy=request.param)
+
+
+def prepared(project: Path, rows: Rows) -> dict[str, list[bytes]]:
+    """Prepare records; return each part's rows as bytes, with their targets and persons."""
+    prepare, found = prepare_of(project), {}
+    (project / "a.csv").write_text(text_of(rows), "utf-8")
+    with contextlib.redirect_stdout(None):
+        prepare.write_site(project / "a.csv", "a", prepare.read_columns())
+    for part in ("train", "valid"):
+        file = project / "data" / "a" / part
+        arrays = [np.load(f"{file}_{name}.npy") for name in ("data", "target")]
+        persons = Path(f"{file}_persons.csv")
+        ids = persons.read_bytes().splitlines()[1:] if persons.exists() else [b""] * len(arrays[0])
+        assert persons.exists() == ('unit = "person"' in (project / "columns.toml").read_text())
+        rows_of = zip(*arrays, ids, strict=True)
+        found[part] = [x.tobytes() + y.tobytes() + one for x, y, one in rows_of]
+    return found
+
+
+# -- data ----------------------------------------------------------------------------------------
+VALUES = st.sampled_from(["", "NA", "60", "-1e29", "1e-30", "59.99"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    place=st.integers(1, 40),
+    values=st.tuples(VALUES, VALUES, VALUES),
+    others=st.sampled_from([("f", "ex", "0"), ("male", "", "ill"), ("NA", "never", "")]),
+    name=st.sampled_from(["p0", "p7", "new", "Ünï", '"']),
+)
+def test_a_record_changes_no_other_row_and_no_split(
+    project: Path, place: int, values: tuple[str, ...], others: tuple[str, ...], name: str
+) -> None:
+    """Whether it is removed, added, changed, or gets another identifier."""
+    rows = example()
+    less = prepared(project, [*rows[:place], *rows[place + 1 :]])
+    for row in (rows[place], [name.replace('"', '""""'), "", *values, *others]):
+        more = prepared(project, [*rows[:place], row, *rows[place + 1 :]])
+        added = {part: len(more[part]) - len(less[part]) for part in more}
+        assert sorted(added.values()) == [0, int(row[-1] != "")]
+        for part, lines in more.items():
+            cuts = range(len(lines)) if added[part] else [len(lines)]
+            assert any(lines[:i] + lines[i + 1 :] == less[part] for i in cuts)
+
+
+def test_the_key_decides_the_split_and_is_kept(project: Path) -> None:
+    rows = example()
+    first = prepared(project, rows)
+    assert prepared(project, rows) == first
+    assert all(first.values())
+    key = project / "split.key"
+    assert key.stat().st_mode & 0o77 == 0
+    kept = key.read_bytes()
+    key.unlink()
+    with pytest.raises(SystemExit, match="data/ was made with it"):
+        prepared(project, rows)
+    key.write_bytes(b"another")
+    assert prepared(project, rows) != first
+    key.write_bytes(kept)
+    prepare = prepare_of(project)
+    share = np.mean([prepare.validates(str(i), kept, 0.2) for i in range(5000)])
+    assert share == pytest.approx(0.2, abs=0.03)
+
+
+def test_each_cell_becomes_what_columns_toml_says(tmp_path: Path) -> None:
+    project = written(tmp_path / "x")
+    rows = [
+        *example(0),
+        ["a", "!", "75", "", "-9", "male", "", "Ill"],
+        ["b", "", *"13", "7", *"f", "ex", "1"],
+    ]
+    found = prepared(project, rows)
+    lines = [np.frombuffer(line[:32], np.float32) for part in found.values() for line in part]
+    wanted = [[1, 0, 0, 0, 1, 0, 0, 0], [-59 / 15, -23 / 4, 1, 1, 0, 0, 1, 0]]
+    np.testing.assert_allclose(sorted(map(list, lines)), sorted(wanted), rtol=1e-6)
+
+
+def changed(row: int, column: int, cell: str) -> Callable[[Rows], Rows]:
+    def change(rows: Rows) -> Rows:
+        rows[row][column] = cell
+        return rows
+
+    return change
+
+
+WRONG: dict[str, tuple[Callable[[Rows], Rows], list[str]]] = {
+    "an undeclared text": (changed(3, 5, "w"), ["row 4, column 'sex': 'w' is not in ['female', "]),
+    "an undeclared class": (changed(3, 7, "ILL"), ["row 4, column 'outcome': 'ILL' is not in"]),
+    "no number": (changed(3, 2, "old"), ["row 4, column 'age': 'old' is no number"]),
+    "a decimal comma": (changed(3, 2, '"1,5"'), ["row 4, column 'age': '1,5'", "--decimal"]),
+    "an underscore": (changed(3, 2, "1_0"), ["row 4, column 'age': '1_0' is no number"]),
+    "infinite": (changed(3, 2, "inf"), ["row 4, column 'age': 'inf' is no number"]),
+    "too large": (changed(3, 2, "1e31"), ["row 4, column 'age': '1e31' is too large"]),
+    "no identifier": (changed(3, 0, " "), ["row 4, column 'id': the identifier is missing"]),
+    "a missing column": (lambda rows: [row[:2] + row[3:] for row in rows], ["column 'age': it is"]),
+    "one column more": (lambda rows: [[*row, "1"] for row in rows], ["row 1, column '1': it is"]),
+    "a column twice": (changed(0, 2, "bmi"), ["row 1, column 'bmi': it is there twice"]),
+    "a short row": (lambda rows: [*rows[:3], rows[3][:-1]], ["row 4, 7 cells for 8 columns"]),
+    "an open quotation mark": (changed(3, 1, '"'), ["Is each quotation mark closed"]),
+    "nothing": (lambda rows: [], ["column 'age': it is missing"]),
+    "no record": (lambda rows: rows[:1], ["0 problems in 0 records"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_not_declared_is_refused(
+    project: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, expected = WRONG[case]
+    before = prepared(project, example())
+    with pytest.raises(SystemExit) as ended:
+        prepared(project, change(example()))
+    said = capsys.readouterr().err + str(ended.value)
+    assert all(words in said for words in expected), said
+    assert "a.csv" in said
+    (project / "a.csv").write_text(text_of(example()), "utf-8")
+    assert prepared(project, example()) == before
+
+
+@pytest.mark.parametrize(
+    ("encoding", "separator", "said"),
+    [
+        ("latin-1", ",", "row 41, column 'sex': write --encoding latin-1"),
+        ("utf-16", ",", "row 1, column"),
+        ("utf-8", ";", "row 1, column 'id;remarks;age;bmi;glucose;sex;smoker;outcome': write"),
+        ("utf-8-sig", "\t", "write --separator '\\t'"),
+    ],
+)
+def test_another_encoding_or_separator_is_refused_and_can_be_given(
+    project: Path, encoding: str, separator: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare, file = prepare_of(project), project / "b.csv"
+    columns = project / "columns.toml"
+    before = columns.read_text("utf-8")
+    columns.write_text(before.replace('female = ["f"]', 'female = ["f", "wäiblich"]'), "utf-8")
+    try:
+        file.write_bytes(text_of(changed(40, 5, "wäiblich")(example()), separator).encode(encoding))
+        with pytest.raises(SystemExit) as ended:
+            prepare.read_records(file, *(lambda c: (c.names, c))(prepare.read_columns()))
+        assert said in str(ended.value)
+        right = prepare.read_columns(encoding, separator)
+        cells, _ = prepare.read_records(file, right.names, right)
+        assert len(cells) == 40
+    finally:
+        columns.write_text(before, "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('identifier = "id"', 'identifier = ""', "row numbers are not identifiers"),
+        ('identifier = "id"\n', "", "'identifier'"),
+        ('identifier = "id"', 'identifier = "age"', "column 'age' is declared twice"),
+        ("validation = 0.2", "validation = 1.0", "`validation` is between 0 and 1"),
+        ('unit = "record"', 'unit = "visit"', '`unit` is "record" or "person"'),
+        ("scale = 15", "scale = 0", "age has unit, centre, scale (above 0) and fill"),
+        ("scale = 15, ", "", "age has unit"),
+        ("centre = 60", "centre = nan", "age has unit"),
+        ("centre = 60", 'centre = "60"', "columns.toml: "),
+        ("missing =", "mising =", "'mising'"),
+        ("[text]", "[text", "columns.toml: "),
+    ],
+)
+def test_mistakes_in_columns_toml_are_refused(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    project = written(tmp_path / "x")
+    file = project / "columns.toml"
+    text = file.read_text("utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new, 1), "utf-8")
+    with pytest.raises(SystemExit) as ended:
+        prepare_of(project).read_columns()
+    assert said in str(ended.value)
+
+
+def test_the_table_counts_and_names_a_site_without_validation_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = written(tmp_path / "x", privacy="persons")
+    prepare, rows = prepare_of(project), example(6)
+    for row in rows[1:]:
+        row[0] = "one"
+    rows[2][2], rows[5] = "", rows[4]
+    rows.append([*rows[1][:-1], "NA"])
+    (project / "split.key").write_bytes(
+        next(k for k in (b"a", b"b", b"c") if not prepare.validates("one", k, 0.2))
+    )
+    (project / "a.csv").write_text(text_of(rows), "utf-8")
+    prepare.write_site(project / "a.csv", "a", prepare.read_columns())
+    said = re.sub(r" +", " ", capsys.readouterr().out)
+    for line in (
+        "a train valid",
+        "records 6 0",
+        "person ids 1 0",
+        "missing age 1 0",
+        "duplicate rows 1 0",
+        "left out, without target 1",
+    ):
+        assert f"\n{line}\n" in said, said
+    assert "No record validates" in said
+
+
+# -- runs ----------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "privacy"),
+    [
+        *(("sklearn", None), ("sklearn", "records"), ("torch", None), ("torch", "persons")),
+        *(("tensorflow", None), ("tensorflow", "persons"), ("jax", None), ("jax", "records")),
+    ],
+)
+def test_a_project_runs_as_written(tmp_path: Path, model: str, privacy: str | None) -> None:
+    if model != "sklearn":
+        require(model)
+    if privacy:
+        pytest.importorskip("opacus")
+    project = written(tmp_path / "x", model, privacy)
+    needed = {"jax": ("jax", "jaxlib", "haiku"), "tensorflow": ("tensorflow", "keras")}
+    # Opacus needs torch.
+    used = (*needed.get(model, (model,)), *(["torch"] if privacy else []))
+    env = hiding(*(name for name in FRAMEWORK_MODULES if name not in used))
+    env["OMP_NUM_THREADS"] = "1"
+    config = project / "config.toml"
+    text = re.sub(r"port = \d+", f"port = {free_port()}", config.read_text())
+    config.write_text(re.sub(r"rounds = \d+", "rounds = 3", text))
+    said = ended(project / "prepare.py", "--example", env=env, cwd=project).stdout
+    assert all(f"\n{site} " in said for site in SITES)
+    assert call("check", project).exit_code == 0
+    command = "quickrun" if privacy else "simulate"
+    ended("-m", "fedclip", command, project, env=env, cwd=project)
+    run = project / "results" / ("server" if privacy else "simulated/server")
+    for best in ([], ["--best"]):
+        said = ended(
+            project / "predict.py", "example-north.csv", "--run", run, *best, env=env, cwd=project
+        ).stdout
+        assert ("model_state_best" in said) == bool(best)
+        found = [*csv.reader((project / "predictions.csv").read_text().splitlines())]
+        assert found[0] == ["id", "outcome"]
+        known = [*csv.reader((project / "example-north.csv").read_text().splitlines())]
+        assert [row[0] for row in found] == [row[0] for row in known]
+        right = np.mean([a[1] == b[-1] for a, b in zip(found[1:], known[1:], strict=True)])
+        assert right > (0.4 if privacy else 0.7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "privacy"), [("jax", None), ("sklearn", "persons")])
+def test_server_and_clients_as_the_readme_starts_them(
+    tmp_path: Path, model: str, privacy: str | None
+) -> None:
+    if model == "jax":
+        require("haiku")
+    if privacy:
+        pytest.importorskip("opacus")
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl")
+    project = written(tmp_path / "x", model, privacy)
+    config, port = project / "config.toml", free_port()
+    config.write_text(re.sub(r"rounds = \d+", "rounds = 2", config.read_text()))
+    readme = (project / "README.md").read_text().replace("server.example.org", "localhost")
+    lines = [line.strip() for line in readme.splitlines()]
+    commands = [line for line in lines if line.startswith("openssl ")]
+    assert len(commands) == 3
+    for line in commands:
+        subprocess.run(line, cwd=project, shell=True, check=True, capture_output=True)
+    used = ["torch"] if privacy else ["jax", "jaxlib", "haiku"]
+    env = hiding(*(name for name in FRAMEWORK_MODULES if name not in used))
+    ended(project / "prepare.py", "--example", env=env, cwd=project)
+    (server,) = (line for line in lines if line.startswith("python server.py --host"))
+    (client,) = (line for line in lines if line.startswith("python client.py"))
+    server = server.replace("0.0.0.0", "127.0.0.1") + f" --port {port}"
+    client = client.replace(":8765", f":{port}")
+
+    def start(line: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-W", "ignore", *line.split()[1:]]
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(words, cwd=project, env=env, **pipe)
+
+    nodes = [start(server)]
+    try:
+        # Clients try again for some seconds.
+        log = project / "results" / "server" / "logs.txt"
+        while nodes[0].poll() is None and not (log.exists() and "listening" in log.read_text()):
+            time.sleep(0.2)
+        nodes += [start(client.replace("north", site)) for site in SITES]
+        for node in nodes:
+            said, _ = node.communicate(timeout=PATIENCE)
+            assert node.returncode == 0, said[-3000:]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert len((project / "results" / "server" / "metrics.csv").read_text().splitlines()) == 3
+    for site in SITES:
+        ledger = project / "data" / site / "privacy_spent.json"
+        assert ledger.exists() == bool(privacy)
+    # A site has the weights, too.
+    ended(
+        project / "predict.py",
+        "example-east.csv",
+        "--run",
+        "results/east",
+        "--best",
+        env=env,
+        cwd=project,
+    )
+    if privacy:
+        said = call("privacy", "spent", project / "data").stdout
+        assert said.count("one person may change") == 3
+    # Without TLS, only this machine is served.
+    done = ended(project / "server.py", "--host", "0.0.0.0", env=env, cwd=project, well=False)
+    assert "other machines need TLS" in done.stderr
+
+
+# -- what is written -----------------------------------------------------------------------------
+@pytest.mark.parametrize("privacy", [None, "records", "persons"])
+@pytest.mark.parametrize("model", PACKAGES)
+def test_files_are_short(tmp_path: Path, model: str, privacy: str | None) -> None:
+    project = written(tmp_path / "x", model, privacy)
+    assert {file.name for file in project.iterdir()} == {
+        *("config.toml", "columns.toml", "prepare.py", "model.py", "server.py", "client.py"),
+        *("predict.py", "README.md"),
+    }
+    assert ("## Privacy" in (project / "README.md").read_text()) == bool(privacy)
+    for file in project.glob("*.py"):
+        lines = [line for line in file.read_text().splitlines() if line.strip()]
+        code = [line for line in lines if not line.lstrip().startswith(("#", '"""'))]
+        assert len(code) <= (190 if file.name == "prepare.py" else 60), file.name
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.touch()
+    for folder in (tmp_path, notes, notes / "below"):
+        result = call("init", folder, "--model", "torch")
+        assert result.exit_code == 1
+        assert result.stderr.startswith("fedclip: ")
+        assert result.stderr.count("\n") == 1
+    assert [*tmp_path.iterdir()] == [notes]

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A federation in one process: what it shares with a run, who takes part, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.utils.serialize import msgpack_load
+from helpers import free_port
+from quickruns import write_config, write_sites
+from report_runs import call
+
+from fedclip.cli.output import ToolError
+from fedclip.cli.quickrun import Federation
+from fedclip.cli.spent import read_spent
+from fedclip.cli.suggest.ranking import read_norms
+from fedclip.engines.local import simulate
+from fedclip.engines.local.simulate import Simulation, run
+from fedclip.report import read_report
+from fedclip.report.results import result_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    """Write three sites' data and the model; return what writes a configuration beside them."""
+    write_sites(tmp_path)
+    return partial(write_config, tmp_path / "config.toml")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "personal"),
+    [
+        ("", True),
+        (", weights = {a = 1.0, b = 5.0, c = 2.0}, max_share = 0.5", False),
+        (", combine = 'arc', n_hostile = 1", False),
+    ],
+)
+def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
+    write: Any, settings: str, personal: bool
+) -> None:
+    """With five steps, three and seven in a round."""
+    changes = {"aggregator": f"{{name = 'clipped-averaging'{settings}}}"}
+    changes["client"] = '["zscore-clip", "update-clip-client"]'
+    file = write(port=free_port(), rounds=4, training="n_epoch = 1", **changes)
+    if personal:
+        with (file.parent / "model.py").open("a") as text:
+            text.write(
+                "from fedclip import PersonalModel\nmodel = PersonalModel(model, 'intercept')\n"
+            )
+    federation = Federation(file)
+    asyncio.run(federation.run(seed=5))
+    there = read_report(federation.results)
+    here = read_report(run(file, 5, quiet=True).results)
+    for site in "abc":
+        limits = [row.record.limit for row in there.select(site, "update-clip-client")]
+        ours = [row.record.limit for row in here.select(node="clients")]
+        np.testing.assert_allclose(limits, ours, rtol=1e-6)
+        assert len(limits) == 4
+        updates = there.select(site, "update-clip-client"), here.select(site, "update-norms")
+        sizes = [[row.record.norm_max for row in rows] for rows in updates]
+        np.testing.assert_allclose(*sizes, rtol=1e-5)
+        rows, same = ([*r.select(site, "zscore-clip")] for r in (there, here))
+        assert [row.record.steps for row in rows] == [{"a": 5, "b": 3, "c": 7}[site]] * 4
+        for row, other in zip(rows, same, strict=True):
+            found, wanted = (r.record.as_dict() for r in (row, other))
+            assert found == pytest.approx(wanted, rel=1e-5)
+    losses = [
+        [curve.points for curve in sorted(report.curves) if curve.metric == "loss"]
+        for report in (there, here)
+    ]
+    # The server's, and those that the sites have measured, of their own models.
+    assert len(losses[0]) == 4
+    np.testing.assert_allclose(*losses)
+    models = [
+        msgpack_load(f"{federation.results}/{node}/model_state_best.mpk").coefs
+        for node in ("server", "simulated/server")
+    ]
+    for name, values in models[0].items():
+        np.testing.assert_allclose(models[1][name], values, atol=1e-5)
+    labelled = [*file.parent.glob("out/**/server/about_these_models.txt")]
+    assert len(labelled) == 2 * personal
+
+
+def test_its_records_are_reported(write: Any) -> None:
+    file = write(more="[simulate]\nclients = 30\nsampled = 20\nrecords = 8\nseed = 1\n")
+    result = call("simulate", file)
+    assert result.exit_code == 0, result.output
+    assert "fedclip: 30 clients, 3 rounds of " in result.stdout
+    report = read_report(file.parent / "out" / "simulated")
+    assert [row.record.steps for row in report.select(node="clients")] == [20, 20, 20]
+    assert report.servers == {"server"}
+    assert {curve.node for curve in report.curves} == {"server", "a", "b", "c"}
+    assert call("check", file).exit_code == 0
+
+
+def weights(file: Path) -> dict[str, Any]:
+    simulation = Simulation(file)
+    for _ in range(3):
+        assert not simulation.step()
+    return dict(simulation.model.get_weights().coefs)
+
+
+def test_a_seed_repeats_who_is_asked_who_replies_and_what_is_drawn(write: Any) -> None:
+    drawn = "[simulate]\nclients = 12\nsampled = 9\ndrop_out = 0.3\nattackers = 3\n"
+    first, same, other = (weights(write(more=f"{drawn}seed = {n}\n")) for n in (1, 1, 2))
+    for name in first:
+        np.testing.assert_array_equal(first[name], same[name])
+    assert any(not np.array_equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize(("obeys", "refused"), [("true", 0), ("false", 1)])
+def test_an_attacker_that_does_not_clip_counts_as_zeros(
+    write: Any, obeys: str, refused: int
+) -> None:
+    more = f"[simulate]\nattackers = 1\nfactor = 1e6\nseed = 0\nattackers_clip = {obeys}\n"
+    simulation = Simulation(write(more=more, server='[["update-clip-server", {start_norm = 1.0}]]'))
+    records: list[dict[str, Any]] = []
+    close = simulation.server.close  # type: ignore[union-attr]
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        closed = close(*args, **kwargs)
+        records.append(closed.record)
+        return closed
+
+    simulation.server.close = noted  # type: ignore[union-attr, method-assign]
+    simulation.step()
+    assert (records[0]["refused"], records[0]["clipped"]) == (refused, 1 - refused)
+
+
+def test_other_aggregators_run_too_and_are_measured(write: Any) -> None:
+    file = write(aggregator='"averaging"', client="[]", server="[]")
+    report = read_report(run(file, 0, quiet=True).results)
+    # Norms of updates are no norms of steps, and each client's are known.
+    step, update = read_norms(report, "")
+    assert step.rows == []
+    counts = {name: record.steps for name, record in update.clients.items()}
+    assert counts == dict.fromkeys("abc", 3)
+    assert {row.name for row in report.rows} == {"update-norms"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "weights = {a = 1.0, b = 5.0, c = 2.0}",
+        "weights = 'steps'",
+        "weights = 'steps', max_steps = 4",
+        "weights = 'steps', max_share = 0.4",
+        "combine = 'arc', n_hostile = 1",
+        "combine = 'trimmed', n_hostile = 1",
+    ],
+)
+def test_each_setting_of_the_aggregator_moves_the_model(write: Any, settings: str) -> None:
+    def model(settings: str) -> Any:
+        aggregator = f"{{name = 'clipped-averaging', max_norm = 1.0{settings}}}"
+        changes = {"client": "[]", "server": "[]", "training": "n_epoch = 1"}
+        file = write(aggregator=aggregator, more="[simulate]\nseed = 0\n", **changes)
+        return weights(file)
+
+    equal, found = model(""), model(f", {settings}")
+    assert any(not np.allclose(equal[name], found[name]) for name in equal)
+    assert all(values.any() for values in found.values())
+
+
+@pytest.mark.slow
+def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(
+    write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulate, "_MEASURED", 4)
+    client = '[["norm-clip", {max_norm = 1.0, ord = 1}], "update-clip-client"]'
+    run(write(client=client, more="[simulate]\nclients = 9\n"), 0, quiet=True)
+    file = write(client=client, more="[simulate]\nclients = 5\n", rounds=6)
+    report = read_report(run(file, 0, quiet=True).results)
+    assert {row.node for row in report.select(module="norm-clip")} == {"a", "b", "c", "a-1"}
+    assert [row.record.steps for row in report.select("a-1", "norm-clip")] == [2] * 6
+    step, update = read_norms(report, "")
+    assert [*step.clients] == ["a", "a-1", "b", "c"]
+    assert (sum(step.whole.counts), step.order) == (48, {"ord": 1})
+    assert ([*update.clients], sum(update.whole.counts)) == (["a", "a-1", "b", "c"], 24)
+
+
+def test_shared_statistics_go_round(write: Any) -> None:
+    client = '[["zscore-clip", {shared = true}], "update-clip-client"]'
+    server = '["update-clip-server", "zscore-clip-server"]'
+    simulation = Simulation(write(client=client, server=server), 0)
+    for _ in range(3):
+        assert not simulation.step()
+    (module,) = simulation.rest.modules
+    assert module.get_state()["groups"]
+
+
+def test_running_means_stay_with_their_client(write: Any, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    file = write(server='["update-clip-server"]')
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom declearn.model.torch import TorchModel\n"
+        "net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1), "
+        "torch.nn.Flatten(0))\nmodel = TorchModel(net.double(), torch.nn.BCEWithLogitsLoss())\n"
+    )
+    for path in (tmp_path / "data").rglob("*_target.npy"):
+        np.save(path, np.load(path).astype(float))
+    simulation = Simulation(file, 0)
+    simulation.step()
+    kept = [state.coefs["module.0.running_mean"] for state in simulation.crowd._kept.values()]
+    assert len(kept) == 3
+    assert not torch.equal(kept[0], kept[1])
+    assert not simulation.model.get_weights().coefs["module.0.running_mean"].any()
+
+
+TURNS = (
+    '[["update-clip-server", {start_norm = 0.5, noise_multiplier = 1.0, expected_clients = 2, '
+    'separation = 2, noise = "banded", rounds = 5, delta = 0.01, generator = "insecure", '
+    "seed = 3}]]"
+)
+
+
+@pytest.mark.slow
+def test_turns_over_the_network_are_those_in_one_process(write: Any) -> None:
+    file = write(port=free_port(), rounds=5, server=TURNS)
+    federation = Federation(file)
+    asyncio.run(federation.run(seed=5))
+    there = read_report(federation.results)
+    here = read_report(run(file, 5, quiet=True).results)
+    assert {s: len([*there.select(node=s)]) for s in "abc"} == {"a": 3, "b": 2, "c": 3}
+    losses = [
+        [c.points for c in report.curves if (c.node, c.metric) == ("server", "loss")]
+        for report in (there, here)
+    ]
+    np.testing.assert_allclose(*losses)
+    # The folder holds the run, and below it the simulation.
+    for spent in read_spent(Path(federation.results)):
+        assert spent.separation == 2
+        assert spent.accountant.spent == [(1.0, 3, 1.0)]
+    assert [*read_spent(Path(federation.results, "simulated"))]
+
+
+def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
+    close = TURNS.replace("separation = 2", "separation = 3")
+    result = call("check", write(server=close))
+    assert "3 clients have a turn every 2 rounds" in result.stdout
+    with pytest.raises(ToolError, match="3 clients have a turn every 2 rounds"):
+        Simulation(write(server=close))
+    with pytest.raises(ToolError, match="leave one out"):
+        Simulation(write(server=TURNS, more="[simulate]\nsampled = 2\n"))
+
+
+def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:
+    noise = "noise_multiplier = 1.0, expected_clients = 3, max_epsilon = 8.0"
+    file = write(server=f'[["update-clip-server", {{{noise}}}]]', rounds=50)
+    # `check`, before the command starts it, says how many rounds there are.
+    done = run(file, 1, quiet=True)
+    assert done.rounds == 2
+    assert "max_epsilon" in done.ended
+    assert (file.parent / "out" / "simulated" / "server" / "model_state_best.mpk").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"more": "[simulate]\nclients = 2\n"}, "the data folder holds 3: each needs one"),
+        ({"more": "[simulate]\nsampled = 4\n"}, "sampled = 4, and there are 3 clients"),
+        ({"more": "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"}, "DP-SGD"),
+        (
+            {"aggregator": "{name = 'clipped-averaging', weights = {a = 1.0, b = 2.0}}"},
+            "weights of clipped-averaging does not name 'c'",
+        ),
+        (
+            {"aggregator": "{name = 'clipped-averaging', combine = 'arc', n_hostile = 2}"},
+            "more than 4 replies in a round, and there are 3",
+        ),
+        (
+            {
+                "aggregator": "{name = 'clipped-averaging', weights = 'steps'}",
+                "server": '[["update-clip-server", {noise_multiplier = 1.0, '
+                "expected_clients = 3}]]",
+            },
+            "weights do not go with noise",
+        ),
+        (
+            {"server": '["adam", "update-clip-server"]'},
+            "update-clip-server must be there once, as the first",
+        ),
+        (
+            {
+                "aggregator": '{name = "clipped-averaging", max_norm = 1.0, scope = "tensor"}',
+                "client": "[]",
+                "server": "[]",
+            },
+            "max_norm is simulated with scope = 'global' only",
+        ),
+    ],
+)
+def test_what_can_not_be_simulated_is_refused(write: Any, changes: Any, text: str) -> None:
+    with pytest.raises(ToolError, match=text):
+        Simulation(write(**changes))
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("drop_out = 1.0", "drop_out must be a number in [0, 1)"),
+        ("client = 3", "did you mean 'clients'"),
+        ("clients = 5\nattackers = 6", "attackers = 6 is more than clients = 5"),
+        ("seed = -1", "seed must be an int >= 0"),
+    ],
+)
+def test_mistakes_in_its_section_are_found_before(write: Any, line: str, text: str) -> None:
+    result = call("simulate", write(more=f"[simulate]\n{line}\n"))
+    assert result.exit_code == 1
+    assert text in result.stderr
+
+
+def test_a_fixed_bound_of_the_aggregator_holds(write: Any) -> None:
+    aggregator = '{name = "clipped-averaging", max_norm = 0.01}'
+    file = write(aggregator=aggregator, client="[]", server="[]")
+    report = read_report(run(file, 0, quiet=True).results)
+    assert {row.record.limit for row in report.select(node="clients")} == {0.01}
+    assert {row.record.limited_by for row in report.select(node="clients")} == {"fixed"}
+
+
+def test_clients_keep_what_their_modules_learn_apart(write: Any) -> None:
+    file = write(client='["zscore-clip", "update-clip-client"]')
+    simulation = Simulation(file, 0)
+    simulation.step()
+    simulation.step()
+    states = [simulation.crowd.optimizer(i).modules[0].get_state() for i in range(3)]
+    assert [state["round"] for state in states] == [2, 2, 2]
+    assert states[0]["groups"] != states[1]["groups"]
+
+
+def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any, capsys: Any) -> None:
+    """c has another unit: its loss rises while that of the others falls."""
+    changes = {"aggregator": '"averaging"', "client": '["no-op"]', "server": "[]", "rounds": 6}
+    file = write(training="n_epoch = 1", **changes)
+    for part in ("train", "valid"):
+        data = file.parent / "data" / "c" / f"{part}_data.npy"
+        np.save(data, np.load(data) * 100)
+    done = run(file, 0)
+    told = capsys.readouterr().err.splitlines()[-1]
+    report = read_report(done.results)
+    losses = {c.node: dict(c.points) for c in report.curves if c.metric == "loss"}
+    rounds = range(1, 7)
+    healthy = [np.mean([losses[site][r] for site in "ab"]) for r in rounds]
+    pooled = [losses["server"][r] for r in rounds]
+    assert done.best == 1 + int(np.argmin(healthy)) != 1 + int(np.argmin(pooled))
+    assert f"loss {healthy[-1]:.3g}" in told
+    assert "mean of a, b; outlier c: accuracy" in told
+    assert result_of(report, "").outliers == ["c"]
+    shown = call("report", done.results).stdout.splitlines()
+    assert "bound what a client can do" in shown[0]
+    assert f"loss {healthy[-1]:.3g}" in shown[1]
+
+
+@pytest.mark.slow
+def test_a_run_over_the_network_keeps_the_same_best_weights(write: Any) -> None:
+    changes = {"aggregator": '"averaging"', "client": '["no-op"]', "server": "[]", "rounds": 6}
+    file = write(training="n_epoch = 1", port=free_port(), **changes)
+    for part in ("train", "valid"):
+        data = file.parent / "data" / "c" / f"{part}_data.npy"
+        np.save(data, np.load(data) * 100)
+    here = Path(run(file, 5, quiet=True).results, "server", "model_state_best.mpk")
+    wanted = msgpack_load(str(here))
+    asyncio.run((federation := Federation(file)).run(seed=5))
+    found = msgpack_load(str(Path(federation.results, "server", here.name)))
+    for name, values in wanted.coefs.items():
+        np.testing.assert_allclose(found.coefs[name], values, rtol=1e-5)

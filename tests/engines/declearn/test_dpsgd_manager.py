@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DP-SGD in declearn's training: noise on the weights, the budget, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from declearn.aggregator import AveragingAggregator
+from declearn.dataset import InMemoryDataset
+from declearn.messaging import Error, EvaluationRequest, PrivacyRequest, TrainReply, TrainRequest
+from declearn.model.sklearn import NumpyVector, SklearnSGDModel
+from declearn.optimizer import Optimizer
+from declearn.training.dp import DPTrainingManager
+
+import fedclip
+from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.persample import clipped_sum
+from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.sample_clip import SampleClip
+from fedclip.privacy import accounting
+from fedclip.privacy.accounting import Release, epsilon
+from fedclip.privacy.ledger import Ledger
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("opacus")
+
+N, D = 60, 5
+
+
+def data(n: int = N, d: int = D, seed: int = 0) -> InMemoryDataset:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, d))
+    return InMemoryDataset(x, target=(x[:, 0] > 0).astype(int), expose_classes=True)
+
+
+def request(**changes: Any) -> PrivacyRequest:
+    settings: dict[str, Any] = {
+        "budget": (3.0, 1e-5),
+        "sclip_norm": 0.5,
+        "accountant": "rdp",
+        "use_csprng": False,
+        "seed": 7,
+        "rounds": 4,
+        "batches": {"batch_size": 15},
+        "n_epoch": 1,
+        "n_steps": None,
+    }
+    return PrivacyRequest(**{**settings, **changes})
+
+
+def train(**changes: Any) -> TrainRequest:
+    settings: dict[str, Any] = {
+        "round_i": 1,
+        "weights": None,
+        "aux_var": {},
+        "batches": {"batch_size": 15},
+        "n_epoch": 1,
+        "n_steps": None,
+        "timeout": None,
+    }
+    return TrainRequest(**{**settings, **changes})
+
+
+def manager(
+    modules: Any = (),
+    dataset: InMemoryDataset | None = None,
+    private: Any = True,
+    lrate: float = 1.0,
+    **kwargs: Any,
+) -> PrivateTrainingManager:
+    records = data() if dataset is None else dataset
+    model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss", penalty=None)
+    model.initialize({"features_shape": (records.feats.shape[1],), "classes": [0, 1]})
+    made = PrivateTrainingManager(
+        model=model,
+        optim=Optimizer(lrate=lrate, modules=list(modules)),
+        aggrg=AveragingAggregator(),
+        train_data=records,
+        valid_data=data(d=records.feats.shape[1], seed=1),
+        verbose=False,
+    )
+    if private:
+        made.make_private(request() if private is True else private, **kwargs)
+    return made
+
+
+def coefs(made: PrivateTrainingManager) -> Any:
+    return np.concatenate([np.ravel(a) for a in made.model.get_weights().coefs.values()])
+
+
+class Silent(IndependentNoise):
+    """No noise at all; it keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[dict[str, Any], float]] = []
+
+    def add(self, sums: Any, std: float) -> dict[str, Any]:
+        self.seen.append(({name: np.array(a) for name, a in sums.items()}, std))
+        return dict(sums)
+
+
+# -- noise and division ------------------------------------------------------------------------
+# Of 100,000 draws: six of its standard deviations and more, wrong once in a billion.
+CLOSE = 0.014
+
+
+@pytest.mark.parametrize(("size", "actual"), [(1, 2), (64, 0), (128, 2)])
+def test_noise_on_the_weights_is_what_the_budget_says(size: int, actual: int) -> None:
+    # 128 records of zeros: all that moves the weights, but for the intercept, is noise.
+    wide = 100_000
+    dataset = InMemoryDataset(np.zeros((128, wide)), target=np.arange(128) % 2, expose_classes=True)
+    made = manager(
+        dataset=dataset,
+        private=request(batches={"batch_size": size}, n_epoch=None, n_steps=2, sclip_norm=0.3),
+        lrate=0.7,
+    )
+    made.run_train_step(made.records.take(np.arange(min(actual * size, 128))))
+    noise = made.model.get_weights().coefs["coef"].ravel()
+    right = made.calibration.noise_multiplier * 0.3 * 0.7 / size
+    assert noise.std() == pytest.approx(right, rel=CLOSE)
+    assert abs(noise.mean()) < 6 * right / math.sqrt(noise.size)
+
+
+def test_a_sum_is_divided_by_the_expected_size_and_weights_are_inside_the_clip() -> None:
+    # Unweighted, all four would pull the same way.
+    x, y = np.array([[100.0], [100.0], [100.0], [-100.0]]), np.array([0, 0, 0, 1])
+    weights = np.array([1.0, 1e6, 0.0, np.nan])
+    dataset = InMemoryDataset(x, target=y, s_wght=weights, expose_classes=True)
+    made = manager(dataset=dataset, private=request(batches={"batch_size": 2}))
+    made.noise = silent = Silent()
+    start = coefs(made)
+    made.run_train_step(made.records.take(np.arange(4)))
+    ((sums, std),) = silent.seen
+    total = np.sqrt(sum((a**2).sum() for a in sums.values()))
+    # Two records of weights 1 and 1e6 add 0.5 each; those of 0 and NaN nothing.
+    assert total == pytest.approx(2 * 0.5, rel=1e-9)
+    assert std == pytest.approx(made.calibration.noise_multiplier * 0.5)
+    assert np.linalg.norm(coefs(made) - start) == pytest.approx(total / 2, rel=1e-9)
+
+
+def test_an_empty_batch_is_a_step_that_adds_noise_and_costs() -> None:
+    made = manager()
+    start = coefs(made)
+    made.run_train_step([])
+    assert (coefs(made) != start).all()
+    assert made.ledger.accountant.rounds == 1
+
+
+def test_the_servers_seed_is_ignored() -> None:
+    one, other = manager(), manager()
+    for made in (one, other):
+        made.run_train_step([])
+    assert (coefs(one) != coefs(other)).all()
+
+
+def test_batches_are_poisson_samples_whatever_the_server_says() -> None:
+    made = manager(private=request(batches={"batch_size": 15, "shuffle": True}))
+    sizes: list[int] = []
+
+    def note(batches: Any) -> None:
+        sizes.append(sum(len(batch[0]) for batch in batches))
+
+    made.run_train_step = note  # type: ignore[method-assign]
+    made.ledger.epsilon = math.inf
+    for _ in range(60):
+        made.train_under_constraints({"batch_size": 15, "poisson": False}, n_epoch=1)
+    assert len(sizes) == 240
+    assert len(set(sizes)) > 3
+    assert abs(np.mean(sizes) - 15) < 6 * math.sqrt(60 * 0.25 * 0.75 / 240)
+
+
+# -- modes -------------------------------------------------------------------------------------
+
+
+def test_noise_is_for_the_bound_that_records_were_clipped_to() -> None:
+    clip = SampleClip(mode="adaptive", rate=1.0)
+    made = manager([clip], private=request(sclip_norm=1e-3))
+    made._normals = np.zeros
+    made.noise = silent = Silent()
+    made.run_train_step(made.records.take(np.arange(N)))
+    (sums, std), z = silent.seen[0], made.calibration.noise_multiplier
+    share = clip.clipping.noise_multiplier(z, 15.0)
+    assert share > z
+    assert std == pytest.approx(share * 1e-3)
+    assert np.sqrt(sum((a**2).sum() for a in sums.values())) <= N * 1e-3 * (1 + 1e-9)
+    # All are above the bound, and their bits say so as loudly as they can.
+    assert clip.bound == pytest.approx(1e-3 * math.exp(0.5))
+    made.run_train_step([])
+    assert silent.seen[1][1] == pytest.approx(std * math.exp(0.5))
+
+
+def test_the_adaptive_bound_is_in_the_state() -> None:
+    clip = SampleClip(mode="adaptive")
+    made = manager([clip])
+    made.run_train_step([])
+    other = manager([SampleClip(mode="adaptive")])
+    other.optim.set_state(made.optim.get_state())
+    assert cast(Any, other.optim.modules[0]).bound == clip.bound != 0.5
+    with pytest.raises(KeyError, match="lacks 'bound'"):
+        clip.set_state({})
+    with pytest.raises(ValueError, match="bound must be"):
+        clip.set_state({"bound": -1.0})
+
+
+def test_what_stands_before_is_applied_to_records_and_what_is_after_to_the_update() -> None:
+    made = manager([fedclip.ValueClip(max_value=1e-3), SampleClip(), fedclip.NormClip(1e-6)])
+    made.noise = silent = Silent()
+    made.run_train_step(made.records.take(np.arange(15)))
+    ((sums, _),) = silent.seen
+    assert max(np.abs(a).max() for a in sums.values()) <= 15e-3 * (1 + 1e-9)
+    assert np.linalg.norm(coefs(made)) == pytest.approx(1e-6, rel=1e-5)
+    assert [m.name for m in made.optim.modules] == ["value-clip", "sample-clip", "norm-clip"]
+
+
+# -- the budget --------------------------------------------------------------------------------
+def test_epsilon_is_that_of_the_steps_taken() -> None:
+    made = manager()
+    assert made.get_privacy_spent() == (0.0, 1e-5)
+    for i in range(4):
+        reply = made.training_round(train(round_i=i))
+        assert isinstance(reply, TrainReply), reply
+        z = made.calibration.noise_multiplier
+        right = epsilon([Release(z, 4 * (i + 1), 0.25)], 1e-5)
+        assert made.get_privacy_spent() == (pytest.approx(right), 1e-5)
+    assert 2.99 < made.get_privacy_spent()[0] <= 3.0
+
+
+def test_a_spent_budget_sends_zeros_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    made = manager(private=request(rounds=1))
+    reply = made.training_round(train())
+    assert isinstance(reply, TrainReply)
+    assert np.abs(reply.updates.updates.coefs["coef"]).min() > 0
+    with caplog.at_level(logging.WARNING):
+        reply = made.training_round(train(round_i=2))
+    assert isinstance(reply, TrainReply)
+    assert not any(a.any() for a in cast(Any, reply.updates).updates.coefs.values())
+    # An average over such clients alone is zero, too, and not NaN.
+    mean = AveragingAggregator().finalize_updates(cast(Any, reply.updates))
+    assert isinstance(mean, NumpyVector)
+    assert not mean.coefs["coef"].any()
+    assert "sends an update of zero" in caplog.text
+    assert made.get_privacy_spent()[0] <= 3.0
+
+
+@pytest.mark.parametrize("limit", [(1.0, 1e-3), (9.0, 1e-6)])
+def test_the_smaller_budget_holds(limit: tuple[float, float]) -> None:
+    made = manager(max_budget=limit)
+    for i in range(5):
+        made.training_round(train(round_i=i))
+    spent, delta = made.get_privacy_spent()
+    assert delta == min(limit[1], 1e-5)
+    assert min(limit[0], 3.0) * 0.98 < spent <= min(limit[0], 3.0)
+
+
+def test_a_budget_that_ends_in_a_round_ends_its_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "privacy_spent.json"
+    z = manager().calibration.noise_multiplier
+    # Of the 16 steps that there is noise for, 14 are spent, and 2 of a round of 4 are left.
+    Ledger(9.0, 1e-5, path).reserve(z, 0.25, 14)
+    made = manager(path=path)
+    sizes: list[Any] = []
+    step = made.run_train_step
+
+    def note(batches: Any) -> None:
+        sizes.append(batches)
+        step(batches)
+
+    made.run_train_step = note  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        reply = made.training_round(train())
+    assert isinstance(reply, TrainReply)
+    assert len(sizes) == reply.n_steps == 2
+    assert "allows 2 of the 4 steps" in caplog.text
+    assert made.get_privacy_spent()[0] <= 3.0
+    made.training_round(train(round_i=2))
+    assert len(sizes) == 2
+
+
+def test_a_restart_goes_on_with_what_was_spent(tmp_path: Path) -> None:
+    path = tmp_path / "privacy_spent.json"
+    made = manager(path=path)
+    for i in range(3):
+        made.training_round(train(round_i=i))
+    again = manager(path=path)
+    assert again.get_privacy_spent() == made.get_privacy_spent()
+    for i in range(3):
+        again.training_round(train(round_i=i))
+    assert again.ledger.accountant.rounds == 16
+    assert again.get_privacy_spent()[0] <= 3.0
+
+
+def test_a_round_that_breaks_off_is_paid_for(tmp_path: Path) -> None:
+    path = tmp_path / "privacy_spent.json"
+    made = manager(path=path)
+    made.optim.apply_gradients = None  # type: ignore[method-assign, assignment]
+    sent = made.training_round(train())
+    assert isinstance(sent, Error)
+    assert sent.message == "RuntimeError('a private step failed on this client; its log says why')"
+    assert Ledger(3.0, 1e-5, path).accountant.rounds == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"batches": {"batch_size": 30}}, "30 is not what was announced before the run, 15"),
+        ({"timeout": 60}, "and no timeout"),
+    ],
+)
+def test_other_batches_than_announced_are_refused(asked: Any, said: str) -> None:
+    made = manager()
+    sent = made.training_round(train(**asked))
+    assert isinstance(sent, Error)
+    assert said in sent.message
+    assert made.ledger.accountant.rounds == 0
+
+
+def test_declearns_names_of_accountants_change_nothing() -> None:
+    found = [manager(private=request(accountant=name)).calibration for name in ("rdp", "prv")]
+    assert found[0] == found[1]
+
+
+# -- refusals ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("modules", "changes", "words"),
+    [
+        ([], {"accountant": "gdp"}, "is no upper bound on epsilon"),
+        ([SampleClip(1.0)], {}, "the server's sclip_norm is 0.5"),
+        ([SampleClip(), SampleClip()], {}, "more than once"),
+        (["adam", SampleClip()], {}, "adam can not stand before sample-clip"),
+        (["momentum", SampleClip()], {}, "momentum can not stand before sample-clip"),
+        (["zscore-clip", SampleClip()], {}, "zscore-clip can not stand before sample-clip"),
+        (["gaussian-noise", SampleClip()], {}, "gaussian-noise can not stand before"),
+        ([SampleClip(mode=["nothing.*"])], {}, "matches no tensor"),
+        ([], {"n_epoch": None}, "set n_epoch or n_steps"),
+        ([], {"budget": (3.0, 0.0)}, "delta must be"),
+        ([], {"sclip_norm": -1.0}, "sclip_norm must be"),
+    ],
+)
+def test_what_would_not_be_private_is_refused(modules: Any, changes: Any, words: str) -> None:
+    built = [("gaussian-noise", {"std": 1.0}) if m == "gaussian-noise" else m for m in modules]
+    made = manager(built, private=False)
+    with pytest.raises((TypeError, ValueError), match=words):
+        made.make_private(request(**changes))
+
+
+def test_evaluation_is_on_validation_records_only() -> None:
+    made = manager()
+    ask = EvaluationRequest(
+        round_i=1, weights=None, batches={"batch_size": 30}, n_steps=None, timeout=None
+    )
+    assert not isinstance(made.evaluation_round(ask), Error)
+    made.valid_data = None
+    assert "without valid_data" in made.evaluation_round(ask).message  # type: ignore[union-attr]
+
+
+def test_sample_clip_alone_never_looks_private() -> None:
+    with pytest.raises(RuntimeError, match=r"Use fedclip\.PrivateFederatedClient"):
+        SampleClip().run(NumpyVector({"w": np.ones(3)}))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"mode": "flta"}, "did you mean 'flat'"),
+        ({"mode": {"a": 1.0}}, "list of patterns"),
+        ({"mode": []}, "scope"),
+        ({"gamma": -1}, "gamma must be"),
+        ({"max_nrm": 1}, "did you mean 'max_norm'"),
+    ],
+)
+def test_sample_clip_refuses(config: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        SampleClip(**config)
+
+
+# -- the client --------------------------------------------------------------------------------
+class Wire:
+    """Takes the place of a client's end of a connection."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    async def send_message(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+NETWORK = {"protocol": "websockets", "server_uri": "ws://localhost:8765", "name": "a"}
+
+
+def client(**settings: Any) -> Any:
+    pytest.importorskip("websockets")
+    known: dict[str, Any] = {"train_data": data(), "valid_data": data(seed=1), "verbose": False}
+    if "checkpoint" not in settings:
+        known["ledger"] = Path(tempfile.mkdtemp()) / "spent.json"
+    made: Any = fedclip.PrivateFederatedClient(NETWORK, **{**known, **settings})
+    made.netwk = Wire()
+    return made
+
+
+def test_a_client_refuses_rounds_that_are_not_private() -> None:
+    made = client()
+    public = manager(private=False)
+    names = ("model", "optim", "aggrg", "train_data", "valid_data")
+    made.trainmanager = DPTrainingManager(**{name: getattr(public, name) for name in names})
+    asyncio.run(made.training_round(train()))
+    (sent,) = made.netwk.sent
+    assert isinstance(sent, Error)
+    assert "would not be private" in sent.message
+    with pytest.raises(RuntimeError, match="fairness"):
+        asyncio.run(made._initialize_fairness())
+
+
+def test_a_client_becomes_private_and_enforces_its_own_budget(tmp_path: Path) -> None:
+    made = client(max_budget=(0.5, 1e-6), checkpoint=str(tmp_path / "kept"))
+    assert made.spent is None
+    made.trainmanager = manager(private=False)
+    made.make_private(request())
+    for i in range(5):
+        asyncio.run(made.training_round(train(round_i=i)))
+    assert all(isinstance(m, TrainReply) for m in made.netwk.sent)
+    spent, delta = made.spent
+    assert 0.49 < spent <= 0.5
+    assert delta == 1e-6
+    assert (tmp_path / "kept" / "privacy_spent.json").is_file()
+
+
+def test_a_server_can_not_ask_for_other_privacy_between_rounds() -> None:
+    from declearn.messaging import SerializedMessage
+
+    made = client()
+    made.trainmanager = manager(private=False)
+    made.make_private(request())
+    before = made.trainmanager
+    again = SerializedMessage.from_bin_message(request(budget=(99.0, 1e-2)).serialize())
+    with pytest.raises(ValueError, match="Unexpected message type"):
+        asyncio.run(made.handle_message(again))
+    assert made.trainmanager is before
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_budget": 3.0}, r"max_budget must be \(epsilon, delta\)"),
+        ({"max_budget": (0, 1e-5)}, "epsilon of max_budget must be"),
+        ({"max_budget": (1.0, 1.0)}, "delta of max_budget must be"),
+        ({"require_privacy": 1}, "require_privacy must be"),
+        ({"valid_data": None}, "give valid_data"),
+        ({"ledger": None}, "neither ledger nor checkpoint is given.* or a checkpoint folder"),
+    ],
+)
+def test_a_client_refuses_settings(settings: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        client(**settings)
+
+
+def test_a_client_that_forgets_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING):
+        client(require_privacy=False)
+        client(checkpoint=str(tmp_path))
+        assert not caplog.text
+        client(require_privacy=False, ledger=None)
+    assert "its records would have the whole budget again" in caplog.text
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, 32), (40, 64)])
+def test_small_batches_are_not_filled_up_to_large_ones(
+    monkeypatch: pytest.MonkeyPatch, size: int, most: int
+) -> None:
+    seen: list[int] = []
+
+    def note(*args: Any, micro_batch: int, **settings: Any) -> Any:
+        seen.append(micro_batch)
+        return clipped_sum(*args, micro_batch=micro_batch, **settings)
+
+    monkeypatch.setattr("fedclip.dpsgd.persample.clipped_sum", note)
+    for clip in (SampleClip(), SampleClip(micro_batch=7)):
+        made = manager([clip], private=request(batches={"batch_size": size}))
+        made.run_train_step(made.records.take(np.arange(size)))
+    # Each time for three validation records, when it is set up, and then for the batch.
+    assert seen == [*[most] * 4, *[7] * 4]
+
+
+def test_a_run_is_accounted_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = manager(private=request(budget=(2.9, 1e-5)))
+    calls: list[Any] = []
+    pld = accounting._pld
+
+    def note(*arguments: Any) -> float:
+        calls.append(arguments)
+        return pld(*arguments)
+
+    monkeypatch.setattr(accounting, "_pld", note)
+    accounting._epsilon.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for i in range(4):
+            made.training_round(train(round_i=i))
+    assert len(calls) == 1
+    assert f"Privacy spent: epsilon {made.get_privacy_spent()[0]:.4g} at delta 1e-05" in caplog.text

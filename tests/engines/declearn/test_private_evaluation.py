@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluations with noise: what leaves the client, what a record moves in it, and what it costs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import dpsgd_wire as wire
+import numpy as np
+import pytest
+from declearn.dataset import InMemoryDataset
+from declearn.messaging import Error, EvaluationReply, EvaluationRequest
+from declearn.metrics import MetricSet
+from declearn.metrics._mean import MeanState
+from declearn.utils import set_device_policy
+from engines.declearn.test_dpsgd_leaks import differing, messages
+from engines.declearn.test_dpsgd_manager import client, data, manager, request, train
+from typer.testing import CliRunner
+from units.dpsgd.test_dpsgd_persample import MODELS
+
+from benchmarks import dpsgd_evaluation as benchmark
+from benchmarks.audit import estimate
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.main import app
+from fedclip.cli.spent import in_words, read_spent
+from fedclip.dpsgd.calibrate import calibrate, evaluation_noise
+from fedclip.dpsgd.persons import Persons
+from fedclip.engines.declearn import private_evaluation as evaluations
+from fedclip.engines.declearn.dataset_records import Records
+from fedclip.engines.declearn.private_evaluation import Accuracy, Evaluation
+from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.sample_clip import SampleClip
+from fedclip.privacy.accounting import Release, account, noise_multiplier
+from fedclip.privacy.ledger import Ledger, read_entries
+from fedclip.privacy.noise import insecure_normals
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("opacus")
+pytest.importorskip("dp_accounting")
+
+BOUND = 3.0
+SETTINGS = {"evaluation_share": 0.2, "loss_bound": BOUND}
+ASK = EvaluationRequest(1, None, {"batch_size": 30}, None, None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_the_cpu() -> None:
+    set_device_policy(gpu=False)
+
+
+def evaluation(model: Any, *metrics: Any) -> Evaluation:
+    """Return the evaluation of a model, as its training manager sets it up."""
+    made = PrivateTrainingManager.__new__(PrivateTrainingManager)
+    made.model = model
+    return Evaluation(made._prepare_metrics([*metrics]), BOUND)
+
+
+def sums(states: dict[str, MeanState]) -> Any:
+    """Return the noised sums, worked out from what the server gets."""
+    bounds, count = {"loss": BOUND, "accuracy": 1.0}, states["loss"].divisor
+    found = [states[name].num_sum / bound - count / 2 for name, bound in bounds.items()]
+    return np.array([*found, count / 2])
+
+
+# -- on the wire -------------------------------------------------------------------------------
+KINDS = ("plain", "huge", "label")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("websockets")
+    pytest.importorskip("torch")
+    made: Path = tmp_path_factory.mktemp("wire")
+    budget = {"privacy": {"budget": [50.0, 1e-3], "sclip_norm": 0.5}}
+    codes = wire.federation(made, KINDS, SETTINGS, **budget)
+    said = {n: (made / f"{n}.txt").read_text(errors="replace")[-2000:] for n in codes}
+    assert not any(codes.values()), said
+    return made
+
+
+def test_what_an_evaluation_sends_differs_in_the_noised_numbers_alone(folder: Path) -> None:
+    for kind in KINDS[1:]:
+        found = differing(folder, "plain", kind)
+        noised = {("EvaluationReply", "loss"), ("EvaluationReply", "metrics")}
+        assert found == {("Join", "name"), *noised}, kind
+    replies = {
+        kind: [m for name, m in messages(folder, kind) if name == "EvaluationReply"]
+        for kind in KINDS
+    }
+    for kind in KINDS:
+        assert len(replies[kind]) == 2
+        for reply, plain in zip(replies[kind], replies["plain"], strict=True):
+            loss = reply["metrics"]["loss"]
+            assert (reply["n_steps"], reply["t_spent"]) == (1, 0.0)
+            assert reply["metrics"].keys() == {"loss", "accuracy"}
+            # All else is made of the noised sums, of which the last counts records.
+            assert reply["loss"] == pytest.approx(loss.num_sum / loss.divisor)
+            assert reply["metrics"]["accuracy"].divisor == loss.divisor != wire.N
+            moved = sums(reply["metrics"]) - sums(plain["metrics"])
+            assert moved[-1] == pytest.approx(0.0, abs=1e-9)
+            # To replace a record is to take one out and put one in.
+            assert np.linalg.norm(moved) <= 2 * np.sqrt(3) / 2
+            assert (np.abs(moved).max() > 1e-6) == (kind != "plain")
+    assert "the first is record 39" in (folder / "label.txt").read_text()
+
+
+# -- what a record moves -----------------------------------------------------------------------
+@pytest.mark.parametrize("backend", MODELS)
+def test_values_are_declearns_own_losses_clipped_record_by_record(backend: str) -> None:
+    model, x, y = MODELS[backend]()
+    made = evaluation(model)
+    units = Records(InMemoryDataset(np.asarray(x), target=y))
+    found = made.values(model, units, lambda *told: pytest.fail(str(told)))
+    true, predicted, _ = model.compute_batch_predictions((x, y, None))
+    right = np.asarray(model.loss_function(true, predicted)).reshape(len(y), -1).sum(axis=1)
+    assert found.shape == (len(y), 1)
+    np.testing.assert_allclose(BOUND * found[:, 0], np.clip(right, 0.0, BOUND), rtol=1e-4)
+    lacking = np.array(x)
+    lacking[0] = np.nan
+    again = made.values(model, Records(InMemoryDataset(lacking, target=y)), lambda *told: None)
+    np.testing.assert_allclose(again, [[1.0], *found[1:]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("row", [1.0, -1e6, 1e30, np.nan, np.inf])
+@pytest.mark.parametrize("of_persons", [False, True])
+def test_a_unit_moves_the_sums_by_its_bound_at_most(row: float, of_persons: bool) -> None:
+    model, x, y = MODELS["sklearn"]()
+    made = evaluation(model, Accuracy())
+    silent = partial(made.noised, noise_multiplier=1.0, normals=np.zeros)
+
+    def released(many: int) -> Any:
+        rows = np.where(np.arange(len(y))[:, None] >= 10, row, x)[:many]
+        units: Any = Records(InMemoryDataset(rows, target=y[:many]))
+        if of_persons:
+            units = Persons(units, [*range(10), *["x"] * 3][:many])
+        return sums(made.states(silent(made.values(model, units, lambda *told: None))))
+
+    # One record is added, or one person with three.
+    moved = released(13 if of_persons else 11) - released(10)
+    assert np.linalg.norm(moved) <= evaluation_noise(1.0, 2) * (1 + 1e-9)
+    assert moved[-1] == pytest.approx(0.5)
+
+
+def test_a_person_is_the_mean_of_its_records_and_what_raises_is_the_worst() -> None:
+    model, x, y = MODELS["sklearn"]()
+    made = evaluation(model, Accuracy())
+    labels = y.astype(object)
+    labels[2] = "no class"
+    whole = Records(InMemoryDataset(x, target=labels))
+    each = made.values(model, Records(InMemoryDataset(x, target=y)), lambda *told: None)
+    each[2] = 1.0, 0.0
+    told: list[int] = []
+    of = ["a", "b", "b", *["c"] * 10]
+    found = made.values(model, Persons(whole, of), lambda record, exc: told.append(record))
+    right = [each[:1].mean(axis=0), each[1:3].mean(axis=0), each[3:].mean(axis=0)]
+    np.testing.assert_allclose(found, right)
+    assert told == [2]
+
+
+@pytest.mark.parametrize("fault", ["", "noise halved", "clip left out"])
+def test_an_audit_finds_the_faults_and_no_others(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether one record, the worst, was there is guessed from 2,000 evaluations of each kind."""
+    z, model = 1.0, MODELS["sklearn"]()[0]
+    made = evaluation(model, Accuracy())
+    others = np.array([[0.0, 1.0], [1.0, 0.0]] * 20)
+    if fault == "clip left out":
+        monkeypatch.setattr(evaluations.np, "clip", lambda array, low, high: array)
+    if fault == "noise halved":
+        half = lambda z, k: evaluation_noise(z, k) / 2  # noqa: E731
+        monkeypatch.setattr(evaluations, "evaluation_noise", half)
+    worst = made.of_record(model, (np.full((1, 5), 1e3), np.array([0]), None))
+    normals = insecure_normals(1)
+
+    def seen(rows: Any) -> Any:
+        return np.array([sums(made.states(made.noised(rows, z, normals))) for _ in range(2000)])
+
+    found = estimate(seen(others), seen(np.vstack([others, worst])))
+    assert (found.low > 1 / z) == bool(fault)
+    assert found.high > 0.85 / z
+
+
+# -- what it costs -----------------------------------------------------------------------------
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+def test_steps_and_evaluations_together_cost_the_budget(share: float) -> None:
+    plan = calibrate(3.0, 1e-5, 400, 64, 60).evaluating(share, 10)
+    (evaluated,) = plan.evaluations
+    assert account([evaluated], 1e-5).epsilon == pytest.approx(share * 3.0, rel=1e-6)
+    assert 2.99 < plan.spent <= 3.0
+    assert account([Release(plan.noise_multiplier, 60, plan.rate)], 1e-5).epsilon < 3.0
+    # Without sampling it is the closed form.
+    half = noise_multiplier(3.0, 1e-5, 10, besides=(Release(noise_multiplier(1.5, 1e-5, 5), 5),))
+    assert account([Release(half, 10)], 1e-5).epsilon < 2.9
+    with pytest.raises(ValueError, match="no number is large enough"):
+        noise_multiplier(3.0, 1e-5, 10, besides=(Release(1.0, 10),))
+
+
+def test_an_evaluation_is_paid_for_before_the_first_record_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = manager([SampleClip(**SETTINGS)], path=tmp_path / "spent.json")
+    charged: list[Any] = []
+
+    def broken(*args: Any) -> Any:
+        charged.extend(r for e in read_entries(tmp_path / "spent.json").values() for r in e.spent)
+        raise RuntimeError(wire.SECRET)
+
+    monkeypatch.setattr(Evaluation, "values", broken)
+    reply = made.evaluation_round(ASK)
+    assert isinstance(reply, Error)
+    assert wire.SECRET not in reply.message
+    assert charged == [made.calibration.evaluations[0]._replace(steps=1)]
+
+
+def test_no_more_is_evaluated_than_is_paid_for(tmp_path: Path) -> None:
+    path = tmp_path / "spent.json"
+    made = manager([SampleClip(**SETTINGS)], path=path)
+    made._normals = insecure_normals(1)
+    for _ in range(4):
+        made.training_round(train())
+        assert made.evaluation_round(ASK).loss != BOUND  # type: ignore[union-attr]
+    assert 2.99 < made.get_privacy_spent()[0] <= 3.0
+    # What was announced before the run is counted together, and by the tightest accountant.
+    assert Ledger(3.0, 1e-5, path).accountant.order_of(made.ledger.accountant.spent) is None
+    spent = {"loss": MeanState(BOUND, 1.0)}
+    assert made.evaluation_round(ASK) == EvaluationReply(BOUND, 1, 0.0, spent)  # type: ignore[arg-type]
+    # The same again on the same records finds no budget, and what it would add is of no plan.
+    again = manager([SampleClip(**SETTINGS)], path=path)
+    before = path.read_text()
+    assert again.evaluation_round(ASK) == EvaluationReply(BOUND, 1, 0.0, spent)  # type: ignore[arg-type]
+    assert path.read_text() == before
+    history = [*again.ledger.accountant.spent, again.calibration.evaluations[0]]
+    assert again.ledger.accountant.order_of(history) is not None
+
+
+def test_evaluations_before_any_training_begin_the_plan(tmp_path: Path) -> None:
+    made = manager([SampleClip(**SETTINGS)], path=tmp_path / "spent.json")
+    made.evaluation_round(ASK)
+    (first,) = [e for e in read_entries(tmp_path / "spent.json").values() if e.spent]
+    assert first.order is not None
+    assert first.plan == made.calibration.releases
+    for _ in range(5):
+        made.evaluation_round(ASK)
+    # More than one a round is none of the plan, whatever is left of the budget.
+    assert made.ledger.accountant.spent == [*made.calibration.evaluations]
+    made.training_round(train())
+    assert made.ledger.accountant.order_of(made.ledger.accountant.spent) is None
+
+
+# -- what is refused ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"evaluation_share": 0.2}, "go together"),
+        ({"loss_bound": 2.0}, "go together"),
+        ({"evaluation_share": 1.0, "loss_bound": 2.0}, r"must be a number in \[0, 1\)"),
+        ({"evaluation_share": 0.1, "loss_bound": 0.0}, "loss_bound must be"),
+        # Beyond what a server takes for a loss.
+        ({"evaluation_share": 0.1, "loss_bound": 1e101}, "loss_bound must be"),
+        # A client took minutes to find its noise.
+        ({"evaluation_share": 1e-4, "loss_bound": 2.0}, "must be 0, or 0.001 and more"),
+    ],
+)
+def test_bad_settings_are_refused(settings: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SampleClip(**settings)
+
+
+def test_what_has_no_bound_or_no_person_is_refused_before_the_first_round() -> None:
+    made = manager([SampleClip(**SETTINGS)], private=None)
+    made.metrics = made._prepare_metrics(["mse", "accuracy"])
+    with pytest.raises(ValueError, match="asks for mse too: leave that out"):
+        made.make_private(request())
+    made.metrics = made._prepare_metrics(None)
+    of = np.arange(60) // 3
+    with pytest.raises(
+        ValueError,
+        match="whose the validation records are, by valid_persons; for fedclip quickrun, in a file",
+    ):
+        made.make_private(request(), records=Persons(Records(data()), of))
+    valid = Persons(Records(data(seed=1)), of)
+    made.make_private(request(), records=Persons(Records(data()), of), valid=valid)
+    assert isinstance(made.evaluation_round(ASK), EvaluationReply)
+    with pytest.raises(ValueError, match="valid_persons is of persons"):
+        client(valid_persons=of)
+
+
+def test_accuracy_is_the_share_of_right_classes() -> None:
+    metrics = MetricSet(["accuracy"])
+    metrics.update(np.array([1, 0, 2]), np.array([[0.0, 1.0, 0.5], [0.0, 1.0, 0.5], [0, 0, 1.0]]))
+    assert metrics.get_result()["accuracy"] == pytest.approx(2 / 3)
+    one = Accuracy(threshold=0.0)
+    one.update(np.array([1, 0]), np.array([[0.2], [-0.2]]))
+    assert one.get_result() == {"accuracy": 1.0}
+    assert MetricSet.from_config(MetricSet([one]).get_config()).metrics[0].threshold == 0.0  # type: ignore[attr-defined]
+    for shape in ((1, 3), (1, 1)):
+        # A label of three columns: one record would count as up to three right ones.
+        with pytest.raises(ValueError, match="one class for each record, and labels have shape"):
+            one.metric_func(np.array([[0, 0, 1]]), np.ones(shape))
+
+
+# -- the tools ---------------------------------------------------------------------------------
+CONFIG = """
+[network]
+protocol = "websockets"
+host = "127.0.0.1"
+port = 8765
+[data]
+[experiment]
+metrics = [{metrics}]
+[optim]
+aggregator = "averaging"
+server_opt = 1.0
+client_opt = {{ lrate = 1.0, modules = [["sample-clip", {clip}]] }}
+[run]
+rounds = 4
+register = 2
+training = {{ batch_size = 15 }}
+evaluate = {{ batch_size = 30, frequency = {every} }}
+{early}
+privacy = {{ budget = [3.0, 1e-5], sclip_norm = 0.5 }}
+"""
+SHARE = "{evaluation_share = 0.2, loss_bound = 3.0}"
+
+
+@pytest.mark.parametrize(
+    ("clip", "metrics", "every", "said", "unsaid"),
+    [
+        (SHARE, "'accuracy'", 1, "for 0.2 of epsilon and losses of at most 3", "without noise"),
+        (SHARE, "", 1, "evaluations have noise", "chosen by losses"),
+        (SHARE, "'accuracy', 'mse'", 1, "asks for mse too: leave that out", "without noise"),
+        (SHARE, "", 2, "frequency = 2 spares no noise, which is for", "without noise"),
+        ("{}", "'mse'", 2, "chosen by losses or metrics without noise", "have noise"),
+    ],
+)
+def test_what_is_released_besides_is_what_has_no_noise(
+    clip: str, metrics: str, every: int, said: str, unsaid: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.toml"
+    early = "early_stop = { tolerance = 0.1, patience = 3 }" if every == 1 else ""
+    file.write_text(CONFIG.format(clip=clip, metrics=metrics, every=every, early=early))
+    found = check_config(file)
+    told = " ".join(finding.message for finding in found.findings)
+    assert said in told
+    assert unsaid not in told
+    refused = any("mse" in finding.message for finding in found.problems)
+    assert refused == ("mse too" in said)
+    assert all(finding.where == "[experiment]" for finding in found.problems)
+
+
+def test_commands_know_the_share(tmp_path: Path) -> None:
+    ask = "privacy calibrate --epsilon 3 --records 400 --batch-size 64 --rounds 10"
+    done = CliRunner().invoke(app, [*ask.split(), "--evaluation-share", "0.2"])
+    assert "all steps and evaluations cost epsilon 3 by" in done.stdout
+    assert (
+        "10 evaluations are among that, at noise multiplier 18.81: of n validation records, "
+        "the mean loss has noise of some 13.3 / n times loss_bound" in done.stdout
+    )
+    assert "noise multiplier 2.04" in done.stdout
+    assert '{mode = "automatic", evaluation_share = 0.2, loss_bound = 3.0}' in done.stdout
+    wrong = CliRunner().invoke(app, [*ask.split(), "--evaluation-share", "1"])
+    assert "evaluation_share must be a number in [0, 1), got 1" in wrong.output
+    made = manager([SampleClip(**SETTINGS)], path=tmp_path / "privacy_spent.json")
+    for _ in range(2):
+        made.training_round(train())
+        made.evaluation_round(ASK)
+    (spent,) = read_spent(tmp_path / "privacy_spent.json")
+    words = "\n".join(in_words(spent.cost()))
+    assert "  8 steps at noise multiplier 1.798, Poisson samples" in words
+    assert "  2 evaluations at noise multiplier 11.9, without sampling" in words
+    assert "  pld          epsilon" in words
+
+
+def test_evaluations_are_told_from_steps_on_whole_batches_and_in_later_runs(tmp_path: Path) -> None:
+    path = tmp_path / "privacy_spent.json"
+    for budget in (1.0, 3.0):
+        whole = {"batches": {"batch_size": 60}, "budget": (budget, 1e-5)}
+        made = manager([SampleClip(**SETTINGS)], path=path, private=None)
+        made.make_private(request(**whole), None, path)
+        made.training_round(train(batches={"batch_size": 60}))
+        made.evaluation_round(ASK)
+    (spent,) = read_spent(path)
+    words = [line for line in in_words(spent.cost()) if "noise multiplier" in line]
+    assert [line.split()[:2] for line in words] == [["1", "steps"], ["1", "evaluations"]] * 2
+
+
+def test_errors_are_those_of_the_table() -> None:
+    """Of mean losses of 1,000 records, at a fifth of epsilon 3: the clip, and noise on two sums."""
+    text = (Path(__file__).parents[3] / "docs" / "dp-sgd.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith("| 1,000 |"))
+    told = float(row.split("|")[4].split(",")[0])
+    assert benchmark.errors(0.2, 1000, draws=400)[0] == pytest.approx(told, rel=0.15)

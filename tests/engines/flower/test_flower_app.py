@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example of Flower as it runs: on Ray, over a SuperLink, and its step clipper."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flower_loop import arrays_of, record
+from flwr.app import Context, Message, RecordDict
+
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.spent import read_spent
+from fedclip.report import read_report
+
+APP = Path(__file__).parents[3] / "examples" / "flower"
+
+
+def run(folder: Path, *options: str, limit: float = 1500.0) -> dict[str, Any]:
+    """Run the example, and return what its server has kept."""
+    command = [sys.executable, str(APP / "run.py"), "--folder", str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads((folder / "update_clip.json").read_text())
+    found["accuracy"] = [
+        float(line.split("'accuracy': ")[1].split(",")[0])
+        for line in done.stdout.splitlines()
+        if "MetricRecord: {'accuracy'" in line
+    ]
+    return found
+
+
+@pytest.mark.slow
+def test_ten_clients_on_ray_with_noise(tmp_path: Path) -> None:
+    noise = ("noise-multiplier=0.3", "expected-clients=10", "start-norm=1.0")
+    options = [word for pair in noise for word in ("--set", f"update-clip.{pair}")]
+    found = run(tmp_path, "--rounds", "3", *options)
+    assert [row["replies"] for row in found["rounds"]] == [10, 10, 10]
+    assert max(found["accuracy"]) > 0.6
+    (spent,) = read_spent(tmp_path)
+    assert spent.accountant.rounds == 3
+    assert len(read_report(tmp_path).rows) == 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [("--supernodes", "2"), ("--clients", "100")], ids=str)
+def test_the_example_on_more(tmp_path: Path, options: tuple[str, str]) -> None:
+    found = run(tmp_path, "--rounds", "5", *options)
+    assert [row["replies"] for row in found["rounds"]] == [int(options[1])] * 5
+    assert all(row["refused"] == row["zeroed"] == 0 for row in found["rounds"])
+    assert max(found["accuracy"]) > 0.75
+
+
+def test_flwr_builds_the_example(tmp_path: Path) -> None:
+    shutil.copytree(APP, tmp_path / "app", ignore=shutil.ignore_patterns("result*", "__pycache__"))
+    flwr = Path(sys.executable).with_name("flwr")
+    env = {**os.environ, "HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0"}
+    command = [flwr, "build", "--app", "app"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (bundle,) = tmp_path.glob("*.fab")
+    names = zipfile.ZipFile(bundle).namelist()
+    assert {"pyproject.toml", "LICENSE", "digits/client_app.py"} <= set(names)
+
+
+def test_the_example_has_no_problem() -> None:
+    assert check_config(APP).ok
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(APP))
+    yield import_module("digits.client_app")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "digits"]:
+        del sys.modules[name]
+
+
+def test_a_step_clipper_goes_on_in_the_next_round(client: Any) -> None:
+    settings = {"local-epochs": 1, "learning-rate": 0.5, "step-clip": True}
+    node = {"partition-id": 0, "num-partitions": 10}
+    context = Context(1, 1, node, RecordDict(), settings)
+    model = {"weight": np.zeros((64, 10)), "bias": np.zeros(10)}
+    for round_ in (1, 2):
+        message = Message(RecordDict({"arrays": record(model)}), 1, "train")
+        # A process that has started anew has nothing but the context.
+        reply = client.train(message, context)
+        model = arrays_of(reply.content["arrays"])
+        state = json.loads(context.state["step-clip"]["state"])
+        # 144 images in batches of 32.
+        assert [(r["round"], r["steps"]) for r in state["rounds"]] == [(1, 5), (2, 5)][:round_]

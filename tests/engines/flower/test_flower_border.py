@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes between a SuperNode and its SuperLink, through flwr's own functions."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flower_site import leaks, norm, policy
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app.message.message import make_message
+from flwr.app.metadata import Metadata
+from flwr.clientapp import ClientApp
+from flwr.common.serde import message_to_proto
+from flwr.supercore.constant import TaskType
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.run import Run
+from flwr.supernode import start_client_internal
+from flwr.supernode.nodestate import NodeStateFactory
+from hostile.hostile.client_app import ATTACKS, NUMBER, SECRET, Arrays, record, trained
+from hostile.hostile.server_app import MODEL, plain
+from typer.testing import CliRunner
+
+from fedclip.cli.main import app
+from fedclip.engines.flower import UpdateClipMod, supernode
+from fedclip.engines.flower.supernode import Border
+from fedclip.site.gate import Gate
+from fedclip.site.policy import Policy
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.tables import bound_to, reply_from
+
+PLAIN = Policy(max_norm=0.5, allow_metrics=["num-examples"])
+IDS = itertools.count(1)
+
+
+def asked(kind: str = "train", model: Arrays = MODEL, run: int = 1, **records: Any) -> Message:
+    """Return a server's message, as the SuperLink hands it out."""
+    metadata = Metadata(run, "", 1, 2, "", str(next(IDS)), 1e9, 1e9, kind)
+    message = make_message(metadata, RecordDict({"arrays": record(model), **records}))
+    message.metadata.__dict__["_message_id"] = message.object_id
+    return message
+
+
+class Link:
+    """The SuperLink's end of a connection: it hands out messages, and keeps what comes."""
+
+    def __init__(self, *messages: Message) -> None:
+        self.messages = list(messages)
+        self.objects: dict[str, Any] = {}
+        self.left = b""
+        self.durations: list[float] = []
+        self.replies: list[Message] = []
+        self.pull: Any = lambda _, name: self.objects[name].deflate()
+        self.confirmed: list[str] = []
+        self._came: dict[str, bytes] = {}
+
+    def receive(self) -> Any:
+        message = self.messages.pop(0)
+        self.objects |= get_all_nested_objects(message)
+        return message, get_object_tree(message)
+
+    def send(self, message: Message, tree: Any, duration: float) -> Any:
+        proto = message_to_proto(message)
+        proto.ClearField("content")
+        self.left += proto.SerializeToString() + tree.SerializeToString()
+        self.durations.append(duration)
+        return {node.object_id for node in iterate_object_tree(tree)}, tree.object_id
+
+    def push(self, run_id: int, session: str, name: str, content: bytes) -> None:
+        self.left += content
+        self._came[name] = content
+        if name == session:
+            self.replies.append(inflate_object_from_contents(name, self._came))
+
+    def get_run(self, run_id: int) -> Run:
+        run = Run.create_empty(run_id)
+        run.primary_task_type = TaskType.AGENT_APP
+        return run
+
+    @property
+    def connection(self) -> tuple[Any, ...]:
+        confirm = lambda run, message: self.confirmed.append(message)  # noqa: E731
+        return 1, self.receive, self.send, self.get_run, None, self.pull, self.push, confirm
+
+
+class Node:
+    """A SuperNode's functions, over a connection."""
+
+    def __init__(self, connection: tuple[Any, ...]) -> None:
+        self.connection = connection
+        self.state = NodeStateFactory(ObjectStoreFactory()).state()
+
+    def receive(self) -> Message:
+        message, tree = self.connection[1]()
+        contents = {
+            node.object_id: self.connection[5](1, node.object_id)
+            for node in iterate_object_tree(tree)
+        }
+        received: Any = inflate_object_from_contents(tree.object_id, contents)
+        received.metadata.__dict__["_message_id"] = message.metadata.message_id
+        return received
+
+    def push(self, *replies: Message) -> None:
+        for reply in replies:
+            start_client_internal._insert_message(reply, self.state, self.state.object_store)
+        parts = self.state, self.state.object_store, self.connection[2], self.connection[6]
+        start_client_internal._push_messages(*parts)
+
+
+Answer = Callable[[Message], Message | list[Message]]
+
+
+def exchanged(message: Message, answer: Answer, rules: Policy | None = PLAIN) -> Link:
+    """Return the SuperLink's end after a message and its reply."""
+    link = Link(message)
+    connection = link.connection
+    node = Node(Border(Gate(rules), connection).connection() if rules else connection)
+    replies = answer(node.receive())
+    node.push(*(replies if isinstance(replies, list) else [replies]))
+    return link
+
+
+def attacking(name: str) -> Answer:
+    def answer(message: Message) -> Message:
+        arrays = {key: array.numpy() for key, array in message.content["arrays"].items()}
+        return Message(ATTACKS[name](arrays), reply_to=message)
+
+    return answer
+
+
+def replying(content: RecordDict | Error) -> Answer:
+    return lambda message: Message(content, reply_to=message)
+
+
+SILENT = {"honest", "missing", "infinite", "nan"}
+OUTSIDE = {"error", "task"}
+
+
+@pytest.mark.parametrize("name", sorted(ATTACKS.keys() - OUTSIDE))
+def test_nothing_leaves_but_what_the_policy_says(name: str) -> None:
+    kind = name.partition("-")[0] if name.startswith(("evaluate", "query")) else "train"
+    assert bool(leaks(exchanged(asked(kind), attacking(name), None).left)) == (name not in SILENT)
+    link = exchanged(asked(kind), attacking(name))
+    assert not leaks(link.left)
+    assert link.durations == [0.0]
+    (reply,) = link.replies
+    assert reply.metadata.message_type == kind
+    if reply.has_error():
+        assert refusal(link) == REFUSAL
+        return
+    records = plain(reply)
+    assert set(records) <= {"arrays", "metrics"}
+    assert set(records.get("metrics", {})) <= {"num-examples"}
+    assert kind == "train" or "arrays" not in records
+    if "arrays" in records:
+        assert norm(records["arrays"]) <= 0.5 * (1 + 1e-6)
+        assert records["arrays"]["steps"] == MODEL["steps"]
+
+
+@pytest.mark.parametrize(
+    ("name", "leaving"), [("honest", True), ("record-names", True), ("names", False)]
+)
+def test_an_honest_update_leaves_as_it_is(name: str, leaving: bool) -> None:
+    (reply,) = exchanged(asked(), attacking(name)).replies
+    assert reply.has_content() == leaving
+    if leaving:
+        wanted = ATTACKS[name](MODEL).array_records.values()
+        np.testing.assert_array_equal(
+            reply.content["arrays"]["w"].numpy(), next(iter(wanted))["w"].numpy()
+        )
+
+
+REFUSAL = Error(6, "refused by this site, whose log says why")
+
+
+def refusal(link: Link) -> Error:
+    """Return the one error that a link got; there must be nothing else but its metadata."""
+    (reply,) = link.replies
+    assert link.durations == [0.0]
+    proto = message_to_proto(reply)
+    proto.ClearField("metadata")
+    assert proto == message_to_proto(Message(REFUSAL, reply_to=asked())).__class__(
+        error=proto.error
+    )
+    assert get_object_tree(reply).children == []
+    return reply.error
+
+
+@pytest.mark.parametrize("error", [Error(666, SECRET), Error(2, None), Error(2**60, "x")])
+def test_an_error_leaves_without_its_words(error: Error) -> None:
+    link = exchanged(asked(), replying(error))
+    assert refusal(link) == REFUSAL
+    assert not leaks(link.left)
+
+
+def bent(message: Message) -> Message:
+    reply = Message(trained(MODEL), reply_to=message)
+    reply.metadata.group_id = SECRET
+    reply.metadata.created_at = reply.metadata.ttl = 1234567.0
+    reply.metadata.message_type = "query.PATIENT_0042"
+    reply.metadata.dst_node_id = 3
+    reply.metadata.src_task_id = 4
+    return reply
+
+
+def test_the_metadata_are_made_here() -> None:
+    link = exchanged(asked(), bent)
+    found = link.replies[0].metadata
+    assert not leaks(link.left)
+    assert (found.message_type, found.dst_node_id, found.src_task_id) == ("train", 1, None)
+
+
+def test_a_message_has_one_reply() -> None:
+    def twice(message: Message) -> list[Message]:
+        more = trained(MODEL, more=ConfigRecord({"a": 1}))
+        return [Message(trained(MODEL), reply_to=message), Message(more, reply_to=message)]
+
+    assert len(exchanged(asked(), twice, None).replies) == 2
+    assert len(exchanged(asked(), twice).replies) == 1
+
+
+@pytest.mark.parametrize("field", ["_reply_to_message_id", "_run_id"])
+def test_a_reply_to_something_else_stays(field: str) -> None:
+    def stray(message: Message) -> Message:
+        reply = Message(trained(MODEL), reply_to=message)
+        reply.metadata.__dict__[field] = {"_run_id": 7}.get(field, "0" * 64)
+        return reply
+
+    assert exchanged(asked(), stray, None).left
+    assert not exchanged(asked(), stray).left
+
+
+@pytest.mark.parametrize("kind", ["system", "reconnect", "get_parameters", "evaluate", "query"])
+def test_arrays_leave_in_replies_to_training_only(kind: str) -> None:
+    assert exchanged(asked(kind), replying(trained(MODEL))).replies[0].has_error()
+    assert exchanged(asked("train.again"), replying(trained(MODEL))).replies[0].has_content()
+
+
+def test_without_the_model_nothing_leaves(caplog: Any) -> None:
+    link = Link(asked())
+    link.pull = None
+    node = Node(Border(Gate(PLAIN), link.connection).connection())
+    message, _ = node.connection[1]()
+    node.push(Message(trained(MODEL), reply_to=message))
+    assert refusal(link) == REFUSAL
+    assert "the model that this replies to has not been seen" in caplog.text
+
+
+def test_two_models_in_a_message_are_refused() -> None:
+    assert refusal(exchanged(asked(more=record(MODEL)), replying(trained(MODEL)))) == REFUSAL
+
+
+def test_beyond_max_replies_no_app_sees_a_message(caplog: Any) -> None:
+    messages = [asked(run=run) for run in (1, 1, 1, 2)]
+    link = Link(*messages)
+    connection = Border(Gate(Policy(max_norm=0.5, max_replies_per_run=2)), link.connection)
+    seen = [connection.receive() is not None for _ in messages]
+    assert seen == [True, True, False, True]
+    assert refusal(link) == REFUSAL
+    assert link.confirmed == [messages[2].metadata.message_id]
+    assert "max_replies_per_run = 2" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_rounding_makes_no_update_longer(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    model = {"w": (1000 * rng.standard_normal(2000)).astype(dtype)}
+    reply = trained({"w": (model["w"] + rng.standard_normal(2000)).astype(dtype)})
+    (got,) = exchanged(asked(model=model), replying(reply)).replies
+    w = got.content["arrays"]["w"].numpy()
+    assert w.dtype == dtype
+    assert np.linalg.norm(w.astype(float) - model["w"]) <= 0.5
+
+
+BOUND = ConfigRecord({"bound": 1.0})
+UPDATE = {"w": np.full((2, 3), 9.0, np.float32), "half": np.zeros(4, np.float16)}
+
+
+@pytest.mark.parametrize(
+    ("votes", "sent"),
+    [
+        ({"votes": 1, "within": 1, "clipped": 0, "zeroed": 0}, [1, 1, 0, 0]),
+        ({"votes": 42, "within": 1, "clipped": 1, "zeroed": 0, "age": 42}, [0, 0, 1, 0]),
+    ],
+)
+def test_the_mods_update_is_clipped_as_an_update(votes: dict[str, int], sent: list[int]) -> None:
+    content = trained(UPDATE, fedclip=MetricRecord(votes))
+    (reply,) = exchanged(asked(fedclip=BOUND), replying(content)).replies
+    records = plain(reply)
+    np.testing.assert_allclose(records["arrays"]["w"], 0.5 / 6**0.5, rtol=1e-5)
+    assert records["metrics"] == {"num-examples": 7}
+    assert records["fedclip"] == dict(
+        zip(("votes", "within", "clipped", "zeroed"), sent, strict=True)
+    )
+    # A server that has asked for no update gets none: this would be the wrong model.
+    assert exchanged(asked(), replying(content)).replies[0].has_error()
+
+
+@pytest.mark.parametrize("noise", [0.0, 20.0])
+def test_the_real_mod_and_server_work_through_a_border_without_noise(noise: float) -> None:
+    server = UpdateServer(AdaptiveBound(start_norm=2.0))
+    client = ClientApp(mods=[UpdateClipMod()])
+
+    @client.train()
+    def train(message: Message, context: Context) -> Message:
+        content = trained({**MODEL, "w": MODEL["w"] + np.float32(NUMBER)})
+        return Message(content, reply_to=message)
+
+    state = Context(1, 1, {}, RecordDict(), {})
+    message = asked(fedclip=ConfigRecord(bound_to(server.open())))
+    rules = Policy(max_norm=0.5, noise_multiplier=noise)
+    (reply,) = exchanged(message, lambda received: client(received, state), rules).replies
+    update = {name: array.numpy() for name, array in reply.content["arrays"].items()}
+    assert update.keys() == {"w", "half"}
+    said = reply_from(update, dict(reply.content["fedclip"]), "site")
+    (fault,) = server.close([said], like=update).faults
+    if noise:
+        assert (said.votes, said.clipped) == (0, 0)
+        assert "norm" in fault
+    else:
+        # The mod clips to 2, and says that it did; the site clips further.
+        assert (said.votes, said.within, said.clipped, fault) == (1, 0, 1, "")
+        assert np.linalg.norm(update["w"]) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_nothing_runs_as_an_agent() -> None:
+    link = Link()
+    assert link.get_run(1).primary_task_type == TaskType.AGENT_APP
+    run = Border(Gate(PLAIN), link.connection).connection()[3](1)
+    assert run.primary_task_type == TaskType.CLIENT_APP
+
+
+@pytest.fixture
+def as_installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Put back what `_guard` replaces."""
+    for module, name in [
+        (start_client_internal, "http_request_response"),
+        (supernode.runtime_handlers, "TASK_TYPES_ALLOWED_TO_CREATE_TASKS"),
+    ]:
+        monkeypatch.setattr(module, name, getattr(module, name))
+    return monkeypatch
+
+
+def test_flwr_connects_through_a_border(as_installed: pytest.MonkeyPatch) -> None:
+    supernode._guard(Gate(PLAIN), contextmanager(lambda *_: iter([Link().connection])))
+    with start_client_internal._init_connection("127.0.0.1:1", True) as found:
+        assert all(isinstance(found[i].__self__, Border) for i in (1, 2, 3, 5, 6))
+    assert not supernode.runtime_handlers.TASK_TYPES_ALLOWED_TO_CREATE_TASKS
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("package_version", "1.41.1"), ("KNOWN", {"1.41.0": "0" * 64, "1.42.0": "1" * 64})],
+)
+def test_another_flwr_is_refused(as_installed: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    as_installed.setattr(supernode, name, value)
+    with pytest.raises(
+        RuntimeError,
+        match=r"flwr 1\.41\.0 or 1\.42\.0 as it is on PyPI, and .* or changed: run pip",
+    ):
+        supernode._check()
+
+
+@pytest.mark.parametrize("file", ["supercore/servicer/runtime/runtime_handlers.py", "new.py"])
+def test_any_file_of_flwr_that_was_changed_is_noticed(
+    as_installed: pytest.MonkeyPatch, file: str, tmp_path: Path
+) -> None:
+    root = Path(str(supernode.flwr.__file__)).parent
+    copy = shutil.copytree(root, tmp_path / "flwr", ignore=shutil.ignore_patterns("__pycache__"))
+    as_installed.setattr(supernode.flwr, "__file__", str(copy / "__init__.py"))
+    supernode._check()
+    with (copy / file).open("a") as changed:
+        changed.write("# a comment")
+    with pytest.raises(RuntimeError, match="or changed"):
+        supernode._check()
+
+
+def test_the_command_says_why_it_starts_nothing(
+    as_installed: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    as_installed.setattr(supernode, "package_version", "1.40.0")
+    for name in ("FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK"):
+        as_installed.setenv(name, "not set")
+    result = CliRunner().invoke(app, ["site", "supernode", str(policy(tmp_path)), "--insecure"])
+    assert result.exit_code == 1
+    assert "pip install --force-reinstall flwr==1.42.0" in result.stderr
+    assert os.environ["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+
+
+def test_a_node_that_fails_ends(as_installed: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Threads of flwr would keep the process, and its port open."""
+
+    def fails() -> None:
+        assert shutil.which("flower-superexec")
+        raise FileNotFoundError("flower-superexec")
+
+    ended: list[Any] = []
+    as_installed.setattr(supernode, "flower_supernode", fails)
+    as_installed.setattr(supernode, "flwr_exit", lambda *args: ended.append(args))
+    as_installed.setattr(supernode.fleet_http_connection, "http_request_response", None)
+    as_installed.setattr(sys, "argv", ["fedclip"])
+    as_installed.setenv("PATH", os.defpath)
+    supernode.run(policy(tmp_path), ["--insecure"])
+    assert "flower-superexec" in ended[0][1]

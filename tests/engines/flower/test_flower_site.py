@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A site's policy on Flower, attacked by an app: what has left is looked at on the wire."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flower_site import NODE, federation, leaks, norm, policy, until
+from hostile.hostile.client_app import ATTACKS
+from hostile.hostile.server_app import MODEL
+
+from fedclip.privacy.accounting import Accountant
+
+ALL = [*ATTACKS, "code", "metadata", "twice"]
+REFUSED = (6, "refused by this site, whose log says why")
+
+
+def test_what_a_hostile_app_sends_stays_in_the_site(tmp_path: Path) -> None:
+    with federation(tmp_path) as running:
+        running.node(policy(tmp_path))
+        huge, twice, failed = running.run("huge", "twice", "error")()
+        assert not leaks(running.left())
+    assert norm(huge["arrays"]) == pytest.approx(0.5, rel=1e-5)
+    assert huge["metrics"] == {"num-examples": 8}
+    assert norm(twice["arrays"]) <= 0.5 * (1 + 1e-6)
+    assert failed == REFUSED
+
+
+def judge(name: str, reply: Any) -> None:
+    """Check what a server has received."""
+    if isinstance(reply, tuple):
+        assert name not in ("honest", "huge"), reply
+        assert reply == REFUSED
+        return
+    assert set(reply) <= {"arrays", "metrics", "fedclip"}, name
+    assert set(reply.get("metrics", {})) <= {"num-examples"}, name
+    assert reply.get("metrics") != {"num-examples": 666}, "a model on the web was called"
+    if name == "mod":
+        assert reply["fedclip"] == {"votes": 0, "within": 0, "clipped": 1, "zeroed": 0}
+        assert sum((a.astype(float) ** 2).sum() for a in reply["arrays"].values()) <= 0.25
+    elif "arrays" in reply:
+        assert norm(reply["arrays"]) <= 0.5 * (1 + 1e-6), name
+        assert reply["arrays"]["steps"] == MODEL["steps"], name
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("isolation", ["subprocess", "process"])
+def test_every_attack(tmp_path: Path, isolation: str) -> None:
+    with federation(tmp_path) as running:
+        _, address = running.node(policy(tmp_path), "--isolation", isolation)
+        if isolation == "process":
+            running.start(
+                "apps", "flower-superexec", "--insecure", "--runtime-api-address", address
+            )
+        got = running.run(*ALL)()
+        assert not leaks(running.left())
+    for name, reply in zip(ALL, got, strict=True):
+        judge(name, reply)
+
+
+@pytest.mark.soak
+def test_without_the_policy_it_leaves(tmp_path: Path) -> None:
+    with federation(tmp_path) as running:
+        running.node(None)
+        huge, task, *_ = running.run("huge", "task", "error", "twice")()
+        assert len(leaks(running.left())) >= 3
+    assert norm(huge["arrays"]) > 1e6
+    # flwr has begun to start what calls a model on the web.
+    assert task["metrics"] == {"num-examples": 666}
+
+
+@pytest.mark.soak
+def test_an_app_can_stop_the_node_and_nothing_leaves(tmp_path: Path) -> None:
+    with federation(tmp_path) as running:
+        node, _ = running.node(policy(tmp_path))
+        running.run("stop")
+        until(lambda: node.poll() is not None)
+        assert b"num-examples" not in running.left()
+
+
+def budget(folder: Path, updates: int) -> Path:
+    """Write a policy with a budget for so many updates."""
+    one = {"noise_multiplier": 20.0, "delta": 1e-5, "ledger": str(folder / "ledger.json")}
+    cost = partial(Accountant(1e-5, "replace-one").epsilon, 20.0)
+    return policy(folder, max_epsilon=(cost(updates) + cost(updates + 1)) / 2, **one)
+
+
+def paid(replies: list[Any]) -> int:
+    """Return how many updates were let out; check that the others were refused alike."""
+    refused = [reply for reply in replies if isinstance(reply, tuple)]
+    assert set(refused) <= {REFUSED}
+    return len(replies) - len(refused)
+
+
+@pytest.mark.soak
+def test_two_runs_on_two_nodes_spend_one_budget(tmp_path: Path) -> None:
+    rules = budget(tmp_path, 5)
+    ledger = tmp_path / "ledger.json"
+    with federation(tmp_path) as running:
+        nodes = [running.node(rules, name=name)[0] for name in ("first", "second")]
+        begun = tmp_path / "begun.json"
+        shutil.copy(ledger, begun)
+        runs = [running.run(*["huge"] * 4, name=name) for name in ("one", "two")]
+        replies = [reply for received in runs for reply in received()]
+        assert paid(replies) == 5
+        # Noise of 20 * 0.5 on each of ten numbers.
+        assert all(norm(reply["arrays"]) > 1 for reply in replies if isinstance(reply, dict))
+        # Put back while the nodes run: they know what they have spent.
+        shutil.copy(begun, ledger)
+        assert paid(running.run("honest", "honest", name="three")()) == 0
+        for node in nodes:
+            node.kill()
+            node.wait()
+    with federation(tmp_path / "again") as running:
+        running.node(rules)
+        assert paid(running.run("honest", name="four")()) == 0
+        assert not leaks(running.left())
+
+
+def targets(outside: socket.socket, *files: Path) -> str:
+    """Return where an app could take data, and what it could change: addresses and files."""
+    hosts = subprocess.check_output(["hostname", "-I"], text=True).split()
+    ports = [f"{host}:{outside.getsockname()[1]}" for host in ("127.0.0.1", *hosts)]
+    return " ".join([*ports, *map(str, files)])
+
+
+@pytest.mark.soak
+def test_an_app_in_a_subprocess_reaches_all(tmp_path: Path) -> None:
+    with federation(tmp_path) as running, socket.create_server(("0.0.0.0", 0)) as outside:
+        rules = policy(tmp_path)
+        running.node(rules)
+        (got,) = running.run("reach", targets=targets(outside, rules))()
+    assert got["metrics"]["num-examples"] >= 2
+
+
+@pytest.mark.soak
+def test_an_app_in_a_network_of_its_own_reaches_nothing(tmp_path: Path) -> None:
+    if os.geteuid() or not all(map(shutil.which, ("ip", "setpriv"))):
+        pytest.skip("only root can lay a cable")
+    # In the place of the new user stands root without any right, who may run this interpreter
+    # and may not read the policy; names and addresses are of this test alone.
+    name, net = f"fc{os.getpid() % 10**6}", f"10.94.{os.getpid() % 250}"
+    page = (Path(__file__).parents[3] / "docs" / "flower-site.md").read_text("utf-8")
+    for old, new in {
+        "--reuid flower-app --regid flower-app": "--bounding-set=-all",
+        "/var/lib/flower-app": str(tmp_path / "apps"),
+        "/etc/fedclip/site.toml": str(tmp_path / "site.toml"),
+        "flower-app": f"{name}a",
+        "flower-site": f"{name}s",
+        "10.94.0": net,
+    }.items():
+        page = page.replace(old, new)
+    lines = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", page, re.MULTILINE)]
+    _, add_user, *network, start, apps = lines
+    assert add_user[0] == "useradd"
+    rules = policy(tmp_path)
+    rules.chmod(0)
+    (tmp_path / "apps").mkdir()
+    try:
+        for command in network:
+            subprocess.run(command, check=True)
+        with federation(tmp_path) as running, socket.create_server(("0.0.0.0", 0)) as outside:
+            link = ["--superlink", running.tap(), "--insecure"]
+            after = start.index("--isolation")
+            running.start("node", sys.executable, *NODE, start[3], *link, *start[after:])
+            until(lambda: "SuperNode ID" in running.log("node"))
+            running.start("apps", str(shutil.which(apps[0])), *apps[1:])
+            reached = targets(outside, rules)
+            kept = " ".join(one for one in reached.split() if not one.startswith(net))
+            (got,) = running.run("reach", targets=f"{kept} {link[1]}")()
+    finally:
+        subprocess.run(["ip", "netns", "delete", f"{name}a"], check=True)
+    assert got["metrics"] == {"num-examples": 0}, running.log("apps")

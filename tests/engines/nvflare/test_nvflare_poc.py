@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFlare: jobs that attack a site's policy, on a server and a site in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from nvflare.apis.dxo import DataKind, from_shareable
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.utils.decomposers import flare_decomposers
+from nvflare.app_common.decomposers import common_decomposers
+from nvflare.app_common.np.np_model_persistor import NPModelPersistor
+from nvflare.app_common.workflows.fedavg import FedAvg
+from nvflare.fuel.utils import fobs
+from nvflare.job_config.api import FedJob
+from nvflare.job_config.defs import FilterType
+from nvflare_hostile import NUMBER, SECRET, WAYS, Hostile, Keep, PutBack
+
+from fedclip.engines.nvflare import add_update_clipping
+from fedclip.site.gate import spent
+from fedclip.site.policy import Policy
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "nvflare"
+POLICY = "[update]\nmax_norm = 0.5\nallow_metrics = ['accuracy']\n"
+# The hostile jobs are code, which a site lets in on purpose only.
+WITH_CODE = f"{POLICY}allow_job_code = true\n"
+
+flare_decomposers.register()
+common_decomposers.register()
+
+
+def hostile(folder: Path, *filters: Any, **meta: str) -> Path:
+    """Return the folder of the hostile job."""
+    job = FedJob("hostile", min_clients=1, meta_props=meta)
+    job.to_server(NPModelPersistor(model=[0.0] * 4), id="persistor")
+    # It goes on after errors, so that one job tries all ways.
+    rounds = {"num_clients": 1, "num_rounds": len(WAYS), "ignore_result_error": True}
+    job.to_server(FedAvg(aggregator=Keep(), **rounds))
+    job.to_clients(Hostile(), tasks=["train"])
+    for one in filters:
+        job.to_clients(one, filter_type=FilterType.TASK_RESULT, tasks=["train"])
+    job.export_job(str(folder))
+    return folder / "hostile"
+
+
+def run(folder: Path, *jobs: Path, policy: str = WITH_CODE) -> tuple[str, list[bytes], list[Any]]:
+    """Run jobs; return how they ended, the frames, and the results that arrived, by rounds."""
+    if policy:
+        (folder / "site.toml").write_text(policy)
+        (folder / "site.toml").chmod(0o600)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "support" / "nvflare_poc.py", folder, *jobs],
+        env=os.environ | {"HOME": str(folder)},  # where NVFlare writes
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    arrived = list((folder / "arrived").iterdir())
+    frames = [path.read_bytes() for path in arrived if path.suffix == ".frame"]
+    results = [fobs.loads(path.read_bytes()) for path in arrived if path.suffix == ".result"]
+    results.sort(key=lambda result: result.get_cookie("contribution_round"))
+    assert len(frames) > 20
+    return (folder / "status.txt").read_text(), frames, results
+
+
+def holds(frames: list[bytes]) -> tuple[bool, bool]:
+    """Return whether the secret text is in any of the frames, and the secret number."""
+    numbers = struct.pack("<f", NUMBER), struct.pack("<d", NUMBER)
+    return (
+        any(SECRET.encode() in frame for frame in frames),
+        any(number in frame for frame in frames for number in numbers),
+    )
+
+
+def test_a_hostile_job_takes_out_no_more_than_the_policy_lets(tmp_path: Path) -> None:
+    status, frames, results = run(tmp_path, hostile(tmp_path))
+    assert status == "FINISHED:COMPLETED"
+    assert holds(frames) == (False, False)
+    left = dict(zip(WAYS, results, strict=True))
+    for way, kind in (("difference", DataKind.WEIGHT_DIFF), ("weights", DataKind.WEIGHTS)):
+        dxo = from_shareable(left.pop(way))
+        assert (dxo.data_kind, dxo.meta) == (kind, {"accuracy": 0.5})
+        assert 0.49 < np.linalg.norm(dxo.data["numpy_key"]) <= 0.5
+    assert from_shareable(left.pop("metrics")).data == {"accuracy": 0.5}
+    codes = {way: reply.get_return_code() for way, reply in left.items()}
+    assert codes == dict.fromkeys(left, ReturnCode.TASK_RESULT_FILTER_ERROR)
+    assert all(set(reply) <= {"__headers__"} for reply in left.values())
+    # Cookies are the server's, whatever an executor has done to them.
+    for reply in results:
+        assert "note" not in reply.get_cookie_jar()
+
+
+@pytest.mark.soak
+def test_without_a_policy_all_of_it_arrives(tmp_path: Path) -> None:
+    """What is not found above would be, if it were there."""
+    status, frames, results = run(tmp_path, hostile(tmp_path), policy="")
+    assert status == "FINISHED:COMPLETED"
+    assert holds(frames) == (True, True)
+    assert len(results) == len(WAYS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "case", ["own filter", "own code", "logs leave", "no policy", "another scope"]
+)
+def test_a_job_that_would_get_around_the_policy_gets_nothing(case: str, tmp_path: Path) -> None:
+    meta = {"scope": "another"} if case == "another scope" else {}
+    job = hostile(tmp_path, *[PutBack()] * (case == "own filter"), **meta)
+    policy = {"no policy": "[update]", "own code": POLICY}.get(case, WITH_CODE)
+    if case == "logs leave":
+        (tmp_path / "logs-leave").touch()
+    status, frames, results = run(tmp_path, job, policy=policy)
+    assert status != "FINISHED:COMPLETED"
+    assert holds(frames) == (False, False)
+    assert not any("DXO" in result for result in results)
+
+
+def test_the_example_without_code_runs_below_a_policy_with_short_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What docs/nvflare.md shows: a script that the site has, and lists of what both allow."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    example, script = import_module("job"), tmp_path / "installed" / "client.py"
+    job = example.recipe(1, 3, str(script))
+    add_update_clipping(job, folder=str(tmp_path / "spent"), start_norm=0.48)
+    example.export(job, tmp_path)
+    assert not [*(tmp_path / "digits").rglob("*.py")]
+    script.parent.mkdir()
+    shutil.copy(EXAMPLE / "client.py", script)
+    (tmp_path / "short-lists").touch()
+    status, _, results = run(tmp_path, tmp_path / "digits", policy=POLICY)
+    assert status == "FINISHED:COMPLETED"
+    rounds = json.loads((tmp_path / "spent" / "update_clip.json").read_text())["rounds"]
+    bounds = [one["bound"] for one in rounds]
+    assert bounds[1] > 0.5 > bounds[0]
+    for result, bound in zip(results, bounds, strict=True):
+        dxo = from_shareable(result)
+        norm = np.linalg.norm(dxo.data["numpy_key"].astype("f8"))
+        assert norm == pytest.approx(min(bound, 0.5), rel=1e-5)
+        assert dxo.meta.get("initial_metrics") == {"accuracy": pytest.approx(0.5, abs=0.5)}
+
+
+@pytest.mark.soak
+def test_two_jobs_at_once_share_the_budget(tmp_path: Path) -> None:
+    ledger = tmp_path / "spent.json"
+    policy = f"{WITH_CODE}noise_multiplier = 2.0\nmax_epsilon = 10.0\ndelta = 1e-5\n"
+    policy += f"ledger = '{ledger}'\n"
+    jobs = [hostile(tmp_path / name) for name in ("one", "two")]
+    status, frames, results = run(tmp_path, *jobs, policy=policy)
+    assert status == "FINISHED:COMPLETED\nFINISHED:COMPLETED"
+    assert holds(frames) == (False, False)
+    # Each would share two updates, and is charged for a third that is refused; four are paid for.
+    updates = [r for r in results if "DXO" in r and r["DXO"]["kind"] != DataKind.METRICS]
+    assert len(updates) <= 4
+    assert 9.0 < spent(Policy.read(tmp_path / "site.toml")).epsilon() <= 10.0
+    assert len(results) == 2 * len(WAYS)

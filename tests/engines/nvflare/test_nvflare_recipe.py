@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFlare: what `add_update_clipping` puts into a job, what it refuses, and a job that runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from nvflare.app_common.aggregators.collect_and_assemble_model_aggregator import (
+    CollectAndAssembleModelAggregator,
+)
+from nvflare.app_common.np.recipes.fedavg import NumpyFedAvgRecipe
+from nvflare.app_common.np.recipes.lr.fedavg import FedAvgLrRecipe
+from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
+from nvflare.client.config import TransferType
+
+from fedclip.cli.check.configuration import check_config
+from fedclip.engines.nvflare import add_update_clipping
+from fedclip.updates.tables import client_of, server_of
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "nvflare"
+SCRIPT = str(EXAMPLE / "client.py")
+
+
+def recipe(**changed: Any) -> NumpyFedAvgRecipe:
+    given = {"min_clients": 3, "params_transfer_type": TransferType.DIFF} | changed
+    return NumpyFedAvgRecipe(name="job", model=[0.0, 0.0], train_script=SCRIPT, **given)
+
+
+def exported(job: NumpyFedAvgRecipe, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    job.export(str(folder))
+    config = folder / "job" / "app" / "config"
+    server, client = (
+        json.loads((config / f"config_fed_{side}.json").read_text())
+        for side in ("server", "client")
+    )
+    return server, client
+
+
+def test_an_exported_job_is_judged_before_it_runs(tmp_path: Path) -> None:
+    for metric in ("accuracy", ""):
+        job = recipe(key_metric=metric, num_rounds=2)
+        add_update_clipping(job, noise_multiplier=2.0, expected_clients=3, delta=0.4)
+        job.export(str(tmp_path / metric))
+        found = check_config(tmp_path / metric / "job")
+        levels = ["problem", *["leak"] * 2 * bool(metric), "note"]
+        assert [finding.level for finding in found.findings] == levels
+        assert "delta = 0.4 is not below 1 / 3 clients" in found.problems[0].message
+
+
+def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
+    job = recipe()
+    add_update_clipping(job, folder="/srv/spent", start_norm=0.5, scope={"a": 1.0, "*": 1.0})
+    server, client = exported(job, tmp_path)
+    settings = {"start_norm": 0.5, "scope": {"a": 1.0, "*": 1.0}}
+    assert server["workflows"][0]["args"]["aggregator"] == {
+        "path": "fedclip.engines.nvflare.server.CloseRound",
+        "args": {"settings": settings, "folder": "/srv/spent"},
+    }
+    (sends,), (receives,), (clips,) = (
+        server["task_data_filters"],
+        client["task_data_filters"],
+        client["task_result_filters"],
+    )
+    # Only of the training: evaluation is left alone.
+    assert sends["tasks"] == receives["tasks"] == clips["tasks"] == ["train"]
+    assert sends["filters"][0]["path"] == "fedclip.engines.nvflare.server.SendBound"
+    assert receives["filters"][0]["path"] == "fedclip.engines.nvflare.client.ReceiveBound"
+    assert clips["filters"] == [
+        {"path": "fedclip.engines.nvflare.client.ClipUpdate", "args": {"settings": settings}}
+    ]
+    # What the page has an operator write into a list of classes.
+    parts = [sends["filters"][0], *receives["filters"], *clips["filters"]]
+    parts.append(server["workflows"][0]["args"]["aggregator"])
+    allowed = ComponentPathAuthorizer._path_matches_prefix
+    assert all(allowed(part["path"], "fedclip.engines.nvflare") for part in parts)
+    custom = tmp_path / "job" / "app" / "custom"
+    assert [path.name for path in custom.rglob("*.py")] == ["client.py"]
+
+
+def test_the_page_shows_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = EXAMPLE.parents[1] / "docs" / "nvflare.md"
+    monkeypatch.chdir(EXAMPLE)
+    names: dict[str, Any] = {}
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+    exec(block, names)
+    assert names["recipe"]._job
+
+
+def test_settings_travel_through_json(tmp_path: Path) -> None:
+    settings = {"weights": {"site-1": 2.0, "site-2": 1.0, "site-3": 1.0}, "max_share": 0.5}
+    job = recipe()
+    add_update_clipping(job, **settings)
+    server, client = exported(job, tmp_path)
+    args = server["workflows"][0]["args"]["aggregator"]["args"]
+    assert server_of(args["settings"]).closing.shares.table == settings["weights"]
+    assert client_of(client["task_result_filters"][0]["filters"][0]["args"]["settings"])
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "told"),
+    [
+        ({"params_transfer_type": TransferType.FULL}, {}, r"give the recipe params_transfer_type="),
+        (
+            {"per_site_config": {"site-1": {"params_transfer_type": TransferType.FULL}}},
+            {},
+            "the clients must send differences",
+        ),
+        ({"server_expected_format": "raw"}, {}, "the server adds NumPy arrays up"),
+        ({"aggregator": CollectAndAssembleModelAggregator("x")}, {}, "leave aggregator out"),
+        ({"exclude_vars": "a"}, {}, r"leave exclude_vars out of the recipe: exclude="),
+        ({"aggregation_weights": {"site-1": 2.0}}, {}, "leave aggregation_weights out"),
+        ({"stop_cond": "accuracy >= 80"}, {}, "leave stop_cond out"),
+        ({}, {"start_nrom": 1.0}, "did you mean 'start_norm'"),
+        ({}, {"start_norm": -1.0}, "start_norm must be"),
+        ({}, {"folder": "spent"}, "folder must be an absolute path on the server, got 'spent'"),
+        ({}, {"noise_multiplier": 1.0}, "noise_multiplier needs expected_clients"),
+        ({}, {"noise_multiplier": 1.0, "expected_clients": 4}, "give it min_clients=4"),
+        (
+            {},
+            {"noise_multiplier": 1.0, "expected_clients": 3, "separation": 2},
+            "NVFlare's FedAvg draws them at random",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_what_can_not_be_clipped_is_refused(
+    given: dict[str, Any], settings: dict[str, Any], told: str
+) -> None:
+    if "per_site_config" in given:
+        given = {**given, "min_clients": 1}
+    with pytest.raises((TypeError, ValueError), match=told):
+        add_update_clipping(recipe(**given), **settings)
+
+
+def test_other_workflows_are_refused() -> None:
+    job = FedAvgLrRecipe(min_clients=2, num_features=2, train_script=SCRIPT)
+    with pytest.raises(ValueError, match="the workflow of this recipe is FedAvgLR"):
+        add_update_clipping(job)
+
+
+def by_the_core(rounds: int, clients: int) -> tuple[list[float], Any]:
+    """Return bounds and model of the example, by a loop in one process."""
+    spec = importlib.util.spec_from_file_location("nvflare_example", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    server, client = server_of({"start_norm": 0.5}), client_of({})
+    data, bounds = [script.load(part, 5) for part in range(clients)], []
+    model = np.zeros((65, 10), "f4")  # as NVFlare keeps it
+    for _ in range(rounds):
+        sent, replies = server.open(), []
+        for i, rows in enumerate(data):
+            trained, steps = script.train(model, *rows)
+            reply = client.clip({"numpy_key": trained - model}, sent, steps=steps)
+            replies.append(replace(reply, sender=f"site-{i + 1}"))
+        closed = server.close(replies, like={"numpy_key": model})
+        model = model + closed.average["numpy_key"]
+        bounds.append(closed.record["bound"])
+    return bounds, model
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(25, marks=pytest.mark.soak)])
+def test_the_simulator_runs_the_example(rounds: int, tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLE / "job.py", "--folder", tmp_path, "--rounds", str(rounds)]
+    # NVFlare writes below the home of its user.
+    done = subprocess.run(
+        command,
+        env=os.environ | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    server = tmp_path / "digits" / "server" / "simulate_job"
+    kept = json.loads((server / "fedclip" / "update_clip.json").read_text())
+    bounds, model = by_the_core(rounds, 3)
+    np.testing.assert_allclose([r["bound"] for r in kept["rounds"]], bounds, rtol=1e-6)
+    assert all(r["replies"] == 3 and not r["refused"] for r in kept["rounds"])
+    np.testing.assert_allclose(np.load(server / "models" / "server.npy"), model, rtol=1e-5)
+    reported = subprocess.run(
+        [sys.executable, "-m", "fedclip", "report", server / "fedclip"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert reported.returncode == 0, reported.stderr
+    assert "learnt" in reported.stdout

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for a gradient that breaks a promise: it finds what is wrong, and nothing is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from helpers import BACKENDS, each_framework, needs
+
+from fedclip import Centralize, FedclipWarning, NormClip, Standardize
+from fedclip.testing import to_vector
+
+# The benchmarks are no part of the package.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.search import trials as search
+from benchmarks.search.__main__ import main
+from benchmarks.search.gradients import LAYOUTS, RANGES, SHAPES, Tensor, build, draw, held, merged
+from benchmarks.search.promises import Trial, size
+from fedclip import EmaNormClip, EmaValueClip
+
+
+def report(gradients: int, seed: int, frameworks: list[str], *, device: bool = False) -> str:
+    counts, first = search.search(gradients, seed, frameworks, device=device)
+    return "\n".join(f"{counts[kind]} times: {search.shown(first[kind])}" for kind in first)
+
+
+@pytest.mark.slow
+@each_framework()
+def test_a_sample_keeps_every_promise(framework: str) -> None:
+    needs(framework)
+    gradients = {"numpy": 2000, "torch": 1000}.get(framework, 250)
+    assert not report(gradients, 1, [framework])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("framework", "gradients"),
+    [
+        ("torch", 1500),
+        ("tensorflow", 250),
+        # It compiles each operation for each shape: 50 gradients take ten seconds.
+        ("jax", 50),
+        pytest.param("jax", 1000, marks=pytest.mark.soak),
+    ],
+)
+def test_a_sample_keeps_every_promise_on_a_device(framework: str, gradients: int) -> None:
+    needs(framework)
+    assert not report(gradients, 1, [framework], device=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_a_hundred_thousand_keep_every_promise(seed: int) -> None:
+    assert not report(100_000, seed, BACKENDS)
+
+
+# -- what is wrong is found --------------------------------------------------------------------
+def faulty(fault: Any, **config: Any) -> Any:
+    """Return a clipper of which `fault` makes something else from what comes in and goes out."""
+
+    class Faulty(NormClip, register=False):
+        def clip(self, arrays: Any, *, backend: Any = None) -> Any:
+            return fault(arrays, super().clip(arrays, backend=backend))
+
+    return Faulty(**config)
+
+
+def each(change: Any) -> Any:
+    """Return the fault that changes each output, if anything was clipped."""
+    return lambda given, out: out if out is given else {n: change(v) for n, v in out.items()}
+
+
+def in_place(given: Any, out: Any) -> Any:
+    for name, value in given.items():
+        value[...] = out[name]
+    return given
+
+
+def seen(clipper: Any, *values: float) -> set[str]:
+    gradient = {"w": Tensor(held(np.array(values), "float32"), "float32")}
+    trial = Trial("norm-clip", {"max_norm": 1.0}, "numpy", clipper)
+    return {promise for promise, _ in trial.step(gradient)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "values", "promises"),
+    [
+        (each(lambda v: v * (1 + 1e-5)), (3.0, 4.0), {"limit", "stated bound"}),
+        (lambda given, out: {n: v.copy() for n, v in out.items()}, (0.3, 0.4), {"same object"}),
+        (in_place, (3.0, 4.0), {"input untouched"}),
+        (each(lambda v: v.astype(np.float64)), (3.0, 4.0), {"same dtype"}),
+        (lambda given, out: given, (np.nan, 4.0), {"NaN is skipped"}),
+        (each(lambda v: v / 2), (3.0, 4.0), {"not far below"}),
+    ],
+)
+def test_what_breaks_a_promise_is_found(fault: Any, values: Any, promises: set[str]) -> None:
+    assert promises <= seen(faulty(fault, max_norm=1.0), *values)
+    assert not seen(NormClip(1.0), *values)
+
+
+@pytest.mark.slow
+def test_a_breach_is_shown_with_the_smallest_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    loose = each(lambda v: v * (1 + 1e-5))
+    monkeypatch.setattr(search.clippers, "make", lambda name, config: faulty(loose, **config))
+    monkeypatch.setattr(
+        search.clippers, "draw", lambda rng, scale, names: ("norm-clip", {"max_norm": scale / 10})
+    )
+    _, first = search.search(500, 1, ["numpy"])
+    smallest = [sum(t.values.size for t in b.gradient.values()) for b in first.values()]
+    assert min(smallest) == 1
+    assert "one step of a fresh clipper is enough" in search.shown(next(iter(first.values())))
+
+
+# -- the judge and the gradients ---------------------------------------------------------------
+
+
+def test_values_are_those_that_the_dtype_holds() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(0).standard_normal(1000) * 1e-3
+    for dtype in ("float16", "bfloat16", "float32"):
+        wanted = torch.tensor(values).to(getattr(torch, dtype)).double().numpy()
+        np.testing.assert_array_equal(held(values, dtype), wanted)
+
+
+@each_framework()
+def test_gradients_hold_what_they_say(framework: str) -> None:
+    needs(framework)
+    rng, layouts = np.random.default_rng(1), set()
+    for i in range(100):
+        gradient = draw(rng, framework, 1e-3, SHAPES[i % len(SHAPES)])
+        for name, array in build(gradient, framework).coefs.items():
+            tensor = gradient[name]
+            layouts.add(tensor.layout)
+            found, wanted = merged(array), dense(tensor)
+            assert found.shape == tensor.shape
+            # Frameworks add up repeated rows in the dtype; TensorFlow flushes subnormals there.
+            loose = {"float16": 1e-2, "bfloat16": 1e-1}.get(tensor.dtype, 1e-5)
+            far = loose * np.abs(tensor.values).max(initial=0.0) + RANGES[tensor.dtype][1]
+            sparse = tensor.layout == "sparse"
+            flushed = sparse or framework == "tensorflow"
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=far if flushed else 0)
+    assert layouts == set(LAYOUTS[framework])
+
+
+def dense(tensor: Tensor) -> np.ndarray:
+    if tensor.layout != "sparse":
+        return tensor.values
+    result = np.zeros(tensor.shape)
+    np.add.at(result, list(tensor.rows), tensor.values)
+    return result
+
+
+# -- what it has found -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norms", [(1.7e307, 1.7e307), (1e-309, 0.0), (0.0, 0.0)])
+def test_a_record_of_extreme_norms_needs_no_warning(norms: tuple[float, float]) -> None:
+    clip = NormClip(1.0, scope="tensor")
+    clip.run(to_vector({"w": np.array([norms[0]]), "v": np.array([norms[1]])}))
+    (total, *_) = clip.rounds
+    assert total.norm_max == pytest.approx(min(norms[0] * 2**0.5, np.finfo(float).max))
+
+
+def test_nan_in_an_excluded_tensor_is_skipped_beside_an_empty_one() -> None:
+    clip = NormClip(1.0, exclude="v")
+    with pytest.warns(FedclipWarning, match="NaN or infinity in 'v'"):
+        output = clip.run(to_vector({"w": np.zeros(0), "v": np.array([np.nan])}))
+    assert output.coefs["v"].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("clip", [Standardize(), Centralize(dims=0)], ids=lambda c: c.name)
+def test_the_largest_numbers_have_a_mean(clip: Any) -> None:
+    column = np.array([[-8.5e307], [-9.5e307], [1.48e308], [-9.8e307], [-8e307]])
+    output = clip.clip({"w": column})["w"]
+    assert np.isfinite(output).all()
+    assert output[0] < 0 < output[2]
+
+
+def test_a_slice_near_the_largest_float_keeps_its_limit() -> None:
+    clip = NormClip(7e-5, scope="tensor", dims=0)
+    output = clip.run(to_vector({"w": np.array([-9.3e307, 1e308])}))
+    assert size([output.coefs["w"]]) <= 7e-5
+    assert clip.run(output) is output
+
+
+def test_an_empty_tensor_of_a_narrow_dtype_costs_nothing() -> None:
+    given = {"w": np.array([1.5e-5]), "empty": np.zeros((0, 1), np.float16)}
+    output = NormClip(8e-6).run(NumpyVector(given)).coefs["w"]
+    assert 8e-6 * (1 - 1e-12) <= size([output]) <= 8e-6
+
+
+@pytest.mark.parametrize(
+    ("values", "ord", "wanted"),
+    [
+        ([3.0, -4.0], 2, 5.0),
+        ([3.0, -4.0], 1, 7.0),
+        ([3.0, -4.0], "inf", 4.0),
+        ([3.0, -4.0], "mad", 3.5),
+        ([1.0, -7.0], "rms", 5.0),
+        ([1.0, 4.0], 0.5, 9.0),
+        ([3e200, 4e200], 2, 5e200),
+        ([], 2, 0.0),
+    ],
+)
+def test_size(values: list[float], ord: Any, wanted: float) -> None:
+    assert size([np.array(values)], ord) == pytest.approx(wanted, rel=1e-15)
+
+
+def test_a_trial_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "5", "--trial", "3", "--frameworks", "numpy"]) == 0
+    assert isinstance(capsys.readouterr().out, str)
+    one, other = ([b.kind for b in search.trial(5, 3, ["numpy"])] for _ in range(2))
+    assert one == other
+
+
+def test_a_state_with_a_tensor_of_no_dimensions_can_be_saved_after_a_change_of_dtype() -> None:
+    clip = EmaValueClip()
+    clip.run(to_vector({"s": np.array(1e300)}))
+    clip.run(to_vector({"s": np.array(2.0)}, dtype="float32"))
+    assert isinstance(clip.get_state()["arrays"]["s"]["past"], np.ndarray)
+
+
+def test_an_excluded_tensor_may_have_another_byte_order() -> None:
+    clip = NormClip(1.0, exclude="v")
+    given = {"w": np.array([3.0, 4.0]), "v": np.array([7.0]).astype(">f2")}
+    output = clip.run(NumpyVector(given)).coefs
+    assert output["v"] is given["v"]
+
+
+def test_an_empty_gradient_is_not_the_step_before_it() -> None:
+    clip = NormClip(1.0)
+    clip.run(to_vector({"w": np.array([3.0, 4.0])}))
+    clip.run(to_vector({"w": np.zeros(0)}))
+    assert clip.last.norm_before == ()
+
+
+def test_a_state_of_empty_tensors_is_taken_back() -> None:
+    first, then = EmaNormClip(), EmaNormClip()
+    first.run(to_vector({"w": np.zeros(0)}))
+    then.set_state(first.get_state())
+    assert then.run(to_vector({"w": np.zeros(0)})).coefs["w"].size == 0

@@ -1,0 +1,160 @@
+"""Clip on four devices of one host, and compare with one device; started by a test."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedclip import (
+    AGC,
+    EmaNormClip,
+    Normalize,
+    NormClip,
+    ValueClip,
+    ZScoreClip,
+)
+from fedclip.loops.jax import as_optax
+
+SHAPES = {"w": ((8, 6), P("data", None)), "v": ((4, 12), P(None, "data")), "b": ((3,), P())}
+CLIPPERS = {
+    "norm": NormClip(1.0),
+    "z-score": ZScoreClip(warmup=2, scope="tensor"),
+    "values": ValueClip(0.5),
+    "slices": NormClip(0.5, dims=[0]),
+    "to a norm": Normalize(0.5),
+    "averages": EmaNormClip(decay=0.5, init="first"),
+    "agc": AGC(0.1),
+}
+RNG = np.random.default_rng(0)
+
+
+def tree(scale):
+    return {
+        name: (scale * RNG.standard_normal(shape)).astype(np.float32)
+        for name, (shape, _) in SHAPES.items()
+    }
+
+
+PARAMS = tree(1.0)
+# Squares of the fourth overflow, those of the fifth underflow.
+GRADS = [tree(scale) for scale in (1.0, 0.1, 30.0, 1e25, 1e-28, 1.0)]
+HUGE = NormClip(3e24)
+
+
+def run(clipper, place, mesh=None):
+    transform = as_optax(clipper)
+    params = place(PARAMS)
+    state = transform.init(params)
+    for name, kept in getattr(state.statistics, "arrays", {}).items():
+        assert kept["past"].sharding.is_equivalent_to(params[name].sharding, params[name].ndim)
+    step = jax.jit(transform.update)
+    found = []
+    for gradient in GRADS:
+        updates, state = step(place(gradient), state, params)
+        if mesh is not None:
+            for name, (_, spec) in SHAPES.items():
+                assert updates[name].sharding.is_equivalent_to(
+                    NamedSharding(mesh, spec), updates[name].ndim
+                ), (name, updates[name].sharding)
+        found.append(jax.tree.map(np.asarray, updates))
+    return found, np.asarray(state.norm)
+
+
+def compare(what, found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-30, err_msg=what)
+
+
+def placed(mesh):
+    shardings = {name: NamedSharding(mesh, spec) for name, (_, spec) in SHAPES.items()}
+    return lambda values: {n: jax.device_put(v, shardings[n]) for n, v in values.items()}
+
+
+def meshes():
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    made = {kind: jax.make_mesh((4,), ("data",), axis_types=(kind,)) for kind in kinds}
+    # The others are in what follows.
+    chosen = {n: c for n, c in CLIPPERS.items() if n not in ("values", "to a norm")}
+    for i, (name, clipper) in enumerate({**chosen, "huge": HUGE}.items()):
+        expected = run(clipper, jnp_tree)
+        # Pairs of a clipper and a kind of mesh, not all of them.
+        for kind, mesh in [*made.items()][i % 2 : i % 2 + 1]:
+            compare(f"{name}, {kind}", run(clipper, placed(mesh), mesh), expected)
+
+
+def jnp_tree(values):
+    return jax.tree.map(jnp.asarray, values)
+
+
+def shard_maps():
+    mesh = jax.make_mesh((4,), ("data",))
+    specs = {name: spec for name, (_, spec) in SHAPES.items()}
+    place = placed(mesh)
+    chosen = {n: CLIPPERS[n] for n in ("z-score", "to a norm")}
+    for name, clipper in {**chosen, "huge": HUGE}.items():
+        transform = as_optax(clipper, axis_name="data")
+        whole = as_optax(clipper)
+        # Compiled, as operations that are not are compiled one by one.
+        alone = jax.jit(whole.update)
+        state, expected_state = whole.init(PARAMS), whole.init(PARAMS)
+        step = jax.jit(
+            jax.shard_map(
+                transform.update, mesh=mesh, in_specs=(specs, P()), out_specs=(specs, P())
+            )
+        )
+        for gradient in GRADS:
+            expected, expected_state = alone(jnp_tree(gradient), expected_state)
+            found, state = step(place(gradient), jax.device_put(state, NamedSharding(mesh, P())))
+            compare(f"{name}, shard_map", found, expected)
+        compare(f"{name}, state", state, expected_state)
+    # Leaves that are all split need no types.
+    split = {"w": GRADS[0]["w"]}
+    unchecked = jax.jit(
+        jax.shard_map(
+            lambda g: as_optax(NormClip(1.0), axis_name="data").update(g, None),
+            mesh=mesh,
+            in_specs=({"w": P("data", None)},),
+            out_specs=({"w": P("data", None)}, P()),
+            check_vma=False,
+        )
+    )
+    found, _ = unchecked({"w": place(GRADS[0])["w"]})
+    compare("unchecked", found, as_optax(NormClip(1.0)).update(jnp_tree(split), None)[0])
+    for clipper in (ValueClip(1.0), NormClip(1.0, dims=[0]), AGC(0.1)):
+        try:
+            as_optax(clipper, axis_name="data").update(jnp_tree(GRADS[0]), None, jnp_tree(PARAMS))
+        except NotImplementedError:
+            continue
+        raise AssertionError(f"{clipper} is not refused")
+
+
+def many():
+    """Four models by vmap, each on a device of its own."""
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    meshes = [jax.make_mesh((4,), ("data",), axis_types=(kind,)) for kind in kinds]
+    for i, name in enumerate(("z-score", "values", "slices", "agc")):
+        clipper = CLIPPERS[name]
+        mesh = meshes[i % 2]
+        place = partial(jax.device_put, device=NamedSharding(mesh, P("data")))
+        transform = as_optax(clipper)
+        step = jax.jit(jax.vmap(transform.update))
+        four = [
+            {n: np.stack([s * x for s in (1, 2, 0.1, 5)]) for n, x in t.items()}
+            for t in (GRADS[0], PARAMS)
+        ]
+        first = jax.vmap(transform.init)(four[1])
+        expected = step(jnp_tree(four[0]), first, jnp_tree(four[1]))
+        with jax.set_mesh(mesh):
+            found = step(*place((four[0], first, four[1])))
+        compare(f"{name}, many", found, expected)
+
+
+if __name__ == "__main__":
+    assert jax.device_count() == 4
+    meshes()
+    shard_maps()
+    many()
+    print("all as on one device")

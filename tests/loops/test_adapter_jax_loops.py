@@ -1,0 +1,339 @@
+"""JAX as it is used: donated states, meshes, shard_map, schedules, complex numbers, pytrees."""
+
+import dataclasses
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ended, require
+
+jax = require("jax")
+optax = require("optax")
+import jax.numpy as jnp  # noqa: E402
+from helpers import Specimen, specimens  # noqa: E402
+
+from fedclip import (  # noqa: E402
+    AGC,
+    EmaNormClip,
+    EmaValueClip,
+    NormClip,
+    ValueClip,
+    ZScoreClip,
+)
+from fedclip.loops.jax import ClipState, as_optax, metrics, on_round_start, set_state  # noqa: E402
+from fedclip.testing import SHAPES  # noqa: E402
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": jnp.asarray(RNG.standard_normal((4, 3)), jnp.float32), "b": jnp.ones(3)}
+GRADS = [
+    {k: jnp.asarray(s * RNG.standard_normal(v.shape), v.dtype) for k, v in PARAMS.items()}
+    for s in (1.0, 0.1, 10.0, 1.0, 50.0)
+]
+
+CLIPPERS = {
+    "norm": lambda: NormClip(1.0),
+    "values": lambda: ValueClip(0.5),
+    "slices": lambda: NormClip(0.5, dims=[0]),
+    "z-score by tensor": lambda: ZScoreClip(warmup=2, scope="tensor"),
+    "agc": lambda: AGC(0.1),
+}
+
+
+def close(found, expected, rtol=1e-6):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
+
+
+def norm(tree):
+    return float(optax.tree.norm(tree))
+
+
+def test_states_can_be_donated():
+    name = "z-score by tensor"
+    transform = as_optax(CLIPPERS[name]())
+    state = transform.init(PARAMS)
+    arrays = jax.tree.leaves(state)
+    assert len({a.unsafe_buffer_pointer() for a in arrays}) == len(arrays)
+    step = jax.jit(transform.update, donate_argnums=(0, 1))
+    other = as_optax(CLIPPERS[name]())
+    kept = other.init(PARAMS)
+    for gradient in GRADS:
+        expected, kept = other.update(gradient, kept, PARAMS)
+        found, state = step(jax.tree.map(jnp.copy, gradient), state, PARAMS)
+        close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("make", [EmaValueClip])
+def test_nnx_modules_show_one_name_for_a_variable_and_its_array(make):
+    nnx = pytest.importorskip("flax.nnx")
+    model, clipper = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), make(exclude="bias")
+    optimizer = nnx.Optimizer(model, as_optax(clipper), wrt=nnx.Param)
+    before = jax.tree.structure(optimizer.opt_state)
+    for _ in range(3):
+        gradients = nnx.grad(lambda m: jnp.sum(m(jnp.ones((4, 3))) ** 2))(model)
+        optimizer.update(model, gradients)
+    assert jax.tree.structure(optimizer.opt_state) == before
+    params = nnx.state(model, nnx.Param)
+    assert metrics(clipper, optimizer.opt_state, params)["round/steps"] == 3
+    set_state(clipper, optimizer.opt_state, params)
+    state = clipper.get_state()
+    assert [*(state["arrays"] or state["groups"])] == ["kernel"]
+
+
+def test_modules_of_equinox():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    transform = as_optax(NormClip(0.1, scope="tensor"))
+    gradients = eqx.filter_grad(lambda m: jnp.sum(m(jnp.ones(3)) ** 2))(model)
+    params = eqx.filter(model, eqx.is_array)
+    updates, state = eqx.filter_jit(transform.update)(gradients, transform.init(params), params)
+    assert norm(updates.weight) == pytest.approx(0.1, rel=1e-4)
+    assert set(metrics(NormClip(0.1, scope="tensor"), state, params)) >= {
+        "weight/norm",
+        "bias/norm",
+    }
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["w", "rest"], meta_fields=["name"])
+@dataclasses.dataclass
+class Parameters:
+    w: jax.Array
+    rest: tuple
+    name: str = "a name is no leaf"
+
+
+def test_pytrees_of_other_kinds():
+    tree = Parameters(jnp.full(4, 3.0), (jnp.full(2, 4.0), None, [jnp.float32(1.0)]))
+    transform = as_optax(NormClip(1.0, scope={"w": 0.5, "rest.*": 1.0}))
+    updates, _ = jax.jit(transform.update)(tree, transform.init(tree))
+    assert isinstance(updates, Parameters)
+    assert updates.rest[1] is None
+    assert norm(updates.w) == pytest.approx(0.5, rel=1e-5)
+    assert norm(updates.rest) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_complex_numbers_count_by_their_absolute_value():
+    gradient = {"z": jnp.array([3.0 + 4.0j, 0.0]), "w": jnp.array([12.0])}
+    expected, _ = optax.clip_by_global_norm(1.0).update(gradient, None)
+    found, state = jax.jit(as_optax(NormClip(1.0)).update)(gradient, None)
+    assert found["z"].dtype == gradient["z"].dtype
+    close(found, expected, 1e-5)
+    assert float(state.norm[0]) == pytest.approx(13.0)
+    by_tensor, _ = as_optax(NormClip(1.0, scope="tensor")).update(gradient, None)
+    assert norm(by_tensor["z"]) == pytest.approx(1.0, rel=1e-5)
+    for clipper in (ValueClip(1.0), NormClip(1.0, dims=[0])):
+        with pytest.raises(TypeError, match="complex, which only clippers by L2 norms"):
+            as_optax(clipper).update(gradient, None)
+    left, _ = as_optax(ValueClip(1.0, exclude="z")).update(gradient, None)
+    assert left["z"].dtype == gradient["z"].dtype
+    assert jnp.array_equal(left["z"], gradient["z"])
+
+
+def test_integers_are_refused_and_their_float0_passes():
+    params = {"w": jnp.array([3.0, 4.0]), "n": jnp.array([1, 2])}
+    gradient = jax.grad(lambda p: jnp.sum(p["w"] ** 2) + 0.0 * p["n"].sum(), allow_int=True)(params)
+    assert gradient["n"].dtype == jax.dtypes.float0
+    transform = as_optax(NormClip(1.0))
+    updates, _ = transform.update(gradient, None)
+    assert updates["n"] is gradient["n"]
+    assert norm({"w": updates["w"]}) == pytest.approx(1.0, rel=1e-5)
+    with pytest.raises(TypeError, match=r"'n' is int(32|64)"):
+        transform.update({**gradient, "n": jnp.array([1, 2])}, None)
+    masked = optax.masked(transform, {"w": True, "n": False})
+    updates, _ = masked.update({"w": gradient["w"], "n": params["n"]}, masked.init(params))
+    assert norm({"w": updates["w"]}) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_state_may_be_left_out_if_there_is_nothing_to_learn():
+    for name in ("norm", "values", "slices"):
+        _, state = as_optax(CLIPPERS[name]()).update(GRADS[2], None)
+        assert isinstance(state, ClipState)
+    with pytest.raises(ValueError, match="learns from past steps"):
+        as_optax(ZScoreClip()).update(GRADS[2], None)
+
+
+@pytest.mark.parametrize("name", ["norm", "slices"])
+def test_a_schedule_sets_the_limit(name):
+    limits = [0.5, 2.0, 0.25, 1.0, 0.125]
+    schedule = lambda count: jnp.asarray(limits)[count]  # noqa: E731
+    injected = optax.inject_hyperparams(as_optax)(CLIPPERS[name](), max_norm=schedule)
+    state, step = injected.init(PARAMS), jax.jit(injected.update)
+    for gradient, limit in zip(GRADS, limits, strict=True):
+        updates, state = step(gradient, state, PARAMS)
+        if name == "slices":
+            largest = max(float(jnp.linalg.norm(u, axis=0).max()) for u in updates.values())
+        else:
+            largest = norm(updates)
+        assert largest <= limit
+        assert largest == pytest.approx(min(limit, norm(gradient)), rel=1e-4) or name != "norm"
+    assert float(state.hyperparams["max_norm"]) == limits[-1]
+
+
+def test_limits_that_can_not_be_set_are_refused_and_negative_ones_are_zero():
+    for clipper in (AGC(0.1), NormClip(1.0, scope={"w": 1.0, "b": 2.0})):
+        with pytest.raises(TypeError, match="no single max_norm"):
+            as_optax(clipper, max_norm=1.0).update(GRADS[0], None, PARAMS)
+    updates, _ = as_optax(NormClip(1.0), max_norm=-1.0).update(GRADS[0], None)
+    assert norm(updates) == 0.0
+
+
+def test_accumulated_steps_are_clipped_once():
+    clipper = ZScoreClip(warmup=2)
+    inner = as_optax(clipper)
+    every = optax.MultiSteps(inner, 2).gradient_transformation()
+    state, update = every.init(PARAMS), jax.jit(every.update)
+    expected_state = inner.init(PARAMS)
+    for first, second in zip(GRADS[:4:2], GRADS[1:4:2], strict=True):
+        nothing, state = update(first, state, PARAMS)
+        assert norm(nothing) == 0.0
+        found, state = update(second, state, PARAMS)
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
+        expected, expected_state = inner.update(mean, expected_state, PARAMS)
+        close(found, expected, 1e-5)
+    assert metrics(clipper, state, PARAMS)["round/steps"] == 2
+
+
+def test_many_steps_at_once_by_scan():
+    transform = as_optax(CLIPPERS["z-score by tensor"]())
+    many = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
+
+    def step(state, gradient):
+        updates, state = transform.update(gradient, state, PARAMS)
+        return state, updates
+
+    last, scanned = jax.lax.scan(step, transform.init(PARAMS), many)
+    state = transform.init(PARAMS)
+    for i, gradient in enumerate(GRADS):
+        expected, state = transform.update(gradient, state, PARAMS)
+        close(jax.tree.map(lambda leaf, i=i: leaf[i], scanned), expected, 1e-5)
+    close(last, state, 1e-5)
+
+
+def test_the_verbs():
+    clipper = ZScoreClip(warmup=2, scope="tensor")
+    chain = optax.chain(as_optax(clipper), optax.sgd(0.1))
+    state = chain.init(PARAMS)
+    assert "norm" not in metrics(clipper, state, PARAMS)
+    update = jax.jit(chain.update)
+    for gradient in GRADS:
+        _, state = update(gradient, state, PARAMS)
+    found = metrics(clipper, state, PARAMS, "clip/")
+    assert json.dumps(found)
+    assert found["clip/norm"] == pytest.approx(norm(GRADS[-1]), rel=1e-5)
+    assert found["clip/b/clipped"] == 1
+    assert found["clip/round/steps"] == 5
+    assert "clip/round/learnt" not in found
+    set_state(clipper, state, PARAMS)
+    assert clipper.get_state()["groups"]
+    close(chain.init(PARAMS)[0].statistics, state[0].statistics)
+    set_state(AGC(0.1), as_optax(AGC(0.1)).init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="holds 0"):
+        metrics(clipper, optax.sgd(0.1).init(PARAMS), PARAMS)
+
+
+# -- several devices --------------------------------------------------------------------------
+@pytest.mark.slow
+def test_meshes_and_shard_map_do_what_one_device_does():
+    result = ended(
+        Path(__file__).with_name("jax_devices.py"),
+        env={
+            **os.environ,
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "JAX_PLATFORMS": "cpu",
+            # What is spread over devices is the same with and without; it compiles in less time.
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        },
+    )
+    assert result.stdout.splitlines()[-1] == "all as on one device"
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_per_example_clips_are_a_vmap(by_layer):
+    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
+    leaves, tree = jax.tree.flatten(batch)
+    if by_layer:
+        expected, _ = optax.per_example_layer_norm_clip(leaves, 1.0, uniform=True)
+        clipper = NormClip(1.0 / len(leaves) ** 0.5, scope="tensor")
+    else:
+        expected, count = optax.per_example_global_norm_clip(leaves, 1.0)
+        clipper = NormClip(1.0)
+    clipped, state = jax.jit(jax.vmap(lambda g: as_optax(clipper).update(g, None)))(batch)
+    close(jax.tree.map(lambda leaf: leaf.sum(0), clipped), jax.tree.unflatten(tree, expected), 1e-5)
+    assert by_layer or int(state.clipped.sum()) == int(count)
+
+
+# -- per-example clips, and what is refused ----------------------------------------------------
+
+
+def test_nan_in_complex_numbers_that_are_excluded_skips_the_step():
+    gradient = {"z": jnp.array([1.0 + 1j * jnp.nan]), "w": jnp.array([12.0])}
+    transform = as_optax(NormClip(1.0, exclude="z"))
+    found, state = jax.jit(transform.update)(gradient, transform.init(gradient))
+    assert found["z"].dtype == gradient["z"].dtype
+    assert not any(leaf.any() for leaf in found.values())
+    assert int(state.nonfinite) == 1
+
+
+def test_updates_of_another_tree_than_the_state_are_refused():
+    transform = as_optax(ZScoreClip(scope="tensor"))
+    state = transform.init({"a": jnp.ones(2), "b": jnp.ones(3)})
+    for other in ({"a": jnp.ones(2)}, {k: jnp.ones(2) for k in "abc"}):
+        with pytest.raises(ValueError, match=r"the state is of 2 groups .* have [13]"):
+            jax.jit(transform.update)(other, state)
+
+
+def test_a_state_is_read_with_the_parameters_that_it_is_of():
+    clipper = ZScoreClip(scope="tensor")
+    transform = as_optax(clipper)
+    _, state = transform.update(GRADS[0], transform.init(PARAMS), PARAMS)
+    fewer = dict([*PARAMS.items()][:1])
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    for verb in (metrics, set_state):
+        for wrong, params in ((state, fewer), (many, PARAMS)):
+            with pytest.raises(ValueError, match="give those that init got"):
+                verb(clipper, wrong, params)
+    assert not clipper.get_state()["groups"]
+    chained = optax.chain(optax.masked(transform, True), optax.sgd(0.1), transform)
+    _, state = chained.update(GRADS[0], chained.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="it holds 2: give the one of this clipper") as caught:
+        metrics(clipper, state, PARAMS)
+    for part in re.findall(r"state\S+", str(caught.value).partition("clipper, ")[2]):
+        assert metrics(clipper, eval(part), PARAMS)["round/steps"] == 1
+    begun = on_round_start(state)
+    assert metrics(clipper, begun[2], PARAMS)["round/steps"] == 0
+    assert begun[2].statistics is state[2].statistics
+    assert "limit" not in metrics(clipper, chained.init(PARAMS)[2], PARAMS)
+    with pytest.raises(TypeError, match="needs the ClipState that init returned"):
+        transform.update(GRADS[0], optax.EmptyState(), PARAMS)
+    for other in (NormClip(1.0, scope="tensor"), EmaNormClip(scope="tensor")):
+        with pytest.raises(TypeError, match="another clipper's, or of zscore-clip with"):
+            jax.jit(transform.update)(GRADS[0], as_optax(other).init(PARAMS), PARAMS)
+
+
+def test_what_is_no_array_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"'act' is no array, but .* eqx\.filter"):
+        as_optax(NormClip(1.0)).init({"w": jnp.ones(2), "act": jax.nn.relu})
+
+
+@specimens(sampled=True)
+def test_a_state_of_shapes_alone(specimen: Specimen):
+    transform = as_optax(specimen.make())
+    params = {name: jnp.ones(shape, jnp.float32) for name, shape in SHAPES.items()}
+    shapes = jax.eval_shape(lambda: params)
+    expected = transform.init(params)
+    for found in (transform.init(shapes), jax.eval_shape(transform.init, shapes)):
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    close(transform.init(shapes), expected)
+    # And a scan can carry it.
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            state = transform.init(params)
+            _, after = jax.eval_shape(transform.update, params, state, params)
+            for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+                assert (a.shape, a.dtype) == (b.shape, b.dtype)

@@ -1,0 +1,421 @@
+"""Keras' optimizers with a clipper of fedclip, on each of Keras' backends.
+
+Keras' own global_clipnorm, clipnorm and clipvalue are the oracle: with the same limit, all that
+the inner optimizer does besides must be the same to the rounding of the clip.
+"""
+
+import json
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+from helpers import ended, hiding, require
+
+keras = require("keras")
+require("tensorflow")
+
+from fedclip import AGC, EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
+from fedclip.loops.keras import ClipHistory, ClippedOptimizer  # noqa: E402
+
+optimizers = keras.optimizers
+ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="needs Keras on TensorFlow")
+
+SHAPES = {"kernel": (4, 3), "bias": (3,), "scale": ()}
+LIMIT = 0.5
+
+
+def variables():
+    rng = np.random.default_rng(1)
+    return [
+        keras.Variable(rng.standard_normal(shape).astype("float32"), name=name)
+        for name, shape in SHAPES.items()
+    ]
+
+
+def stream(steps=7, scale=1.0):
+    rng = np.random.default_rng(0)
+    for t in range(steps):
+        size = scale * (10.0 if t % 3 else 0.05)
+        yield [
+            keras.ops.convert_to_tensor((size * rng.standard_normal(shape)).astype("float32"))
+            for shape in SHAPES.values()
+        ]
+
+
+def trained(optimizer, *, exclude=(), scale=1.0):
+    """Return the variables after some steps, and all variables of the optimizer."""
+    held = variables()
+    if exclude:
+        optimizer.exclude_from_weight_decay(var_names=list(exclude))
+    for gradients in stream(scale=scale):
+        optimizer.apply(gradients, held)
+    optimizer.finalize_variable_values(held)
+    return [v.numpy() for v in held]
+
+
+def close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=3e-5, atol=1e-6)
+
+
+CLIPS = {
+    "global_clipnorm": lambda: NormClip(LIMIT),
+    "clipnorm": lambda: NormClip(LIMIT, scope="tensor"),
+    "clipvalue": lambda: ValueClip(LIMIT),
+}
+INNER = {
+    "sgd": lambda **kw: optimizers.SGD(0.1, momentum=0.9, **kw),
+    "adam": lambda **kw: optimizers.Adam(0.1, **kw),
+    "adamw, decayed": lambda **kw: optimizers.AdamW(0.1, weight_decay=0.1, **kw),
+    "moving average": lambda **kw: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, **kw),
+    "accumulation": lambda **kw: optimizers.Adam(0.1, gradient_accumulation_steps=3, **kw),
+    "loss scale": lambda **kw: optimizers.SGD(0.1, loss_scale_factor=8.0, **kw),
+    "callable rate": lambda **kw: optimizers.SGD(lambda: 0.05, **kw),
+}
+
+
+# Each optimizer and each clip, not all pairs.
+PAIRS = [(i, c) for i in INNER for c in CLIPS if i == "sgd" or c == "global_clipnorm"]
+
+
+@pytest.mark.parametrize(("inner", "clip"), PAIRS)
+def test_it_does_what_keras_own_clip_does(inner, clip):
+    excluded = ["bias"] if "decayed" in inner else []
+    expected = trained(INNER[inner](**{clip: LIMIT}), exclude=excluded)
+    optimizer = ClippedOptimizer(INNER[inner](), CLIPS[clip]())
+    close(trained(optimizer, exclude=excluded), expected)
+    assert int(optimizer.iterations) == int(optimizer.inner_optimizer.iterations)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "jax", reason="on JAX, Keras' loss scale steps in fit only"
+)
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_a_loss_scale_may_be_inside_or_outside(place):
+    scaled = optimizers.LossScaleOptimizer
+    expected = trained(optimizers.Adam(0.1, global_clipnorm=LIMIT))
+    if place == "inside":
+        optimizer = clipped = ClippedOptimizer(
+            scaled(optimizers.Adam(0.1), initial_scale=64.0), NormClip(LIMIT)
+        )
+    else:
+        clipped = ClippedOptimizer(optimizers.Adam(0.1, loss_scale_factor=4.0), NormClip(LIMIT))
+        optimizer = scaled(clipped, initial_scale=64.0)
+    assert float(optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))) == 64.0
+    close(trained(optimizer, scale=64.0), expected)
+    # A step that the loss scale skips teaches the clipper nothing.
+    steps = clipped.metrics()["round/steps"]
+    bad = [g * float("nan") for g in next(stream())]
+    optimizer.apply(bad, optimizer._trainable_variables)
+    assert clipped.metrics()["round/steps"] == steps == 7
+    assert clipped.metrics()["norm"] == pytest.approx(
+        np.sqrt(sum(float(np.sum(np.square(np.asarray(g)))) for g in list(stream())[-1])), rel=1e-5
+    )
+
+
+def test_accumulated_steps_are_clipped_once_and_learnt_once():
+    clipper = ZScoreClip(warmup=1, warmup_factor=None)
+    optimizer = ClippedOptimizer(optimizers.SGD(0.1, gradient_accumulation_steps=3), clipper)
+    trained(optimizer)
+    assert optimizer.metrics()["round/steps"] == 2
+    assert optimizer.get_state()["groups"]["all"]["count"] == 2
+    gradients = [np.concatenate([np.ravel(g) for g in gs]) for gs in stream()]
+    mean = np.linalg.norm(np.mean(gradients[3:6], axis=0))
+    assert float(optimizer.last) == pytest.approx(mean, rel=1e-5)
+
+
+def test_what_gradients_overwrite_is_neither_measured_nor_clipped():
+    held = variables()
+    held[1].overwrite_with_gradient = True
+    optimizer = ClippedOptimizer(optimizers.SGD(1.0), NormClip(0.5, scope="tensor"))
+    before = held[0].numpy()
+    optimizer.apply([10.0 * keras.ops.ones(v.shape) for v in held], held)
+    np.testing.assert_array_equal(held[1].numpy(), np.full(3, 10.0))
+    assert len(optimizer.last.groups) == 2
+    assert np.linalg.norm(held[0].numpy() - before) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_what_would_clip_twice_or_not_at_all_is_refused():
+    optimizer = norm_clipped()
+    with pytest.raises(ValueError, match="clipnorm of a ClippedOptimizer would clip nothing"):
+        optimizer.clipnorm = 0.1
+    optimizer.inner_optimizer.clipnorm = 0.1
+    with pytest.raises(ValueError, match="clipnorm of the inner optimizer would clip twice"):
+        optimizer.build(variables())
+    for option in ("clipnorm", "global_clipnorm", "clipvalue"):
+        inner = optimizers.SGD(0.1, **{option: 1.0})
+        with pytest.raises(ValueError, match=f"{option} of the inner optimizer"):
+            ClippedOptimizer(inner, NormClip(1.0))
+        with pytest.raises(ValueError, match=f"{option} of the inner optimizer"):
+            ClippedOptimizer(optimizers.LossScaleOptimizer(inner), NormClip(1.0))
+    inner = optimizers.SGD(0.1)
+    ClippedOptimizer(inner, NormClip(1.0))
+    with pytest.raises(ValueError, match="in another ClippedOptimizer already"):
+        ClippedOptimizer(inner, NormClip(1.0))
+    several = optimizers.MultiOptimizer(lambda variable: optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="a ClippedOptimizer of its own"):
+        ClippedOptimizer(several, NormClip(1.0))
+    with pytest.raises(TypeError, match="does not step as Keras' optimizers do"):
+        ClippedOptimizer(object(), NormClip(1.0))
+
+
+def test_optimizers_of_ones_own_clip_or_are_refused():
+    class Applying(optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match="leave apply as it is"):
+        ClippedOptimizer(Applying(0.1), NormClip(1.0))
+
+    class Forgetting(optimizers.SGD):
+        def _backend_apply_gradients(self, grads, trainable_variables):
+            self._backend_update_step(grads, trainable_variables, self.learning_rate)
+
+    with pytest.raises(RuntimeError, match="without a call of _clip_gradients"):
+        trained(ClippedOptimizer(Forgetting(0.1), NormClip(1.0)))
+
+
+def test_the_verbs():
+    with pytest.raises(ValueError, match="adamm"):
+        ClippedOptimizer("adamm", "norm-clip")
+    optimizer = ClippedOptimizer("sgd", ZScoreClip(warmup=1, warmup_factor=None))
+    assert optimizer.last is None
+    assert optimizer.metrics()["round/steps"] == 0
+    assert "norm" not in optimizer.metrics()
+    trained(optimizer)
+    found = optimizer.metrics("clip/")
+    assert json.dumps(found)
+    assert found["clip/norm"] == float(optimizer.last)
+    assert found["clip/round/steps"] == 7
+    state = optimizer.get_state()
+    optimizer.reset()
+    assert optimizer.last is None
+    assert optimizer.get_state()["groups"]["all"]["count"] == 0
+    optimizer.set_state(state)
+    assert optimizer.get_state()["groups"] == state["groups"]
+
+
+# -- in fit -----------------------------------------------------------------------------------
+def model(optimizer, **settings):
+    keras.utils.set_random_seed(0)
+    net = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    net.compile(optimizer, "mse", **settings)
+    return net
+
+
+def fit(net, epochs=1, **settings):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 5)).astype("float32") * 3
+    y = x.sum(axis=1, keepdims=True)
+    return net.fit(x, y, epochs=epochs, batch_size=16, verbose=0, shuffle=False, **settings).history
+
+
+def norm_clipped(inner=None):
+    return ClippedOptimizer(inner or optimizers.Adam(0.01), NormClip(0.1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "jit"), [({"gradient_accumulation_steps": 2}, True), ({"use_ema": True}, "auto")]
+)
+def test_fit_does_what_keras_own_clip_does(options, jit):
+    if jit is True and keras.backend.backend() == "torch":
+        pytest.skip("torch.compile is tried by the tests of torch")
+    clipped = model(norm_clipped(optimizers.Adam(0.01, **options)), jit_compile=jit)
+    plain = model(optimizers.Adam(0.01, global_clipnorm=0.1, **options), jit_compile=jit)
+    losses = [fit(net, 2)["loss"] for net in (clipped, plain)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    close(clipped.get_weights(), plain.get_weights())
+
+
+@pytest.mark.slow
+def test_norm_and_limit_are_in_the_history_and_in_the_variables():
+    net = model(optimizers.LossScaleOptimizer(norm_clipped()))
+    history = fit(net, 2, callbacks=[ClipHistory()])
+    assert history["clip/limit"] == pytest.approx([0.1, 0.1])
+    assert history["clip/round/steps"] == [4, 4]
+    assert history["clip/round/round"] == [1, 2]
+    assert len(history["clip/norm"]) == 2
+    (held,) = [v for v in net.optimizer.variables if v.name == "norm_clip_norm_limit_clipped"]
+    assert held.numpy()[0, 0] == pytest.approx(history["clip/norm"][-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "clipper", "epochs"),
+    [
+        ("pickle", ZScoreClip(warmup=2), 2),
+        ("save", EmaValueClip(), 2),
+    ],
+)
+def test_models_resume_bit_for_bit(how, clipper, epochs, tmp_path):
+    net = model(ClippedOptimizer(optimizers.Adam(0.01), clipper))
+    if epochs:
+        fit(net, epochs)
+    with warnings.catch_warnings():
+        # Before the first step, Keras says of each of its optimizers that there are no variables.
+        warnings.filterwarnings("ignore", "Skipping variable loading", UserWarning)
+        if how == "save":
+            net.save(tmp_path / "model.keras")
+            again = keras.models.load_model(tmp_path / "model.keras")
+        else:
+            again = pickle.loads(pickle.dumps(net))
+    assert isinstance(again.optimizer, ClippedOptimizer)
+    assert again.optimizer.clipper.get_config() == net.optimizer.clipper.get_config()
+    assert again.optimizer.metrics()["round/steps"] == 4 * epochs
+    fit(net)
+    fit(again)
+    for a, b in zip(net.get_weights(), again.get_weights(), strict=True):
+        assert np.array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_TENSORFLOW, reason="started from the run on TensorFlow")
+@pytest.mark.parametrize(
+    ("backend", "resumed"), [("jax", "pickle"), ("torch", "save or clipvalue")]
+)
+def test_the_same_on_other_backends(backend, resumed):
+    require(backend)
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-m", ""]
+    # Where fedclip or Keras does something else on each: steps, fit, variables.
+    parts = f"fit_does or accumulated or history or {resumed}"
+    ended(
+        *(*command, "-k", parts, __file__),
+        # What Keras calls is the same with and without; it compiles in less time.
+        env={
+            **hiding(*(["torch"] if backend == "jax" else ["jax", "haiku", "optax"])),
+            "KERAS_BACKEND": backend,
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        },
+    )
+
+
+MIRRORED = """
+import json, sys
+import tensorflow as tf
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import keras, numpy as np
+from fedclip import AGC, NormClip, ZScoreClip
+from fedclip.loops.keras import ClippedOptimizer
+
+def run(strategy, make):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        net = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(4)])
+        net.compile(make(), "mse")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 5)).astype("float32")
+    net.fit(x, 3 * x[:, :4], epochs=2, batch_size=32, shuffle=False, verbose=0)
+    return net
+
+SGD, Scaled = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
+makers = {
+    "z-score": lambda: ClippedOptimizer(SGD(0.1), ZScoreClip(warmup=1, scope="tensor")),
+    "agc": lambda: ClippedOptimizer(SGD(0.1), AGC(0.01)),
+    "scaled": lambda: Scaled(ClippedOptimizer(SGD(0.1), NormClip(0.1))),
+    "keras": lambda: SGD(0.1, global_clipnorm=0.1),
+}
+two = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+for name, make in makers.items():
+    one, both = (run(s, make).get_weights() for s in (tf.distribute.get_strategy(), two))
+    print(name, max(float(np.abs(a - b).max()) for a, b in zip(one, both)), sep="=")
+"""
+
+
+@only_tensorflow
+@pytest.mark.slow
+def test_sparse_gradients_of_an_embedding():
+    def table(optimizer):
+        keras.utils.set_random_seed(0)
+        embedding = keras.layers.Embedding(200, 4)
+        flat = keras.layers.Flatten()
+        net = keras.Sequential([keras.layers.Input((3,)), embedding, flat, keras.layers.Dense(1)])
+        net.compile(optimizer, "mse", jit_compile=True)
+        # Keras' own clip measures rows that come twice one by one.
+        x = np.random.default_rng(0).permutation(200)[:192].reshape(64, 3)
+        net.fit(x, x.sum(axis=1), epochs=2, batch_size=16, verbose=0, shuffle=False)
+        return net.get_weights()
+
+    close(table(norm_clipped()), table(optimizers.Adam(0.01, global_clipnorm=0.1)))
+
+
+@only_tensorflow
+@pytest.mark.slow
+def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
+    said = ended("-c", MIRRORED).stdout.splitlines()
+    found = dict(line.split("=") for line in said if "=" in line)
+    # Keras' own clip is of each replica's part, which changes the step by more than a tenth.
+    assert float(found.pop("keras")) > 1e-3
+    assert len(found) == 3
+    assert all(float(difference) < 1e-6 for difference in found.values()), found
+
+
+def test_agc_takes_the_weights():
+    optimizer, agc = ClippedOptimizer(optimizers.SGD(0.1), AGC(0.1)), AGC(0.1, axis=-1)
+    found = trained(optimizer)
+    weights = {name: v.numpy() for name, v in zip(SHAPES, variables(), strict=True)}
+    for gradients in stream():
+        arrays = {n: np.asarray(g) for n, g in zip(SHAPES, gradients, strict=True)}
+        clipped = agc.clip(arrays, weights)
+        weights = {n: w - np.float32(0.1) * clipped[n] for n, w in weights.items()}
+    close(found, weights.values())
+    assert optimizer.get_state() == {}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_gradients_are_clipped_outside_of_a_step_as_keras_clips_them(clip):
+    optimizer = ClippedOptimizer(optimizers.SGD(0.1), CLIPS[clip]())
+    gradients = list(stream())[1]
+    expected = optimizers.SGD(0.1, **{clip: LIMIT})._clip_gradients(gradients)
+    close(map(np.asarray, optimizer._clip_gradients(gradients)), map(np.asarray, expected))
+    assert optimizer.last is None
+    # Those that learn or need weights do not.
+    for clipper in (ZScoreClip(), EmaValueClip(), AGC()):
+        optimizer = ClippedOptimizer("sgd", clipper)
+        with pytest.raises(RuntimeError, match=f"{clipper.name} clips in steps"):
+            optimizer._clip_gradients(gradients)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="sparse arrays of JAX")
+def test_sparse_gradients_of_jax_are_clipped_as_dense_ones():
+    from jax.experimental import sparse
+
+    found, expected = ([keras.Variable(np.ones((5, 2), "float32"))] for _ in range(2))
+    dense = np.zeros((5, 2), "float32")
+    dense[1], dense[3] = 3.0, -2.0
+    for held, gradient in ((found, sparse.BCOO.fromdense(dense, n_dense=1)), (expected, dense)):
+        optimizer = ClippedOptimizer(optimizers.SGD(0.1), NormClip(LIMIT))
+        optimizer.apply([gradient], held)
+    close([v.numpy() for v in found], [v.numpy() for v in expected])
+
+
+def test_the_optimizer_inside_does_not_step_before_the_clipper_is_built():
+    inner, held = optimizers.SGD(0.1), variables()
+    outer = ClippedOptimizer(inner, NormClip(LIMIT))
+    with pytest.raises(ValueError, match="inside of a ClippedOptimizer that does not know"):
+        inner.apply(list(stream())[1], held)
+    outer.build(held)
+    inner.apply(list(stream())[1], held)
+    assert outer.metrics()["round/steps"] == 1
+
+
+def test_several_optimizers_may_each_be_clipped_and_share_nothing():
+    clipper, learnt = ZScoreClip(), ZScoreClip()
+    learnt.clip({"w": np.ones(3)})
+    clipped = {name: ClippedOptimizer("sgd", clipper) for name in ("kernel", "rest")}
+    clipped["rest"].set_state(learnt.get_state())
+    assert clipped["rest"].get_state()["groups"]
+    assert not clipped["kernel"].get_state()["groups"]
+    clipped["rest"].reset()
+    choose = lambda v: clipped["kernel" if v.name == "kernel" else "rest"]  # noqa: E731
+    optimizer = optimizers.MultiOptimizer(choose)
+    held = variables()
+    gradients = list(stream())[1]
+    optimizer.apply(gradients, held)
+    gradients = [np.asarray(g) for g in gradients]
+    found = [clipped[name].metrics()["norm"] for name in ("kernel", "rest")]
+    sizes = [np.linalg.norm(gradients[0]), np.hypot(np.linalg.norm(gradients[1]), gradients[2])]
+    np.testing.assert_allclose(found, sizes, rtol=1e-5)

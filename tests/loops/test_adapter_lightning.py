@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning: gradients are clipped once before each optimizer step, in every kind of loop.
+
+The oracle is Lightning's own ``gradient_clip_val``, where it clips at all.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import PATIENCE, require
+
+torch = require("torch")
+lightning = pytest.importorskip("lightning.pytorch")
+
+from fedclip import (  # noqa: E402
+    AGC,
+    EmaNormClip,
+    FedclipWarning,
+    NormClip,
+    ValueClip,
+    ZScoreClip,
+)
+from fedclip.loops.lightning import ClipCallback, LightningClipping  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "error::fedclip.FedclipWarning"),
+]
+
+LIMIT = 0.05
+
+
+class Model(lightning.LightningModule):  # type: ignore[misc]
+    """A small model with large gradients; it notes the norms that each optimizer steps with."""
+
+    def __init__(self, *, manual: str = "", optimizers: int = 1, fused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 4) for _ in range(optimizers))
+        self.automatic_optimization = not manual
+        self.manual, self.fused = manual, fused
+        self.norms: list[list[float]] = [[] for _ in range(optimizers)]
+
+    def loss(self, batch: Any, layer: Any) -> Any:
+        return 100 * layer(batch[0]).square().mean()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch, self.layers[0])
+        found = self.optimizers(use_pl_optimizer=self.manual != "torch's own")
+        for layer, optimizer in zip(
+            self.layers, found if isinstance(found, list) else [found], strict=True
+        ):
+
+            def closure(optimizer: Any = optimizer, layer: Any = layer) -> Any:
+                optimizer.zero_grad()
+                loss = self.loss(batch, layer)
+                self.manual_backward(loss)
+                return loss
+
+            if self.manual == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        made = [
+            torch.optim.SGD(layer.parameters(), lr=0.01, fused=self.fused) for layer in self.layers
+        ]
+        for optimizer, norms in zip(made, self.norms, strict=True):
+            optimizer.register_step_post_hook(lambda o, *_, norms=norms: norms.append(norm_of(o)))
+        return made if len(made) > 1 else made[0]
+
+
+def norm_of(optimizer: Any) -> float:
+    """Return the norm of all gradients; 0 where there are none."""
+    held = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    return float(torch.stack([g.double().norm() for g in held]).norm()) if held else 0.0
+
+
+class Mixed(LightningClipping, Model):
+    """The mixin before the module."""
+
+    def __init__(self, clipper: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.clipper = clipper
+
+
+class Reversed(Model, LightningClipping):
+    """The mixin after the module, whose methods come first."""
+
+    def __init__(self, clipper: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.clipper = clipper
+
+    def configure_callbacks(self) -> list[Any]:
+        return [lightning.callbacks.Timer()]
+
+
+def batches(count: int = 8) -> Any:
+    data = torch.utils.data.TensorDataset(torch.tensor(GRID[: 4 * count], dtype=torch.float32))
+    return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+GRID = np.random.default_rng(0).standard_normal((400, 5))
+
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "max_epochs": 1,
+}
+
+
+def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    common = {**QUIET, "default_root_dir": folder}
+    return lightning.Trainer(callbacks=list(callbacks), **{**common, **options})
+
+
+def fit(folder: Path, model: Any, *callbacks: Any, **options: Any) -> Any:
+    found = trainer(folder, *callbacks, **options)
+    found.fit(model, batches())
+    return found
+
+
+def amp(precision: str) -> Any:
+    """Return a plugin of mixed precision for the CPU; with float16 it scales the loss."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if precision == "16-mixed" else None
+    return MixedPrecision(precision, "cpu", scaler)
+
+
+OPTIONS: dict[str, Any] = {
+    "float32": dict,
+    "bfloat16": lambda: {"plugins": amp("bf16-mixed")},
+    "float16": lambda: {"plugins": amp("16-mixed")},
+    "accumulated": lambda: {"accumulate_grad_batches": 4},
+}
+
+
+# -- automatic optimization, in Lightning's own terms -------------------------------------------
+@pytest.mark.parametrize(
+    ("by", "options"), [("norm", "accumulated"), ("norm", "bfloat16"), ("value", "float16")]
+)
+def test_it_does_what_gradient_clip_val_does(tmp_path: Path, by: str, options: str) -> None:
+    theirs, ours = Model(), Model()
+    asked = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": by}
+    fit(tmp_path, theirs, **asked, **OPTIONS[options]())
+    callback = ClipCallback(NormClip(LIMIT) if by == "norm" else ValueClip(LIMIT))
+    fit(tmp_path, ours, callback, **OPTIONS[options]())
+    steps = 2 if options == "accumulated" else 8
+    (record,) = (r for r in callback.clippers[0].rounds if r.steps)
+    assert (record.steps, record.clipped) == (steps, steps)
+    assert record.norm_min is not None
+    # Scaled gradients would be longer by a factor of 256.
+    assert 1 < record.norm_min < 1000
+    np.testing.assert_allclose(ours.norms[0], theirs.norms[0], rtol=1e-4)
+    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+# -- manual optimization -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("manual", "precision"), [("closure", "float16"), ("torch's own", "float32")]
+)
+def test_manual_optimization_clips_before_each_step(
+    tmp_path: Path, manual: str, precision: str
+) -> None:
+    callback, model = ClipCallback(NormClip(LIMIT)), Model(manual=manual)
+    fit(tmp_path, model, callback, **OPTIONS[precision]())
+    assert len(model.norms[0]) == 8
+    assert max(model.norms[0]) <= LIMIT
+    record = callback.clippers[0].rounds[-1]
+    assert (record.steps, record.clipped) == (8, 8)
+    assert 1 < record.norm_min < 1000
+
+
+def test_several_optimizers_have_a_clipper_each(tmp_path: Path) -> None:
+    clipper = ZScoreClip(warmup=3)
+    callback, model = ClipCallback(clipper), Model(manual="step", optimizers=2)
+    fit(tmp_path, model, callback)
+    first, second = callback.clippers
+    assert first is clipper
+    assert [c.rounds[-1].steps for c in callback.clippers] == [8, 8]
+    assert first.get_state()["groups"] != second.get_state()["groups"]
+    fit(tmp_path, model, ClipCallback([NormClip(0.5), NormClip(0.25)]))
+    assert (max(model.norms[0][8:]), max(model.norms[1][8:])) <= (0.5, 0.25)
+    with pytest.raises(ValueError, match="2 clippers and 1 optimizers"):
+        fit(tmp_path, Model(), ClipCallback([NormClip(), NormClip()]))
+
+
+# -- the mixin -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("kind", "manual"), [(Mixed, "step"), (Reversed, "")])
+def test_the_mixin_clips_in_either_order_of_the_bases(
+    tmp_path: Path, kind: type[Any], manual: str
+) -> None:
+    model = kind(ZScoreClip(max_norm=LIMIT), manual=manual, optimizers=2 if manual else 1)
+    for fits in (1, 2):
+        found = fit(tmp_path, model)
+        (callback,) = (c for c in found.callbacks if isinstance(c, ClipCallback))
+        # The clippers of further optimizers are kept, too.
+        for clipper, norms in zip(callback.clippers, model.norms, strict=True):
+            assert sum(r.steps for r in clipper.rounds) == len(norms) == 8 * fits
+            assert max(norms) <= LIMIT
+    assert callback.clippers[0] is model.clipper
+    timers = [c for c in found.callbacks if isinstance(c, lightning.callbacks.Timer)]
+    assert len(timers) == (kind is Reversed)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+def test_clipping_twice_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    for model, callbacks in ((Model(), [ClipCallback(NormClip())]), (Mixed(NormClip()), [])):
+        with pytest.raises(ValueError, match=r"gradient_clip_val=1\.0 and ClipCallback"):
+            fit(tmp_path, model, *callbacks, gradient_clip_val=1.0)
+        assert model.norms == [[]]
+
+
+def test_a_fused_optimizer_that_unscales_is_refused(tmp_path: Path) -> None:
+    model = Model(fused=True)
+    with pytest.raises(ValueError, match="without fused=True"):
+        fit(tmp_path, model, ClipCallback(NormClip()), **OPTIONS["float16"]())
+    fit(tmp_path, model, ClipCallback(NormClip(LIMIT)), **OPTIONS["bfloat16"]())
+    assert max(model.norms[0]) <= LIMIT
+
+
+def test_deepspeed_is_refused() -> None:
+    strategy = type("DeepSpeedStrategy", (), {})()
+    fake = SimpleNamespace(gradient_clip_val=None, strategy=strategy)
+    with pytest.raises(NotImplementedError, match="DeepSpeed"):
+        ClipCallback(NormClip()).setup(fake, None, "fit")
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    def make() -> Any:
+        return EmaNormClip(scope="tensor", decay=0.5)
+
+    whole, file = Model(), tmp_path / "one.ckpt"
+    fit(tmp_path, whole, ClipCallback(make()), max_epochs=2)
+    half = fit(tmp_path, Model(), ClipCallback(make()))
+    half.save_checkpoint(file)
+    # Statistics that are arrays are saved as tensors.
+    torch.load(file, weights_only=True)
+    resumed, callback = Model(), ClipCallback(make())
+    again = trainer(tmp_path, callback, max_epochs=2)
+    again.fit(resumed, batches(), ckpt_path=file)
+    assert [r.round for r in callback.clippers[0].rounds if r.group == "all"] == [1, 2]
+    for found, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+# -- records -------------------------------------------------------------------------------------
+def test_the_loggers_get_what_the_steps_did(tmp_path: Path) -> None:
+    logger = lightning.loggers.CSVLogger(tmp_path)
+    options = {"logger": logger, "log_every_n_steps": 4, "max_epochs": 2}
+    # The second of two in a row.
+    callback = ClipCallback(NormClip(LIMIT))
+    found = fit(tmp_path, Model(), ClipCallback(AGC(0.01)), callback, **options)
+    assert found.logged_metrics["clip/limit"] == pytest.approx(LIMIT)
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert rows[0].split(",")[0] == "clip/clipped"
+    assert len(rows) == 1 + 4
+    assert [r.steps for r in callback.clippers[0].rounds if r.round] == [8, 8]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_finder_of_the_learning_rate_is_clipped(tmp_path: Path, first: bool) -> None:
+    class Finds(Model):
+        lr = 0.01
+
+        def train_dataloader(self) -> Any:
+            return batches()
+
+    clipper = ZScoreClip(max_norm=LIMIT)
+    finder = lightning.callbacks.LearningRateFinder(num_training_steps=4)
+    model, ours = Finds(), ClipCallback(clipper)
+    trainer(tmp_path, *([finder, ours] if first else [ours, finder])).fit(model)
+    assert len(model.norms[0]) > 8
+    assert max(model.norms[0]) <= LIMIT
+    # The checkpoint that the finder restores knows nothing of its steps.
+    assert sum(r.steps for r in clipper.rounds) == len(model.norms[0]) - 4
+
+
+# -- processes -----------------------------------------------------------------------------------
+def test_two_processes_clip_the_mean_of_their_gradients_alike(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("lightning_processes.py"))]
+    subprocess.run([*command, str(tmp_path)], timeout=PATIENCE, check=True, capture_output=True)
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    torch.manual_seed(0)
+    # Of (output - 1)^2 and (output - 2)^2, and five parameters with inputs of 1.
+    output = float(torch.nn.Linear(4, 1)(torch.ones(4)))
+    first = abs(2 * (output - 1.5)) * 5**0.5
+    # The oldest of the five norms that are kept is the fourth; each step shortens it to 0.9.
+    assert one["state"]["all"]["start_1"] == pytest.approx(first * 0.9**3, rel=1e-5)
+    assert one["stats"]["round/clipped"] == 1
+    assert one["stats"]["round/norm_max"] > 20 * one["stats"]["round/limit_max"]
+
+
+def test_a_clipper_goes_from_one_trainer_to_the_next(tmp_path: Path) -> None:
+    class Breaks(Model):
+        def training_step(self, batch: Any, index: int) -> Any:
+            assert index < 3
+            return super().training_step(batch, index)
+
+    clipper = ZScoreClip()
+    broken = trainer(tmp_path, ClipCallback(clipper))
+    with pytest.raises(AssertionError):
+        broken.fit(Breaks(), batches())
+    model, anew = Model(), "of another model or optimizer: it starts anew"
+    with pytest.warns(FedclipWarning, match=anew):
+        first = fit(tmp_path, model, ClipCallback(clipper))
+    second = fit(tmp_path, model, ClipCallback(clipper))
+    assert sum(r.steps for r in clipper.rounds) == 8 + 8
+    for done in (first, second):
+        done.save_checkpoint(tmp_path / "done.ckpt")
+        saved = torch.load(tmp_path / "done.ckpt", weights_only=True)
+        assert saved["optimizer_states"][0]["fedclip:zscore-clip"]["groups"]

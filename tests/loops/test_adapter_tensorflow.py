@@ -1,0 +1,198 @@
+"""TensorFlow loops: the adapter does what the declearn module does."""
+
+import warnings
+
+import numpy as np
+import pytest
+from helpers import require
+
+tf = require("tensorflow")
+
+from fedclip import (  # noqa: E402
+    AGC,
+    EmaNormClip,
+    FedclipWarning,
+    NormClip,
+    ZScoreClip,
+)
+from fedclip.loops.tensorflow import CompiledClipper, clip  # noqa: E402
+
+# Arithmetic in compiled code is compared with all clippers in test_compiled.py.
+CLIPPERS = {
+    "z-score": lambda: ZScoreClip(warmup=4, max_norm=None),
+    "excluding": lambda: ZScoreClip(warmup=4, max_norm=None, exclude="*/b"),
+    "norm of the average": lambda: EmaNormClip(decay=0.8, scope="layer"),
+}
+SHAPES = {"enc/w": (4, 3), "enc/b": (3,), "scale": ()}
+
+
+def variables():
+    return [
+        tf.Variable(np.zeros(shape), name=name, trainable=True) for name, shape in SHAPES.items()
+    ]
+
+
+def stream(steps=30, seed=0):
+    rng = np.random.default_rng(seed)
+    for t in range(steps):
+        size = 20.0 if t % 9 == 7 else 1.0
+        yield {
+            name: np.asarray(size * rng.standard_normal(shape)) for name, shape in SHAPES.items()
+        }
+
+
+def pairs(gradient, held):
+    return list(zip(map(tf.constant, gradient.values()), held, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [*((n, True) for n in CLIPPERS), ("norm of the average", False)],
+)
+def test_it_does_what_the_module_does(name, compiled):
+    module, clipper, held = CLIPPERS[name](), CLIPPERS[name](), variables()
+
+    def step(*gradients):
+        return [g for g, _ in clip(zip(gradients, held, strict=True), clipper)]
+
+    run = tf.function(step) if compiled else step
+    for t, gradient in enumerate(stream()):
+        if t == 20:
+            gradient["enc/w"][0, 0] = np.nan
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedclipWarning)
+            expected = module.clip(gradient)
+            outputs = run(*map(tf.constant, gradient.values()))
+        for output, value in zip(outputs, expected.values(), strict=True):
+            np.testing.assert_allclose(output, value, rtol=1e-9, atol=1e-14)
+    if compiled:
+        compiled_clipper = CompiledClipper.of(clipper)
+        assert compiled_clipper.metrics()["round/steps"] == 30
+        assert compiled_clipper.metrics()["round/nonfinite"] == 1
+        clipper.set_state(compiled_clipper.get_state())
+    found, wanted = clipper.get_state()["groups"], module.get_state()["groups"]
+    assert found.keys() == wanted.keys()
+    for label, fields in wanted.items():
+        assert found[label] == pytest.approx(fields, rel=1e-9)
+    for name, fields in module.get_state()["arrays"].items():
+        for field, value in fields.items():
+            np.testing.assert_allclose(clipper.get_state()["arrays"][name][field], value, rtol=1e-9)
+
+
+def test_gradients_of_none_and_indexed_slices():
+    table, other = tf.Variable(tf.zeros((5, 2)), name="table"), tf.Variable(0.0, name="other")
+    slices = tf.IndexedSlices(tf.constant([[3.0, 0], [4.0, 0]]), tf.constant([1, 1]), [5, 2])
+    clipper = NormClip(1.0)
+    (found, _), (none, _) = clip([(slices, table), (None, other)], clipper)
+    assert none is None
+    assert clipper.last.norm_before == (7.0,)
+    assert float(tf.norm(tf.convert_to_tensor(found))) == pytest.approx(1.0, rel=2e-6)
+    compiled = NormClip(1.0)
+    run = tf.function(lambda: clip([(slices, table), (None, other)], compiled)[0][0].values)
+    np.testing.assert_allclose(run(), found.values, rtol=1e-6)
+
+
+def test_a_clipper_of_one_model_refuses_the_gradients_of_another():
+    clipper = ZScoreClip()
+    both = [tf.Variable([3.0, 4.0], name=name) for name in ("generator", "critic")]
+
+    def step(variable):
+        return clip([(tf.ones(2), variable)], clipper)[0][0]
+
+    tf.function(step)(both[0])
+    with pytest.raises(ValueError, match=r"zscore-clip clips generator, .* norms of critic"):
+        tf.function(step)(both[1])
+
+
+def test_checkpoint_and_resume_is_bit_identical(tmp_path):
+    def start():
+        held = variables()
+        compiled = CompiledClipper(CLIPPERS["z-score"]())
+        compiled(pairs(next(stream()), held))
+        return compiled, tf.function(
+            lambda *g: [o for o, _ in compiled(list(zip(g, held, strict=True)))]
+        )
+
+    gradients = [[tf.constant(v) for v in g.values()] for g in stream()]
+    compiled, run = start()
+    for gradient in gradients[:15]:
+        run(*gradient)
+    path = tf.train.Checkpoint(clipper=compiled).save(str(tmp_path / "c"))
+    whole = [run(*gradient) for gradient in gradients[15:]]
+    other, again = start()
+    tf.train.Checkpoint(clipper=other).restore(path).assert_existing_objects_matched()
+    for gradient, expected in zip(gradients[15:], whole, strict=True):
+        for a, b in zip(again(*gradient), expected, strict=True):
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(("unit", "compiled"), [("output", True), ("tensor", False)])
+def test_agc_takes_the_weights_from_the_variables(unit, compiled):
+    rng = np.random.default_rng(1)
+    held = [tf.Variable(rng.standard_normal(s), name=n) for n, s in SHAPES.items()]
+    weights = {name: v.numpy() for name, v in zip(SHAPES, held, strict=True)}
+    agc = AGC(0.1, unit=unit)
+    reference = AGC(0.1, unit=unit, axis=-1 if unit == "output" else None)
+
+    def step(*gradients):
+        return [g for g, _ in clip(zip(gradients, held, strict=True), agc)]
+
+    run = tf.function(step) if compiled else step
+    for gradient in stream(3):
+        outputs = run(*map(tf.constant, gradient.values()))
+        expected = reference.clip(gradient, weights).values()
+        for output, value in zip(outputs, expected, strict=True):
+            np.testing.assert_allclose(output, value, rtol=1e-9, atol=1e-14)
+
+
+def test_the_verbs():
+    clipper, held = CLIPPERS["z-score"](), variables()
+    compiled_clipper = CompiledClipper(clipper)
+    assert compiled_clipper.last is None
+    assert compiled_clipper.metrics()["round/steps"] == 0
+    # The variables of the statistics are made by the first step, eagerly here.
+    compiled_clipper(pairs(next(stream()), held))
+    traces = []
+    run = tf.function(
+        lambda *g: traces.append(1) or compiled_clipper(list(zip(g, held, strict=True)))[0][0]
+    )
+    for gradient in stream():
+        run(*map(tf.constant, gradient.values()))
+    found = compiled_clipper.metrics("clip/")
+    assert found["clip/norm"] == float(compiled_clipper.last)
+    assert found["clip/round/steps"] == 31
+    assert len(traces) == 1
+    # What is not counted is not zero.
+    assert not {"clip/round/fixed", "clip/round/learnt", "clip/round/warmup"} & {*found}
+    state = compiled_clipper.get_state()
+    compiled_clipper.reset()
+    assert compiled_clipper.last is None
+    compiled_clipper.set_state(state)
+    assert compiled_clipper.get_state()["groups"] == state["groups"]
+
+
+def test_a_variable_without_a_gradient_has_no_norm_and_no_limit_in_the_step():
+    held = [tf.Variable(tf.zeros(2)), tf.Variable(tf.zeros(3))]
+    compiled_clipper = CompiledClipper(NormClip(1.0, scope="tensor"))
+    compiled_clipper([(tf.fill([2], 3.0), held[0]), (tf.fill([3], 4.0), held[1])])
+    for step in (lambda g: compiled_clipper(g), tf.function(lambda g: compiled_clipper(g))):
+        step([(tf.constant([0.3, 0.4]), held[0]), (None, held[1])])
+        found = compiled_clipper.metrics()
+        assert (found["norm"], found["limit"], found["clipped"]) == (pytest.approx(0.5), 1.0, 0)
+    compiled_clipper.on_round_start()
+    assert compiled_clipper.metrics()["limit"] == 1.0
+    assert compiled_clipper.metrics()["round/steps"] == 0
+    compiled_clipper.reset()
+    assert "limit" not in compiled_clipper.metrics()
+
+
+def test_a_state_that_was_loaded_is_forgotten_before_the_first_step_too() -> None:
+    variable, known = tf.Variable([0.0, 0.0]), ZScoreClip()
+    for size in (1.0, 2.0, 3.0):
+        clip([(tf.constant([size, size]), variable)], known)
+    compiled, fresh = (CompiledClipper(ZScoreClip()) for _ in range(2))
+    compiled.set_state(known.get_state())
+    compiled.reset()
+    for one in (compiled, fresh):
+        one([(tf.constant([100.0, 100.0]), variable)])
+    assert compiled.get_state()["groups"] == fresh.get_state()["groups"]

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers and Accelerate: clipped once a step, accumulated and unscaled.
+
+The oracle is the Trainer's own ``max_grad_norm``, and Accelerate's ``clip_grad_norm_``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import PATIENCE, require
+
+torch = require("torch")
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+from fedclip import EmaNormClip, FedclipWarning, NormClip, ZScoreClip  # noqa: E402
+from fedclip.loops.torch import attach as attach_to_optimizer  # noqa: E402
+from fedclip.loops.transformers import ClipCallback, attach  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "error::fedclip.FedclipWarning"),
+]
+
+LIMIT = 0.05
+GRID = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
+
+
+class Model(torch.nn.Module):  # type: ignore[misc]
+    """A small model with large gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x: Any) -> dict[str, Any]:
+        return {"loss": self.second(self.first(x)).square().mean() * 100}
+
+
+class Noting(transformers.TrainerCallback):  # type: ignore[misc]
+    """Notes the norms that the optimizer steps with, and what is logged."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.logs: list[dict[str, Any]] = []
+
+    def on_optimizer_step(self, *_: Any, model: Any, **kwargs: Any) -> None:
+        self.norms.append(float(torch.stack([p.grad.norm() for p in model.parameters()]).norm()))
+
+    def on_log(self, *_: Any, logs: Any, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def make(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    common = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 1,
+        "learning_rate": 0.01,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 4,
+        "max_grad_norm": 0.0,
+    }
+    arguments = transformers.TrainingArguments(**{**common, **options})
+    data = [{"x": row} for row in GRID]
+    return transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=list(callbacks))
+
+
+def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Accelerate scale the loss on the CPU, as it does with fp16 on a GPU."""
+    init = accelerate.Accelerator.__init__
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.state._mixed_precision, self.native_amp = "fp16", True
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        # Nothing but the scale is that of fp16.
+        self.autocast = lambda *a, **k: torch.autocast("cpu", enabled=False)
+
+    monkeypatch.setattr(accelerate.Accelerator, "__init__", patched)
+    monkeypatch.setattr(accelerate.Accelerator, "prepare_model", lambda self, model, **k: model)
+
+
+# -- in the Trainer's own terms ------------------------------------------------------------------
+def test_it_does_what_max_grad_norm_does(tmp_path: Path) -> None:
+    theirs, ours, callback = Noting(), Noting(), ClipCallback(NormClip(LIMIT))
+    options = {"gradient_accumulation_steps": 4, "logging_steps": 1}
+    first = make(tmp_path, theirs, max_grad_norm=LIMIT, **options)
+    first.train()
+    second = make(tmp_path, callback, ours, **options)
+    second.train()
+    assert len(ours.norms) == callback.clipper.rounds[-1].steps == 4
+    np.testing.assert_allclose(ours.norms, theirs.norms, rtol=1e-4)
+    for found, expected in zip(second.model.parameters(), first.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    norms = [float(row["grad_norm"]) for row in theirs.logs if "grad_norm" in row]
+    logged = [row["grad_norm"] for row in ours.logs if "grad_norm" in row]
+    np.testing.assert_allclose(logged, norms, rtol=1e-4)
+
+
+def test_gradients_are_unscaled_before_they_are_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ClipCallback(NormClip(LIMIT))
+    make(tmp_path, plain).train()
+    scaled(monkeypatch)
+    callback, noting = ClipCallback(NormClip(LIMIT)), Noting()
+    make(tmp_path, callback, noting).train()
+    (true,), (found,) = plain.clipper.rounds, callback.clipper.rounds
+    assert (found.steps, found.clipped) == (16, 16)
+    assert found.norm_max == pytest.approx(true.norm_max, rel=1e-3)
+    assert max(noting.norms) <= LIMIT
+
+
+def test_the_logs_show_norm_limit_and_what_was_clipped(tmp_path: Path) -> None:
+    first = Noting()
+    trainer = make(tmp_path, first)
+    callback = attach(trainer, NormClip(LIMIT))
+    trainer.train()
+    rows = [row for row in first.logs if "loss" in row]
+    assert len(rows) == 4
+    assert {row["limit"] for row in rows} == {LIMIT}
+    assert [row["clipped"] for row in rows] == [1] * 4
+    assert rows[-1]["clipped_share"] == 1.0
+    last = callback.clipper.last
+    assert last is not None
+    assert rows[-1]["grad_norm"] == pytest.approx(float(last), rel=1e-5)
+    history = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["limit"] for row in history] == [LIMIT] * 4
+    assert "limit" not in trainer.state.log_history[-1]
+
+
+# -- what is refused -----------------------------------------------------------------------------
+def test_clipping_twice_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = make(tmp_path, ClipCallback(NormClip()), max_grad_norm=1.0)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    with pytest.raises(ValueError, match="max_grad_norm=0 in the TrainingArguments"):
+        trainer.train()
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    deepspeed = type("DeepSpeedOptimizerWrapper", (), {})()
+    with pytest.raises(NotImplementedError, match="DeepSpeed"):
+        ClipCallback(NormClip()).on_train_begin(
+            make(tmp_path).args, trainer.state, trainer.control, optimizer=deepspeed
+        )
+
+
+def test_an_optimizer_that_keeps_no_gradients_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path, ClipCallback(NormClip()))
+    trainer.optimizer = transformers.trainer_pt_utils.LayerWiseDummyOptimizer()
+    for parameter in trainer.model.parameters():
+        # What GaLore, APOLLO and others do layer by layer, in hooks of their own.
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with pytest.raises(RuntimeError, match="norm-clip finds no gradient before the step"):
+        trainer.train()
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("by_trainer", [True, False])
+def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path, by_trainer: bool) -> None:
+    def callbacks() -> list[ClipCallback]:
+        first = ZScoreClip(warmup=3) if by_trainer else EmaNormClip(scope="tensor", decay=0.5)
+        return [ClipCallback(first), ClipCallback(NormClip(1.0))]
+
+    options = {
+        "num_train_epochs": 2,
+        "save_strategy": "steps",
+        "save_steps": 12,
+        "restore_callback_states_from_checkpoint": by_trainer,
+    }
+    whole = make(tmp_path, *callbacks(), **options)
+    whole.train()
+    resumed = make(tmp_path, *callbacks(), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    for found, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+    # Each callback gets its own state back.
+    both = (
+        [c.clipper.rounds for c in trainer.callback_handler.callbacks if type(c) is ClipCallback]
+        for trainer in (resumed, whole)
+    )
+    assert next(both) == next(both)
+
+
+# -- Accelerate ----------------------------------------------------------------------------------
+@pytest.fixture
+def accelerator() -> Any:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+    def build(**options: Any) -> Any:
+        return accelerate.Accelerator(cpu=True, **options)
+
+    yield build
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def loop(accelerator: Any, clipper: Any = None) -> tuple[Any, Any]:
+    """Return what Accelerate trains; with a clipper ours clips, else its own ``clip_grad_norm_``.
+
+    Before and after, as the page of the documentation has it.
+    """
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = torch.utils.data.DataLoader(torch.tensor(GRID), batch_size=4)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    handle = None if clipper is None else attach_to_optimizer(optimizer, clipper, model)
+    for batch in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch)["loss"])
+            if handle is None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), LIMIT)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("accumulation", "scale"), [(4, False), (1, True)])
+def test_in_a_loop_of_accelerate(
+    accelerator: Any, monkeypatch: pytest.MonkeyPatch, accumulation: int, scale: bool
+) -> None:
+    if scale:
+        scaled(monkeypatch)
+    theirs, _ = loop(accelerator(gradient_accumulation_steps=accumulation))
+    clipper = NormClip(LIMIT)
+    ours, _ = loop(accelerator(gradient_accumulation_steps=accumulation), clipper)
+    (record,) = clipper.rounds
+    assert (record.steps, record.clipped) == (16 // accumulation,) * 2
+    assert record.norm_max is not None
+    assert record.norm_max < 1000
+    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# -- processes -----------------------------------------------------------------------------------
+def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+    from transformers_processes import trained
+
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("needs gloo")
+    script = str(Path(__file__).with_name("transformers_processes.py"))
+    spread = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *spread, script, str(tmp_path)]
+    subprocess.run(command, timeout=PATIENCE, check=True, capture_output=True)
+    runs, others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert runs == others
+    model, clipper = trained(str(tmp_path))
+    for kind, run in runs.items():
+        assert run["sharded"] == ("sharded" in kind)
+        for found, expected in zip(run["weights"], model.parameters(), strict=True):
+            np.testing.assert_allclose(found, expected.detach().flatten(), rtol=1e-4, atol=1e-6)
+        assert run["state"]["all"] == pytest.approx(clipper.get_state()["groups"]["all"], rel=1e-4)
+        # The spike, and the step after it.
+        assert run["clipped"] == clipper.rounds[-1].clipped == 2
+
+
+def test_a_checkpoint_from_before_there_was_a_clipper_starts_it_anew(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 4}
+    make(tmp_path, **options).train()
+    callback = ClipCallback(ZScoreClip())
+    with pytest.warns(FedclipWarning, match="zscore-clip, which starts anew") as said:
+        make(tmp_path, callback, **options).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-8")
+        )
+    assert len([w for w in said if issubclass(w.category, FedclipWarning)]) == 1
+    assert callback.clipper.rounds[-1].steps == 8
+    saved = json.loads((tmp_path / "checkpoint-16" / "trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["ClipCallback"][-1]["args"]["clipper"][0] == "zscore-clip"
+
+
+def test_a_clipper_acts_in_one_trainer_at_a_time(tmp_path: Path) -> None:
+    clipper = ZScoreClip()
+    make(tmp_path, ClipCallback(clipper)).train()
+    with pytest.warns(FedclipWarning, match="of another model or optimizer: it starts anew"):
+        make(tmp_path, ClipCallback(clipper)).train()
+    assert sum(r.steps for r in clipper.rounds) == 16
+    clipper = ZScoreClip()
+    with pytest.raises(ValueError, match="zscore-clip is in the ClipCallback of a Trainer already"):
+        make(tmp_path, ClipCallback(clipper), ClipCallback(clipper)).train()
+    with pytest.raises(ValueError, match="two ClipCallbacks have the same zscore-clip"):
+        make(tmp_path, ClipCallback("zscore-clip"), ClipCallback("zscore-clip")).train()
+
+
+def test_accelerate_saves_and_loads_the_statistics(accelerator: Any, tmp_path: Path) -> None:
+    engine, first = accelerator(), EmaNormClip(scope="tensor")
+    loop(engine, first)
+    engine.save_state(str(tmp_path))
+    again, second = accelerator(), EmaNormClip(scope="tensor")
+    loop(again, second)
+    second.on_round_start()
+    again.load_state(str(tmp_path))
+    assert second.get_state()["groups"] == first.get_state()["groups"]
+    assert [r.steps for r in second.rounds] == [r.steps for r in first.rounds]

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs the checks elsewhere can be read, and calls the make targets that there are."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+RUNNERS = (".ci/run", ".github/workflows/ci.yml", ".pre-commit-config.yaml")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def called(name: str) -> set[str]:
+    """Return the targets that a file calls; comments call none."""
+    text = re.sub(r"#.*", "", read(name))
+    return set(re.findall(r"\bmake ([a-z-]+)", text))
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_every_runner_lints_and_tests(name: str) -> None:
+    assert {"lint", "test"} <= called(name) <= targets()
+
+
+def test_every_target_is_phony_and_described() -> None:
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", read("Makefile"), flags=re.MULTILINE)
+    described = re.findall(r"^([a-z-]+):.*## .+$", read("Makefile"), flags=re.MULTILINE)
+    assert set(phony.split()) == targets() == set(described)
+
+
+def test_the_workflow_runs_every_python_that_the_package_names() -> None:
+    workflow: Any = yaml.safe_load(read(".github/workflows/ci.yml"))
+    job, extras = workflow["jobs"]["check"], workflow["jobs"]["extras"]
+    classifiers = tomllib.loads(read("pyproject.toml"))["project"]["classifiers"]
+    named = [c.rpartition(" ")[2] for c in classifiers if re.search(r":: 3\.\d+$", c)]
+    assert job["strategy"]["matrix"]["python"] == named
+    for step in job["steps"] + extras["steps"]:
+        assert {"uses", "run"} & step.keys()
+    assert "make extras" in extras["steps"][-1]["run"]
+
+
+def test_contributing_names_targets_that_there_are() -> None:
+    assert {"lint", "quick", "test", "soak"} <= called("CONTRIBUTING.md") <= targets()

@@ -1,0 +1,254 @@
+"""Everything that README and docs show is run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import re
+import shutil
+import sys
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from declearn.main.config import FLOptimConfig
+from declearn.optimizer import Optimizer
+from helpers import BACKENDS, FRAMEWORK_OF, FRAMEWORKS
+from report_runs import call
+
+import fedclip
+import fedclip.cli.catalogue
+import fedclip.cli.main
+from fedclip.cli.check.configuration import check_config
+from fedclip.engines.local.crowd import SimulateConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+RUN = ("list", "check", "translate", "report", "doctor", "privacy", "site", "--version", "--help")
+"""Commands that are over within two seconds; of others, only that they exist is checked."""
+
+SLOW = ("lightning", "transformers")
+"""Pages for which packages are imported that take seconds."""
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+class Block(NamedTuple):
+    """A fenced block of a page, and the words of the comment right before it."""
+
+    line: int
+    language: str
+    text: str
+    needs: tuple[str, ...]
+    file: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Yield the fenced blocks; ``<!-- needs: a, b -->`` and ``<!-- file: x -->`` precede them."""
+    text = page.read_text(encoding="utf-8")
+    pattern = r"(?:<!-- (needs|file): ([^>]*) -->\n+)?^```(\w*)\n(.*?)^```$"
+    for found in re.finditer(pattern, text, flags=re.MULTILINE | re.DOTALL):
+        key, value, language, body = found.groups()
+        words = tuple(word.strip() for word in (value or "").split(",") if word.strip())
+        line = text[: found.start(4)].count("\n")
+        file = words[0] if key == "file" else ""
+        yield Block(line, language, body, words if key == "needs" else (), file)
+
+
+def missing(block: Block) -> list[str]:
+    return [name for name in block.needs if not is_there(name)]
+
+
+def is_there(module: str) -> bool:
+    framework = FRAMEWORK_OF.get(module, module)
+    if framework in FRAMEWORKS and framework not in BACKENDS:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            return False
+    return True
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page_id(page), marks=[pytest.mark.slow] * (page.stem in SLOW))
+        for page in PAGES
+        # tests/project/test_tutorials.py runs it.
+        if page.stem != "tutorial-loops"
+    ],
+)
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A rich table as wide as the page shows it.
+    monkeypatch.setenv("COLUMNS", "100")
+    shutil.copy(ROOT / "examples" / "quickrun" / "config.toml", tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        where = f"{page_id(page)}, line {block.line}"
+        if missing(block):
+            continue
+        with warnings.catch_warnings():
+            # Some blocks show what others do, warnings included.
+            warnings.simplefilter("ignore")
+            match block.language:
+                case "pycon":
+                    run_doctest(block, names, where)
+                case "python":
+                    exec(compile(block.text, where, "exec"), names)
+                case "toml":
+                    check_toml(block, tmp_path, where)
+                case "console":
+                    run_console(block, where)
+                case "text" | "csv":
+                    pass
+                case other:
+                    pytest.fail(f"{where}: a block of the language {other!r}")
+
+
+def test_the_start_page_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, *_ = blocks(ROOT / "docs" / "index.md")
+    exec(compile(code.text, "docs/index.md", "exec"), {})
+    assert capsys.readouterr().out == shown.text
+
+
+def test_lines_of_toml_say_which_file_they_are_for() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            said = block.language != "toml" or re.match(r"# [\w-]+\.toml\b", block.text)
+            assert said, f"{page_id(page)}, line {block.line}"
+
+
+def run_doctest(block: Block, names: dict[str, Any], where: str) -> None:
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(optionflags=FLAGS)
+    test = parser.get_doctest(block.text, {}, where, where, block.line)
+    test.globs = names
+    said: list[str] = []
+    runner.run(test, out=said.append, clear_globs=False)
+    assert not said, "".join(said)
+
+
+def check_toml(block: Block, folder: Path, where: str) -> None:
+    config = tomllib.loads(block.text, parse_float=lambda s: None if s == "nan" else float(s))
+    if block.file:
+        (folder / block.file).write_text(block.text, encoding="utf-8")
+        return
+    if "modules" in config or "regularizers" in config:
+        Optimizer(**{"lrate": 0.1, **config})
+    elif set(config) == {"optim"}:
+        FLOptimConfig.from_params(**{"client_opt": 0.1, **config["optim"]})
+    elif set(config) == {"simulate"}:
+        SimulateConfig.from_params(**config["simulate"])
+    else:
+        (folder / "block.toml").write_text(block.text, encoding="utf-8")
+        found = check_config(folder / "block.toml")
+        assert found.ok, (where, found.problems)
+
+
+def run_console(block: Block, where: str) -> None:
+    """Run the lines that start with ``$ fedclip``, and compare what they print."""
+    for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
+        program, *words = command.split(" #")[0].split()
+        if program != "fedclip":
+            continue
+        known = [c.name or getattr(c.callback, "__name__", "") for c in commands()]
+        assert words[0] in known or words[0].startswith("-"), f"{where}: no command {words[0]!r}"
+        # These read the result of a run.
+        reads = words[0] == "report" or words[:3] == ["privacy", "spent", "result"]
+        if words[0] not in RUN or (reads and not Path(words[-1]).exists()):
+            continue
+        words = [word.strip("'\"") for word in words]
+        result = call(*words)
+        if shown.strip():
+            same = doctest.OutputChecker().check_output(shown, result.output, FLAGS)
+            assert same, f"{where}: {command} printed\n{result.output}"
+        else:
+            assert result.exit_code == 0, f"{where}: {command} printed\n{result.output}"
+
+
+def commands() -> list[Any]:
+    app = fedclip.cli.main.app
+    return [*app.registered_commands, *app.registered_groups]
+
+
+def test_links_lead_somewhere() -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    for page, text in texts.items():
+        text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if "://" in target:
+                continue
+            file, _, anchor = target.partition("#")
+            other = (page.parent / file).resolve() if file else page
+            assert other.exists(), f"{page_id(page)}: {target}"
+            if anchor:
+                heads = re.findall(r"^#+ (.*)$", texts[other], flags=re.MULTILINE)
+                slugs = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
+                assert anchor in slugs, f"{page_id(page)}: {target}"
+
+
+def pages_tool() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        return importlib.import_module("clippers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "entry", fedclip.cli.catalogue.catalogue(), ids=lambda entry: entry["name"]
+)
+def test_page_of_a_clipper_is_its_docstring(entry: dict[str, Any]) -> None:
+    file = ROOT / "docs" / "clippers" / f"{entry['name']}.md"
+    assert file.exists(), "run: python docs/clippers.py"
+    page = file.read_text(encoding="utf-8")
+    current = pages_tool().updated(page, entry["kind"], entry["name"])
+    assert page == current, "the docstring has changed; run: python docs/clippers.py"
+    assert "To be written." not in page, "write the section 'When to use it'"
+
+
+def test_list_says_what_is_registered() -> None:
+    pages_tool()
+    registered: Any = sys.modules["catalogue"].registered()
+    current = json.loads(json.dumps(registered, default=str))
+    assert fedclip.cli.catalogue.catalogue() == current, "run: python docs/clippers.py"
+
+
+@pytest.mark.slow
+def test_each_picture_is_drawn_from_the_numbers_of_today() -> None:
+    pages_tool()
+    pictures: Any = sys.modules["pictures"]
+    for name in pictures.PICTURES:
+        assert (pictures.IMAGES / f"{name}.svg").exists(), "run: python docs/pictures.py"
+        found, current = pictures.drawn(name), pictures.numbers(name)
+        assert found.keys() == current.keys(), f"{name}: run: python docs/pictures.py"
+        for key, values in current.items():
+            message = f"{name}, {key}: run: python docs/pictures.py"
+            np.testing.assert_allclose(found[key], values, 1e-4, 1e-9, err_msg=message)
+
+
+def test_lists_of_clippers_are_current() -> None:
+    tool = pages_tool()
+    for file, row in tool.LISTS.items():
+        page = file.read_text(encoding="utf-8")
+        assert page == tool.listed(page, row), "run: python docs/clippers.py"
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in ROOT.glob("docs/**/*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        if name != "index.md":
+            assert f"({name})" in index, f"docs/index.md does not lead to {name}"

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A federation in one process, of Flower's own messages, mods and strategies, but no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
+from fedclip.engines.flower.mod import RECORD
+
+# Flower sets these in the processes that it starts.
+TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+
+Update = Callable[[int, int], Mapping[str, Any]]
+"""What a node's training subtracts from its model, by node and round."""
+Change = Callable[[Message], Message | None]
+"""What becomes of a reply on its way."""
+
+
+def record(arrays: Mapping[str, Any]) -> ArrayRecord:
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+
+
+def arrays_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: array.numpy() for name, array in found.items()}
+
+
+def context(node: int, settings: Mapping[str, Any] = {}) -> Context:
+    run_config = {f"update-clip.{k.replace('_', '-')}": v for k, v in settings.items()}
+    return Context(1, node, {"partition-id": node}, RecordDict(), run_config)
+
+
+def rewritten(change: Callable[[RecordDict], None]) -> Callable[[Message], Message]:
+    def rewrite(message: Message) -> Message:
+        change(message.content)
+        return message
+
+    return rewrite
+
+
+def app_that_takes_the_bound(size: int) -> ClientApp:
+    """Return an app without `UpdateClipMod`, which leaves the bound where it is."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        content = {
+            "arrays": record({"w": np.ones(size)}),
+            "metrics": MetricRecord({"num-examples": 10}),
+        }
+        return Message(RecordDict(content), reply_to=message)
+
+    return app
+
+
+class Loop:
+    """Nodes 1 to n, and what `Strategy.start` asks of a grid."""
+
+    def __init__(
+        self,
+        nodes: Iterable[int],
+        update: Update,
+        settings: Mapping[str, Any] = {},
+        *,
+        mods: Callable[[int], list[Any]] = lambda node: [UpdateClipMod()],
+        metrics: Callable[[int], dict[str, Any]] = lambda node: {"num-examples": 10},
+        change: Mapping[int, Change] = {},
+    ) -> None:
+        self.nodes, self.update, self.metrics, self.change = list(nodes), update, metrics, change
+        self.contexts = {node: context(node, settings) for node in self.nodes}
+        self.apps = {node: self._app(node, mods(node)) for node in self.nodes}
+        self.asked: list[list[int]] = []
+        self.round = 0
+
+    def _app(self, node: int, mods: list[Any]) -> ClientApp:
+        app = ClientApp(mods=mods)
+
+        @app.train()
+        def train(message: Message, context: Context) -> Message:
+            assert RECORD not in message.content
+            model = arrays_of(message.content["arrays"])
+            for name, by in self.update(node, self.round).items():
+                model[name] = np.asarray(model[name] - by, dtype=model[name].dtype)
+            content = {"arrays": record(model), "metrics": MetricRecord(self.metrics(node))}
+            return Message(RecordDict(content), reply_to=message)
+
+        @app.evaluate()
+        def evaluate(message: Message, context: Context) -> Message:
+            content = RecordDict({"metrics": MetricRecord({"num-examples": 1, "loss": 0.5})})
+            return Message(content, reply_to=message)
+
+        return app
+
+    def get_node_ids(self) -> list[int]:
+        return self.nodes
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float) -> list[Message]:
+        messages = list(messages)
+        if any(m.metadata.message_type == "train" for m in messages):
+            self.round += 1
+            self.asked.append(sorted(m.metadata.dst_node_id for m in messages))
+        replies = []
+        # Who replies first is left to chance in a network.
+        for message in reversed(messages):
+            node = message.metadata.dst_node_id
+            try:
+                reply = self.apps[node](message, self.contexts[node])
+            except Exception as exc:  # as Flower's engines do
+                from flwr.app import Error
+
+                reply = Message(Error(4, str(exc)), reply_to=message)
+            if message.metadata.message_type == "train" and node in self.change:
+                reply = self.change[node](reply)
+            if reply is not None:
+                replies.append(reply)
+        return replies
+
+    def run(
+        self, strategy: UpdateClipStrategy, model: Mapping[str, Any], rounds: int
+    ) -> tuple[dict[str, Any], Any]:
+        result = strategy.start(self, record(model), rounds, train_config=ConfigRecord())
+        return arrays_of(result.arrays), result

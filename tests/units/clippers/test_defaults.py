@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the defaults of adaptive clippers promise: no scale, spikes limited, rises followed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer.modules import OptiModule
+from helpers import each_framework, needs, pairwise
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedclip import translate
+from fedclip.arrays import backend_named
+from fedclip.clippers import by_name
+from fedclip.rules import state_of, updated
+from fedclip.rules.protection import Protection
+from fedclip.translate import PRESETS
+
+# Those whose limit follows the norms, and promises something of it.
+ON_NORMS = [
+    "zscore-clip",
+    "auto-clip",
+    "ema-clip",
+    "percentile-norm-clip",
+    "adaptive-clip",
+    "mad-clip",
+]
+ON_THE_PAST = ["growth-clip", "growth-value-clip", "ema-norm-clip", "ema-normalize"]
+SCALED = [*ON_NORMS, *ON_THE_PAST, "ema-value-clip", "percentile-clip", "centralize", "no-op"]
+STREAMS = 100
+START = 20
+"""Number of steps within which the laws expect spikes."""
+
+
+def make(name: str, **config: Any) -> Any:
+    return OptiModule.from_specs(name, config)
+
+
+def run(clipper: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return outputs and limits of streams of norms, a tensor for each column."""
+    names = [f"s{i:03}" for i in range(rows.shape[1])]
+    outputs, limits = [], []
+    for row in rows:
+        out = clipper.run(NumpyVector({n: np.array([x]) for n, x in zip(names, row, strict=True)}))
+        outputs.append([float(out.coefs[n][0]) for n in names])
+        limits.append(clipper.last.limit)
+    return np.array(outputs), np.array(limits)
+
+
+def usual(sigma: float, steps: int, seed: int, streams: int = STREAMS) -> np.ndarray:
+    """Return norms near 1; all 1 without a sigma."""
+    return np.random.default_rng(seed).lognormal(0.0, sigma, (steps, streams))
+
+
+def with_spikes(norms: np.ndarray, number: int, first: bool, seed: int) -> np.ndarray:
+    """Return where each stream has so many spikes among its first steps, the first among them."""
+    spikes = np.zeros(norms.shape, bool)
+    rng = np.random.default_rng(seed)
+    for stream in range(norms.shape[1]):
+        # Of spikes only at the very beginning nobody could tell that they are spikes.
+        low = 2 if first else 1
+        spikes[low + rng.choice(START - low, number - first, replace=False), stream] = True
+    spikes[0] = first
+    norms[spikes] = 50.0
+    return spikes
+
+
+@pairwise(name=ON_NORMS, sigma=[0.0, 0.1, 0.3], number=[0, 1, 2, 3], first=[False, True])
+@pytest.mark.slow
+def test_spikes_among_the_first_steps(name: str, sigma: float, number: int, first: bool) -> None:
+    """The first norm passes; a later spike of 50 is limited to 10, and no limit stays high."""
+    # Three of the first norms may be spikes: the first and two more.
+    number = max(min(number, 2), 1) if first else number
+    norms = usual(sigma, 60, 10 + number)
+    spikes = with_spikes(norms, number, first, 7)
+    outputs, limits = run(make(name, scope="tensor"), norms)
+    np.testing.assert_array_equal(outputs[0], norms[0])
+    later = spikes.copy()
+    later[0] = False
+    assert (outputs[later] <= 10.0).all()
+    assert (limits[5:] <= 5.0).all()
+    assert (limits[START:] < 3.0).all()
+
+
+@pytest.mark.parametrize("name", ON_NORMS)
+@pytest.mark.slow
+def test_a_spike_at_each_of_the_first_steps(name: str) -> None:
+    norms = usual(0.2, 60, 1, START - 1)
+    at = range(1, START), range(START - 1)
+    norms[at] = 50.0
+    outputs, limits = run(make(name, scope="tensor"), norms)
+    assert (outputs[at] <= 10.0).all()
+    assert (limits[5:] <= 5.0).all()
+    assert (limits[START:] < 3.0).all()
+
+
+@pairwise(name=ON_NORMS, sigma=[0.0, 0.1, 0.3], start=[3, 12, 30, 200])
+@pytest.mark.slow
+def test_a_lasting_rise_is_followed(name: str, sigma: float, start: int) -> None:
+    norms = usual(sigma, start + 100, start, 20)
+    norms[start:] *= 10.0
+    _, limits = run(make(name, scope="tensor"), norms)
+    assert (limits[start:].max(axis=0) >= 5.0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_NORMS)
+def test_a_share_of_zeros_drags_nothing_down(name: str) -> None:
+    norms = usual(0.1, 600, 0, 20)
+    norms[np.random.default_rng(1).random(norms.shape) < 0.05] = 0.0
+    _, limits = run(make(name, scope="tensor"), norms)
+    assert (limits[START:] > 0.6).all()
+
+
+def gradients(seed: int) -> list[dict[str, np.ndarray]]:
+    """Return gradients with spikes, a rise, a zero step and a tensor that is often zero."""
+    rng = np.random.default_rng(seed)
+    steps = []
+    for t in range(45):
+        size = rng.lognormal(0.0, 0.3) * (40.0 if rng.random() < 0.1 else 1.0)
+        size *= 0.0 if t == 20 else 8.0 if t > 35 else 1.0
+        some = 1.0 if rng.random() < 0.7 else 0.0
+        steps.append({"w": size * rng.normal(size=(4, 3)), "b": some * size * rng.normal(size=3)})
+    return steps
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(("scope", "dtype"), [("global", "float32"), ("tensor", "float64")])
+@settings(deadline=None, max_examples=15)
+@given(exponent=st.floats(-6.0, 6.0), seed=st.integers(0, 10**6))
+@pytest.mark.slow
+def test_scaled_gradients_give_scaled_outputs(
+    name: str, scope: str, dtype: str, exponent: float, seed: int
+) -> None:
+    scale = 10.0**exponent
+    plain, scaled = make(name, scope=scope), make(name, scope=scope)
+    for grads in gradients(seed):
+        # Rounded first, so that the scaled gradient is that of the same numbers.
+        grads = {n: g.astype(dtype) for n, g in grads.items()}
+        got = scaled.run(NumpyVector({n: (scale * g).astype(dtype) for n, g in grads.items()}))
+        out = plain.run(NumpyVector(grads)).coefs
+        for n, wanted in out.items():
+            # What is subtracted, or shared by all tensors, may be larger than what is left.
+            size = max(np.abs(g).max() for g in grads.values())
+            np.testing.assert_allclose(
+                got.coefs[n].astype(float) / scale, wanted, rtol=1e-6, atol=1e-6 * size
+            )
+
+
+def test_no_limit_is_fixed_by_default() -> None:
+    for name in ON_NORMS:
+        clipper = make(name)
+        for key in ("max_norm", "min_norm", "start_norm", "warmup_norm"):
+            assert getattr(clipper, key, None) is None
+        assert getattr(clipper, "std_eps", 0.0) == clipper.eps == 0.0
+
+
+WITH_PRESETS = [(clipper, name) for clipper, known in PRESETS.items() for name in known]
+
+
+@pytest.mark.parametrize(("clipper", "name"), WITH_PRESETS)
+def test_a_preset_is_what_translate_prints(clipper: str, name: str) -> None:
+    kind, registered, config = translate.translate(*PRESETS[clipper][name])
+    cls: Any = by_name()[clipper]
+    assert (kind, registered) == ("regularizer" if clipper == "agc" else "module", clipper)
+    assert cls.preset(name).get_config() == cls(**config).get_config()
+    assert cls.preset(name, on_nonfinite="raise").on_nonfinite == "raise"
+
+
+# -- shared ---------------------------------------------------------------------------------------
+def shared(name: str, clients: int = 3) -> tuple[Any, list[Any]]:
+    """Return a counterpart and clippers with their defaults."""
+    server = make(f"{name}-server")
+    return server, [make(name, shared=True) for _ in range(clients)]
+
+
+def federated(server: Any, clippers: list[Any], norms: list[list[float]]) -> list[list[float]]:
+    """Return the limits of each client in one round."""
+    sent, limits, counted = server.collect_aux_var(), [], []
+    for clipper, some in zip(clippers, norms, strict=True):
+        clipper.process_aux_var(sent)
+        clipper.on_round_start()
+        mine = []
+        for norm in some:
+            clipper.run(NumpyVector({"w": np.array([norm])}))
+            mine += clipper.last.limit
+        limits.append(mine)
+        counted.append(clipper.collect_aux_var())
+    total = counted[0]
+    for other in counted[1:]:
+        total = total + other
+    server.process_aux_var(total)
+    return limits
+
+
+@pytest.mark.parametrize("name", ON_NORMS)
+@pytest.mark.parametrize("scale", [1e-6, 1e5])
+def test_each_client_judges_by_its_own_norms_until_the_first_merge(name: str, scale: float) -> None:
+    server, clippers = shared(name)
+    rng = np.random.default_rng(4)
+    # The clients' norms are of different sizes, and one of them begins with a spike.
+    rows = [[s * x for x in rng.lognormal(0.0, 0.2, 30)] for s in (scale, 3 * scale, scale)]
+    rows[0][9], rows[2][0] = 50 * scale, 50 * scale
+    limits = federated(server, clippers, rows)
+    for row, own, size in zip(rows, limits, (scale, 3 * scale, scale), strict=True):
+        alone = make(name)
+        wanted = [run(alone, np.array([[norm]]))[1][0, 0] for norm in row[:5]]
+        assert own[:5] == wanted
+        assert max(own[5:]) < 5.0 * size
+        assert own[0] == np.inf
+    # From then on they have one limit, which spikes have hardly moved.
+    (first, second, third) = federated(server, clippers, [[scale], [scale], [50 * scale]])
+    assert first[0] == pytest.approx(second[0], rel=1e-4)
+    assert third[0] == pytest.approx(first[0], rel=1e-4)
+    assert scale < third[0] < 8.0 * scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_NORMS)
+def test_one_norm_a_round_is_learnt_as_soon_as_there_is_one_to_compare_it_with(name: str) -> None:
+    server, clippers = shared(name)
+    for t in range(30):
+        federated(server, clippers, [[1.0 + 0.1 * (t % 3)] for _ in clippers])
+    (group,) = server.get_state()["groups"].values()
+    assert group.get("level", group.get("mean", group.get("limit"))) == pytest.approx(1.1, rel=0.2)
+
+
+@each_framework()
+def test_the_first_norms_are_judged_by_their_lower_median(framework: str) -> None:
+    needs(framework)
+    orders = [*itertools.permutations([1.0, 2.0, 3.0, 4.0, 5.0])]
+    xp, protection = backend_named(framework), Protection(2.0)
+    state = state_of(protection.init(len(orders), xp))
+    assert np.isinf(np.asarray(protection.median(state, xp))).all()
+    for held in range(1, 6):
+        norms = xp.asarray([order[held - 1] for order in orders])
+        state = updated(state, [protection.learn(norms, state)], xp)
+        lower = [sorted(order[:held])[(held - 1) // 2] for order in orders]
+        assert np.asarray(protection.median(state, xp)).tolist() == lower
+
+
+@pytest.mark.parametrize("name", ON_NORMS)
+def test_what_protects_a_client_survives_rounds_and_checkpoints(name: str) -> None:
+    server, clippers = shared(name, 1)
+    federated(server, clippers, [[1.0, 1.1]])
+    resumed = make(name, shared=True)
+    resumed.set_state(json.loads(json.dumps(clippers[0].get_state())))
+    held = resumed.get_state()["groups"]["all"]
+    assert [held[f"start_{i}"] for i in (4, 5)] == [1.0, 1.1]
+    federated(server, [resumed], [[1.05]])
+    held = resumed.get_state()["groups"]["all"]
+    assert [held[f"start_{i}"] for i in (2, 3, 4, 5)] == [0.0, 1.0, 1.1, 1.05]

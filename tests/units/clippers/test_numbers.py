@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clippers on numbers: norms learnt and asked about, statistics as values, limits of one's own."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import MODULES, Specimen, require
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedclip import (
+    AGC,
+    EmaClip,
+    FedclipWarning,
+    NormClip,
+    OwnLimit,
+    StateError,
+    StepRecord,
+    ValueClip,
+    ZScoreClip,
+    to_toml,
+)
+from fedclip.loops.loggers import log
+
+NORMS = [1.0, 1.2, 0.8, 1.1, 0.9, 1.0, 30.0, 1.0, 0.5, 40.0]
+
+
+def by_norms(specimen: Specimen) -> Any:
+    """Return a specimen's clipper if it learns from norms, or else None."""
+    clipper = specimen.make()
+    try:
+        copy.deepcopy(clipper).observe(1.0)
+    except (TypeError, ValueError):
+        return None
+    return clipper
+
+
+@pytest.mark.parametrize("name", sorted({s.name for s in MODULES}))
+def test_a_number_is_learnt_as_the_gradient_that_it_is_the_norm_of(name: str) -> None:
+    clippers = [by_norms(s) for s in MODULES if s.name == name]
+    for numbers in filter(None, clippers):
+        arrays = copy.deepcopy(numbers)
+        for norm in NORMS:
+            record = numbers.observe(norm)
+            arrays.clip({"w": np.array([0.0, -norm])})
+            assert record.norm_before == pytest.approx(arrays.last.norm_before)
+            assert record.limit == pytest.approx(arrays.last.limit)
+        found, expected = (c.get_state()["groups"] for c in (numbers, arrays))
+        assert found.keys() == expected.keys()
+        for group, fields in expected.items():
+            for field, value in fields.items():
+                np.testing.assert_allclose(found[group][field], value, rtol=1e-9)
+
+
+def test_to_ask_is_not_to_learn() -> None:
+    clip = ZScoreClip(warmup=3, warmup_factor=None)
+    for norm in NORMS[:6]:
+        assert not clip.should_clip(norm)
+        clip.observe(norm)
+    before = clip.get_state()
+    assert clip.should_clip(30.0)
+    limit = clip.get_limit(30.0)
+    assert clip.get_state() == before
+    assert clip.last.norm_before == (1.0,)
+    # What would have been is what then is.
+    assert clip.observe(30.0).limit == (limit,)
+
+
+def test_norms_by_tensor_are_put_together_by_the_scope() -> None:
+    norms = {"enc.w": 3.0, "enc.b": 4.0, "head.w": 2.0}
+    assert NormClip(1.0).observe(norms).norm_before == pytest.approx((29.0**0.5,))
+    assert NormClip(1.0, scope="layer").observe(norms).norm_before == (5.0, 2.0)
+    clip = NormClip(scope={"head.*": 0.5}, exclude="enc.b")
+    record = clip.observe(norms)
+    assert dict(zip(record.groups, record.limit, strict=True)) == {"head.*": 0.5, "*": 1.0}
+    assert NormClip(1.0, ord=1).observe({"a": 1.0, "b": 2.0}).norm_before == (3.0,)
+
+
+def test_what_is_no_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be a number >= 0, got -1\.0"):
+        NormClip().observe(-1.0)
+    with pytest.raises(ValueError, match="dict of norms by tensor"):
+        NormClip(scope="tensor").observe(1.0)
+    for clipper in (ValueClip(), NormClip(ord="std"), NormClip(dims=0)):
+        with pytest.raises(TypeError, match="needs the elements of tensors"):
+            clipper.observe(1.0)
+    for odd in ("3", "x", [1.0], None, 1j, 10**400, 10**5000, np.ones(2)):
+        with pytest.raises(ValueError, match=r"a norm must be a number >= 0, got .* for 'w'"):
+            ZScoreClip().observe({"w": odd})
+    with pytest.warns(FedclipWarning):
+        record = ZScoreClip().observe(math.nan)
+    assert record.as_dict() == {"clipped": 0, "nonfinite": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda: NormClip().run({"w": np.ones(2)}), "got dict: give a dict of arrays to clip"),
+        (lambda: AGC().run(np.ones(2), np.ones(2)), "got ndarray: give a dict of arrays to clip"),
+        (lambda: ValueClip().clip(np.ones(2)), r"got ndarray: write clip\({\"w\": array}\)"),
+        (lambda: AGC().clip({"w": np.ones(2)}, [np.ones(2)]), "got list: write clip"),
+        (lambda: NormClip().clip({"w": [1.0]}), "got builtins.list: convert it"),
+        (lambda: log(NormClip(), None, 1), "got NormClip: give it clipper.last"),
+        (lambda: to_toml("zscore-clip"), "got 'zscore-clip': make one first"),
+        (lambda: to_toml(ZScoreClip), "make one first, as in to_toml"),
+        (lambda: ZScoreClip(scope="head*"), r"a pattern goes in a list, scope = \['head\*'\]"),
+        (lambda: NormClip(scope="per_layer"), "did you mean 'layer'"),
+        (lambda: NormClip(math.inf), r"got inf: for no limit, give None .*; take NoOp"),
+        (lambda: NormClip(np.float32(math.inf)), "for no limit, give None"),
+    ],
+)
+def test_what_is_given_in_the_wrong_form_gets_a_hint(call: Any, hint: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=hint):
+        call()
+
+
+def test_the_only_group_needs_no_name() -> None:
+    clip = ZScoreClip(scope="layer", warmup=1)
+    clip.observe({"enc.w": 3.0, "enc.b": 4.0})
+    assert clip.statistics() == clip.statistics("enc") != {}
+    clip.observe({"enc.w": 3.0, "head.w": 4.0})
+    assert clip.statistics() == {}
+    assert clip.statistics("head")
+
+
+def test_statistics_are_values_that_can_be_read_and_set() -> None:
+    clip = ZScoreClip(z_max=2.0, warmup=3, warmup_factor=None, min_std=0.0)
+    nothing = {"mean": 0.0, "variance": 0.0, "count": 0, "threshold": math.inf, "ready": False}
+    assert clip.statistics() == nothing
+    clip.set_statistics(mean=2.0, variance=0.25)
+    found = clip.statistics()
+    assert found == {"mean": 2.0, "variance": 0.25, "count": 3, "threshold": 3.0, "ready": True}
+    assert (clip.should_clip(2.9), clip.should_clip(3.1)) == (False, True)
+    clip.observe(2.5)
+    variance = clip.statistics()["variance"]
+    clip.set_statistics(mean=7.0)
+    found = clip.statistics()
+    assert (found["mean"], found["variance"], found["count"]) == (7.0, variance, 4)
+    with pytest.raises(TypeError, match="no statistic 'man'; did you mean 'mean'"):
+        clip.set_statistics(man=2.0)
+    with pytest.raises(StateError, match="must be a finite number >= 0"):
+        clip.set_statistics(mean=-1.0)
+    by_tensor = EmaClip(scope="tensor")
+    by_tensor.set_statistics("w", mean=1.0)
+    assert not by_tensor.statistics("b")
+    assert by_tensor.observe({"w": 5.0}).limit == (2.0,)
+
+
+@pytest.mark.parametrize("warmup_factor", [2.25, None])
+@pytest.mark.parametrize(
+    "specimen", [s for s in MODULES if "warmup" in s.make().parameters], ids=str
+)
+@given(warmup=st.integers(0, 30), feedback=st.sampled_from(["clipped", "raw"]))
+@settings(max_examples=10, deadline=None)
+def test_a_warm_up_of_n_norms_is_over_after_n(
+    specimen: Specimen, warmup_factor: float | None, warmup: int, feedback: str
+) -> None:
+    """There is no threshold before, and the next norm is judged by one."""
+    config = {"warmup": warmup, "warmup_factor": warmup_factor, "max_norm": None}
+    if "feedback" in specimen.make().parameters and not specimen.config.get("include_current"):
+        config["feedback"] = feedback
+    clip: Any = specimen.make(scope="global", **config)
+    wanted = max(warmup, clip._transform.rule.least)
+    for count in range(wanted + 3):
+        found = clip.statistics()
+        assert (found["ready"], found["threshold"] < math.inf) == (count >= wanted,) * 2
+        clip.observe(1.0 + 0.01 * (count % 3))
+    assert sum(record.learnt for record in clip.rounds) >= 3
+
+
+def test_reset_forgets_everything() -> None:
+    clip = ZScoreClip()
+    for norm in NORMS:
+        clip.observe(norm)
+    clip.reset()
+    assert clip.get_state() == ZScoreClip().get_state()
+    assert clip.rounds == []
+
+
+def test_a_function_is_told_of_each_step() -> None:
+    told: list[StepRecord] = []
+    clip = NormClip(1.0)
+    clip.on_record = told.append
+    clip.observe(2.0)
+    clip.get_limit(3.0)
+    with pytest.warns(FedclipWarning):
+        clip.clip({"w": np.array([np.nan])})
+    assert [record.as_dict().get("norm") for record in told] == [2.0, None]
+    assert told[1].nonfinite == ("w",)
+
+
+# -- a limit of one's own ------------------------------------------------------------------------
+def to_the_mean(norm: float, past: Mapping[str, float]) -> float:
+    return past["mean"] if past["ready"] and norm > past["threshold"] else math.inf
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_a_function_may_do_what_an_action_does(scope: str) -> None:
+    settings: Any = {"warmup": 3, "warmup_factor": None, "feedback": "raw", "scope": scope}
+    ours = OwnLimit(to_the_mean, ZScoreClip(**settings), scope=scope)
+    theirs = ZScoreClip(action="mean", **settings)
+    for norm in NORMS:
+        gradient = {"a": np.array([norm, 0.0]), "b": np.array([[0.5 * norm]])}
+        found, expected = ours.clip(gradient), theirs.clip(gradient)
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-12)
+    assert ours.get_state()["groups"] == theirs.get_state()["groups"]
+
+
+def test_a_function_without_statistics() -> None:
+    clip = OwnLimit(lambda norm, past: 1.0 if norm > 2 else math.inf)
+    assert [clip.observe(x).clipped for x in (1.0, 3.0)] == [(False,), (True,)]
+    assert clip.l2_bound({"w": (2,)}) is None
+
+
+def test_a_function_is_checked_and_never_written_down() -> None:
+    with pytest.raises(TypeError, match="must be a function"):
+        OwnLimit(1.0)
+    with pytest.raises(TypeError, match="a norm and a dict"):
+        OwnLimit(lambda norm: norm)
+    with pytest.raises(TypeError, match="keeps no statistics of norms"):
+        OwnLimit(to_the_mean, ValueClip())
+    clip = OwnLimit(to_the_mean, ZScoreClip())
+    for write in (clip.get_config, lambda: to_toml(clip)):
+        with pytest.raises(TypeError, match="no configuration can"):
+            write()
+    again = pickle.loads(pickle.dumps(clip))
+    assert again.observe(1.0).limit == (math.inf,)
+
+
+def test_a_function_of_ones_own_is_refused_where_compiled_code_is_built() -> None:
+    require("jax")
+    pytest.importorskip("optax")
+    from fedclip.loops.jax import as_optax
+
+    with pytest.raises(NotImplementedError, match="compiled code has none"):
+        as_optax(OwnLimit(to_the_mean, ZScoreClip()))
+
+
+def test_the_limit_of_agc_for_a_norm_of_weights() -> None:
+    clip = AGC(0.1, min_norm=0.5, eps=0.25)
+    assert [clip.get_limit(w) for w in (0.0, 2.0)] == pytest.approx([0.075, 0.225])
+
+
+@pytest.mark.parametrize("limit", [0.0, -1, math.nan, None, "1", [1.0], 1j, 10**400, np.ones(2)])
+def test_what_a_function_returns_is_a_limit_or_refused_in_words(limit: Any) -> None:
+    clipper = OwnLimit(lambda *_: limit)
+    with pytest.raises(ValueError, match="a limit must be > 0, or infinity for none; got"):
+        clipper.clip({"w": np.ones(2)})

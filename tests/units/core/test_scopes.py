@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors share a norm: words, name patterns, tables, slices, exclusions."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.optimizer.modules import OptiModule
+from helpers import gradient, norm
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedclip import FedclipWarning, NoOp, NormClip
+from fedclip.core.scopes import matched, resolve
+from fedclip.testing import to_vector
+
+NAMES = ["enc.weight", "enc.bias", "head.weight", "head.scale"]
+
+
+@pytest.mark.parametrize(
+    ("scope", "groups"),
+    [
+        ("global", {"all": NAMES}),
+        ("tensor", {name: [name] for name in NAMES}),
+        ("layer", {"enc": NAMES[:2], "head": NAMES[2:]}),
+        (["*.weight"], {"*.weight": [NAMES[0], NAMES[2]], "*": [NAMES[1], NAMES[3]]}),
+        (["head.*", "enc.*"], {"head.*": NAMES[2:], "enc.*": NAMES[:2]}),
+        # The first pattern that matches takes the name.
+        (["*.bias", "enc.*"], {"*.bias": [NAMES[1]], "enc.*": [NAMES[0]], "*": NAMES[2:]}),
+        ({"enc.*": 0.5}, {"enc.*": NAMES[:2], "*": NAMES[2:]}),
+    ],
+)
+def test_groups(scope: Any, groups: dict[str, list[str]]) -> None:
+    found = resolve(scope, None, NAMES)
+    assert {
+        label: [found.names[i] for i in members]
+        for label, members in zip(found.labels, found.members, strict=True)
+    } == groups
+
+
+def test_layers_of_tensorflow_and_haiku_names() -> None:
+    found = resolve("layer", None, ["mlp/dense/kernel:0", "mlp/dense/bias:0", "a"])
+    assert found.labels == ("mlp/dense", "a")
+    found = resolve("layer", None, ["net/one:w", "net/one:b", "net/two:w", "alone:w"])
+    assert found.labels == ("net/one", "net/two", "alone")
+
+
+def test_table_gives_each_group_its_limit() -> None:
+    arrays = gradient(3, 1.0)
+    clip = NormClip(2.0, scope={"enc.*": 0.5, "*scale": 0.125})
+    out = clip.run(to_vector(arrays)).coefs
+    assert norm([out["enc.weight"], out["enc.bias"]]) == pytest.approx(0.5)
+    assert norm(out["head.scale"]) == pytest.approx(min(0.125, norm(arrays["head.scale"])))
+    assert norm(out["head.weight"]) == pytest.approx(2.0)
+    assert clip.last.groups == ("enc.*", "*scale", "*")
+    assert clip.last.limit == (0.5, 0.125, 2.0)
+
+
+def test_excluded_tensors_are_neither_measured_nor_touched() -> None:
+    arrays, clip = gradient(3), NormClip(0.2, exclude=["*.bias", "head.scale"])
+    vector = to_vector(arrays)
+    out = clip.run(vector).coefs
+    assert all(out[name] is vector.coefs[name] for name in ("enc.bias", "head.scale"))
+    rest = ["enc.weight", "head.weight"]
+    assert norm([out[n] for n in rest]) == pytest.approx(0.2)
+    assert clip.last.norm_before[0] == pytest.approx(norm([arrays[n] for n in rest]))
+
+
+@pytest.mark.parametrize(
+    ("dims", "inverse"), [(0, False), ([0], True), ([-1], False), ([0, 1], True), ([1], False)]
+)
+def test_slices(dims: Any, inverse: bool) -> None:
+    array = np.random.default_rng(0).normal(size=(4, 3, 2))
+    clip = NormClip(0.5, dims=dims, inverse_dims=inverse)
+    out = clip.run(to_vector({"w": array})).coefs["w"]
+    real = {d % 3 for d in ([dims] if isinstance(dims, int) else dims)}
+    axes = tuple(sorted({0, 1, 2} - real if inverse else real))
+    norms = np.sqrt(np.square(array).sum(axis=axes, keepdims=True))
+    np.testing.assert_allclose(out, array * np.minimum(1, 0.5 / norms), rtol=1e-12)
+
+
+def test_tensors_without_the_dims_and_small_slices_are_left_alone() -> None:
+    arrays = {"scalar": np.array(9.0), "row": np.full(3, 9.0), "table": np.full((3, 2), 9.0)}
+    vector = to_vector(arrays)
+    out = NormClip(1.0, dims=[1]).run(vector).coefs
+    assert out["scalar"] is vector.coefs["scalar"]
+    assert out["row"] is vector.coefs["row"]
+    np.testing.assert_allclose(np.linalg.norm(out["table"], axis=1), 1)
+    with pytest.warns(FedclipWarning, match="leaves all tensors alone"):
+        assert NormClip(1.0, dims=[1], min_size=3).run(vector) is vector
+
+
+@pytest.mark.parametrize(
+    "config", [{"dims": 5}, {"dims": [-3]}, {"scope": "tensor", "min_size": 10}]
+)
+def test_slices_that_no_tensor_has_are_named(config: dict[str, Any]) -> None:
+    clip = NormClip(1.0, **config)
+    arrays = {"row": np.full(3, 9.0), "table": np.full((3, 2), 9.0)}
+    with pytest.warns(FedclipWarning, match=r"norm-clip leaves all .* shapes are \(3,\), \(3, 2\)"):
+        clip.clip(arrays)
+    clip.clip(arrays)
+    clip.clip({**arrays, "deep": np.full((1, 2, 1, 3, 1, 2), 9.0)})
+
+
+@pytest.mark.parametrize(
+    ("ord", "reference"),
+    [
+        (1, lambda x: np.abs(x).sum()),
+        (2, np.linalg.norm),
+        (3, lambda x: (np.abs(x) ** 3).sum() ** (1 / 3)),
+        (0.5, lambda x: (np.abs(x) ** 0.5).sum() ** 2),
+        ("inf", lambda x: np.abs(x).max()),
+        ("rms", lambda x: np.sqrt(np.mean(x**2))),
+        ("mad", lambda x: np.mean(np.abs(x))),
+        ("std", lambda x: np.std(x, ddof=1)),
+        ("var", lambda x: np.var(x, ddof=1)),
+    ],
+)
+def test_measures(ord: Any, reference: Any) -> None:
+    arrays = gradient(4)
+    flat = np.concatenate([v.ravel() for v in arrays.values()])
+    look = NoOp(ord=ord)
+    look.run(to_vector(arrays))
+    assert look.last.norm_before[0] == pytest.approx(reference(flat), rel=1e-12)
+    limit = 0.5 * float(reference(flat))
+    out = NormClip(limit, ord=ord).run(to_vector(arrays)).coefs
+    after = reference(np.concatenate([v.ravel() for v in out.values()]))
+    assert after == pytest.approx(limit, rel=1e-10)
+
+
+def test_min_norm_lifts_what_is_below_but_not_zero() -> None:
+    clip = NormClip(2.0, min_norm=1.0, scope="tensor")
+    arrays = {"small": np.array([0.3]), "zero": np.zeros(2), "right": np.array([1.5])}
+    vector = to_vector(arrays)
+    out = clip.run(vector).coefs
+    assert out["small"][0] == pytest.approx(1.0)
+    assert out["zero"] is vector.coefs["zero"]
+    assert out["right"] is vector.coefs["right"]
+
+
+ANY_NAMES = st.text("ab.[]1*", min_size=1, max_size=6)
+ANY_PATTERNS = st.text("ab.*?[]!1-", min_size=1, max_size=5)
+
+
+@given(
+    st.lists(ANY_NAMES, min_size=1, max_size=8, unique=True),
+    st.lists(ANY_PATTERNS, min_size=1, max_size=3, unique=True),
+)
+def test_patterns_match_as_fnmatch_does(names: list[str], patterns: list[str]) -> None:
+    def hits(pattern: str) -> list[str]:
+        found = [n for n in names if fnmatchcase(n, pattern)]
+        # Without a wildcard, it may be the name of a layer.
+        plain = not set("*?[") & set(pattern)
+        return found or [n for n in names if plain and n.startswith(f"{pattern}.")]
+
+    if not all(map(hits, patterns)):
+        with pytest.raises(ValueError, match="matches no tensor"):
+            resolve(patterns, None, names)
+        return
+    groups = resolve(patterns, None, names)
+    first = [next((p for p in patterns if n in hits(p)), "*") for n in names]
+    assert [groups.labels[group] for group in groups.owners] == first
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("head", [1, 2]),
+        ("head.*", [1, 2]),
+        ("out.weight", [4]),
+        ("lora_A", []),
+        ("*.lora_A.weight", [3]),
+        ("enc", [0, 3]),
+        ("module.enc.*", [0]),
+        ("out/kernel:0", [6]),
+        ("net/~/linear", [7]),
+    ],
+)
+def test_patterns_ignore_what_wrappers_add_to_names(pattern: str, found: list[int]) -> None:
+    names = [
+        "module.enc.weight",
+        "module.head.weight",
+        "module._orig_mod.head.bias",
+        "module.base_model.model.enc.lora_A.default.weight",
+        "base_model.model.out.modules_to_save.default.weight",
+        "header.weight",
+        "sequential_1/out/kernel:0",
+        "net/~/linear:w",
+    ]
+    if not found:
+        with pytest.raises(ValueError, match="matches no tensor"):
+            resolve([pattern], None, names)
+        return
+    assert [i for i, name in enumerate(names) if name in matched("", [pattern], names)] == found
+
+
+@pytest.mark.parametrize(
+    "twin",
+    ["module.module.head.weight", "module._orig_mod.head.weight", "module.head.default.weight"],
+)
+@pytest.mark.parametrize("pattern", ["head", "head.*", "head.weight"])
+def test_names_that_only_wrappers_tell_apart_are_not_guessed(pattern: str, twin: str) -> None:
+    names = ["module.head.weight", twin]
+    with pytest.raises(ValueError, match=f"finds 'module.head.weight', '{twin}', some of which"):
+        matched("scope", [pattern], names)
+    assert [*matched("scope", [names[0]], names)] == names[:1]
+
+
+def test_a_tensor_called_all_is_not_the_whole_gradient() -> None:
+    look = NoOp(scope="tensor")
+    look.run(to_vector({"all": np.array([3.0]), "b": np.array([4.0])}))
+    assert {r.group: r.norm_max for r in look.rounds} == {"all": 5.0, "'all'": 3.0, "b": 4.0}
+    clip = NormClip(9.0, scope={"all": 0.5})
+    assert clip.run(to_vector({"all": np.array([3.0])})).coefs["all"] == pytest.approx(0.5)
+
+
+@pytest.mark.slow
+def test_statistics_of_names_that_never_come_back_are_dropped() -> None:
+    clip = OptiModule.from_specs("zscore-clip", {"scope": "tensor"})
+    for step in range(1001):
+        clip.run(to_vector({f"w{step}": np.ones(1)}))
+    with pytest.warns(FedclipWarning, match="give tensors the same names"):
+        clip.run(to_vector({"last": np.ones(1)}))
+    groups = clip.get_state()["groups"]
+    assert len(groups) == 1001
+    assert "w0" not in groups
+
+
+@pytest.mark.parametrize("name", [1, None, ("a", "b"), b"w"])
+def test_a_name_that_is_no_string_is_refused(name: Any) -> None:
+    with pytest.raises(TypeError, match="names of tensors must be strings, got"):
+        NormClip(1.0, scope="tensor").clip({name: np.ones(2)})

@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DP-SGD without declearn: sampling, calibration, the ledger, and how records are clipped."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedclip.cli.spent import read_spent
+from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
+from fedclip.dpsgd.clipping import MODES, SampleClipping
+from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.privacy import ledger as ledgers
+from fedclip.privacy.accounting import Release, epsilon, order_for
+from fedclip.privacy.ledger import Ledger, fingerprint, read_entries, total
+
+# -- sampling ----------------------------------------------------------------------------------
+RECORDS, EXPECTED, STEPS = 200, 20, 4000
+
+
+def faults(draw: Callable[[], Any]) -> set[str]:
+    """Return in what draws differ from Poisson samples by more than six standard deviations.
+
+    A sound sampler is blamed once in 5e8 for each of the four, and once in 2e6 for one of the
+    two hundred records.
+    """
+    drawn = np.zeros((STEPS, RECORDS), dtype=bool)
+    for row in drawn:
+        row[draw()] = True
+    q = EXPECTED / RECORDS
+    sizes, variance = drawn.sum(axis=1), RECORDS * q * (1 - q)
+    together = (drawn[1:] & drawn[:-1]).mean()
+    found = {
+        "mean": abs(drawn.mean() - q) / math.sqrt(q * (1 - q) / drawn.size),
+        "records": np.abs(drawn.mean(axis=0) - q).max() / math.sqrt(q * (1 - q) / STEPS),
+        "sizes": abs(sizes.var() / variance - 1) / math.sqrt(2 / STEPS),
+        "steps": abs(together - q * q) / math.sqrt(q * q / drawn.size),
+    }
+    return {name for name, deviations in found.items() if deviations > 6}
+
+
+def test_each_record_is_drawn_at_the_rate_independently_over_steps() -> None:
+    assert not faults(PoissonSampler(RECORDS, EXPECTED).draw)
+
+
+def test_the_rate_in_use_is_never_above_the_one_accounted_for() -> None:
+    for records, expected in ((3, 1), (4, 3), (10**6, 1)):
+        edge = math.floor(Fraction(PoissonSampler(records, expected).rate) * 2**64)
+        words = np.full(records, edge, dtype=np.uint64)
+        words[1:3] = edge - 1, 0
+        sampler = PoissonSampler(records, expected, lambda size, words=words: words)  # type: ignore[misc]
+        assert sampler.draw().tolist() == [1, 2]
+    whole = PoissonSampler(5, 99)
+    assert len(whole.draw()) == whole.expected == 5
+
+
+@pytest.mark.parametrize(("records", "expected"), [(0, 1), (3, 0), (2.5, 1), (3, True)])
+def test_sampler_refuses(records: object, expected: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="must be an int"):
+        PoissonSampler(records, expected)  # type: ignore[arg-type]
+
+
+# -- calibration and ledger --------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_calibrated_run_costs_its_budget_and_no_more() -> None:
+    found = calibrate(3.0, 1e-5, 400, 64, 60)
+    cost = epsilon([Release(found.noise_multiplier, found.steps, found.rate)], 1e-5)
+    assert 2.99 < cost <= 3.0
+    assert found.noise == found.noise_multiplier / 64
+    assert found.spent == cost
+    # Twice the values: noise √2 times as long. Four times the steps: half of it, on a way as long.
+    assert found.drift(200) == pytest.approx(found.noise * math.sqrt(200 / 60))
+    whole = calibrate(3.0, 1e-5, 400, 999, 60)
+    assert (whole.rate, whole.expected, whole.noise) == (1.0, 400.0, whole.noise_multiplier / 400)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "kept", "expected"),
+    [(1, None, False, 3), (1, None, True, 4), (2, 5, False, 5), (None, 7, False, 7)],
+)
+def test_steps_of_a_round(epochs: int | None, steps: int | None, kept: bool, expected: int) -> None:
+    batches = {"batch_size": 30, "drop_remainder": not kept}
+    assert steps_of_a_round(100, batches, epochs, steps) == expected
+    assert steps_of_a_round(100, batches) is None
+    assert steps_of_a_round(10, batches, 1) == 1
+    # As in declearn, the rest is dropped if nothing is said.
+    assert steps_of_a_round(100, {"batch_size": 30}, 1) == 3
+
+
+@pytest.mark.slow
+def test_the_ledger_stops_before_the_budget_would_be_passed() -> None:
+    ledger = Ledger(1.0, 1e-5)
+    taken = ledger.reserve(2.0, 0.1, 10_000)
+    for _ in range(taken):
+        ledger.charge(2.0, 0.1)
+    with pytest.raises(StopIteration, match="budget is spent: epsilon"):
+        ledger.charge(2.0, 0.1)
+    assert taken == ledger.accountant.rounds
+    assert ledger.spent <= 1.0 < epsilon([Release(2.0, taken + 1, 0.1)], 1e-5)
+
+
+def held(path: Path) -> list[Release]:
+    """Return what a file says was spent."""
+    return total(read_entries(path).values()).spent
+
+
+@pytest.fixture
+def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forget what this process knows, as the next one would."""
+    return lambda: monkeypatch.setattr(ledgers, "_OF_THIS_PROCESS", {})
+
+
+def test_a_ledger_is_spent_to_its_very_end() -> None:
+    """Each step is paid once, for its own noise, and nothing is given back."""
+    ledger = Ledger(epsilon([Release(2.0, 5)], 1e-5), 1e-5)
+    assert ledger.reserve(2.0, 1.0, 2, planned=9) == 2
+    for _ in range(2):
+        ledger.charge(2.0, 1.0)
+    # Four steps at half of the noise cost as much as sixteen: there is room for three quarters.
+    with pytest.raises(StopIteration):
+        ledger.charge(1.0, 1.0)
+    assert ledger.accountant.spent == [Release(2.0, 2)]
+    assert ledger.reserve(2.0, 1.0, 9, planned=9) == 3
+    for _ in range(3):
+        ledger.charge(2.0, 1.0)
+    assert ledger.accountant.spent == [Release(2.0, 5)]
+    with pytest.raises(StopIteration):
+        ledger.charge(2.0, 1.0)
+
+
+def test_nothing_is_given_back(tmp_path: Path) -> None:
+    ledger = Ledger(1.0, 1e-5, tmp_path / "spent.json")
+    ledger.reserve(2.0, 0.1, 7)
+    for _ in range(3):
+        ledger.charge(2.0, 0.1)
+    ledger.reserve(2.0, 0.1, 2)
+    for _ in range(3):
+        ledger.charge(2.0, 0.1)
+    assert held(tmp_path / "spent.json") == [Release(2.0, 10, 0.1)] == ledger.accountant.spent
+    with pytest.raises(ValueError, match="steps must be an int >= 0"):
+        ledger.reserve(2.0, 0.1, -5)
+    assert ledger.accountant.rounds == 10
+
+
+@pytest.mark.parametrize("fate", ["put back", "deleted", "emptied", "another", "cut off"])
+def test_what_becomes_of_the_file_takes_nothing_from_this_process(
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, other = tmp_path / "spent.json", tmp_path / "other.json"
+    Ledger(90.0, 1e-5, other, data="9 records").reserve(2.0, 1.0, 4)
+    ledger = Ledger(90.0, 1e-5, path, data="7 records")
+    old = path.read_bytes()
+    for i in range(3):
+        assert ledger.reserve(2.0, 1.0, 5) == 5
+        fates = {
+            "put back": old,
+            "emptied": b"",
+            "another": other.read_bytes(),
+            "cut off": path.read_bytes()[: -20 * i or None],
+        }
+        if fate == "deleted":
+            path.unlink()
+        else:
+            path.write_bytes(fates[fate])
+    for again in (ledger, Ledger(90.0, 1e-5, path, data="7 records")):
+        again.reserve(2.0, 1.0, 1)
+    taken = 17 + 4 * (fate == "another")
+    assert held(path) == [Release(2.0, taken, 1.0)] == ledger.accountant.spent
+    assert "of the charges of this process: it was put back" in caplog.text
+    assert ("is of other data (9 records) than these (7 records)" in caplog.text) == (
+        fate == "another"
+    )
+
+
+@pytest.mark.slow
+def test_each_line_that_is_cut_off_is_told_from_damage(
+    tmp_path: Path, restart: Callable[[], None]
+) -> None:
+    path = tmp_path / "spent.json"
+    for _ in range(2):
+        Ledger(90.0, 1e-5, path).reserve(2.0, 1.0, 5)
+    whole = path.read_bytes()
+    first = whole.index(b"\n")
+    for end in range(len(whole) + 1):
+        restart()
+        path.write_bytes(whole[:end])
+        if end < first:
+            with pytest.raises(ValueError, match="is not a ledger"):
+                Ledger(90.0, 1e-5, path)
+            continue
+        whole_lines = (whole[:end] + b"\n").count(b"}\n") - 1
+        ledger = Ledger(90.0, 1e-5, path)
+        assert ledger.accountant.rounds == 5 * whole_lines
+        ledger.reserve(2.0, 1.0, 1)
+        restart()
+        assert Ledger(90.0, 1e-5, path).accountant.rounds == 5 * whole_lines + 1
+        assert path.read_bytes().startswith(whole[:end])
+    path.write_bytes(whole.replace(b"}", b"", 1))
+    with pytest.raises(ValueError, match="or is damaged"):
+        read_entries(path)
+
+
+def test_what_others_charge_is_seen_before_the_next_step(
+    tmp_path: Path, restart: Callable[[], None]
+) -> None:
+    path, most = tmp_path / "spent.json", Ledger(9.0, 1e-5).reserve(2.0, 1.0, 10_000)
+    one = Ledger(9.0, 1e-5, path)
+    assert one.reserve(2.0, 1.0, 1, planned=most) == 1
+    restart()
+    assert Ledger(9.0, 1e-5, path).reserve(2.0, 1.0, most - 3) == most - 3
+    same = Ledger(9.0, 1e-5, path)
+    assert same.reserve(2.0, 1.0, 1, planned=2) == 1
+    # Another process has left one step of those that were free; or another client of this one.
+    assert one.reserve(2.0, 1.0, 5) == 1
+    assert same.reserve(2.0, 1.0, 1) == 0
+    assert one.accountant.rounds == most
+
+
+def test_other_data_is_counted_and_named(
+    tmp_path: Path, restart: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "spent.json"
+    Ledger(9.0, 1e-5, path, data="400 records").reserve(2.0, 1.0, 3)
+    restart()
+    assert Ledger(9.0, 1e-5, path, data="400 records").accountant.rounds == 3
+    assert not caplog.text
+    restart()
+    grown = Ledger(9.0, 1e-5, path, data="420 records")
+    assert "is of other data (400 records) than these (420 records)" in caplog.text
+    assert grown.accountant.rounds == 3
+
+
+def test_a_ledger_of_an_older_form_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "spent.json"
+    old = '{"spent": [[2.0, 5, 0.1]], "delta": 1e-05, "relation": "add-remove", '
+    path.write_text(old + '"sampling": "Poisson"}')
+    Ledger(9.0, 1e-5, path).reserve(2.0, 0.1, 3)
+    assert held(path) == [Release(2.0, 8, 0.1)]
+
+
+def test_a_fingerprint_has_names_and_sizes_and_no_value() -> None:
+    pandas = pytest.importorskip("pandas")
+    from declearn.dataset import InMemoryDataset
+
+    def of(names: str, scale: float = 1.0, records: int = 6) -> str:
+        values = np.arange(2.0 * records).reshape(records, 2) * scale
+        frame, labels = pandas.DataFrame(values, columns=[*names]), np.arange(records) % 3
+        return fingerprint(InMemoryDataset(frame, target=labels, expose_classes=True), records)
+
+    assert of("ab").startswith("6 records, features (2,), names ")
+    assert of("ab") == of("ab", 7.0)
+    assert len({of("ab"), of("ac"), of("ba"), of("ab", records=9)}) == 4
+
+
+@pytest.mark.slow
+def test_processes_on_one_ledger_share_its_budget(tmp_path: Path) -> None:
+    path = tmp_path / "spent.json"
+    program = f"""
+from pathlib import Path
+from fedclip.privacy.ledger import Ledger
+ledger = Ledger(50.0, 1e-5, Path({str(path)!r}))
+taken = 0
+try:
+    for _ in range(60):
+        ledger.reserve(2.0, 1.0, 5)
+        for _ in range(5):
+            ledger.charge(2.0, 1.0)
+            taken += 1
+except StopIteration:
+    pass
+print(taken)
+"""
+    command = [sys.executable, "-c", program]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    taken = [int(process.communicate()[0]) for process in started]
+    most = Ledger(50.0, 1e-5).reserve(2.0, 1.0, 10_000)
+    assert held(path) == [Release(2.0, sum(taken), 1.0)] == [Release(2.0, most, 1.0)]
+    assert min(taken) < 300
+
+
+LINE = '{"spent": [[1.0, 1]], "delta": 0.1, "relation": "add-remove", "sampling": "Poisson"}'
+SPENT = ["1.0, -1", "NaN, 1", "1.0, true", "true, 1", "1.0, 1, 0", "1.0, 1.5", "1e999, 1", '"ab"']
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "1", "\0", LINE[:-1], f"{LINE}\n[]\n", f"hello\n{LINE}\n"),
+        *(LINE.replace("1.0, 1", new) for new in [*SPENT, f"1.0, {'9' * 5000}"]),
+        LINE.replace("add-remove", "add-remov"),
+        LINE.replace('"add-remove"', "[]"),
+        LINE.replace('"relation": "add-remove", ', ""),
+        LINE.replace("Poisson", "shuffled"),
+        LINE.replace("0.1", "1"),
+        LINE.replace("[[1.0, 1]]", "[" * 50_000 + "]" * 50_000),
+    ],
+    ids=range(23),
+)
+def test_a_broken_ledger_is_refused_and_kept(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "spent.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not a ledger of privacy spent") as caught:
+        Ledger(1.0, 1e-5, path)
+    assert path.read_text() == text
+    assert len(str(caught.value)) < 600
+    path.write_bytes(b"\xff" + LINE.encode())
+    with pytest.raises(ValueError, match="is not a ledger of privacy spent"):
+        Ledger(1.0, 1e-5, path)
+
+
+def test_a_ledger_that_can_not_be_kept_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="no ledger can be kept at"):
+        Ledger(1.0, 1e-5, tmp_path / "file" / "spent.json")
+    with pytest.raises(ValueError, match="is not a ledger of privacy spent"):
+        Ledger(1.0, 1e-5, tmp_path)
+
+
+def test_steps_that_could_not_be_written_are_neither_taken_nor_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "spent.json"
+    ledger = Ledger(1.0, 1e-5, path)
+    ledger.reserve(2.0, 0.1, 5)
+    for _ in range(5):
+        ledger.charge(2.0, 0.1)
+
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            ledger.reserve(2.0, 0.1, 5)
+    # They were written, though perhaps not to the disk.
+    assert held(path) == [Release(2.0, 10, 0.1)]
+    ledger.charge(2.0, 0.1)
+    assert held(path) == [Release(2.0, 11, 0.1)] == ledger.accountant.spent
+
+
+def test_a_large_delta_is_named() -> None:
+    assert "not below 1 / 100 records" in too_few(100, 0.01)
+    assert too_few(100, 1e-5) == ""
+
+
+# -- clipping ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["flat", "tensor", "layer", ["a.*", "b.w"], "automatic"])
+def test_no_record_adds_more_than_the_bound(mode: str | list[str]) -> None:
+    clipping = SampleClipping(mode)
+    groups = clipping.groups(["a.w", "a.b", "b.w", "b.b"])
+    norms = np.random.default_rng(0).lognormal(0, 5, (1000, len(groups)))
+    norms[0] = 0.0
+    after = clipping.factors(norms, 0.7) * norms
+    assert np.sqrt((after**2).sum(axis=1)).max() <= 0.7 * (1 + 1e-12)
+
+
+def test_the_budget_is_split_over_groups() -> None:
+    clipping = SampleClipping("tensor")
+    factors = clipping.factors(np.full((1, 4), 10.0), 1.0)
+    np.testing.assert_allclose(factors, 0.05)
+    assert len(SampleClipping("flat").groups(["a", "b", "c"])) == 1
+
+
+def test_the_adaptive_bound_by_hand() -> None:
+    """Eight records are expected: the sum of ±1/2, over 8, is added to 1/2."""
+    clipping = SampleClipping("adaptive", quantile=0.25, rate=2.0)
+
+    def moved(
+        norms: list[float], draw: float = 0.0, z: float = 1.0, expected: float = 8.0
+    ) -> float:
+        column = np.array(norms)[:, None]
+        normals = partial(np.full, fill_value=draw)
+        return math.log(clipping.next_bound(3.0, column, z, expected, normals) / 3.0) / 2.0
+
+    assert moved([1.0, 2.0, 4.0, 5.0]) == pytest.approx(0.25 - 1 / 2)
+    # A norm that is equal to the bound is within it; one that is NaN is neither.
+    assert moved([3.0, 3.0]) == pytest.approx(0.25 - 5 / 8)
+    assert moved([4.0, 4.0, math.nan]) == pytest.approx(0.25 - 3 / 8)
+    # The noise of the bits is z, or a twentieth of the records expected.
+    assert moved([], draw=-2.0) == pytest.approx(0.25 - 1 / 4)
+    assert moved([], draw=-4.0, expected=80.0) == pytest.approx(0.25 - (1 / 2 - 16 / 80))
+    # A share is between 0 and 1, and a bound is a number.
+    assert (moved([], draw=99.0), moved([], draw=-99.0)) == pytest.approx((0.25 - 1, 0.25))
+    for end in (1e-30, 1e30):
+        normals = partial(np.full, fill_value=math.copysign(99, 1 - end))
+        found = clipping.next_bound(end, np.array([[end * 2]]), 1.0, 8.0, normals)
+        assert found == pytest.approx(end)
+    # What bits cost is taken off: z = 1 beside a noise of 1, and of 5, on bits of 1/2.
+    shares = [clipping.noise_multiplier(1.0, m) for m in (8.0, 100.0)]
+    assert shares == pytest.approx([math.sqrt(4 / 3), math.sqrt(100 / 99)])
+    assert SampleClipping("flat").noise_multiplier(1.0, 8.0) == 1.0
+
+
+def test_factors_and_scales_by_hand() -> None:
+    automatic = SampleClipping("automatic", gamma=0.5)
+    np.testing.assert_allclose(automatic.factors(np.array([[0.0], [1.5]]), 2.0), [[4.0], [1.0]])
+    scales = {mode: SampleClipping(mode).scale(4.0) for mode in MODES}
+    assert scales == {"flat": 1, "tensor": 1, "layer": 1, "automatic": 0.25, "adaptive": 0.25}
+
+
+# -- plans that may follow from what was released -----------------------------------------------
+@pytest.mark.slow
+def test_several_plans_are_counted_at_the_order_of_the_first(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    path = tmp_path / "privacy_spent.json"
+    first, second = Release(1.0, 120, 0.05), Release(0.9, 50, 0.02)
+    ledger = Ledger(5.0, 1e-5, path)
+    # The plan is of 120 steps, in two rounds.
+    assert ledger.reserve(1.0, 0.05, 60, 120) == ledger.reserve(1.0, 0.05, 60, 60) == 60
+    assert ledger.spent == epsilon([first], 1e-5)
+    # Another budget, and another plan, are no other order: chosen afterwards, it would be too low.
+    again = Ledger(6.0, 1e-6, path)
+    assert again.reserve(0.9, 0.02, 50) == 50
+    order = order_for(first, 1e-5)
+    found = epsilon([first, second], 1e-6, order=order)
+    assert again.spent == found
+    assert epsilon([first, second], 1e-6) < found < 1.2 * epsilon([first, second], 1e-6)
+    (found,) = read_spent(path)
+    assert [*found.cost()["epsilons"]] == [f"rdp at order {order:.4g}"]
+
+
+def test_a_ledger_of_version_0_1_0_is_read_as_then(tmp_path: Path) -> None:
+    """Its numbers, counted by the package that has written it."""
+    pytest.importorskip("dp_accounting")
+    path = tmp_path / "privacy_spent.json"
+    every = (
+        '"delta": 1e-05, "relation": "add-remove", "sampling": "Poisson", "data": '
+        '"400 records, features (4,)", "time": "2026-11-26T13:48:12+00:00", "fedclip": "0.1.0"'
+    )
+    lines = [
+        '{"spent": [], "order": null, %s, "id": "2e61"}',
+        '{"spent": [[2.0, 30, 0.16]], "order": 6.2, "plan": [[9.0, 10, 1.0]], %s, "id": "63e3"}',
+        '{"spent": [[9.0, 1]], "order": null, "evaluation": true, %s, "id": "323d"}',
+        '{"spent": [[3.0, 20, 0.1]], "order": null, %s, "id": "2a78"}',
+    ]
+    path.write_text("".join(f"{line % every}\n" for line in lines))
+    (found,) = read_spent(path)
+    assert found.cost()["epsilons"] == {"rdp at order 6.2": pytest.approx(2.6191280225606333)}
+    ledger = Ledger(3.0, 1e-5, path, data="400 records, features (4,)")
+    assert ledger.spent == pytest.approx(2.6191280225606333)
+    assert ledger.reserve(2.0, 0.16, 1) == 1
+    path.write_text("".join(f"{line % every}\n" for line in (lines[0], lines[1])))
+    (found,) = read_spent(path)
+    assert found.cost()["epsilons"] == {"pld": pytest.approx(2.132066725188051)}
+
+
+@pytest.mark.parametrize("order", [1.0, -3, True, "8", float("nan")])
+def test_a_line_with_an_order_that_is_none_is_damage(tmp_path: Path, order: Any) -> None:
+    path = tmp_path / "privacy_spent.json"
+    Ledger(4.0, 1e-5, path)
+    line = json.loads(path.read_text())
+    path.write_text(json.dumps({**line, "order": order}) + "\n")
+    with pytest.raises(ValueError, match="is damaged"):
+        read_entries(path)
+
+
+def test_a_link_is_no_other_ledger(tmp_path: Path) -> None:
+    path, link = tmp_path / "spent.json", tmp_path / "link.json"
+    Ledger(9.0, 1e-5, path).reserve(2.0, 1.0, 3)
+    link.symlink_to(path)
+    assert Ledger(9.0, 1e-5, link).accountant.rounds == 3
+    assert not (tmp_path / "link.json.lock").exists()

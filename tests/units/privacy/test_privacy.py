@@ -1,0 +1,256 @@
+"""What `fedclip.analyse` answers, to whom, and in which words."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from declearn.optimizer import Optimizer
+from declearn.optimizer.modules import OptiModule
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedclip import NormClip, ValueClip, ZScoreClip, analyse
+from fedclip.privacy import MAPS, Context, Map
+from fedclip.privacy.norm_conversions import l2_of, stretch
+
+SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
+
+
+# -- forms that a pipeline may have -----------------------------------------------------------
+
+
+def test_a_clipper_answers_for_itself() -> None:
+    assert NormClip(max_norm=0.5).l2_bound(SHAPES) == 0.5
+    assert NormClip(max_norm=0.5).sensitivity("add-remove", SHAPES) == 0.5
+    assert NormClip(max_norm=0.5).sensitivity("replace-one", SHAPES) == 1.0
+    # An empty tensor is none of the k.
+    assert NormClip(scope="tensor").l2_bound(SHAPES) == pytest.approx(3**0.5, rel=1e-12)
+    assert ValueClip(0.5).l2_bound(SHAPES) == pytest.approx(0.5 * 12**0.5, rel=1e-12)
+    assert ZScoreClip(max_norm=None).l2_bound(SHAPES) is None
+    assert ZScoreClip(max_norm=2.0).l2_bound(SHAPES) == 2.0
+    assert ZScoreClip(max_norm=2.0).sensitivity("add-remove", SHAPES) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3,), TypeError, "a pipeline is a module"),
+        (("norm-clp",), ValueError, "did you mean 'norm-clip'"),
+        (("norm-clip", {"w": "ab"}), TypeError, "got 'ab' for 'w'"),
+        (("norm-clip", {"w": (3, -1)}), ValueError, "shapes['w'] must be an int >= 0"),
+        ((["norm-clip", {"exclude": "x*"}], {"w": (1,)}), ValueError, "matches no tensor"),
+    ],
+)
+def test_what_can_not_be_analysed(arguments: Any, error: type, message: str) -> None:
+    with pytest.raises(error) as caught:
+        analyse(*arguments)
+    assert message in str(caught.value)
+
+
+# -- values that are known without shapes, and formulas ---------------------------------------
+@pytest.mark.parametrize(
+    ("spec", "bound", "formula"),
+    [
+        ("norm-clip", 1.0, "1"),
+        (("norm-clip", {"scope": "tensor"}), None, "1·√k for k tensors"),
+        # One group more than patterns, at most.
+        (("norm-clip", {"scope": ["a*", "b*"]}), 3**0.5, "1·√k for k groups"),
+        (("norm-clip", {"scope": {"a*": 0.6}, "max_norm": 0.8}), 1.0, "√(Σ Cⱼ²)"),
+        (("norm-clip", {"ord": "inf"}), None, "1·√d for d elements"),
+        (("norm-clip", {"ord": 4, "scope": "tensor"}), None, "1·√(Σ dⱼ^(1 - 2/4))"),
+        (("value-clip", {"max_value": 0.1}), None, "0.1·√d for d elements"),
+        (("normalize", {"norm": 0.2, "scope": "tensor"}), None, "0.2·√k for k tensors"),
+        ("standardize", None, "√(d - k) for d elements in k tensors"),
+        ("agc", None, "1·√(Σ max(|W|, 1)²)"),
+        ([("value-clip", {}), ("norm-clip", {"scope": "tensor"})], None, "the lesser of"),
+        ([("norm-clip", {"scope": "tensor"}), "norm-clip"], 1.0, "the lesser of"),
+        (["norm-clip", ("norm-clip", {"max_norm": 2.0})], 1.0, "1"),
+        (("zscore-clip", {"max_norm": None, "scope": "tensor"}), None, ""),
+        (["norm-clip", "adam"], None, ""),
+    ],
+    ids=str,
+)
+def test_without_shapes(spec: Any, bound: float | None, formula: str) -> None:
+    found = analyse(spec)
+    if bound is None:
+        assert found.l2_bound is None
+    else:
+        assert found.l2_bound == pytest.approx(bound, rel=1e-5)
+        assert found.l2_bound >= bound
+    assert found.formula.startswith(formula)
+    assert bool(found.formula) == bool(formula)
+    assert str(found)
+
+
+# -- a round of local steps -------------------------------------------------------------------
+
+
+def test_no_bound_of_a_round_is_rounded_below_it() -> None:
+    for rate in (0.1, 0.3, 1e-3):
+        found = analyse(Optimizer(lrate=rate, modules=[("norm-clip", {"max_norm": 0.7})]))
+        assert found.l2_bound is not None
+        for steps in range(1, 40):
+            bound = found.round_bound(steps)
+            assert bound is not None
+            assert Fraction(bound) >= Fraction(rate) * steps * Fraction(found.l2_bound)
+            assert bound == pytest.approx(rate * steps * found.l2_bound)
+
+
+def test_what_a_round_needs() -> None:
+    assert analyse(Optimizer(lrate=0.1, w_decay=0.1, modules=["norm-clip"])).round_bound(3) is None
+    assert analyse(Optimizer(lrate=0.1)).round_bound(3) is None
+    falling = Optimizer(lrate=("linear-decay", {"base": 0.1, "rate": 0.01}), modules=["norm-clip"])
+    for found in (analyse(falling), analyse("norm-clip")):
+        with pytest.raises(ValueError, match="needs an optimizer with a learning rate"):
+            found.round_bound(3)
+    with pytest.raises(ValueError, match="steps must be an int >= 1"):
+        analyse("norm-clip").round_bound(0)
+
+
+# -- noise ------------------------------------------------------------------------------------
+def test_noise_first_makes_all_that_follows_free() -> None:
+    found = analyse(["gaussian-noise", "norm-clip"], SHAPES)
+    # The output has a bound, and no sensitivity follows from it.
+    assert found.l2_bound == 1.0
+    assert not found.per_record_safe
+    assert found.sensitivity("add-remove") is None
+    assert found.sensitivity("add-remove", "aggregate", 1.0) is None
+    assert "comes first" in str(found)
+    assert found.before_noise.maps == ()
+
+
+def test_what_comes_before_noise_is_what_noise_is_sized_on() -> None:
+    found = analyse([("norm-clip", {"max_norm": 0.5}), "gaussian-noise", "adam"], SHAPES)
+    assert found.l2_bound is None
+    assert found.sensitivity("add-remove") is None
+    assert found.before_noise.sensitivity("replace-one") == 1.0
+    assert "Before the noise: norm-clip: the L2 norm is at most 0.5." in str(found)
+
+
+# -- tables that others extend ----------------------------------------------------------------
+class Halve(OptiModule, register=False):
+    name = "halve"
+
+    def run(self, gradients: Any) -> Any:
+        return gradients * 0.5
+
+
+def test_a_plugin_that_is_not_known_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = analyse(["norm-clip", Halve()], SHAPES)
+    assert found.l2_bound is None
+    assert "halve: no bound is known of it" in found.reasons
+
+    def halve(module: Any, context: Context) -> Map:
+        return Map("halve", lipschitz=0.5, growth=0.5, finite=context.finite, unbounded="it halves")
+
+    monkeypatch.setitem(MAPS, "halve", halve)
+    found = analyse(["norm-clip", Halve()], SHAPES)
+    assert (found.l2_bound, found.lipschitz) == (0.5, 0.5)
+    assert found.sensitivity("add-remove", "aggregate", 0.1) == 0.05
+
+
+# -- numbers are rounded up -------------------------------------------------------------------
+@given(st.floats(1e-300, 1e300), st.integers(1, 10**9), st.sampled_from([1, 2, 3, 7.5, "inf"]))
+def test_no_number_is_below_the_truth(limit: float, size: int, ord: Any) -> None:
+    from fractions import Fraction
+
+    power = {1: 0, 2: 0, 3: Fraction(1, 6), 7.5: Fraction(1, 2) - Fraction(2, 15)}.get(
+        ord, Fraction(1, 2)
+    )
+    found = l2_of(ord, limit, size)
+    if not math.isinf(found):
+        p, q = (power.numerator, power.denominator) if power else (0, 1)
+        assert Fraction(found) ** q >= Fraction(limit) ** q * size**p
+        assert found <= limit * float(size) ** float(power) * (1 + 1e-12)
+    assert stretch(ord, size) >= 1.0
+
+
+# -- in words ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (
+            ["norm-clip", "momentum"],
+            "norm-clip, momentum: no L2 bound (momentum: no bound is known of it). On an "
+            "aggregate: it can make a sensitivity larger (momentum: no bound is known of it); "
+            "that is then not bounded.",
+        ),
+        (
+            "percentile-clip",
+            "percentile-clip: no L2 bound (its limit is a percentile of the very gradient that it "
+            "clips). On an aggregate: it can make a sensitivity larger (one element moves the "
+            "limit of all); that is then not bounded.",
+        ),
+    ],
+    ids=str,
+)
+def test_sentences(spec: Any, said: str) -> None:
+    assert str(analyse(spec, SHAPES)) == said
+
+
+# -- fedclip check ----------------------------------------------------------------------------
+OPTIM = "[client_opt]\nlrate = 0.5\nmodules = "
+
+
+def test_check_multiplies_a_fixed_number_of_steps(checked: Any) -> None:
+    text = """
+    [network]
+    protocol = "websockets"
+    [data]
+    [optim.client_opt]
+    lrate = 0.5
+    modules = ["norm-clip"]
+    [run]
+    rounds = 3
+    [run.register]
+    min_clients = 1
+    [run.training]
+    batch_size = 8
+    n_steps = 14
+    """
+    assert "at most 0.5 times 14 steps times that, 7." in checked(text).places[0]
+    text += "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"
+    assert "It acts on noise, which [run.privacy] adds first" in checked(text).places[0]
+    text = f"{OPTIM}['norm-clip']\nw_decay = 0.1\n"
+    assert "A round's update has no bound: weight decay" in checked(text).places[0]
+
+
+@pytest.mark.parametrize(
+    ("modules", "warning"),
+    [
+        ('["norm-clip", "adam"]', "adam comes after norm-clip and lets its bound be exceeded"),
+        ('["l2-global-clipping", "momentum"]', "momentum comes after l2-global-clipping"),
+        ('["l2-clipping"]', "l2-clipping limits each tensor by itself, all k together to 1·√k"),
+        (
+            '[["zscore-clip", {max_norm = 1.0}], "gaussian-noise"]',
+            "zscore-clip is an adaptive rule before gaussian",
+        ),
+        (
+            '[["norm-clip", {scope = "tensor"}], "gaussian-noise"]',
+            "gaussian-noise must be sized on 1·√k for k tensors, not on the limit of one of them",
+        ),
+    ],
+)
+def test_check_warns_of_what_does_not_hold(checked: Any, modules: str, warning: str) -> None:
+    found = checked(f"{OPTIM}{modules}")
+    assert found.ok
+    level = "leak" if "noise" in modules else "note"
+    assert any(warning in f.message for f in found.findings if f.level == level)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        '["momentum", "norm-clip"]',
+        '["norm-clip", "zscore-clip"]',
+        '["norm-clip", "gaussian-noise", "adam"]',
+    ],
+)
+def test_check_does_not_warn_of_what_holds(checked: Any, modules: str) -> None:
+    found = checked(f"{OPTIM}{modules}")
+    # What declearn releases is said of all noise, whatever the clippers before it bound.
+    notes = [f.message for f in found.findings if f.level == "note" and "run" not in f.where]
+    assert all("clients need fedclip" in note for note in notes)

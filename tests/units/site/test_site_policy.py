@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A site's policy and its gate, on any engine: what they refuse, let out and say."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report_runs import call
+
+from fedclip.cli.site import ENGINES
+from fedclip.errors import FedclipWarning
+from fedclip.privacy.ledger import Ledger
+from fedclip.site import replies
+from fedclip.site.gate import Gate, Refused
+from fedclip.site.policy import Policy
+
+C = 0.5
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "site.toml"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+def with_budget(folder: Path, **settings: Any) -> Policy:
+    """Return a policy with a budget for four updates."""
+    ledger = str(folder / "spent.json")
+    given = {"noise_multiplier": 2.0, "max_epsilon": 10.0, "delta": 1e-5, **settings}
+    return Policy(max_norm=C, ledger=ledger, **given)
+
+
+# -- the file ----------------------------------------------------------------------------------
+NEEDS = "[update]\nmax_norm = 0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "needs max_norm, such as max_norm = 0.5"),
+        ("update = 3", "needs max_norm"),
+        ("[updates]\nmax_norm = 1", "got 'updates'; did you mean 'update'?"),
+        (f"{NEEDS}[model]", "the section [update] only, got 'model'"),
+        ("[update]\nmax_norm = 0", "max_norm must be a finite number > 0"),
+        (f"{NEEDS}max_nrom = 1", "did you mean 'max_norm'?"),
+        (f"{NEEDS}noise_multiplier = nan", "noise_multiplier must be"),
+        (f"{NEEDS}allow_metrics = 'loss'", "must be a list of names of scalars, got 'loss'"),
+        (f"{NEEDS}allow_metrics = ['']", "each of allow_metrics must be a string that is not"),
+        (f"{NEEDS}max_epsilon = 3", "give all of them or none; delta and ledger is missing"),
+        (f"{NEEDS}max_epsilon = 3\ndelta = 1e-5\nledger = '/x/y'", "max_epsilon needs noise"),
+        (f"{NEEDS}ledger = 'spent.json'", "ledger must be an absolute path"),
+        (f"{NEEDS}max_replies = 9", "give ledger an absolute path"),
+        (f"{NEEDS}max_replies_per_run = 0", "max_replies_per_run must be"),
+        (
+            f"{NEEDS}noise_multiplier = 2\nmax_epsilon = 4\ndelta = 1e-5\nledger = '/x/y'",
+            "max_epsilon = 4 allows no update: one with noise_multiplier = 2 costs 4.377",
+        ),
+        ("[update", "site.toml: "),
+        ("\udcff", "site.toml: "),
+    ],
+)
+def test_what_is_no_policy_is_refused_in_words(text: str, said: str, tmp_path: Path) -> None:
+    path = written(tmp_path, "")
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Policy.read(path)
+
+
+WAY = ("folder", "folder/inner", "folder/inner/site.toml", "links", "links/last", "link")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes say nothing there")
+@pytest.mark.parametrize("wrong", [0o020, 0o002, -1])
+@pytest.mark.parametrize("name", [*WAY, "folder/inner/site.toml.lock"])
+def test_what_others_may_change_on_the_way_to_a_file_is_refused(
+    name: str, wrong: int, tmp_path: Path
+) -> None:
+    """The law: each file, folder and link that decides what is read belongs to the site alone."""
+    for folder in ("folder/inner", "links"):
+        (tmp_path / folder).mkdir(parents=True)
+    path = written(tmp_path / "folder" / "inner", NEEDS)
+    path.with_name("site.toml.lock").touch(0o600)
+    # A link to a link to the folder, so that neither name nor real path has all of the way.
+    (tmp_path / "link").symlink_to(tmp_path / "links" / "last")
+    (tmp_path / "links" / "last").symlink_to(tmp_path / "folder" / "inner")
+    named, one = tmp_path / "link" / "site.toml", tmp_path / name
+    assert Policy.read(named).max_norm == C
+    if wrong == -1 and os.geteuid():
+        pytest.skip("only root can give files away")
+    if wrong == -1:
+        os.chown(one, 65534, 65534, follow_symlinks=False)
+    elif not one.is_symlink():
+        one.chmod(one.stat().st_mode | wrong)
+    if not one.is_symlink() or wrong == -1:
+        with pytest.raises(ValueError, match=f"{named} is not this site's alone: .*{one.name}[;,]"):
+            Policy.read(named)
+    if one.is_dir() and wrong > 0 and not one.is_symlink():
+        # In one like /tmp, others can not replace what is not theirs.
+        one.chmod(0o1777)
+        assert Policy.read(named).max_norm == C
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes say nothing there")
+def test_a_ledger_or_a_count_that_others_may_change_stops_the_start(tmp_path: Path) -> None:
+    Gate(with_budget(tmp_path)).admit("run")
+    lock, count = tmp_path / "spent.json.lock", tmp_path / "spent.json.replies"
+    assert lock.stat().st_mode & 0o777 == 0o600
+    for one, mode in ((lock, 0o644), (count, 0o622), (tmp_path / "spent.json", 0o666)):
+        one.chmod(mode)
+        with pytest.raises(ValueError, match=f"others than its owner may .* {one};"):
+            Gate(with_budget(tmp_path))
+        one.chmod(0o600)
+    tmp_path.chmod(0o707)
+    with pytest.raises(ValueError, match=f"others than its owner may change {tmp_path};"):
+        Gate(with_budget(tmp_path))
+
+
+def test_a_policy_can_not_be_changed() -> None:
+    policy = Policy(max_norm=C)
+    with pytest.raises(AttributeError, match="can not be changed"):
+        policy.max_norm = 9.0
+    assert policy.max_norm == C
+
+
+# -- updates -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("size", [1e-2, 0.4, 3.0, 6e4])
+def test_what_leaves_is_within_the_norm(size: float, dtype: str) -> None:
+    update = {"w": np.full((3, 3), size, dtype), "b": np.array(-size, dtype)}
+    sent = Gate(Policy(max_norm=C)).update(update, like=update)
+    norm = math.sqrt(sum(float(np.sum(np.square(a.astype(float)))) for a in sent.values()))
+    assert norm <= C
+    assert norm == pytest.approx(min(C, math.sqrt(10.0) * size), rel=2e-3)
+    assert [(n, a.dtype, a.shape) for n, a in sent.items()] == [
+        (n, a.dtype, a.shape) for n, a in update.items()
+    ]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_leaves_as_zeros(bad: float) -> None:
+    with pytest.warns(FedclipWarning, match="zeros are shared"):
+        sent = Gate(Policy(max_norm=C)).update({"w": np.array([1.0, bad])})
+    assert not np.any(sent["w"])
+
+
+MODEL = {"w": np.zeros((2, 2), "float32"), "b": np.zeros(2, "float32")}
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        {"w": MODEL["w"]},
+        {**MODEL, "patient 17": np.zeros(1, "float32")},
+        {"w": MODEL["w"], "B": MODEL["b"]},
+        {"w": np.zeros(4, "float32"), "b": MODEL["b"]},
+        {**MODEL, "b": np.zeros(2)},
+        {**MODEL, "b": np.zeros(2, "int64")},
+        {**MODEL, "b": "a text of the data"},
+        {},
+        None,
+    ],
+)
+def test_what_has_not_the_models_form_stays(update: Any, tmp_path: Path) -> None:
+    gate = Gate(with_budget(tmp_path))
+    for let in (gate.update, gate.model):
+        with pytest.raises(Refused, match="no update of the model"):
+            let(update, MODEL)
+    # Form before charge: whatever is refused costs nothing.
+    assert gate._ledger is not None
+    assert gate._ledger.spent == 0.0
+
+
+def test_names_leave_in_the_models_order() -> None:
+    turned = dict(reversed(MODEL.items()))
+    assert [*Gate(Policy(max_norm=C)).update(turned, like=MODEL)] == ["w", "b"]
+
+
+@pytest.mark.parametrize("unfit", [{"w": np.array(["a"])}, {"w": np.arange(3)}, [1.0]])
+def test_what_is_not_floats_stays(unfit: Any) -> None:
+    with pytest.raises(Refused):
+        Gate(Policy(max_norm=C)).update(unfit)
+
+
+def test_what_leaves_is_in_this_machines_order_of_bytes() -> None:
+    # declearn's messages keep the bytes, and not in which order they lie.
+    sent = Gate(Policy(max_norm=C)).update({"w": np.array([0.1, 0.2], ">f8")})["w"]
+    assert np.frombuffer(sent.tobytes(), "=f8").tolist() == [0.1, 0.2]
+
+
+def test_noise_is_on_every_value_and_never_twice_the_same() -> None:
+    gate = Gate(Policy(max_norm=C, noise_multiplier=2.0))
+    update = {"w": np.full(2000, 1e6)}
+    found = [gate.update(update)["w"] - C / math.sqrt(2000) for _ in range(2)]
+    for noise in found:
+        # Six standard deviations of the mean square, and of the mean.
+        assert abs(np.mean(np.square(noise)) - 1.0) < 6 * math.sqrt(2 / 2000)
+        assert abs(np.mean(noise)) < 6 / math.sqrt(2000)
+    assert not np.any(found[0] == found[1])
+
+
+# -- the budget --------------------------------------------------------------------------------
+SPENT = "one more update would make epsilon 11.48, above max_epsilon = 10"
+
+
+def test_each_call_is_charged_and_none_is_refunded(tmp_path: Path) -> None:
+    gate = Gate(with_budget(tmp_path))
+    gate.update(MODEL)
+    with pytest.raises(Refused, match="no update"):
+        gate.update({"w": "no array"})
+    assert [gate.update(MODEL) is not None for _ in range(3)] == [True] * 3
+    for again in (gate, Gate(with_budget(tmp_path))):
+        with pytest.raises(Refused, match=SPENT):
+            again.update(MODEL)
+
+
+def test_other_noise_and_another_delta_are_counted_together(tmp_path: Path) -> None:
+    Gate(with_budget(tmp_path)).update(MODEL)
+    # Three updates of the first kind are left, or one of half the noise and none.
+    gate = Gate(with_budget(tmp_path, noise_multiplier=1.2))
+    gate.update(MODEL)
+    with pytest.raises(Refused):
+        gate.update(MODEL)
+    with pytest.raises(Refused):
+        Gate(with_budget(tmp_path, delta=1e-9)).update(MODEL)
+
+
+def test_threads_share_one_budget(tmp_path: Path) -> None:
+    gates = [Gate(with_budget(tmp_path)) for _ in range(2)]
+
+    def one(i: int) -> bool:
+        try:
+            return bool(gates[i % 2].update(MODEL))
+        except Refused:
+            return False
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(one, range(40))) == 4
+
+
+def test_what_can_not_be_charged_does_not_leave(tmp_path: Path) -> None:
+    gate = Gate(with_budget(tmp_path))
+    (tmp_path / "spent.json").write_text("of another program\n")
+    with pytest.raises(Refused, match="ledger can not be used"):
+        gate.update(MODEL)
+
+
+MIXED = {"w": np.zeros(2, "float16"), "steps": np.array(7), "mask": np.array([True, False])}
+
+
+def test_whole_numbers_are_the_models(tmp_path: Path) -> None:
+    gate = Gate(with_budget(tmp_path))
+    trained = {"mask": ~MIXED["mask"], "steps": np.array(9), "w": np.full(2, 30.0, "float16")}
+    for sent, steps in ((gate.model(trained, MIXED), 7), (gate.update(trained, MIXED), 0)):
+        assert [*sent] == [*MIXED]
+        assert (sent["steps"], sent["steps"].dtype) == (steps, MIXED["steps"].dtype)
+        assert sent["mask"].tolist() == [bool(steps), False]
+
+
+STATISTICS = [
+    {"bn.running_var": np.ones(3)},
+    {"bn/moving_mean:0": np.ones(3)},
+    {str(i): np.full(3, v) for i, v in enumerate([1.0, 0.0, 0.0, 1.0])},
+]
+
+
+@pytest.mark.parametrize("more", STATISTICS)
+def test_statistics_get_no_noise(more: Any, tmp_path: Path) -> None:
+    model = {**MODEL, **more}
+    assert Gate(Policy(max_norm=C)).update(model, model).keys() == model.keys()
+    gate = Gate(with_budget(tmp_path))
+    for let in (gate.update, gate.model):
+        with pytest.raises(Refused, match="running statistics"):
+            let(model, model)
+    assert gate._ledger is not None
+    assert gate._ledger.spent == 0.0
+
+
+# -- replies -----------------------------------------------------------------------------------
+def refused(gate: Gate, run: str) -> bool:
+    try:
+        gate.admit(run)
+    except Refused:
+        return True
+    return False
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_replies_are_at_most_as_many_as_the_policy_says(data: st.DataObject) -> None:
+    """The law: over any order of runs, processes, cut and restored files, no limit is passed."""
+    per_run, most = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8))
+    with TemporaryDirectory() as folder:
+        limits = {"max_replies_per_run": per_run, "max_replies": most}
+        policy = Policy(max_norm=C, ledger=str(Path(folder, "spent")), **limits)
+        file, let = Path(folder, "spent.replies"), Counter[str]()
+        gate = Gate(policy)
+        for step in data.draw(st.lists(st.sampled_from(["a", "b", "c", "new", "gone", "cut"]))):
+            if step == "new":
+                replies._OF_THIS_PROCESS.clear()
+            elif step == "gone":
+                # While a process runs, it knows; one line more is counted then, or as many.
+                file.unlink(missing_ok=True)
+                refused(gate, "d")
+            elif step == "cut" and file.exists():
+                file.write_bytes(file.read_bytes()[:-5])
+            if step in ("new", "gone", "cut"):
+                gate = Gate(policy)
+            elif not refused(gate, step):
+                let[step] += 1
+        assert max(let.values(), default=0) <= per_run
+        assert let.total() <= most
+
+
+def test_without_a_file_a_process_counts_its_own_runs() -> None:
+    gate = Gate(Policy(max_norm=C, max_replies_per_run=2))
+    assert [refused(gate, run) for run in "aaabb"] == [False, False, True, False, False]
+
+
+# -- numbers and votes -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("value", "sent"),
+    [
+        (3, 3),
+        (0.25, 0.25),
+        (np.float32(0.25), 0.25),
+        (np.int64(7), 7),
+        (Fraction(1, 4), 0.25),
+        (2**64, None),
+        (-(2**64), None),
+        (math.nan, None),
+        (math.inf, None),
+        (True, None),
+        (1j, None),
+        ("3", None),
+        ([3], None),
+        (np.zeros(1), None),
+        (None, None),
+    ],
+)
+def test_numbers_leave_if_they_are_named_and_plain(value: Any, sent: Any) -> None:
+    gate = Gate(Policy(max_norm=C, allow_metrics=["a"]))
+    found = gate.metrics({"a": value, "b": 1.0, 7: 2.0})  # type: ignore[dict-item]
+    assert found == ({} if sent is None else {"a": sent})
+    assert {type(number) for number in found.values()} <= {int, float}
+
+
+def test_the_log_names_what_stays(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fedclip.site"):
+        Gate(Policy(max_norm=C)).metrics({"patients": 3})
+    assert "['patients']" in caplog.text
+
+
+NONE = {"votes": 0, "within": 0, "clipped": 0, "zeroed": 0}
+
+
+@pytest.mark.parametrize(
+    ("found", "sent"),
+    [
+        ({"votes": 1, "within": 1}, {**NONE, "votes": 1, "within": 1}),
+        ({"votes": 1, "clipped": 1}, {**NONE, "votes": 1, "clipped": 1}),
+        ({"zeroed": 1, "more": 5}, {**NONE, "zeroed": 1}),
+        ({"within": 1}, NONE),
+        ({"votes": 17, "within": 1}, NONE),
+        ({"votes": True, "within": 1.0}, NONE),
+        ({"clipped": 1, "zeroed": 1}, NONE),
+        ({}, NONE),
+    ],
+)
+def test_votes_are_the_bits_that_are_known(found: Any, sent: Any) -> None:
+    assert Gate(Policy(max_norm=C)).votes(found) == sent
+    # Of the update before noise, they would say what the budget does not count.
+    assert Gate(Policy(max_norm=C, noise_multiplier=1.0)).votes(found) == NONE
+
+
+# -- the commands ------------------------------------------------------------------------------
+def check(path: Path) -> Any:
+    return call("site", "check", path)
+
+
+def budget(folder: Path) -> Path:
+    ledger = folder / "kept" / "spent.json"
+    ledger.parent.mkdir()
+    ledger.parent.chmod(0o700)
+    more = f"noise_multiplier = 2\nmax_epsilon = 10\ndelta = 1e-5\nledger = '{ledger.as_posix()}'\n"
+    return written(folder, NEEDS + more)
+
+
+def test_a_policy_is_explained(tmp_path: Path) -> None:
+    plain = check(written(tmp_path, f"{NEEDS}allow_metrics = ['loss']"))
+    assert plain.exit_code == 0, plain.output
+    assert "L2 norm of at most 0.5;" in plain.output
+    assert "without noise: an update may tell of the data" in plain.output
+    assert "which nothing limits or counts: loss" in plain.output
+    path = budget(tmp_path)
+    assert "0 updates have spent 0, says" in check(path).output
+    # Nothing is made by looking.
+    assert not (tmp_path / "kept" / "spent.json").exists()
+    gate = Gate(Policy.read(path))
+    for _ in range(3):
+        gate.update(MODEL)
+    found = check(path)
+    assert found.exit_code == 0, found.output
+    assert "standard deviation 1 on each" in found.output
+    assert "of which 3 updates have spent 8.385," in found.output
+    assert "; 1 more fit" in found.output
+    gate.update(MODEL)
+    found = check(path)
+    assert found.exit_code == 1
+    assert "budget is spent: no update leaves any more" in found.stderr
+
+
+def test_problems_of_a_policy_are_said(tmp_path: Path) -> None:
+    path = budget(tmp_path)
+    (tmp_path / "kept").rmdir()
+    assert "there is no folder" in check(path).stderr
+    (tmp_path / "kept").mkdir(mode=0o700)
+    Ledger(9.0, 1e-5, tmp_path / "kept" / "spent.json", data="9 records")
+    assert "is a ledger of records" in check(path).stderr
+    (tmp_path / "kept" / "spent.json").write_text("")
+    assert "is not a ledger" in check(path).stderr
+    (tmp_path / "kept" / "spent.json").unlink()
+    (tmp_path / "kept").chmod(0o777)
+    if sys.platform != "win32":
+        found = check(path)
+        assert found.exit_code == 1
+        assert "others than its owner may change" in found.stderr
+    assert "nowhere.toml can not be read: No such file" in check(tmp_path / "nowhere.toml").stderr
+
+
+def test_spent_reads_the_ledger_of_a_site(tmp_path: Path) -> None:
+    Gate(with_budget(tmp_path)).update(MODEL)
+    found = call("privacy", "spent", tmp_path / "spent.json")
+    assert "what replacing one site's data set may change" in found.output
+    assert "epsilon 4.377 at delta 1e-05" in found.output
+
+
+def test_the_table_in_the_docs_is_that_of_the_command() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "site-policy.md").read_text(encoding="utf-8")
+    rows = page.replace("`", "").splitlines()
+    for (name, _), (where, unseen) in ENGINES.items():
+        assert f"| {name} | {where} | {unseen} |" in rows

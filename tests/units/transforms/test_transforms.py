@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol of transforms: a user's own one runs wherever it has a step."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import each_framework, needs, require
+
+from fedclip import Clipper, NormClip
+from fedclip.arrays import backend_of
+from fedclip.core.scopes import resolve
+from fedclip.rules import NoState
+from fedclip.testing import to_numpy, to_vector
+from fedclip.transforms import Gradient, Outcome, Transform, clip_on_device
+
+
+@dataclass(frozen=True)
+class Halving(Transform):
+    """Half of every gradient."""
+
+    runs_on_device: bool = True
+
+    def step(self, gradient: Gradient, state: Any) -> Outcome:
+        arrays, xp = gradient.arrays, gradient.xp
+        norms = gradient.sound(xp.group_norms(arrays, gradient.groups.members))
+        half = xp.pieces(0.0 * norms + 0.5, [()] * len(norms))[0]
+        return Outcome(xp.scale(arrays, [half] * len(arrays)), state, norms, norms, norms < 0)
+
+
+class Half(Clipper, register=False):
+    name = "half"
+    device = True
+
+    def build(self) -> Transform:
+        return Halving(self.device)
+
+
+class HalfOnHost(Half, register=False):
+    device = False
+
+
+@each_framework()
+def test_it_runs_in_every_framework(framework: str) -> None:
+    needs(framework)
+    output = to_numpy(Half().run(to_vector({"w": np.array([2.0, 4.0])}, framework)))
+    np.testing.assert_array_equal(output["w"], [1.0, 2.0])
+
+
+def test_it_stays_on_a_device_unless_it_says_otherwise() -> None:
+    torch = require("torch")
+    tensor = torch.ones(3, device="meta")
+    output = Half().clip({"w": tensor})["w"]
+    # Nothing on the device "meta" can be read.
+    assert output.device.type == "meta"
+    groups = resolve("global", None, ["w"])
+    compiled, _ = clip_on_device(
+        Halving(), {"w": torch.ones(3)}, groups, backend_of(tensor), NoState(), "skip"
+    )
+    np.testing.assert_array_equal(compiled["w"].numpy(), [0.5, 0.5, 0.5])
+    with pytest.raises(NotImplementedError, match="meta"):
+        HalfOnHost().clip({"w": tensor})
+
+
+def test_gradients_of_other_forms_in_turn_are_clipped_as_the_first_are() -> None:
+    rng = np.random.default_rng(0)
+    shapes = [[(3,), (2000,)], [(2000,), (3,)], [(600,), (1025,)], [(), (0,)], [(30, 40), (7,)]]
+    dtypes = ["float32", "float64", "float16", ">f4", "float32"]
+    gradients = [
+        {str(i): np.asarray(9 * rng.standard_normal(s), dtype) for i, s in enumerate(some)}
+        for some, dtype in itertools.product(shapes, dtypes)
+    ]
+    # Several threads clip gradients of as many tensors, each of another dtype and size.
+    for scope in ("global", "tensor"):
+        alone = [NormClip(1.0, scope=scope).clip(g) for g in gradients]
+        clip = NormClip(1.0, scope=scope)
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(clip.clip, gradients * 4)
+            for given, expected, output in zip(gradients * 4, alone * 4, found, strict=True):
+                for name, array in output.items():
+                    assert array.dtype == given[name].dtype
+                    np.testing.assert_array_equal(array, expected[name])

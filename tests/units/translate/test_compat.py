@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translations of other packages' clippers: what is accepted, and what is said."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from declearn.optimizer.modules import OptiModule
+from hypothesis import given
+from hypothesis import strategies as st
+from recordings import INDEX
+
+from fedclip import UpdateClipServer, translate
+from fedclip.cli.catalogue import build
+from fedclip.core.toml import toml_line
+from fedclip.privacy.accounting import RELATIONS, Release, epsilon
+
+
+@pytest.mark.parametrize(
+    ("dim", "inverse", "expected"),
+    [
+        ("global", False, {"scope": "global"}),
+        (1, False, {"scope": "tensor", "dims": [1], "inverse_dims": False, "min_size": 1}),
+        ((0, 1), True, {"scope": "tensor", "dims": [0, 1], "inverse_dims": True, "min_size": 1}),
+        ([], True, {"scope": "tensor", "min_size": 1}),
+    ],
+)
+def test_every_way_to_write_dims(dim: Any, inverse: bool, expected: dict[str, Any]) -> None:
+    given = {"max_norm": 1, "dim": dim, "inverse_dims": inverse}
+    _, name, config = translate.translate("torchzero", "ClipNorm", given)
+    assert name == "norm-clip"
+    assert config == {"max_norm": 1, "ord": 2, **expected}
+    OptiModule.from_specs(name, config)
+
+
+@pytest.mark.parametrize("given", [{"inverse_dims": True}, {"dim": []}, {"ord": 0}])
+def test_what_the_peer_never_clips_is_a_no_op_and_said(given: dict[str, Any]) -> None:
+    config = {"max_norm": 1, **given}
+    assert translate.translate("torchzero", "ClipNorm", config) == ("module", "no-op", {})
+    assert any(
+        "nothing is clipped" in note for note in translate.notes("torchzero", "ClipNorm", config)
+    )
+
+
+def test_left_out_parameters_have_the_peers_defaults() -> None:
+    # What is recorded holds every parameter in force: leaving out one that is at its default
+    # changes nothing.
+    for record in INDEX:
+        entry = translate.PEERS[record["peer"]][record["cls"]]
+        short = {
+            key: value
+            for key, value in record["config"].items()
+            if not (key in entry.parameters and entry.parameters[key] == value)
+        }
+        full = translate.translate(record["peer"], record["cls"], record["config"])
+        found = translate.translate(record["peer"], record["cls"], short)
+        assert found == full, record["file"]
+
+
+def required(parameters: dict[str, Any]) -> dict[str, Any]:
+    values = {"clip_percentile": 10, "pct": 90, "sample_size": 4, "clip_value_min": -1}
+    limits = {"min_clipbound": 0.1, "max_clipbound": 3.0, "target_unclipped_quantile": 0.5}
+    limits["num_sampled_clients"] = 3
+    given = {
+        key: {**values, **limits, "min_val": -1}.get(key, 0.5)
+        for key, default in parameters.items()
+        if default is translate.values.REQUIRED
+    }
+    # Of the two that Fabric knows it takes one.
+    return given | ({"max_norm": 0.5} if "clip_val" in parameters else {})
+
+
+EVERY = [(peer, cls) for peer, classes in translate.known().items() for cls in classes]
+
+
+def test_every_translation_of_defaults_makes_a_clipper() -> None:
+    for peer, cls in EVERY:
+        kind, name, config = translate.translate(
+            peer, cls, required(translate.PEERS[peer][cls].parameters)
+        )
+        made = build(kind, name, config)
+        assert kind == "policy" or made.name == name
+        # What is printed says the same.
+        field = tomllib.loads(toml_line(kind, name, config))
+        if kind == "aggregator":
+            assert field == {"aggregator": {"name": name, **config}}
+        elif kind == "policy":
+            assert field == {"update": config}
+        else:
+            ((spec,),) = field.values()
+            assert spec == (name if not config else [name, spec[1]])
+
+
+EMA = {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup": 20, "warmup_norm": 5}
+
+
+@pytest.mark.parametrize(
+    ("given", "warmup"),
+    [
+        (
+            {"criterion": "ema", "alpha": 0.9, "thresh": 1.2, "clipping_function": "mean"},
+            "GradNormClipper(5)",
+        ),
+        (
+            {"criterion": "EMACriterion(0.9, 1.2)", "clipping_function": "mean_clipping"},
+            "GradNormClipper(threshold=5)",
+        ),
+        (
+            {
+                "criterion": "ops.EMACriterion(0.9, clipping_function=ops.mean_clipping)",
+                "r_thresh": 1.2,
+            },
+            " ops.GradNormClipper( 5 )",
+        ),
+    ],
+)
+def test_drytorch_is_read_in_its_own_words(given: dict[str, Any], warmup: str) -> None:
+    _, name, config = translate.translate(
+        "drytorch", "HistClipper", {**given, "warmup_clip_strategy": warmup}
+    )
+    assert name == "ema-clip"
+    assert EMA.items() <= config.items()
+
+
+def test_what_peers_have_besides_is_refused_by_name() -> None:
+    reasons = {
+        (peer, cls): reason
+        for peer, classes in translate.PEERS.items()
+        for cls, reason in classes.items()
+        if isinstance(reason, str)
+    }
+    assert ("drytorch", "StatsCollector") in reasons
+    assert ("smartclip", "clip_context") in reasons
+    for (peer, cls), reason in reasons.items():
+        assert cls not in translate.known()[peer]
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            translate.translate(peer, cls, {})
+
+
+@pytest.mark.parametrize(
+    ("history", "module"), [("drytorch.lib.gradient_ops", "drytorch"), ("smartclip", "smartclip")]
+)
+def test_every_public_name_of_a_seed_is_known(history: str, module: str) -> None:
+    public = pytest.importorskip(history).__all__
+    assert {name for name in public if name != "__version__"} <= set(translate.PEERS[module])
+
+
+TYPES: list[Any] = [None, True, 3, 0.5, -1, "x", "1", [1], {}, math.nan, b"x", 1j, object()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("peer", "cls"), EVERY)
+def test_no_value_of_a_wrong_type_is_taken_in_silence(peer: str, cls: str) -> None:
+    parameters = translate.PEERS[peer][cls].parameters
+    given = required(parameters)
+    for key, default in parameters.items():
+        for value in TYPES:
+            try:
+                build(*translate.translate(peer, cls, {**given, key: value}))
+            except (TypeError, ValueError):
+                continue
+            assert not isinstance(value, (bytes, complex, dict)), (key, value)
+            assert type(value) is not object, (key, value)
+            assert isinstance(value, bool) == isinstance(default, bool) or (
+                key == "parameterwise" or value is None
+            ), (key, value)
+
+
+def test_the_page_lists_every_class_and_its_clipper() -> None:
+    page = Path(__file__).parents[3] / "docs" / "coming-from.md"
+    rows = re.findall(r"^\| ([\w-]+) \| `([\w.]+)`[^|]* \| \[`([\w-]+)`\]", page.read_text(), re.M)
+    written = {(peer, cls): name for peer, cls, name in rows}
+    for peer, cls in EVERY:
+        given = required(translate.PEERS[peer][cls].parameters)
+        # What is written there in one row for several classes.
+        if peer in ("keras", "lightning", "flower", "smartclip-tf") or "." in cls:
+            continue
+        assert written[peer, cls] == translate.translate(peer, cls, given)[1]
+
+
+def test_every_recorded_defect_has_a_note() -> None:
+    for record in INDEX:
+        if not record["match"]:
+            assert translate.notes(record["peer"], record["cls"], record["config"])
+
+
+@pytest.mark.parametrize(
+    ("peer", "cls", "config", "expected"),
+    [
+        (
+            "torch",
+            "clip_grad_norm_",
+            {"max_norm": 2, "error_if_nonfinite": True},
+            {"on_nonfinite": "raise"},
+        ),
+        ("torchlean", "clipGradientsSpec", {"max_norm": -2.5}, {"max_norm": 2.5}),
+        (
+            "tensorflow",
+            "clip_by_value",
+            {"clip_value_min": float("-inf"), "clip_value_max": 0.25},
+            {"min_value": float("-inf"), "max_value": 0.25},
+        ),
+        ("torchzero", "ClipNormGrowth", {"parameterwise": False}, {"scope": "global"}),
+        ("torchzero", "NormalizeByEMA", {"ema_init": "update"}, {"init": "first"}),
+        ("torchzero", "ClipValueByEMA", {"init": "update", "ema_tfm": None}, {"init": 1.0}),
+        ("torchzero", "ClipValueGrowth", {"target": "grad"}, {"mul": 1.5}),
+        ("smartclip", "ZScoreClip", {"warmup_steps": 8, "min_history": 5}, {"warmup": 8}),
+        ("smartclip-tf", "ZScoreClip", {"scope": "per_layer"}, {"scope": "tensor"}),
+        ("keras", "Optimizer", {"clipnorm": 0.7}, {"max_norm": 0.7, "scope": "tensor"}),
+        ("keras", "Optimizer", {"global_clipnorm": 0.7}, {"max_norm": 0.7}),
+        ("keras", "Optimizer", {"clipvalue": 0.7}, {"max_value": 0.7}),
+        ("keras", "Optimizer", {"clipnorm": -1.0}, {}),
+        ("lightning", "Trainer", {"gradient_clip_val": 2}, {"max_norm": 2, "eps": 1e-6}),
+        (
+            "lightning",
+            "Trainer",
+            {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"},
+            {"max_value": 2},
+        ),
+        ("lightning", "Fabric.clip_gradients", {"clip_val": 0.1}, {"max_value": 0.1}),
+        ("lightning", "Fabric.clip_gradients", {"max_norm": 3, "norm_type": 1.0}, {"ord": 1}),
+        ("flower", "fixedclipping_mod", {"clipping_norm": 4.0}, {"max_norm": 4.0}),
+        (
+            "flower",
+            "DifferentialPrivacyClientSideAdaptiveClipping",
+            {"noise_multiplier": 0, "num_sampled_clients": 9, "target_clipped_quantile": 0.9},
+            {"start_norm": 0.1, "quantile": pytest.approx(0.1), "learning_rate": 0.2},
+        ),
+    ],
+)
+def test_what_peers_take_besides(
+    peer: str, cls: str, config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    kind, name, translated = translate.translate(peer, cls, config)
+    assert expected.items() <= translated.items()
+    assert build(kind, name, translated).name == name
+
+
+LOCAL = {"clipping_norm": 1.0, "sensitivity": 1e-4, "epsilon": 10.0, "delta": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("peer", "cls", "config", "words"),
+    [
+        ("torchzeo", "ClipNorm", {}, "no translation from 'torchzeo'; did you mean 'torchzero'?"),
+        ("numpy", "clip", {}, "no translation from 'numpy'; it must be one of drytorch, smartclip"),
+        ("optax", "clip_by_norm", {}, "optax has no clipper 'clip_by_norm'; did you mean"),
+        ("optax", "clip", {"max_delt": 1}, "no parameter 'max_delt'; did you mean 'max_delta'?"),
+        ("optax", "clip", {}, "clip of optax needs 'max_delta'"),
+        ("optax", "clip", {"max_delta": "abc"}, "max_delta of clip must be a number, got 'abc'"),
+        ("torch", "clip_grad_norm_", {"max_norm": True}, "max_norm of clip_grad_norm_ must be a"),
+        ("timm", "adaptive_clip_grad", {"norm_type": 1}, "norm_type must be 2"),
+        ("zclip", "ZClip", {"mode": "z-score"}, "did you mean 'zscore'?"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "ord": "stdd"}, "did you mean 'std'?"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "ord": False}, "ord must be a number or a word"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": "globl"}, "did you mean 'global'?"),
+        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": [0.5]}, "dim must be an int, a list of"),
+        ("torchzero", "ClipNormByEMA", {"ema_init": "one"}, "ema_init cannot be 'one'"),
+        ("torchzero", "ClipValueByEMA", {"eps": 1e-6}, "has no parameter 'eps'"),
+        ("torchlean", "clipByPercentileSpec", {"pct": 0.5}, "pct must be a whole number >= 0"),
+        ("smartclip", "ZScoreClip", {"scope": "per_parm"}, "did you mean 'per_param'?"),
+        ("smartclip", "AGC", {"exclude_bias_bn": "no"}, "must be True or False, got 'no'"),
+        ("smartclip", "AutoClip", {"percentile": 0}, "percentile must be in (0, 100]"),
+        ("drytorch", "HistClipper", {"criterion": "zsta"}, "did you mean 'zstat'?"),
+        ("drytorch", "HistClipper", {"criterion": "EMACriterio(0.9)"}, "did you mean 'EMACriter"),
+        ("drytorch", "HistClipper", {"r_thresh": 2}, "did you mean 'z_thresh'?"),
+        ("drytorch", "HistClipper", {"warmup_clip_strategy": "GradValueClipper(1)"}, "coming-from"),
+        ("drytorch", "HistClipper", {"warmup_clip_strategy": "NoOp(1"}, "must be a name, or a"),
+        (
+            "drytorch",
+            "HistClipper",
+            {"criterion": "EMACriterion(0.9)", "alpha": 0.9},
+            "alpha of EMACriterion is given twice",
+        ),
+        ("drytorch", "HistClipper", {"criterion": "ema(0.9, alpha=0.9)"}, "a parameter twice"),
+        (
+            "drytorch",
+            "HistClipper",
+            {"warmup_clip_strategy": "GradNormClipper('x')"},
+            "threshold of GradNormClipper must be a number",
+        ),
+        (
+            "drytorch",
+            "ZStatCriterion",
+            {"clipping_function": "lambda z, limit: 1.0"},
+            "OwnLimit of fedclip",
+        ),
+        ("keras", "Optimizer", {"clipnorm": 1, "clipvalue": 1}, "Keras takes one of"),
+        ("lightning", "Trainer", {"gradient_clip_algorithm": "nrm"}, "did you mean 'norm'?"),
+        ("lightning", "Fabric.clip_gradients", {}, "takes one of clip_val, max_norm, got none"),
+        ("flower", "fixedclipping_mod", {}, "needs 'clipping_norm'"),
+        ("flower", "LocalDpMod", {**LOCAL, "epsilon": 0}, "epsilon must be a finite number > 0"),
+        ("flower", "LocalDpMod", {**LOCAL, "sensitivity": 0}, "with 0, Flower adds no noise"),
+        ("flower", "LocalDpMod", {**LOCAL, "clipping_norm": -1}, "clipping_norm must be > 0"),
+        ("flower", "LocalDpMod", {**LOCAL, "delta": 0.0}, "delta must be"),
+        ("nvflare", "SVTPrivacy", {}, "site policy"),
+        ("nvflare", "PercentilePrivacy", {}, "site policy"),
+    ],
+)
+def test_what_a_peer_does_not_take_is_a_sentence_with_the_nearest_name(
+    peer: str, cls: str, config: dict[str, Any], words: str
+) -> None:
+    for function in (translate.translate, translate.notes):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            function(peer, cls, config)
+
+
+def test_noise_is_as_large_as_in_flower() -> None:
+    """Of theirs: z C on the sum; with votes (z^-2 - (2 stddev)^-2)^-1/2 in the place of z."""
+    given: dict[str, Any] = {"noise_multiplier": 1.1, "num_sampled_clients": 20}
+    fixed = "DifferentialPrivacyServerSideFixedClipping"
+    _, _, found = translate.translate("flower", fixed, {**given, "clipping_norm": 4.0})
+    wanted = {"start_norm": 4.0, "learning_rate": 0.0, "expected_clients": 20}
+    assert wanted.items() <= found.items()
+    assert UpdateClipServer(**found).budget.update_noise == 1.1
+    said = " ".join(translate.notes("flower", fixed, {**given, "clipping_norm": 4.0}))
+    assert "the noise on the sum of the updates is Flower's" in said
+    adaptive = "DifferentialPrivacyServerSideAdaptiveClipping"
+    _, _, found = translate.translate("flower", adaptive, {**given, "clipped_count_stddev": 0.9})
+    assert UpdateClipServer(**found).budget.update_noise == pytest.approx(
+        (1.1**-2 - 1.8**-2) ** -0.5
+    )
+    assert "larger than Flower" not in said + " ".join(translate.notes("flower", adaptive, given))
+    # Without a deviation of theirs, which would be 1.
+    _, _, found = translate.translate("flower", adaptive, given)
+    assert UpdateClipServer(**found).budget.update_noise == pytest.approx(1.1 * (4 / 3) ** 0.5)
+
+
+@given(
+    st.floats(0.1, 10.0), st.floats(1e-4, 10.0), st.floats(0.1, 20.0), st.sampled_from([1e-3, 1e-5])
+)
+def test_a_site_policy_has_the_noise_of_local_dp_and_says_what_it_costs(
+    clip: float, sensitivity: float, budget: float, delta: float
+) -> None:
+    local = {"clipping_norm": clip, "sensitivity": sensitivity, "epsilon": budget, "delta": delta}
+    kind, name, config = translate.translate("flower", "LocalDpMod", local)
+    assert (kind, name, config["max_norm"]) == ("policy", "site-policy", clip)
+    deviation = sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / budget
+    assert config["noise_multiplier"] * clip == pytest.approx(deviation)
+    said = " ".join(translate.notes("flower", "LocalDpMod", local))
+    for relation in RELATIONS:
+        cost = epsilon([Release(config["noise_multiplier"])], delta, relation)
+        assert f"epsilon {cost:.3g} at" in said or f"{cost:.3g} for replacing" in said
+    needed = float(said.rpartition("noise_multiplier = ")[2])
+    assert epsilon([Release(needed)], delta, "replace-one") == pytest.approx(budget, rel=1e-2)
+
+
+def test_local_dp_of_flowers_documentation_costs_millions() -> None:
+    said = " ".join(translate.notes("flower", "LocalDpMod", LOCAL))
+    assert "epsilon 2.13e+08 at delta 1e-05" in said
+    assert "8.52e+08 for replacing it, where the settings say 10" in said

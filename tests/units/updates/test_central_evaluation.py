@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluations with central noise: what a client moves in them, what is written, what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.communication import NetworkServerConfig
+from declearn.communication.websockets import WebsocketsServer
+from declearn.messaging import Error, EvaluationReply, Message
+from declearn.metrics import MetricSet
+from declearn.metrics._mean import MeanState
+from federation_runs import ADAPTIVE, N, complete, running
+from report_runs import call
+
+from benchmarks.audit import estimate
+from fedclip import UpdateClipServer
+from fedclip.cli.check.configuration import check_config
+from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.evaluation import EVALUATIONS, Evaluations
+from fedclip.engines.declearn.messages import UpdateClipVotes
+from fedclip.engines.declearn.private_evaluation import Accuracy
+from fedclip.privacy.accounting import Release, epsilon
+from fedclip.privacy.planning import plan
+from fedclip.updates import noise as budgets
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.tables import server_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger'")
+
+BOUND, CLIENTS, SHARE, Z = 3.0, 10, 0.4, 2.0
+SETTINGS: dict[str, Any] = {
+    "start_norm": 0.2,
+    "noise_multiplier": Z,
+    "expected_clients": CLIENTS,
+    "evaluation_share": SHARE,
+    "loss_bound": BOUND,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_round_is_left_open() -> Iterator[None]:
+    yield
+    SERVER.set(None)
+    EVALUATIONS.set(None)
+
+
+def module(**settings: Any) -> UpdateClipServer:
+    return UpdateClipServer(**{**SETTINGS, **settings})
+
+
+def listening(server: UpdateClipServer, clients: int = CLIENTS, secure: bool = False) -> Any:
+    """Return a network that has begun a run, and the module's answer to its first round."""
+    SERVER.set(None)
+    network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
+    network._evaluated = Evaluations(MetricSet([Accuracy()]), clients, secure)
+    EVALUATIONS.set(network._evaluated)
+    return network, server.collect_aux_var()
+
+
+def train(server: UpdateClipServer) -> None:
+    """Have a round paid for."""
+    server.collect_aux_var()
+    server.process_aux_var(UpdateClipVotes(n_clients=CLIENTS, n_votes=CLIENTS, n_within=5))
+
+
+def reply(loss: float, accuracy: float = 0.5, samples: float = 20.0) -> EvaluationReply:
+    states = {"loss": loss, "accuracy": accuracy}
+    told = {name: MeanState(value * samples, samples) for name, value in states.items()}
+    return EvaluationReply(loss, 7, 12.5, {**told})
+
+
+def told(server: UpdateClipServer, network: Any, replies: list[Message]) -> EvaluationReply:
+    """Return what declearn's server gets of the evaluations of a new round."""
+    train(server)
+    found = network._evaluations({f"client {i}": one for i, one in enumerate(replies)})
+    assert list(found) == ["all clients"]
+    return found["all clients"]  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Leave the noise out; return the standard deviations that it would have had."""
+    seen: list[float] = []
+
+    def noised(values: Any, std: float, normals: Any) -> Any:
+        seen.append(std)
+        return values
+
+    monkeypatch.setattr(budgets, "noised", noised)
+    return seen
+
+
+OTHERS = [reply(1.0, 0.9) for _ in range(CLIENTS - 1)]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *(reply(loss, share) for loss in (0.0, 2.9, 1e90, -1e90) for share in (0.0, 1.0, 1e50)),
+        reply(3.0, 0.0, samples=1e90),
+        EvaluationReply(1e99, 1, 0.0, {}),
+        EvaluationReply(1.0, 1, 0.0, {"loss": MeanState(1, 1), "accuracy": MeanState(0, 0)}),
+        reply(math.nan),
+        reply(math.inf),
+        Error("no evaluation"),
+    ],
+)
+def test_one_client_moves_the_sums_by_its_bound_at_most(quiet: Any, sent: Any) -> None:
+    server = module()
+    network, _ = listening(server)
+    without, among = (told(server, network, [*OTHERS, *more]) for more in ([], [sent]))
+    moved = np.array(
+        [
+            (among.metrics[name].num_sum - without.metrics[name].num_sum) * CLIENTS / bound  # type: ignore[attr-defined]
+            for name, bound in (("loss", BOUND), ("accuracy", 1.0))
+        ]
+    )
+    assert np.linalg.norm(moved) <= math.sqrt(2) / 2 + 1e-9
+    # Noise on both numbers, of each of the two evaluations, is for that.
+    assert quiet[-1] == pytest.approx(Z / SHARE * math.sqrt(2) / 2)
+    # What is handed on does not say how many there were, how long they took, or on what.
+    for one in (without, among):
+        assert (one.n_steps, one.t_spent, one.metrics.keys()) == (1, 0.0, {"loss", "accuracy"})
+        assert {state.divisor for state in one.metrics.values()} == {1.0}  # type: ignore[attr-defined]
+
+
+def test_the_mean_is_that_of_the_clients(quiet: Any) -> None:
+    server = module()
+    network, _ = listening(server)
+    found = told(server, network, [*OTHERS, reply(2.0, 0.4)])
+    assert found.loss == pytest.approx(1.1)
+    assert found.metrics["accuracy"].num_sum == pytest.approx(0.85)  # type: ignore[attr-defined]
+
+
+def test_each_round_pays_for_one_evaluation() -> None:
+    server = module()
+    network, _ = listening(server)
+    replies = {"a": reply(1.0)}
+    unpaid = network._evaluations(replies)["all clients"]
+    assert unpaid.loss == math.inf
+    assert 0.0 <= told(server, network, [*replies.values()]).loss <= BOUND
+    assert network._evaluations(replies)["all clients"].loss == math.inf
+    # Nor has a server that was started again one to tell, until it has trained.
+    again = module()
+    network, _ = listening(again)
+    again.set_state(server.get_state())
+    assert again.epsilon >= server.epsilon > 0
+    assert network._evaluations(replies)["all clients"].loss == math.inf
+
+
+@pytest.mark.parametrize("settings", [{}, {"learning_rate": 0.0}, {"bits_noise": 30.0}])
+def test_update_votes_and_evaluation_together_cost_a_round(settings: dict[str, Any]) -> None:
+    budget = module(**settings).budget
+    assert budget is not None
+    parts = [budget.update_noise, budget.evaluation_noise]
+    parts += [2.0 * budget.bits_noise] if budget.bits_noise else []
+    assert sum(z**-2.0 for z in parts) == pytest.approx(Z**-2.0)
+    found = plan(8.0, 1e-5, 100, CLIENTS, evaluation_share=SHARE)
+    assert epsilon([Release(found.noise_multiplier, 100)], 1e-5) <= 8.0
+    planned = UpdateClipServer(**found.config).budget  # type: ignore[arg-type]
+    assert planned is not None
+    assert planned.update_noise == found.update_noise
+
+
+@pytest.mark.parametrize("fault", ["", "noise halved", "clip left out"])
+def test_an_audit_finds_the_faults_and_no_others(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations with and without a client whose model is as bad as can be."""
+    server = module(generator="insecure", seed=3)
+    network, _ = listening(server)
+    assert server.budget is not None
+    if fault == "noise halved":
+        server.budget.evaluation_noise /= 2
+    if fault == "clip left out":
+        monkeypatch.setattr(np, "clip", lambda array, low, high: array)
+
+    def seen(replies: list[Message]) -> Any:
+        found = [told(server, network, replies).metrics for _ in range(2000)]
+        return np.array(
+            [[one["loss"].num_sum / BOUND, one["accuracy"].num_sum] for one in found]  # type: ignore[attr-defined]
+        )
+
+    # Numbers in the middle, so that few means are clamped.
+    others: list[Message] = [reply(1.5, 0.5) for _ in range(CLIENTS - 1)]
+    found = estimate(seen(others), seen([*others, reply(100.0 * BOUND, 0.0)]))
+    claimed = SHARE / Z
+    assert (found.low > claimed) == bool(fault)
+    assert found.high > 0.7 * claimed
+
+
+# -- what is refused ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss_bound": None}, "go together"),
+        ({"evaluation_share": 0.0}, "go together"),
+        ({"noise_multiplier": 0.0}, "evaluation_share goes with noise_multiplier > 0"),
+        ({"separation": 2}, "evaluations ask all clients"),
+        ({"noise_at": "clients", "honest": 0.75}, "goes with evaluation_share=0.0"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        module(**settings)
+
+
+def test_what_can_have_no_noise_ends_the_run_at_its_first_round() -> None:
+    EVALUATIONS.set(None)
+    assert "needs the server's protocol 'fedclip-websockets'" in module().collect_aux_var().stop
+    for clients, secure, said in (
+        (CLIENTS + 1, False, "evaluations ask all 11 clients"),
+        (CLIENTS, True, "secure aggregation hides the evaluations"),
+    ):
+        _, sent = listening(module(), clients, secure)
+        assert said in sent.stop
+    assert listening(module())[1].stop == ""
+
+
+def test_a_run_after_one_that_failed_begins_without_its_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both in one task, as in a notebook that awaits `async_run` and still holds the first."""
+
+    async def registered(self: WebsocketsServer) -> None:
+        pass
+
+    monkeypatch.setattr(WebsocketsServer, "wait_for_clients", registered)
+    first, second = module(), module()
+    listening(first)
+    network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
+    assert SERVER.get() is not None
+
+    async def begin() -> str:
+        await network.wait_for_clients()
+        EVALUATIONS.set(Evaluations(MetricSet([]), CLIENTS, False))
+        return second.collect_aux_var().stop
+
+    assert asyncio.run(begin()) == ""
+
+
+def test_other_engines_refuse_it() -> None:
+    with pytest.raises(ValueError, match="fedclip-websockets: leave it out"):
+        server_of(SETTINGS)
+    with pytest.raises(ValueError, match="fedclip-websockets: leave it out"):
+        UpdateServer(module())
+
+
+# -- the tools ---------------------------------------------------------------------------------
+CONFIG = """
+[network]
+protocol = "{protocol}"
+host = "127.0.0.1"
+port = 8765
+[data]
+[experiment]
+metrics = [{metrics}]
+[optim]
+aggregator = "clipped-averaging"
+[optim.client_opt]
+lrate = 1.0
+modules = ["update-clip-client"]
+[optim.server_opt]
+lrate = 1.0
+modules = [["update-clip-server", {server}]]
+[run]
+rounds = 4
+register = {register}
+training = {{ batch_size = 15 }}
+evaluate = {{ batch_size = 30 }}
+{more}
+"""
+SOME = "[client_sampler]\nstrategy = 'uniform'\nn_samples = 100"
+PLAIN = "noise_multiplier = 4.0, expected_clients = 100"
+NOISED = f"{{{PLAIN}, evaluation_share = 0.2, loss_bound = 3.0}}"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said", "refused"),
+    [
+        ({}, "covered for each client, against all but the server", False),
+        ({"server": f"{{{PLAIN}}}"}, "evaluation loss and metrics", False),
+        ({"protocol": "grpc"}, "needs the server's protocol 'fedclip-websockets'", True),
+        ({"metrics": "'accuracy', 'mse'"}, "asks for mse too", True),
+        ({"register": 101, "more": SOME}, "evaluations ask all 101 clients", True),
+    ],
+)
+def test_a_check_knows_what_is_covered(
+    changed: dict[str, Any], said: str, refused: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.toml"
+    settings = {"protocol": "websockets", "metrics": "'accuracy'", "server": NOISED}
+    settings |= {"register": "100", "more": ""}
+    file.write_text(CONFIG.format(**{**settings, **changed}))
+    found = check_config(file)
+    assert said in " ".join(finding.message for finding in found.findings)
+    assert any(said in finding.message for finding in found.problems) == refused
+    covered = "server" not in changed
+    assert any("evaluation loss and metrics" in text for text in map(str, found.leaks)) != covered
+
+
+def test_a_plan_prices_it() -> None:
+    asked = ("privacy", "plan", "--epsilon", 8, "--rounds", 100, "--clients", 100)
+    share = ("--evaluation-share", 0.2)
+    assert "0.15 times loss_bound on the mean loss" in call(*asked, *share).stdout
+    kept = json.loads(call(*asked, *share, "--json").stdout)
+    assert kept["evaluation_share"] == 0.2
+    assert "evaluation_share = 0.2, loss_bound = 3.0" in " ".join(kept["toml"])
+    assert "no --honest" in call(*asked, *share, "--honest", 0.5).stderr
+    assert "either evaluation_share or per_round" in call(*asked, *share, "--per-round", 9).stderr
+
+
+# -- real federations --------------------------------------------------------------------------
+def run_settings(**changed: Any) -> dict[str, Any]:
+    server = {**SETTINGS, "expected_clients": N}
+    modules = [["update-clip-server", server]]
+    return {
+        "optim": {**ADAPTIVE, "server_opt": {"lrate": 1.0, "modules": modules}},
+        "protocol": "fedclip-websockets",
+        "metrics": ["accuracy"],
+        "checkpoint": "saved",
+        "run": {"evaluate": {"batch_size": 60}},
+        **changed,
+    }
+
+
+def measured(folder: Path) -> list[dict[str, str]]:
+    return [*csv.DictReader((folder / "metrics.csv").read_text(encoding="utf-8").splitlines())]
+
+
+@pytest.mark.slow
+def test_a_server_writes_means_with_noise_alone(tmp_path: Path) -> None:
+    run = complete(tmp_path, **run_settings())
+    saved = tmp_path / "saved"
+    assert not [*saved.glob("metrics_*")]
+    rows = measured(saved)
+    assert len(rows) == 4
+    for row in rows:
+        assert 0.0 <= float(row["loss"]) <= BOUND
+        assert 0.0 <= float(row["accuracy"]) <= 1.0
+    # An evaluation costs nothing besides its round.
+    assert run.state()["spent"] == [[Z, 4]]
+    # What a client has measured is in its own folder, and in no file of the server's.
+    own = [measured(tmp_path / f"saved_client_{i}") for i in range(N)]
+    losses = [[float(row["loss"]) for row in rows] for rows in own]
+    assert np.shape(losses) == (N, 4)
+    files = [tmp_path / "server.txt", *saved.iterdir()]
+    told = b"".join(file.read_bytes() for file in files)
+    assert b"Averaged loss is" in told
+    for loss in [*np.ravel(losses), *np.mean(losses, axis=0)]:
+        assert str(loss)[:8].encode() not in told
+        assert np.float64(loss).tobytes() not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"protocol": "websockets"}, "needs the server's protocol 'fedclip-websockets'"),
+        ({"metrics": ["binary-classif"]}, "asks for binary-classif too: leave that out"),
+    ],
+)
+def test_a_run_that_can_not_have_it_ends_before_its_first_step(
+    tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    with running(tmp_path, **run_settings(**changed)) as run:
+        codes = run.wait()
+    assert 0 not in codes.values()
+    for name in codes:
+        assert said in run.said(name), run.said(name)[-3000:]
+    assert not [*(tmp_path / "saved").glob("metrics*")]

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mean that resists hostile clients: ARC and the trimmed mean, after the clip of each update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.aggregator import Aggregator
+from declearn.messaging import TrainReply
+from declearn.model.sklearn import NumpyVector
+from federation_helpers import Clients, Server, norm
+from federation_runs import running
+from helpers import each_framework, needs
+from laws.test_sparse import dense_values, indexed_slices, sparse_coo
+
+from fedclip.cli.check.configuration import check_config
+from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
+from fedclip.testing import to_numpy, to_vector
+from fedclip.updates import trimmed
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.arc import arc_factors
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.combining import Combining
+from fedclip.updates.protocol import Closed
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.trimmed import trimmed_mean
+from fedclip.updates.weights import Shares
+
+KINDS = ("arc", "trimmed")
+
+
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
+
+
+def by_hand(kind: str, rows: np.ndarray, f: int) -> np.ndarray:
+    n = len(rows)
+    if kind == "trimmed":
+        return np.asarray(np.sort(rows, axis=0)[f : n - f].mean(axis=0))
+    norms, rows = np.linalg.norm(rows, axis=1), rows.copy()
+    longest = np.argsort(-norms, kind="stable")
+    k = math.floor(2 * f * (n - f) / n)
+    for i in longest[:k]:
+        rows[i] *= norms[longest[k]] / (norms[i] or 1.0)
+    return np.asarray(rows.mean(axis=0))
+
+
+def random_rows(rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Return updates within 1, with zeros and ties among them, and how many are hostile."""
+    n = int(rng.integers(3, 12))
+    rows = rng.normal(size=(n, 5)) * rng.lognormal(0, 2, size=(n, 1))
+    rows[rng.random(n) < 0.2] = 0.0
+    rows[rng.random(n) < 0.2] = rows[0]
+    rows[:, rng.random(5) < 0.2] = 0.25
+    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1.0)
+    return rows, int(rng.integers(1, (n + 1) // 2))
+
+
+def combined(kind: str, rows: np.ndarray, f: int) -> np.ndarray:
+    updates = [{"w": row} for row in rows]
+    return np.asarray(Combining(kind, f).of(updates, len(rows), [1.0] * len(rows))["w"])
+
+
+# -- what they are ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_are_what_their_papers_say(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        rows, f = random_rows(rng)
+        np.testing.assert_allclose(combined(kind, rows, f), by_hand(kind, rows, f), atol=1e-15)
+
+
+@each_framework()
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_arrays_of_each_framework_and_dtype(
+    framework: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (framework, dtype) == ("numpy", "bfloat16"):
+        pytest.skip("NumPy has no bfloat16")
+    needs(framework)
+    monkeypatch.setattr(trimmed, "_TABLE", 35)  # seven coordinates at a time
+    rng = np.random.default_rng(1)
+    given = [
+        to_vector({"w": rng.normal(size=(3, 4, 5)), "b": rng.normal(), "e": np.zeros(0)}, *kind)
+        for kind in [(framework, dtype)] * 4 + [(framework, "float32")]
+    ]
+    values = [to_numpy(vector) for vector in given]
+    for kind in KINDS:
+        found = Combining(kind, 1).of([v.coefs for v in given], 5, [1.0] * 5)
+        rows = np.stack([np.append(v["w"].ravel(), v["b"]).astype(float) for v in values])
+        right = by_hand(kind, rows, 1)
+        assert {name: mean.dtype for name, mean in found.items()} == dict.fromkeys("wbe", float)
+        np.testing.assert_allclose(found["w"], right[:-1].reshape(3, 4, 5), rtol=1e-12)
+        np.testing.assert_allclose(found["b"], right[-1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_sparse_arrays_are_dense_before(framework: str) -> None:
+    needs(framework)
+    table = sparse_coo() if framework == "torch" else indexed_slices()
+    means = trimmed_mean([{"w": table}] * 4, 5, 1)
+    np.testing.assert_allclose(means["w"], dense_values())
+
+
+def test_no_coordinate_of_a_trimmed_mean_is_beyond_those_of_the_others() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        rows, f = random_rows(rng)
+        rows[:f] *= 1e6 * rng.normal(size=(f, 5))
+        found = combined("trimmed", rows, f)
+        assert (found <= rows[f:].max(axis=0) + 1e-12).all()
+        assert (found >= rows[f:].min(axis=0) - 1e-12).all()
+
+
+# -- what one client does -----------------------------------------------------------------------
+
+
+def pull(kind: str, n: int, f: int) -> float:
+    text = Combining(kind, f).pull
+    return float(eval(text, {"n": n}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_client_moves_it_by_more_than_is_said(kind: str) -> None:
+    """Against zeros in its place; all updates are within a bound of 1."""
+    rng = np.random.default_rng(4)
+    for _ in range(150):
+        rows, f = random_rows(rng)
+        without = rows.copy()
+        without[0] = 0.0
+        moved = np.linalg.norm(combined(kind, rows, f) - combined(kind, without, f))
+        assert moved <= pull(kind, len(rows), f) * (1 + 1e-12)
+        length, most = np.linalg.norm(combined(kind, rows, f)), len(rows) / (len(rows) - f)
+        assert length <= (math.sqrt(most) if kind == "trimmed" else 1.0) * (1 + 1e-12)
+
+
+def test_what_is_said_is_reached() -> None:
+    one, none = [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+    for kind, others in (("arc", [one, none, none]), ("trimmed", [one, none])):
+        rows = np.array([one, *others])
+        moved = combined(kind, rows, 1) - combined(kind, np.array([none, *others]), 1)
+        assert moved[0] == pytest.approx(pull(kind, len(rows), 1))
+    pairs = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]) / math.sqrt(2)
+    assert np.linalg.norm(combined("trimmed", pairs, 1)) == pytest.approx(math.sqrt(3 / 2))
+
+
+# -- rounds -------------------------------------------------------------------------------------
+
+
+def config(kind: str, f: int = 1, **more: Any) -> dict[str, Any]:
+    return {"name": "clipped-averaging", "combine": kind, "n_hostile": f, **more}
+
+
+def closed(kind: str, updates: list[Any], f: int = 1, **changes: Any) -> Closed:
+    """Return a round of the core in which the first reply has other fields."""
+    server = UpdateServer(AdaptiveBound(1.0), combining=Combining(kind, f))
+    sent, client = server.open(), UpdateClient()
+    replies = [client.clip({"w": np.array(row)}, sent, steps=1) for row in updates]
+    replies[0] = replace(replies[0], **changes)
+    return server.close(replies, {"w": np.zeros(2)})
+
+
+def test_a_round_of_too_few_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    found = closed("trimmed", [[1.0, 0.0]] * 4, f=2)
+    assert found.average["w"].tolist() == [0.0, 0.0]
+    assert len(set(found.faults)) == 1
+    assert "n_hostile = 2 needs more than 4 replies in a round, and there are 4" in found.faults[0]
+    assert "counts as zero: combine = 'trimmed' with n_hostile = 2 needs more" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", [math.nan, 1e6])
+def test_a_refused_reply_counts_as_zeros(kind: str, fault: float) -> None:
+    rows = [[0.0, 0.0], *([x / 10, 0.0] for x in range(2, 9))]
+    found = closed(kind, rows, f=2, arrays={"w": np.array([0.0, fault])})
+    assert [bool(why) for why in found.faults] == [True] + [False] * 7
+    np.testing.assert_allclose(found.average["w"], by_hand(kind, np.array(rows), 2), atol=1e-6)
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+NOISE = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"combine": "median", "n_hostile": 1}, ValueError, "combine must be one of"),
+        ({"combine": "arc"}, ValueError, "go with n_hostile"),
+        ({"n_hostile": 1}, ValueError, "go with n_hostile"),
+        ({"combine": "arc", "n_hostile": 0}, ValueError, "n_hostile must be an int >= 1, got 0"),
+        ({"combine": "arc", "n_hostile": -1}, ValueError, "n_hostile must be an int >= 1, got -1"),
+        ({"combine": "arc", "n_hostile": True}, TypeError, "n_hostile must be an int >= 1"),
+        ({"combine": "arc", "n_hostile": 1.0}, TypeError, "n_hostile must be an int >= 1"),
+        (
+            {"combine": "arc", "n_hostile": 1, "weights": "steps"},
+            ValueError,
+            "does not go with weights: n_hostile counts clients",
+        ),
+        (
+            {"combine": "arc", "n_hostile": 1, "weights": {"a": 1.0}, "max_share": 1.0},
+            ValueError,
+            "does not go with weights",
+        ),
+    ],
+)
+def test_parameters(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Aggregator.from_config({"name": "clipped-averaging", "max_norm": 1.0, **settings})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_core_refuses_noise_weights_and_sums(kind: str) -> None:
+    combining = Combining(kind, 1)
+    with pytest.raises(ValueError, match="does not go with noise: that is sized on 1 / n"):
+        UpdateServer(AdaptiveBound(**NOISE), combining=combining)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="does not go with weights"):
+        UpdateServer(AdaptiveBound(1.0), combining=combining, shares=Shares("steps"))
+    with pytest.raises(ValueError, match="secure aggregation: the server sees the sum"):
+        closed(kind, [[1.0, 0.0]] * 4, clients=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plugins_refuse_noise(kind: str) -> None:
+    server = Server([("update-clip-server", NOISE)], config(kind))
+    with pytest.raises(ValueError, match="does not go with noise"):
+        Clients(3, ["update-clip-client"], config(kind)).round(0, server.start(), np.ones(2))
+    # Clients of another version that reply all the same.
+    mean = Clients(3, ["update-clip-client"], {"name": "clipped-averaging"})
+    aux = server.start()
+    assert norm(server.finish([mean.round(i, aux, np.ones(2)) for i in range(3)])) == 0.0
+    assert "does not go with noise" in server.start()["update-clip"].stop
+
+
+@pytest.mark.parametrize("modules", [["update-clip-server"], []])
+def test_a_secure_sum_that_comes_all_the_same_counts_as_zeros(
+    modules: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(modules, config("arc", **({} if modules else {"max_norm": 1.0})))
+    server.start()
+    total = ClippedUpdates(NumpyVector({"w": np.ones(2) / 9}), 4, 4)
+    aux = {"update-clip": UpdateClipVotes(4, 4, 1)} if modules else {}
+    assert norm(server.finish([TrainReply(1, 1, 0.0, total, aux)])) == 0.0
+    assert "counts as zero: combine = 'arc' does not go with secure aggregation" in caplog.text
+    if modules:
+        assert "does not go with secure aggregation" in server.start()["update-clip"].stop
+
+
+@pytest.mark.parametrize(
+    ("rest", "level", "text"),
+    [
+        ("", "note", "one site moves the average by 2 / n of the bound at most"),
+        ("", "note", "the guarantee of ARC's paper does not hold"),
+        ("[secagg]\nsecagg_type = 'masking'", "problem", "does not go with secure aggregation"),
+        ("[secagg]\nsecagg_type = 'joye-libert'", "problem", "with secure aggregation"),
+        (
+            "[network]\nprotocol = 'fedclip-websockets'\nkwargs = {min_replies = 2}",
+            "note",
+            "there are 2 with min_replies: such a round counts as zeros",
+        ),
+        ("[run]\nrounds = 3\nregister = 2", "problem", "more than 2 replies in a round, and there"),
+        (
+            "[server_opt]\nlrate = 1.0\nmodules = ['update-clip-server']",
+            "note",
+            "About 50% of the updates are as long as the bound that follows them",
+        ),
+        (
+            "[server_opt]\nlrate = 1.0\nmodules = [['update-clip-server', "
+            "{noise_multiplier = 1.0, expected_clients = 20}]]",
+            "problem",
+            "does not go with noise",
+        ),
+    ],
+)
+def test_check_says_so_before(tmp_path: Path, rest: str, level: str, text: str) -> None:
+    bound = "" if "server_opt" in rest else "max_norm = 1.0"
+    client = "modules = ['update-clip-client']" if "server_opt" in rest else ""
+    (tmp_path / "optim.toml").write_text(
+        f"[aggregator]\nname = 'clipped-averaging'\n{bound}\ncombine = 'arc'\nn_hostile = 1\n"
+        f"[client_opt]\nlrate = 0.5\n{client}\n{rest}\n"
+    )
+    found = check_config(tmp_path / "optim.toml")
+    assert any(text in f.message and f.level == level for f in found.findings), found.findings
+    assert "by more than 2 / n of that" in str(found.places) or level == "problem"
+
+
+def test_no_update_is_longer_after_arc_than_the_longest_of_the_others() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        rows, f = random_rows(rng)
+        norms = np.linalg.norm(rows, axis=1)
+        norms[:f] *= 1e6
+        after = norms * arc_factors(norms.tolist(), f)
+        assert after.max() <= norms[f:].max() * (1 + 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("f", "secagg", "text"),
+    [
+        (1, "masking", "does not go with secure aggregation"),
+        (1, "joye-libert", "does not go with secure aggregation"),
+        (2, None, "needs more than 4 replies in a round, and there are 3"),
+    ],
+)
+def test_a_server_refuses_before_the_first_round(
+    tmp_path: Path, f: int, secagg: str | None, text: str
+) -> None:
+    optim = {"aggregator": config("trimmed", f, max_norm=1.0), "client_opt": 0.5}
+    settings: dict[str, Any] = {"protocol": "fedclip-websockets", "secagg": secagg}
+    with running(tmp_path, optim=optim, **settings) as run:
+        codes = run.wait()
+    assert codes["server"] != 0
+    assert text in run.said("server")
+    assert "Initiating training round" not in run.said("server")

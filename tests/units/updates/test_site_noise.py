@@ -1,0 +1,795 @@
+"""Noise from the sites: integers that are summed exactly, who is refused, and real federations."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from declearn.aggregator import Aggregator
+from declearn.dataset import InMemoryDataset
+from declearn.main.utils import Checkpointer
+from declearn.messaging import Error
+from declearn.model.sklearn import NumpyVector
+from declearn.optimizer import Optimizer
+from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
+from declearn.secagg.utils import IdentityKeys, Quantizer
+from federation_helpers import Clients, Server, joye_libert, masked, sent
+from federation_runs import N, complete, running
+from helpers import each_framework, to_numpy, to_vector
+from personal_runs import client, linear, manager, request, weights
+
+import fedclip
+from benchmarks.audit import estimate
+from fedclip.cli.spent import in_words, read_spent
+from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.messages import UpdateClipBound, UpdateClipVotes
+from fedclip.engines.declearn.site import GatedNetwork
+from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.privacy.accounting import Release, epsilon
+from fedclip.privacy.audit import guess, lower_bound
+from fedclip.privacy.discrete import draws
+from fedclip.site.gate import Gate, Refused
+from fedclip.site.policy import Policy
+from fedclip.updates import client_noise as site_noise
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.client_noise import SiteNoise
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.tables import client_of, server_of
+
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
+
+M = 4
+NAMES = [str(i) for i in range(M)]
+SECURE = {"masking": masked, "joye-libert": joye_libert}
+CLIPPED = {"name": "clipped-averaging"}
+NOISE: dict[str, Any] = {
+    "noise_multiplier": 2.0,
+    "expected_clients": M,
+    "honest": 0.75,
+    "max_norm": 1.0,
+}
+D = 2000
+
+
+@pytest.fixture(autouse=True)
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw from a seed in this process, so that no outcome rests on chance."""
+    rng = np.random.default_rng(0)
+    words = lambda size: rng.integers(2**64, size=size, dtype=np.uint64)  # noqa: E731
+    monkeypatch.setattr(site_noise, "draws", lambda v, size: draws(v, size, words))
+
+
+def server_with(**more: Any) -> Server:
+    config = {**NOISE, "noise_at": "clients", "start_norm": 1.0, **more}
+    return Server([("update-clip-server", config)], CLIPPED)
+
+
+def client_module(**more: Any) -> tuple[str, dict[str, Any]]:
+    return "update-clip-client", {"noise": {**NOISE, **more}}
+
+
+def clients_with(m: int = M, **more: Any) -> Clients:
+    return Clients(m, [client_module(**more)], CLIPPED)
+
+
+def secret_round(
+    server: Server, clients: Clients, updates: list[Any], kind: str = "masking", **secagg: Any
+) -> NumpyVector:
+    """Return what a round comes to of which the server sees the secure sum only."""
+    encrypters, decrypter = SECURE[kind](NAMES, **{"bitsize": 48, "clipval": 32.0, **secagg})
+    aux = server.start()
+    replies = {
+        name: SecaggTrainReply.from_cleartext_message(
+            clients.round(i, aux, updates[i], encrypter=encrypters[name]), encrypters[name]
+        )
+        for i, name in enumerate(NAMES)
+    }
+    return server.finish([aggregate_secagg_messages(replies, decrypter)])
+
+
+# -- integers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SECURE)
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("float64", 16), ("float64", 32), ("float64", 48), ("float32", 16), ("float32", 24)],
+)
+def test_secure_sums_are_those_of_the_integers_that_were_drawn(
+    kind: str, dtype: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits are those of one client: masking takes two more for the sum of four."""
+    bitsize = bits + 2 * (kind == "masking")
+    encrypters, decrypter = SECURE[kind](NAMES, bitsize=bitsize, clipval=32.0)
+    noise, meant = SiteNoise(**NOISE), []
+    monkeypatch.setattr(
+        SiteNoise, "integers", lambda *args: meant.append(integers(*args)) or meant[-1]
+    )
+    rng = np.random.default_rng(1)
+    secret = []
+    for encrypter in encrypters.values():
+        update = rng.normal(size=300)
+        update = {"w": (update / np.linalg.norm(update)).astype(dtype)}
+        step = noise.step(update, 1.0, encrypter)
+        shared = NumpyVector(noise.shared(update, 1.0, step, encrypter))
+        assert shared.coefs["w"].dtype == dtype
+        secret.append(encrypter.encrypt_vector(shared)[0])
+    found = [
+        decrypter.decrypt_uint(decrypter.sum_encrypted([*column])) - M * 2 ** (bits - 1)
+        for column in zip(*secret, strict=True)
+    ]
+    assert found == sum(k["w"] for k in meant).tolist()
+
+
+integers = SiteNoise.integers
+
+
+@pytest.mark.parametrize("kind", SECURE)
+@pytest.mark.parametrize(
+    ("dtype", "bits", "clipval", "text"),
+    [
+        ("float64", 50, 32.0, "integers of 50 bits for each client are not summed exactly"),
+        ("float64", 62, 32.0, "integers of 62 bits for each client are not summed exactly"),
+        ("float32", 25, 32.0, "integers of 25 bits for each client are not summed exactly"),
+        ("float32", 32, 32.0, "as the model's dtypes hold 24: lower bitsize"),
+        ("float16", 14, 32.0, "'w' is of float16, too coarse"),
+        ("float64", 32, 16.0, r"set clipval to 17 or more, or max_norm to 0\.9412 or less"),
+        ("float64", 32, 1e9, "steps of 0.466 are too coarse for a bound of 1 on 9 values"),
+    ],
+)
+def test_what_is_not_exact_is_refused(
+    kind: str, dtype: str, bits: int, clipval: float, text: str
+) -> None:
+    bitsize = bits + 2 * (kind == "masking")
+    encrypters, _ = SECURE[kind](NAMES, bitsize=bitsize, clipval=clipval)
+    update = {"w": np.ones(9, dtype) / 3}
+    # A third of 16 / 9 is the variance of one client.
+    noise = SiteNoise(**{**NOISE, "noise_multiplier": 4 / math.sqrt(3)}, bits_noise=0.0)
+    with pytest.raises(ValueError, match=text):
+        noise.step(update, 1.0, encrypters["0"])
+    secagg = {"secagg_type": kind, "bitsize": bitsize, "clipval": clipval}
+    if clipval < 1e9 and dtype != "float16":
+        # The server's check before the set-up says the same.
+        assert noise.unsafe(secagg, update)
+
+
+def test_rounding_never_takes_an_update_beyond_its_bound() -> None:
+    noise, rng = SiteNoise(**NOISE), np.random.default_rng(2)
+    for size in (1, 9, 30_000):
+        for step in (1 / 200, 1 / 3000):
+            # Each value is just above the middle between two integers.
+            value = (math.floor(200 / math.sqrt(size)) + 0.501) / 200
+            update = rng.choice([-value, value], size=size)
+            update /= max(1.0, np.linalg.norm(update))
+            found = without_noise(noise, update, step)
+            assert 0.5 < np.linalg.norm(found) * step <= 1.0
+
+
+def without_noise(noise: SiteNoise, update: Any, step: float) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(site_noise, "draws", lambda variance, size: np.zeros(size, np.int64))
+        return noise.integers({"w": update}, 1.0, step)["w"]
+
+
+@each_framework()
+def test_the_noise_in_every_framework(framework: str) -> None:
+    vector = to_vector({"w": np.full((40, 50), 0.01, np.float32)}, framework)
+    noise = SiteNoise(**NOISE)
+    encrypter = masked(NAMES, bitsize=26, clipval=32.0)[0]["0"]
+    step = noise.step(vector.coefs, 1.0, encrypter)
+    found = to_numpy(type(vector)(noise.shared(vector.coefs, 1.0, step, encrypter)))["w"]
+    assert found.dtype == np.float32
+    assert found.shape == (40, 50)
+    assert found.std() == pytest.approx(noise.std(1.0), rel=0.1)
+
+
+# -- rounds -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["masking", pytest.param("joye-libert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("silent", [0, 1, 3])
+def test_the_sum_has_the_noise_that_is_charged(kind: str, silent: int) -> None:
+    """Of m clients, m - c are counted on; each other that sends none takes its share away."""
+    server, clients = server_with(), clients_with()
+    for optimizer in clients.optimizers[:silent]:
+        optimizer.modules[0].site._spread = 1e-9
+    updates = [np.full(D, 0.5 / math.sqrt(D))] * M
+    noise = secret_round(server, clients, updates, kind).coefs["w"] - updates[0]
+    budget = server.module.budget
+    # Votes and update together cost what z alone does.
+    assert budget.update_noise == pytest.approx(2.0 * math.sqrt(4 / 3))
+    assert noise.std() == pytest.approx(
+        budget.update_noise * math.sqrt((M - silent) / 3) / M, rel=0.1
+    )
+    assert SiteNoise(**NOISE).multiplier(silent) == pytest.approx(2.0 * math.sqrt((M - silent) / 3))
+    assert server.module.get_state()["spent"] == [[2.0, 1]]
+    assert server.module.stop == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secret", [False, True])
+def test_votes_move_the_bound_and_have_noise_of_their_own(secret: bool) -> None:
+    """A thousand rounds of votes: their mean is the share, and their spread the noise."""
+    noise, rounds = SiteNoise(**NOISE), 1000
+    votes = [(1, 1), (1, 1), (1, 0), (0, 0)]
+    sums = []
+    for _ in range(rounds):
+        each = [noise.vote(*vote) for vote in votes]
+        sums.append(noise.centred([sum(each)] if secret else each, M))
+    assert np.mean(sums) == pytest.approx(0.5, abs=6 * 2.4 / math.sqrt(rounds))
+    # bits_noise is 2.0 for three of the four.
+    assert np.std(sums) == pytest.approx(2.0 * math.sqrt(4 / 3), rel=0.15)
+
+
+def test_one_liar_in_cleartext_has_one_vote_with_noise() -> None:
+    noise = SiteNoise(**NOISE)
+    honest = [noise.vote(1, 0) for _ in range(3)]
+    assert abs(noise.centred([10**400], 1)) < 99
+    far = noise.centred([*honest, 10**30], M) - noise.centred(honest, 3)
+    assert far == pytest.approx(0.5 + 16 * 2.0 / math.sqrt(3), rel=0.05)
+    odd = UpdateClipVotes.from_dict({"n_clients": 1, "n_votes": 0, "n_within": 0, "n_noised": "9"})
+    assert odd.n_faults == 1
+    both = UpdateClipVotes.from_dict({"n_clients": 1, "n_votes": 1, "n_within": 1, "n_noised": 9})
+    assert both.n_faults == 1
+
+
+def test_what_a_client_sends_says_nothing_without_noise() -> None:
+    """What is encrypted: whole counts, a vote with noise, an update with noise."""
+    encrypter = masked(NAMES, bitsize=48, clipval=32.0)[0]["0"]
+    aux = server_with().start()
+    reply = sent(clients_with().round(0, aux, np.full(D, 9.0), encrypter=encrypter))
+    votes: Any = reply.aux_var["update-clip"]
+    assert (votes.n_votes, votes.n_within) == (0, 0)
+    assert votes.n_noised > 1000
+    updates: Any = reply.updates
+    assert (updates.n_clipped, updates.n_zeroed) == (0, 0)
+    assert np.linalg.norm(updates.updates.coefs["w"]) > 10
+
+
+# -- a server that is not trusted ---------------------------------------------------------------
+
+
+def switched_off(message: UpdateClipBound) -> None:
+    message.noise = {}
+
+
+def too_high(message: UpdateClipBound) -> None:
+    message.bound = 1.01
+
+
+def too_low(message: UpdateClipBound) -> None:
+    """The squares of such an update's values are 0, and no norm would be known of it."""
+    message.bound = 1e-300
+
+
+def less_noise(message: UpdateClipBound) -> None:
+    message.noise = {**message.noise, "noise_multiplier": 0.1}
+
+
+def fewer(message: UpdateClipBound) -> None:
+    message.noise = {**message.noise, "expected_clients": 2}
+
+
+def bare_counts(message: UpdateClipBound) -> None:
+    message.private = False
+
+
+def no_votes(message: UpdateClipBound) -> None:
+    message.adaptive = False
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (switched_off, "adds noise = {.*}, and the server expects {}; nothing is shared"),
+        (less_noise, "'noise_multiplier': 2.0, .* the server expects {'noise_multiplier': 0.1"),
+        (fewer, "'expected_clients': 4, .*, and the server expects .*'expected_clients': 2"),
+        (too_low, "bound must be a number from 1e-30 to 1e\\+30, got 1e-300"),
+        (too_high, "bound, 1.01, is not within max_norm=1"),
+        (bare_counts, "asks for what this client's noise does not cover"),
+        (no_votes, "asks for what this client's noise does not cover"),
+    ],
+)
+def test_a_server_that_expects_other_noise_is_refused(
+    change: Callable[[UpdateClipBound], None], text: str
+) -> None:
+    aux = server_with().start()
+    change(aux["update-clip"])
+    with pytest.raises(ValueError, match=text):
+        clients_with().round(0, aux, np.zeros(3))
+
+
+@pytest.mark.parametrize("other", ["bound", "noise", "range"])
+def test_clients_that_were_told_different_things_make_no_sum(other: str) -> None:
+    """Else the others' noise would be less than one client counts on: 0.7 in all, not 2.3."""
+    sums = []
+    for apart in (False, True):
+        encrypters, decrypter = masked(NAMES, bitsize=48, clipval=32.0)
+        message = server_with().start()["update-clip"]
+        secret = []
+        for i, name in enumerate(NAMES):
+            told, table = replace(message), NOISE
+            if apart and i and other == "bound":
+                told.bound = 1e-3
+            if apart and i and other == "noise":
+                table = {**NOISE, "noise_multiplier": 0.1}
+                told.noise = SiteNoise(**table).get_config()
+            clients = Clients(1, [("update-clip-client", {"noise": table})], CLIPPED)
+            if apart and i and other == "range":
+                encrypters[name].quantizer = Quantizer(3200.0, 2**46 - 1)
+            aux = {"update-clip": told}
+            reply = clients.round(0, aux, np.zeros(D), encrypter=encrypters[name])
+            secret.append(encrypters[name].encrypt_aggregate(reply.updates))
+        total: Any = decrypter.decrypt_aggregate(functools.reduce(operator.add, secret))
+        sums.append(total.updates.coefs["w"].std())
+        SERVER.set(None)
+    assert sums[0] == pytest.approx(SiteNoise(**NOISE).std(1.0) * 2, rel=0.1)
+    # Numbers from all of the range, which is that of four clients.
+    assert sums[1] == pytest.approx(4 * 64.0 / math.sqrt(12), rel=0.1)
+
+
+def test_clients_that_were_told_different_things_make_no_later_sum_either() -> None:
+    """Not even where the others are told later what one was told before, and it what they were."""
+    encrypters, decrypter = masked(NAMES, bitsize=48, clipval=32.0)
+    message, clients = server_with().start()["update-clip"], clients_with()
+    for bounds in ([1e-3, 1.0], [1.0, 1e-3], [1.0, 1.0]):
+        secret = []
+        for i, name in enumerate(NAMES):
+            aux = {"update-clip": replace(message, bound=bounds[i > 0])}
+            reply = clients.round(i, aux, np.zeros(D), encrypter=encrypters[name])
+            secret.append(encrypters[name].encrypt_aggregate(reply.updates))
+        total: Any = decrypter.decrypt_aggregate(functools.reduce(operator.add, secret))
+        assert total.updates.coefs["w"].std() == pytest.approx(4 * 64.0 / math.sqrt(12), rel=0.1)
+
+
+def test_a_fixed_bound_is_max_norm() -> None:
+    aux = server_with(learning_rate=0.0).start()
+    aux["update-clip"].bound = 0.5
+    with pytest.raises(ValueError, match=r"bound, 0\.5, is not within max_norm=1"):
+        clients_with(bits_noise=0.0).round(0, aux, np.zeros(3))
+
+
+def test_a_client_without_the_table_is_told_what_to_write() -> None:
+    clients = Clients(M, ["update-clip-client"], CLIPPED)
+    with pytest.raises(ValueError, match=r"no noise, and the server expects noise = \{'noise_"):
+        clients.round(0, server_with().start(), np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("secagg", "peers", "dtype", "text"),
+    [
+        (
+            {},
+            3,
+            "float64",
+            "3 clients are in the secure sum, and noise is for expected_clients = 4",
+        ),
+        ({"bitsize": 64}, M, "float64", "are not summed exactly"),
+        ({"bitsize": 27}, M, "float32", "are not summed exactly"),
+        ({"bitsize": 14}, M, "float64", "votes with their noise do not fit"),
+        ({"bitsize": 17, "clipval": 20.0}, 20, "float64", "votes with their noise do not fit"),
+        (
+            {"bitsize": 32, "clipval": 1e9},
+            M,
+            "float64",
+            "too coarse for a bound of 1 on 2,000 values",
+        ),
+        ({"bitsize": 20, "clipval": 1e3}, M, "float64", "too small for integers"),
+        ({}, M, "float16", "'w' is of float16, too coarse"),
+    ],
+)
+def test_a_sum_that_is_none_gets_nothing_and_no_step_is_made(
+    secagg: dict[str, Any], peers: int, dtype: str, text: str
+) -> None:
+    weights = NumpyVector({"w": np.zeros(D, dtype)})
+    names = [str(i) for i in range(peers)]
+    encrypter = masked(names, **{"bitsize": 48, "clipval": 32.0, **secagg})[0]["0"]
+    more = {"noise_multiplier": 0.02} if "small" in text else {}
+    server, clients = server_with(**more), clients_with(**more)
+    with pytest.raises(ValueError, match=text):
+        clients.begin(0, server.start(), weights, encrypter)
+
+
+@pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning")
+@pytest.mark.parametrize("kind", SECURE)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300, 0.0])
+def test_what_is_no_update_is_zeros_with_noise(kind: str, value: float) -> None:
+    """Of all clients: what one sends alone is not seen in a secure sum."""
+    server, clients, updates = server_with(), clients_with(), [np.full(D, value)] * M
+    for aggregator in clients.aggregators:
+        aggregator.zeroing_norm = 1e9
+    found = secret_round(server, clients, updates, kind).coefs["w"]
+    assert found.std() == pytest.approx(SiteNoise(**NOISE).std(1.0) / math.sqrt(M), rel=0.1)
+    assert abs(found.mean()) < 0.1
+
+
+def test_arrays_of_any_shape_and_dtype_beside_each_other() -> None:
+    noise, encrypter = SiteNoise(**NOISE), masked(NAMES, bitsize=26, clipval=32.0)[0]["0"]
+    arrays = {
+        "scalar": np.array(0.5),
+        "none": np.zeros((0, 3), np.float32),
+        "wide": np.zeros((2, 3), np.float64),
+        "narrow": np.zeros(D, np.float32),
+    }
+    found = noise.shared(arrays, 1.0, noise.step(arrays, 1.0, encrypter), encrypter)
+    assert {n: (a.shape, a.dtype) for n, a in found.items()} == {
+        n: (a.shape, a.dtype) for n, a in arrays.items()
+    }
+    assert all(array.all() for array in found.values())
+
+
+def test_an_update_of_a_coarser_dtype_than_the_model_is_not_rounded_after_the_noise() -> None:
+    noise, encrypter = SiteNoise(**NOISE), masked(NAMES, bitsize=48, clipval=32.0)[0]["0"]
+    step = noise.step({"w": np.zeros(D)}, 1.0, encrypter)
+    with pytest.raises(ValueError, match="'w' would arrive as other integers"):
+        noise.shared({"w": np.zeros(D, np.float32)}, 1.0, step, encrypter)
+
+
+def test_a_sum_whose_masks_do_not_cancel_is_not_released() -> None:
+    """All of its numbers are garbage, such as counts that clients with noise do not send."""
+    encrypters, decrypter = masked(NAMES, bitsize=48, clipval=32.0)
+    server, clients = server_with(), clients_with()
+    aux = server.start()
+    zeros, each = np.zeros(D), enumerate(encrypters.values())
+    replies = [clients.round(i, aux, zeros, encrypter=one) for i, one in each]
+    secret = map(SecaggTrainReply.from_cleartext_message, replies, encrypters.values())
+    total = aggregate_secagg_messages(dict(zip(NAMES, secret, strict=True)), decrypter)
+    total.updates.n_clipped = 2**47
+    assert not server.finish([total]).coefs["w"].any()
+    assert "masks do not cancel" in server.module.stop
+
+
+def test_no_noise_no_message_where_it_is_not_known_what_encrypts() -> None:
+    (optim,) = clients_with(1).optimizers
+    with pytest.raises(ValueError, match=r"which a fedclip\.PersonalFederatedClient knows"):
+        optim.process_aux_var(server_with().start())
+
+
+def test_noise_without_encryption_is_refused_before_the_first_step() -> None:
+    """The server would see an update with this client's share of the noise alone."""
+    with pytest.raises(ValueError, match="noise is for a secure sum, and this client has no"):
+        clients_with().round(0, server_with().start(), np.zeros(D))
+
+
+def test_a_round_with_too_few_that_add_noise_is_not_released() -> None:
+    noise = SiteNoise(**NOISE)
+    assert noise.void(2, False) == "noise has come from 2 clients, and 3 were to be sure of it"
+    assert noise.void(3, False) == ""
+
+
+@pytest.mark.parametrize(
+    ("modules", "aggregator", "text"),
+    [
+        ([], "clipped-averaging", "with noise = .* only"),
+        (["update-clip-client"], "clipped-averaging", "with noise = .* only"),
+        ([client_module(noise_multiplier=0.1)], "clipped-averaging", "with noise = .* only"),
+        ([client_module()], "averaging", "with noise = .* only"),
+        (
+            ["scaffold-client", client_module()],
+            "clipped-averaging",
+            "'scaffold-client' would share",
+        ),
+    ],
+)
+def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, text: str) -> None:
+    data = InMemoryDataset(np.zeros((2, 1)), target=np.zeros(2))
+    netwk = {"protocol": "websockets", "server_uri": "ws://127.0.0.1:1", "name": "a"}
+    with pytest.raises(ValueError, match="noise is for a secure sum, and this client has no"):
+        fedclip.PersonalFederatedClient(netwk, data, noise=NOISE)
+    key = Ed25519PrivateKey.generate()
+    keys = {"secagg_type": "masking", "id_keys": IdentityKeys(key, [key.public_key()])}
+    site = fedclip.PersonalFederatedClient(netwk, data, noise=NOISE, secagg=keys)
+    manager: Any = SimpleNamespace(
+        aggrg=Aggregator.from_config({"name": aggregator}), optim=Optimizer(0.1, modules=modules)
+    )
+    with pytest.raises(ValueError, match=text):
+        site.trainmanager = manager
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "text"),
+    [
+        ({"on_nonfinite": "raise"}, "tells of that client without noise: take 'skip'"),
+        ({"exclude": "w"}, "noise can not be sized on what exclude="),
+        ({"weights": "steps", "max_steps": 9}, "weights do not go with noise"),
+        ({"combine": "arc", "n_hostile": 1}, "combine = 'arc' does not go with noise"),
+        ({"name": "averaging"}, "goes with the aggregator 'clipped-averaging'"),
+    ],
+)
+def test_what_noise_does_not_cover_is_refused_before_the_first_step(
+    aggregator: dict[str, Any], text: str
+) -> None:
+    """With an answer: declearn's server waits for ever for a client that ends before the rounds."""
+    within = Aggregator.from_config({**CLIPPED, **aggregator})
+    trained = manager(client(), linear(), within, modules=[client_module()])
+    reply = trained.training_round(request(linear(), aux_var=server_with().start()))
+    assert isinstance(reply, Error)
+    assert text in reply.message
+    assert weights(trained.model) == weights(linear())
+
+
+def test_a_policy_would_clip_the_noise(tmp_path: Path) -> None:
+    inner: Any = SimpleNamespace(server_uri="", name="a")
+    gated = GatedNetwork(inner, Gate(Policy(max_norm=1.0)))
+    with pytest.raises(Refused, match="would clip the noise"):
+        gated.check(Aggregator.from_config(CLIPPED), clients_with(1).optimizers[0].modules)
+
+
+# -- what is refused at construction ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"honest": None}, "needs noise_multiplier, and honest"),
+        ({"honest": 1.5}, r"honest must be a number in \(0, 1\]"),
+        ({"noise_multiplier": 0.0, "expected_clients": None}, "needs noise_multiplier, and honest"),
+        ({"noise_at": "server"}, "honest goes with noise_at='clients'"),
+        ({"separation": 2}, "goes with separation=1, got 2"),
+        ({"noise": "banded", "separation": 2, "rounds": 9}, "goes with separation=1, got 2"),
+        ({"learning_rate": 0.0, "start_norm": 0.5}, "a fixed bound needs max_norm = start_norm"),
+        ({"generator": "insecure"}, "goes with generator='secure', got"),
+    ],
+)
+def test_settings_that_do_not_go_together(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        UpdateClipServer(**{"start_norm": 1.0, **NOISE, "noise_at": "clients", **change})
+
+
+def test_other_engines_refuse() -> None:
+    settings = {**NOISE, "start_norm": 1.0, "noise_at": "clients"}
+    for make in (server_of, client_of, lambda it: UpdateServer(AdaptiveBound(**it))):
+        with pytest.raises(ValueError, match="noise_at='clients' is for federations of declearn"):
+            make(settings)
+
+
+COST = epsilon([Release(2.0, 3)], 1e-5)
+OPTIM = """
+[secagg]
+bitsize = {bitsize}
+clipval = 32.0
+[optim]
+aggregator = {{name = "clipped-averaging"{more}}}
+[optim.client_opt]
+lrate = 0.1
+modules = [["update-clip-client", {{noise = {{noise_multiplier = 2.0, expected_clients = 4, \
+honest = {honest}, max_norm = 1.0}}}}]]
+[optim.server_opt]
+lrate = 1.0
+modules = [["update-clip-server", {{noise_at = "clients", noise_multiplier = 2.0, \
+expected_clients = 4, honest = 0.75, max_norm = 1.0, start_norm = 1.0, delta = 1e-5}}]]
+[run]
+rounds = 3
+[run.register]
+min_clients = 3
+max_clients = {clients}
+"""
+
+
+def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> None:
+    server, clients = server_with(delta=1e-3), clients_with()
+    for _ in range(3):
+        secret_round(server, clients, [np.zeros(D)] * M)
+    Checkpointer(str(tmp_path)).checkpoint(optimizer=server.optim, first_call=True)
+    (spent,) = read_spent(tmp_path)
+    cost, noise = spent.cost(), SiteNoise(**NOISE)
+    assert spent.mechanism == "discrete Gaussian"
+    assert cost["silent"] == {
+        c: pytest.approx(epsilon([Release(noise.multiplier(c), 3)], 1e-3)) for c in range(M)
+    }
+    assert cost["silent"][1] == pytest.approx(cost["epsilons"]["closed form"])
+    words = "\n".join(in_words(cost))
+    assert f"{cost['silent'][3]:.4g} if 3 of them tell the server their noise" in words
+    assert "masks, which hide replies in secure sums, come from no cryptographic" in words
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "text"),
+    [
+        (
+            {},
+            "note",
+            f"up to 1 of 4 clients may add no noise, .* 3 rounds cost epsilon = {COST:.4g} then",
+        ),
+        ({}, "note", "NumPy's PCG64, which is no cryptographic generator"),
+        ({"bitsize": 64}, "problem", "integers of 62 bits for each client are not summed exactly"),
+        ({"clients": 3}, "problem", "at most 3 clients take part in a round, .* the noise of 4"),
+        ({"more": ', on_nonfinite = "raise"'}, "problem", "tells of that client without noise"),
+        (
+            {"honest": 0.5},
+            "problem",
+            r"and update-clip-server expects \{noise_multiplier = 2.0, .*\}: write the same table",
+        ),
+    ],
+)
+def test_check_says_against_whom_it_protects(
+    change: dict[str, Any], level: str, text: str, checked: Any
+) -> None:
+    found = checked(
+        OPTIM.format(**{"bitsize": 34, "honest": 0.75, "more": "", "clients": 4, **change})
+    ).findings
+    assert any(one.level == level and re.search(text, one.message) for one in found), found
+
+
+def test_check_refuses_noise_of_clients_without_secure_aggregation(checked: Any) -> None:
+    text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4).replace("[secagg]", "[other]")
+    cost = epsilon([Release(2.0 / math.sqrt(3), 3)], 1e-5)
+    said = f"the noise of its client alone, where 3 rounds cost epsilon = {cost:.4g}"
+    assert any(said in one.message for one in checked(text).problems)
+    # A file for FLOptimConfig says nothing of it: clients refuse then.
+    optim = text.partition("[optim]")[2].partition("[run]")[0].replace("[optim.", "[")
+    said = said.replace("3 rounds cost", "one round costs").partition(" = ")[0]
+    assert any(said in one.message for one in checked(optim).notes)
+
+
+def test_check_names_a_table_that_nobody_asks_for(checked: Any) -> None:
+    there, gone = 'noise_at = "clients", ', "honest = 0.75, max_norm = 1.0, start"
+    text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4)
+    text = text.replace(there, "").replace(gone, "max_norm = 1.0, start")
+    said = "update-clip-server expects none: leave the table out, or set noise_at = 'clients'"
+    assert any(said in one.message for one in checked(text).problems)
+
+
+def test_a_table_that_is_none() -> None:
+    with pytest.raises(TypeError, match="noise must be a table"):
+        Clients(1, [("update-clip-client", {"noise": 2.0})], CLIPPED)
+    with pytest.raises(TypeError, match="did you mean 'honest'"):
+        clients_with(honst=1.0)
+
+
+# -- real federations ---------------------------------------------------------------------------
+
+TABLE = {"noise_multiplier": 40.0, "expected_clients": N, "honest": 0.75, "max_norm": 1.0}
+WANTED = {**TABLE, "bits_noise": 0.0}
+
+
+def run_with(**more: Any) -> dict[str, Any]:
+    """Return settings of a run by masks, of one round unless they say otherwise."""
+    server = {**TABLE, "noise_at": "clients", "start_norm": 1.0, "learning_rate": 0.0}
+    optim = {
+        "aggregator": "clipped-averaging",
+        "client_opt": {"lrate": 0.001, "modules": [["update-clip-client", {"noise": WANTED}]]},
+        "server_opt": {"lrate": 1.0, "modules": [["update-clip-server", server]]},
+    }
+    secagg = {"secagg": "masking", "secagg_settings": {"bitsize": 32, "clipval": 512.0}}
+    run = {"rounds": 1, **more.pop("run", {})}
+    return {**secagg, "optim": optim, "columns": 2000, "run": run, "wanted": None, **more}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [None, 1])
+def test_a_run_by_masks_has_the_noise_of_those_that_add_theirs(
+    tmp_path: Path, silent: int | None
+) -> None:
+    wanted = {"wanted": None if silent else WANTED}
+    run = complete(tmp_path, **run_with(silent=silent, **wanted))
+    weights = np.concatenate([*run.result()["weights"].values()])
+    adding = N if silent is None else N - 1
+    # Two of the three are counted on: without one, the noise is that of the multiplier.
+    assert weights.std() == pytest.approx(40.0 * math.sqrt(adding / 2) / N, rel=0.1)
+    assert run.state()["spent"] == [[40.0, 1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (
+            {"secagg_settings": {"bitsize": 64}},
+            "integers of 62 bits for each client are not summed",
+        ),
+        ({"secagg_settings": {"bitsize": 32, "clipval": 8.0}}, "set clipval to 340.4 or more"),
+    ],
+)
+def test_the_watchful_server_refuses_sums_before_they_are_set_up(
+    tmp_path: Path, more: dict[str, Any], text: str
+) -> None:
+    with running(tmp_path, **run_with(protocol="fedclip-websockets", **more)) as run:
+        run.wait()
+    assert text in run.said("server")
+    assert run.state()["spent"] == []
+
+
+@pytest.mark.slow
+def test_a_client_that_leaves_ends_the_run_which_names_it(tmp_path: Path) -> None:
+    faults = {"1": ["SecaggTrainReply", "end", 2]}
+    settings = run_with(protocol="fedclip-websockets", faults=faults, run={"rounds": 9})
+    with running(tmp_path, **settings) as run:
+        run.wait()
+    assert "the connection of 'client_1' has ended, and the run can not go on" in run.said("server")
+    assert len(run.state()["spent"]) == 1
+
+
+@pytest.mark.slow
+def test_what_training_raises_stays_on_the_client(tmp_path: Path) -> None:
+    settings = run_with(protocol="fedclip-websockets", scale=[1.0, 1e200, 1.0])
+    with running(tmp_path, **settings) as run:
+        run.wait()
+    assert "the training failed on this client; its log says why" in run.said("server")
+    assert "overflow occurred" in run.said("client_1")
+    for name in ("server", "client_0", "client_2"):
+        assert "overflow occurred" not in run.said(name)
+
+
+# -- an audit -----------------------------------------------------------------------------------
+
+
+def halved(patch: pytest.MonkeyPatch) -> None:
+    std = SiteNoise.std
+    patch.setattr(SiteNoise, "std", lambda self, bound: std(self, bound) / 2)
+
+
+def unclipped(patch: pytest.MonkeyPatch) -> None:
+    """The update goes past the clip to the bound, and past that for rounding."""
+    patch.setattr(np, "vdot", lambda a, b: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "length", "silent", "found"),
+    [
+        (None, 1.0, 0, False),
+        (None, 1.0, 2, False),
+        (None, 1.0, 6, True),
+        (halved, 1.0, 2, True),
+        (unclipped, 2.0, 2, True),
+    ],
+)
+def test_an_audit_of_the_secure_sum(
+    fault: Any, length: float, silent: int, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of eight clients takes part by a coin, in each of 40,000 rounds; two may send no noise.
+
+    Whoever sees the sums knows its update, and those of the others, which are zeros.
+    """
+    rounds, table = 40_000, {**NOISE, "expected_clients": 8}
+    if fault is not None:
+        fault(monkeypatch)
+    noise, rng = SiteNoise(**table, bits_noise=0.0), np.random.default_rng(3)
+    step = 1e-6
+    sums = sum(noise.integers({"w": np.zeros(rounds)}, 1.0, step)["w"] for _ in range(8 - silent))
+    canary = without_noise(noise, np.array([length]), step)
+    there = rng.random(rounds) < 0.5
+    least = lower_bound(guess(there, sums + there * canary, 0.005, 0.005), 1e-6)
+    claimed = epsilon([Release(2.0)], 1e-6)
+    assert (least > claimed) == found
+    # By the same attack, what is claimed is nearly reached: it is no weak one.
+    assert found or silent < 2 or least > claimed / 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "length", "silent"),
+    [(None, 1.0, 0), (None, 1.0, 1), (halved, 1.0, 0), (unclipped, 2.0, 0)],
+)
+def test_an_audit_of_updates_with_their_votes_where_all_clients_are_counted_on(
+    fault: Any, length: float, silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two clients, one is there or not: without the noise of either, it is above the claim."""
+    rounds, step, z = 3000, 1e-6, 2.0
+    if fault is not None:
+        fault(monkeypatch)
+    noise = SiteNoise(noise_multiplier=z, expected_clients=2, honest=1.0, max_norm=1.0)
+    canary = without_noise(noise, np.array([length]), step)
+
+    def releases(votes: int, update: Any) -> Any:
+        adding = range(2 - silent)
+        sums = sum(noise.integers({"w": np.zeros(rounds)}, 1.0, step)["w"] for _ in adding)
+        voted = [
+            sum(noise.vote(votes * (i == 0), votes * (i == 0)) for i in adding)
+            for _ in range(rounds)
+        ]
+        return np.column_stack([sums + update, voted])
+
+    found = estimate(releases(0, 0), releases(1, canary))
+    assert (found.low > 1 / z) == (fault is not None or silent > 0)
+    # Nor is the noise more than it has to be.
+    assert fault or found.mu == pytest.approx(math.sqrt(2 / (2 - silent)) / z, rel=0.15)

@@ -1,0 +1,361 @@
+"""Clients that take turns: the schedule, what is charged, and noise that is taken back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.client_sampler import instantiate_client_sampler
+from federation_helpers import Clients, Server
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import fedclip
+from benchmarks import turns_audit as attack
+from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.quorum import MEMBERS, Members
+from fedclip.engines.declearn.serving import turns
+from fedclip.privacy import ledger
+from fedclip.privacy.accounting import Release, epsilon
+from fedclip.privacy.correlated import Stream, coefficients, error, grown
+from fedclip.privacy.ledger import read_entries
+from fedclip.updates import noise as budget
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.protocol import Reply
+from fedclip.updates.schedule import Due, Schedule
+from fedclip.updates.server import UpdateServer
+
+CLIPPED = {"name": "clipped-averaging"}
+BANDED: dict[str, Any] = {
+    "noise_multiplier": 2.0,
+    "expected_clients": 2,
+    "separation": 3,
+    "noise": "banded",
+    "rounds": 12,
+}
+
+
+def matrix(c: tuple[float, ...], rounds: int) -> np.ndarray[Any, Any]:
+    """Return C, which has the coefficients on its diagonals."""
+    return sum(np.diag([x] * (rounds - j), -j) for j, x in enumerate(c[:rounds]))  # type: ignore[return-value]
+
+
+# -- the schedule ------------------------------------------------------------------------------
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 45), st.integers(1, 60))
+def test_each_client_has_one_turn_in_as_many_rounds(clients: int, most: int, rounds: int) -> None:
+    schedule = Schedule([f"client_{i}" for i in range(clients)], most)
+    drawn = [schedule.due(t) for t in range(rounds)]
+    assert all(0 < len(due) <= most for due in drawn)
+    for start in range(rounds):
+        window = list(itertools.chain(*drawn[start : start + schedule.turns.separation]))
+        assert len(set(window)) == len(window)
+    assert set(itertools.chain(*drawn[: schedule.turns.separation])) <= set(schedule.clients)
+    if rounds >= schedule.turns.separation:
+        assert set(itertools.chain(*drawn)) == set(schedule.clients)
+
+
+# -- the noise ---------------------------------------------------------------------------------
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 12), st.integers(1, 6), st.data())
+def test_turns_move_no_more_than_accounting_has_it(rounds: int, band: int, data: Any) -> None:
+    """By brute force, over all turns that are far enough apart, with updates of either sign."""
+    numbers = st.floats(-1, 1) if band > 1 else st.nothing()
+    c = (1.0, *(data.draw(numbers) for _ in range(band - 1)))
+    apart = data.draw(st.integers(band, 7))
+    columns = matrix(c, rounds)
+    worst = 0.0
+    for taken in itertools.product((0, 1), repeat=rounds):
+        at = np.flatnonzero(taken)
+        if len(at) > 1 and np.diff(at).min() < apart:
+            continue
+        worst = max(worst, float(np.linalg.norm(columns @ np.array(taken))))
+    assert worst <= math.sqrt(-(-rounds // apart)) * math.hypot(*c) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "band", "momentum", "known"),
+    [(100, 2, 0, 0.729), (100, 5, 0, 0.5091), (100, 10, 0, 0.415), (100, 10, 0.9, 0.339)],
+)
+def test_no_other_coefficients_have_less_error(
+    rounds: int, band: int, momentum: float, known: float
+) -> None:
+    best = coefficients(rounds, band, momentum)
+    assert error(best, rounds, momentum) == pytest.approx(known, abs=6e-4)
+    for j, step in itertools.product(range(1, band), (-0.01, 0.01)):
+        moved = (*best[:j], best[j] + step, *best[j + 1 :])
+        assert error(moved, rounds, momentum) > error(best, rounds, momentum)
+
+
+@pytest.mark.soak
+def test_another_package_finds_no_better_coefficients() -> None:
+    toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
+    found = toeplitz.optimize_banded_toeplitz(100, 5)
+    theirs = tuple((np.asarray(found) / found[0]).tolist())
+    assert error(coefficients(100, 5), 100) <= 1.001 * error(theirs, 100)
+    squared = toeplitz.minsep_sensitivity_squared(np.array(theirs), 5, 20, 100)
+    assert squared == pytest.approx(20 * math.hypot(*theirs) ** 2, rel=1e-6)
+
+
+def test_a_stream_is_the_inverse_of_its_matrix() -> None:
+    rng, c = np.random.default_rng(0), coefficients(20, 4)
+    draws = rng.normal(size=(20, 3))
+    source = iter(draws)
+    stream = Stream(c)
+    made = np.array([stream.draw(3, lambda size: next(source)) for _ in range(20)])
+    np.testing.assert_allclose(matrix(c, 20) @ made, draws, atol=1e-12)
+    inverse = np.linalg.inv(matrix(c, 20))
+    assert grown(c, 20) == pytest.approx(np.linalg.norm(inverse[-1]))
+
+
+def seeded(**changes: Any) -> AdaptiveBound:
+    settings = {"start_norm": 1.0, "learning_rate": 0.0, "generator": "insecure", "seed": 3}
+    return AdaptiveBound(**{**settings, **BANDED, **changes})
+
+
+def played(bound: AdaptiveBound, rounds: int, names: str = "vw") -> Iterator[dict[str, Any]]:
+    server, due = UpdateServer(bound), Due(bound.separation, 12)
+    like = {name: np.zeros((2, 1) if name == "v" else 3) for name in names}
+    for _ in range(rounds):
+        server.open(due)
+        yield server.close([Reply(like)], like).average
+
+
+def test_what_is_released_is_the_stream_in_units_of_the_bound() -> None:
+    plain = [dict(a) for a in played(seeded(noise="independent", rounds=None), 6)]
+    banded = [dict(a) for a in played(seeded(), 6)]
+    c = coefficients(12, 3)
+    for name in "vw":
+        drawn, made = (np.array([a[name].ravel() for a in run]) for run in (plain, banded))
+        mixed = matrix(c, 6) @ made / math.hypot(*c)
+        np.testing.assert_allclose(mixed, drawn, atol=1e-7)
+    again = [*played(seeded(), 6, names="wv")]
+    # Another order of the names is no other noise.
+    assert [sorted(a) for a in again] == [["v", "w"]] * 6
+    np.testing.assert_array_equal([a["w"] for a in again], [a["w"] for a in banded])
+
+
+def test_a_round_that_is_withheld_is_one_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    draw = Stream.draw
+    monkeypatch.setattr(
+        Stream, "draw", lambda self, *args: drawn.append(args[0]) or draw(self, *args)
+    )
+    server = UpdateServer(AdaptiveBound(**BANDED, bits_noise=1.01, max_norm=1e4))
+    like = {"w": np.zeros(5)}
+    for _ in range(8):
+        server.open(Due(3, 6))
+        server.close([Reply(like, votes=1, within=1)] * 2, like)
+    assert drawn == [5] * 8
+
+
+# -- what is charged ----------------------------------------------------------------------------
+@pytest.mark.parametrize("noise", ["independent", "banded"])
+def test_a_client_is_charged_for_its_turns(noise: str) -> None:
+    changes = {} if noise == "banded" else {"noise": noise, "rounds": None}
+    bound = seeded(**changes, max_epsilon=epsilon([Release(2.0, 4)], 1e-5) * (1 + 1e-12))
+    assert bound.rounds_left() == 12
+    for round_, _ in enumerate(played(bound, 12), start=1):
+        owed = epsilon([Release(2.0, -(-round_ // 3))], 1e-5)
+        assert bound.epsilon == pytest.approx(owed, rel=1e-12)
+        assert bound.rounds_left() == 12 - round_
+    assert "turns of each client" in bound.open(Due(3, 12)).stop
+
+
+def test_a_restart_begins_a_schedule_and_an_old_state_pays_for_what_may_be_lost(
+    tmp_path: Path,
+) -> None:
+    bound = seeded()
+    list(played(bound, 4))
+    again = seeded()
+    for _ in range(3):  # as whoever reads checkpoints does
+        again.set_state(bound.get_state())
+        assert again.epsilon == bound.epsilon
+    assert again.rounds_left(99) == 99
+    list(played(again, 1))
+    assert again.epsilon == pytest.approx(epsilon([Release(2.0, 2 + 1)], 1e-5))
+    assert "noise" not in str(bound.get_state())
+    # A state of before there were ledgers: the turn that may have followed it is paid for, once.
+    old = bound.get_state()
+    del old["ledger"]
+    older = seeded(ledger=str(tmp_path / "spent"))
+    for _ in range(2):
+        older.set_state(old)
+        list(played(older, 1))
+    # The ledger of `bound` has the turns of `again`, too.
+    assert older.epsilon == pytest.approx(epsilon([Release(2.0, 3 + 1 + 2)], 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"separation": 1}, "needs separation > 1"),
+        ({"rounds": None}, "and rounds, the number"),
+        ({"rounds": 0}, "rounds must be"),
+        ({"momentum": 1.0}, "momentum must be"),
+        ({"noise": "independent"}, "goes with noise='banded'"),
+        ({"noise": "bandet"}, "did you mean 'banded'"),
+        ({"noise_multiplier": 0.0}, "go with noise_multiplier"),
+        ({"separation": 0}, "separation must be"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        AdaptiveBound(**{**BANDED, **changes})
+
+
+LIFE = st.sampled_from(["round", "round", "ask", "save", "restart", "forget", "again", "newcomer"])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(["turns", "banded", "independent"]), st.lists(LIFE, max_size=25))
+@example("turns", ["round", "again", "round"])
+@example("banded", ["save", "round", "ask", "restart", "round", "newcomer", "round"])
+def test_whatever_happens_to_a_server_what_was_asked_for_is_charged(
+    kind: str, life: list[str]
+) -> None:
+    """A restart goes on from a state or from none; or the same objects serve another run."""
+    config = {**BANDED, "separation": 2, "rounds": 9}
+    if kind != "banded":
+        del config["noise"], config["rounds"]
+    config["separation"] = 1 if kind == "independent" else 2
+    with tempfile.TemporaryDirectory() as folder:
+        copy_context().run(lived, {**config, "ledger": f"{folder}/spent"}, life)
+
+
+def lived(config: dict[str, Any], life: list[str]) -> None:
+    names, asked, saved = "abcde", Counter[str](), None
+    server, draws = Server([("update-clip-server", config)], CLIPPED), sampler(names, 2)
+    clients = Clients(6, ["update-clip-client"], CLIPPED)
+    for event in life:
+        if event in ("round", "ask"):
+            due = sorted(draws.run())
+            aux = server.start()
+            assert not aux["update-clip"].stop
+            entry = [*read_entries(Path(config["ledger"])).values()][-1]
+            sent = aux["update-clip"]
+            assert (entry.schedule, entry.round) == (sent.schedule, sent.round)
+            asked.update(due if config["separation"] > 1 else names)
+            if event == "round":
+                server.finish([clients.round(i, aux, np.ones(2)) for i, _ in enumerate(due)])
+        elif event == "save":
+            saved = server.optim.get_state()
+        else:
+            names += "f" if event == "newcomer" and len(names) < 6 else ""
+            draws = sampler(names, 2)
+            if event in ("restart", "forget"):
+                SERVER.set(None)
+                server = Server([("update-clip-server", config)], CLIPPED)
+                if event == "restart" and saved:
+                    server.optim.set_state(saved)
+        charged = server.module.budget.accountant
+        assert sum(r.steps for r in charged.spent) >= max(asked.values(), default=0)
+
+
+@pytest.mark.parametrize("how", ["gone", "another", "put back", "damaged"])
+def test_a_restart_without_its_ledger_is_refused(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "spent"
+    bound = seeded(noise="independent", rounds=None, ledger=str(path))
+    list(played(bound, 1))
+    before = path.read_bytes()
+    list(played(bound, 4))
+    state = bound.get_state()
+    again = seeded(noise="independent", rounds=None, ledger=str(path))
+    if how == "gone":
+        again = seeded(noise="independent", rounds=None)
+        budget._OF_THIS_PROCESS.clear()
+    if how == "another":
+        again = seeded(noise="independent", rounds=None, ledger=str(tmp_path / "other"))
+    if how in ("put back", "damaged"):
+        ledger._OF_THIS_PROCESS.clear()
+        path.write_bytes(before if how == "put back" else b"{" + before)
+    again.set_state(state)
+    stop = again.open(Due(3, 12)).stop
+    assert ("is damaged" if how == "damaged" else "what that server spent") in stop
+    # What is refused is not charged.
+    assert how != "put back" or path.read_bytes() == before
+
+
+# -- in declearn --------------------------------------------------------------------------------
+def sampler(names: str, per_round: int) -> Any:
+    inner = {"strategy": "round-robin", "per_round": per_round}
+    found = instantiate_client_sampler("named-clients", sampler=inner)
+    found.init_clients(set(names))
+    return found
+
+
+def opened(names: str | None, per_round: int = 2) -> str:
+    """Return why a server stops in its first round, with such clients; "" if it does not."""
+    server = fedclip.UpdateClipServer(**BANDED)
+
+    def first() -> str:
+        if names is not None:
+            sampler(names, per_round).run()
+        return str(server.collect_aux_var().stop)
+
+    return copy_context().run(first)
+
+
+def test_the_server_stops_where_turns_are_closer_than_it_charges_for() -> None:
+    assert not opened("abcde")
+    assert not opened("abc", per_round=1)
+    assert "'round-robin', 'per_round': 2" in opened(None)
+    assert "4 clients have a turn every 2 rounds" in opened("abcd")
+
+
+def test_nobody_takes_the_place_of_a_client_that_has_left() -> None:
+    found = sampler("abcd", 2)
+    members = Members(set("abcd"), min_replies=1)
+    token = MEMBERS.set(members)
+    try:
+        members.leave("a", "{client} is gone")
+        assert [found.run() for _ in range(3)] == [{"c"}, {"b", "d"}, {"c"}]
+        members.leave("b", "{client} is gone")
+        members.leave("d", "{client} is gone")
+        with pytest.raises(RuntimeError, match="nobody may take their place"):
+            found.run()
+    finally:
+        MEMBERS.reset(token)
+
+
+def test_a_reply_out_of_turn_ends_the_run() -> None:
+    found = instantiate_client_sampler("round-robin", per_round=2)
+    found.init_clients(set("abcd"))
+    found.run()
+    found.update({"a": None}, None)
+    with pytest.raises(RuntimeError, match="'b' has replied, whose turn it was not"):
+        found.update({"a": None, "b": None}, None)
+
+
+def test_a_guarded_server_draws_by_turns_where_noise_is_accounted_so() -> None:
+    from declearn.main.config import FLOptimConfig
+
+    def optim(**settings: Any) -> FLOptimConfig:
+        return FLOptimConfig.from_params(
+            client_opt=0.1,
+            aggregator="clipped-averaging",
+            server_opt={"lrate": 1.0, "modules": [("update-clip-server", settings)]},
+        )
+
+    found = turns(optim(**BANDED))
+    assert found is not None
+    assert found.per_round == 2
+    assert turns(optim()) is None
+
+
+# -- the attack ---------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("name", attack.CASES)
+def test_a_short_audit_finds_the_faults_and_no_others(name: str) -> None:
+    case = attack.CASES[name]
+    found = attack.audit(case, runs=4)
+    # Six standard deviations of an estimate are 0.21.
+    assert found.mu > 1.1 if case.found else found.mu < 1.22

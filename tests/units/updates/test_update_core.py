@@ -1,0 +1,281 @@
+"""Update clipping for any engine, beside declearn's plug-ins on the same data."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.model.sklearn import NumpyVector
+from federation_helpers import Clients, Server
+from federation_helpers import sent as arrived
+from helpers import require
+
+from fedclip.engines.declearn.senders import note_senders
+from fedclip.errors import FedclipWarning
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.combining import Combining
+from fedclip.updates.protocol import Reply, SentBound
+from fedclip.updates.running import statistics_of
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.weights import Shares
+
+NOISE = {"noise_multiplier": 1.0, "generator": "insecure", "seed": 7}
+
+
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
+
+
+def updates() -> list[list[dict[str, np.ndarray]]]:
+    """Return eight rounds of five clients: lengths differ; one is not finite, one is far off."""
+    rng = np.random.default_rng(3)
+    rounds = []
+    for round_ in range(8):
+        lengths = rng.lognormal(0.0, 0.5, size=5)
+        lengths[round_ % 5] *= 1e6 if round_ in (2, 5) else 1.0
+        rows = rng.normal(size=(5, 12)) * lengths[:, None]
+        if round_ in (1, 5):
+            rows[0, 3] = math.nan
+        rounds.append([{"a": row[:4].reshape(2, 2), "b": row[4:].astype("f4")} for row in rows])
+    return rounds
+
+
+NAMES, STEPS = "abcde", [3, 10, 20, 400, 7]
+
+
+def by_the_core(bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]) -> list[Any]:
+    scope, combine = client.get("scope", "global"), more.get("combine")
+    parts: dict[str, Any] = {"combining": Combining(*more.values())} if combine else {}
+    parts = parts or {"shares": Shares(**more)}
+    servers = [UpdateServer(AdaptiveBound(**bound), scope=scope, **parts) for _ in range(2)]
+    server = servers.pop()
+    clients, seen = [UpdateClient(**client) for _ in NAMES], []
+    for round_, given in enumerate(updates()):
+        if round_ == 4:
+            servers[0].set_state(server.get_state())
+            server = servers.pop()
+        sent = server.open()
+        replies = [
+            replace(c.clip(update, sent, steps=steps), sender=name)
+            for c, update, steps, name in zip(clients, given, STEPS, NAMES, strict=True)
+        ]
+        # Each third round, the last client is silent.
+        closed = server.close(replies[: 4 if round_ % 3 == 2 else 5], like=given[0])
+        seen.append((closed.record["next_bound"], closed.average))
+    return [*seen, server.get_state()]
+
+
+def by_the_plugins(
+    bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]
+) -> list[Any]:
+    aggregator = {"name": "clipped-averaging", **client, **more}
+    server = Server([("update-clip-server", bound)], aggregator)
+    clients, seen = Clients(5, ["update-clip-client"], aggregator), []
+    for round_, given in enumerate(updates()):
+        if round_ == 4:
+            state = server.optim.get_state()
+            server = Server([("update-clip-server", bound)], aggregator)
+            server.optim.set_state(state)
+        aux = server.start()
+        kept = zip(NAMES, given[: 4 if round_ % 3 == 2 else 5], STEPS, strict=False)
+        replies = {
+            name: arrived(clients.round(i, aux, NumpyVector(dict(update)), steps))
+            for i, (name, update, steps) in enumerate(kept)
+        }
+        note_senders(replies)
+        average = server.finish([*replies.values()])
+        seen.append((server.module.bound, average.coefs))
+    return [*seen, server.module.get_state()]
+
+
+TABLE = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 40.0, "e": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("bound", "client", "more"),
+    [
+        ({"start_norm": 0.3}, {}, {}),
+        ({}, {"zeroing_factor": 50.0}, {}),
+        ({"start_norm": 0.3, "quantile": 0.8}, {"scope": "tensor", "zeroing_norm": 100.0}, {}),
+        ({"start_norm": 0.5, "expected_clients": 5, **NOISE}, {"zeroing_norm": 1e3}, {}),
+        ({"expected_clients": 6, "relation": "replace-one", **NOISE}, {"scope": ["a"]}, {}),
+        ({"start_norm": 2.0, "learning_rate": 0.0}, {"zeroing_norm": 9.0, "zeroing_ord": 2}, {}),
+        ({"expected_clients": 5, **NOISE}, {"scope": {"a": 1.0, "*": 3.0}}, {}),
+        ({"start_norm": 0.5}, {}, {"weights": TABLE}),
+        ({"start_norm": 0.5}, {}, {"weights": TABLE, "max_share": 0.4}),
+        ({"start_norm": 0.5}, {}, {"weights": "steps", "max_steps": 50}),
+        ({"start_norm": 0.5}, {}, {"weights": "steps", "max_share": 0.5}),
+        ({"start_norm": 0.5}, {}, {"combine": "arc", "n_hostile": 1}),
+        ({"start_norm": 0.5}, {}, {"combine": "trimmed", "n_hostile": 2}),
+    ],
+)
+def test_the_core_and_the_plugins_give_the_same(
+    bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Bounds, averages and states, over rounds with NaN, an outlier, and a client that is silent.
+
+    Both go on from their state in the middle.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedclipWarning)
+        ours, theirs = by_the_core(bound, client, more), by_the_plugins(bound, client, more)
+    # Each has a ledger of its own.
+    assert {**ours[-1], "ledger": ""} == {**theirs[-1], "ledger": ""}
+    for (bound_, average), (expected, same) in zip(ours[:-1], theirs[:-1], strict=True):
+        assert bound_ == expected
+        for name in same:
+            assert average[name].dtype == same[name].dtype
+            np.testing.assert_array_equal(average[name], same[name])
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "nan": {"arrays": {"w": np.array([math.nan])}},
+    "too long": {"arrays": {"w": np.array([1.001])}},
+    "other names": {"arrays": {"v": np.zeros(1)}},
+    "counts": {"clipped": 1, "zeroed": 1},
+    "a count of another type": {"clipped": True},
+    "on arrival": {"fault": "it could not be read"},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_no_honest_client_replies_counts_as_zeros(
+    lie: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, client = UpdateServer(AdaptiveBound(1.0)), UpdateClient()
+    sent, model = server.open(), {"w": np.zeros(1)}
+    honest = client.clip({"w": np.array([9.0])}, sent, steps=1)
+    false = replace(honest, sender="eve", votes=5, within=5, **LIES[lie])
+    with caplog.at_level(logging.INFO, "fedclip"):
+        closed = server.close([honest, false], model)
+    assert closed.average["w"] == pytest.approx(0.5)
+    assert [bool(fault) for fault in closed.faults] == [False, True]
+    assert "update clipping: the update of 'eve' counts as zero: " in caplog.text
+    # Nor do five votes count: the one that is left was above the bound.
+    assert (closed.record["share"], closed.record["refused"]) == (0.0, 1)
+
+
+def test_all_zeros_abstain_where_steps_are_not_known() -> None:
+    client, sent = UpdateClient(), SentBound(1.0)
+    for size, steps, votes in ((0.0, None, 0), (0.5, None, 1), (0.0, 3, 1), (0.5, 0, 0)):
+        assert client.clip({"w": np.array([size])}, sent, steps=steps).votes == votes
+
+
+def test_a_client_refuses_what_is_not_for_it() -> None:
+    update = {"w": np.ones(1)}
+    for sent, error, text in (
+        (SentBound(1.0, stop="enough"), RuntimeError, "the server stops the training: enough"),
+        (SentBound(math.nan), ValueError, "bound must be a finite number > 0"),
+        (SentBound(1.0, scope="tensor"), ValueError, "scope='tensor', and this client has 'glob"),
+    ):
+        with pytest.raises(error, match=text):
+            UpdateClient().clip(update, sent)
+
+
+def test_a_server_opens_before_it_closes_and_stops_when_the_budget_is_spent() -> None:
+    noise: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 1, "max_epsilon": 5.0}
+    with pytest.raises(ValueError, match="noise can not be sized on what exclude="):
+        UpdateServer(AdaptiveBound(1.0, **noise), exclude="w")
+    server, model = UpdateServer(AdaptiveBound(1.0, **noise)), {"w": np.zeros(1)}
+    with pytest.raises(RuntimeError, match="no round is open"):
+        server.close([], model)
+    sent = server.open()
+    assert not sent.stop
+    server.close([UpdateClient().clip(model, sent)], model)
+    assert "the privacy budget is spent" in server.open().stop
+    with pytest.raises(RuntimeError, match="the privacy budget is spent"):
+        server.close([], model)
+
+
+# -- noise is for weights ----------------------------------------------------------------------
+ONES, ZEROS, KERNEL = np.ones(4), np.zeros(4), np.ones((4, 4))
+COUNT = np.array(3)
+
+
+def nameless(*arrays: Any) -> dict[str, Any]:
+    return {str(i): array for i, array in enumerate(arrays)}
+
+
+HELD = {
+    "torch, cast": {"bn.weight": ONES, "bn.running_mean": ZEROS, "bn.num_batches_tracked": ONES[0]},
+    "keras": {"bn/gamma:0": ONES, "bn/moving_mean:0": ZEROS, "bn/moving_variance:0": ONES},
+    "nvflare's keras": {f"bn=={i}": x for i, x in enumerate([ONES, ZEROS, ZEROS, ONES])},
+    "haiku": {"bn/~/var_ema/average": ONES, "bn/~/var_ema/hidden": ONES, "bn/scale": ONES},
+    "flax": {"batch_stats/BatchNorm_0/var": ONES, "params/Dense_0/kernel": KERNEL},
+    "a pair": {"bn.mean": ZEROS, "bn.var": ONES, "bn.scale": ONES},
+    "a counter": {"norm.count": COUNT, "norm.mu": ZEROS, "norm.sigma": ONES},
+    "a list": nameless(KERNEL, ONES, ZEROS, ZEROS, ONES, KERNEL),
+    "a list without scale": nameless(KERNEL, ZEROS, ZEROS, ONES),
+    "a list with counters": nameless(KERNEL, ZEROS, ONES, COUNT),
+}
+FREE = {
+    "biases and scales": {
+        "fc.weight": KERNEL,
+        "fc.bias": ZEROS,
+        "ln.gamma": ONES,
+        "ln.beta": ZEROS,
+    },
+    "heads": {
+        "mean.weight": KERNEL,
+        "var/kernel": KERNEL,
+        "mean": ONES,
+        "average_pool.weight": ONES,
+    },
+    "layer norms": nameless(KERNEL, ZEROS, ONES, ZEROS, ONES, ZEROS, KERNEL),
+    "layer scale": nameless(KERNEL, ZEROS, ONES / 9, ONES, ZEROS, KERNEL),
+    "scikit-learn": {"coef": KERNEL, "intercept": ZEROS},
+}
+SAME = {"expected_clients": 2, "start_norm": 1.0}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_noise_on_running_statistics_is_refused_by_name_at_each_end(name: str) -> None:
+    """The law: server and client, in any loop, before anything with noise comes about."""
+    model = {key: np.asarray(array) for key, array in HELD[name].items()}
+    server = UpdateServer(AdaptiveBound(noise_multiplier=1.0, **SAME))
+    sent = server.open()
+    for refuse in (
+        lambda: server.check_model(model),
+        lambda: server.close([], model),
+        lambda: UpdateClient().clip(model, sent),
+    ):
+        with pytest.raises(ValueError, match=r"statistics \('.*Keep them at the clients.*use a"):
+            refuse()
+    assert server.bound.round == 0
+
+
+@pytest.mark.parametrize("name", [*HELD, *FREE])
+def test_what_is_free_may_have_noise_and_all_may_be_clipped_without(name: str) -> None:
+    noise = 1.0 if name in FREE else 0.0
+    server = UpdateServer(AdaptiveBound(noise_multiplier=noise, **SAME if noise else {}))
+    server.check_model((HELD | FREE)[name])
+
+
+@pytest.mark.parametrize("kind", ["BatchNorm1d", "InstanceNorm1d", "LayerNorm"])
+def test_layers_of_torch_are_told_by_what_they_hold(kind: str) -> None:
+    torch: Any = require("torch")
+    layer = getattr(torch.nn, kind)(4)
+    if kind == "InstanceNorm1d":
+        layer = torch.nn.InstanceNorm1d(4, track_running_stats=True)
+    held = layer.state_dict()
+    for model in (held, nameless(*held.values())):
+        assert bool(statistics_of(model)) == (kind != "LayerNorm")
+
+
+def test_noise_ends_if_no_reply_of_the_first_round_can_be_used() -> None:
+    server, model = UpdateServer(AdaptiveBound(noise_multiplier=1.0, **SAME)), {"w": ZEROS}
+    far = Reply({"w": 9 * ONES})
+    server.open()
+    with pytest.raises(RuntimeError, match="none of the 2 replies of the round can be used"):
+        server.close([far, far], model)
+    assert server.bound.round == 0
+    server = UpdateServer(AdaptiveBound(noise_multiplier=1.0, **SAME))
+    for replies in ([far, UpdateClient().clip({"w": ONES}, server.open())], [far, far], []):
+        # Later, whether a client replies is not to be seen.
+        server.open()
+        assert np.any(server.close(replies, model).average["w"])

@@ -1,0 +1,504 @@
+"""Weights of `clipped-averaging`: shares by steps or by a public table, with a cap."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from declearn.aggregator import Aggregator
+from declearn.messaging import TrainReply
+from declearn.model.sklearn import NumpyVector, SklearnSGDModel
+from engines.declearn.test_secagg import KINDS, sent_through
+from federation_helpers import Clients, Server, norm, sent
+from federation_runs import complete, running
+from helpers import each_framework, to_vector
+
+from fedclip.cli.check.configuration import check_config
+from fedclip.engines.declearn.messages import ClippedUpdates
+from fedclip.engines.declearn.senders import NamedClients, note_senders
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.averaging import averaged
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.protocol import Closed, Reply
+from fedclip.updates.server import UpdateServer
+from fedclip.updates.weights import Shares, shares_of
+
+
+def by_the_core(weights: dict[str, Any]) -> list[Any]:
+    server = UpdateServer(AdaptiveBound(0.5), shares=Shares(**weights))
+    seen = []
+    for round_ in range(6):
+        if round_ == 3:
+            spare = UpdateServer(AdaptiveBound(0.5), shares=Shares(**weights))
+            spare.set_state(server.get_state())
+            server = spare
+        given, opened = updates(round_), server.open()
+        replies = [
+            replace(UpdateClient().clip(update, opened, steps=steps), sender=name)
+            for name, update, steps in zip(NAMES, given, STEPS, strict=True)
+        ][round_ % 2 :]
+        seen.append((opened.bound, server.close(replies, like=given[0]).average))
+    return seen
+
+
+NAMES = ["a", "b", "c", "d"]
+TABLE = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 40.0}
+STEPS = [3, 10, 20, 400]
+KINDS_OF_WEIGHTS: list[dict[str, Any]] = [
+    {},
+    {"weights": TABLE},
+    {"weights": TABLE, "max_share": 0.4},
+    {"weights": "steps"},
+    {"weights": "steps", "max_steps": 50},
+    {"weights": "steps", "max_share": 0.5},
+]
+SECURE = [w for w in KINDS_OF_WEIGHTS if not Shares(**w).unfit(True)]
+
+
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
+
+
+def expected(weights: dict[str, Any]) -> list[float]:
+    """Return the shares of all four clients, by hand."""
+    kind, most = weights.get("weights", "equal"), weights.get("max_share")
+    if kind == "equal":
+        return [0.25] * 4
+    if kind == "steps":
+        counted = [min(n, weights.get("max_steps", n)) for n in STEPS]
+    else:
+        counted = list(kind.values())
+    if most is None:
+        return [n / sum(counted) for n in counted]
+    # Only the last client is above the cap.
+    rest = sum(counted[:3])
+    return [*((1 - most) * n / rest for n in counted[:3]), most]
+
+
+def updates(seed: int = 0) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(4, 12)) * [[0.2], [1.0], [3.0], [0.4]]
+    return [{"w": row[:8].reshape(2, 4), "v": row[8:].astype("f4")} for row in rows]
+
+
+def averaging(**config: Any) -> Any:
+    return Aggregator.from_config({"name": "clipped-averaging", "max_norm": 1.0, **config})
+
+
+def flat(coefs: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(coefs[n], float).ravel() for n in ("w", "v")])
+
+
+def clipped(update: dict[str, np.ndarray], bound: float) -> np.ndarray:
+    whole = flat(update)
+    return np.asarray(whole * min(1.0, bound / float(np.linalg.norm(whole))))
+
+
+# -- the shares ---------------------------------------------------------------------------------
+
+
+def test_shares_are_in_proportion_below_the_cap_and_never_above_it() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        n = int(rng.integers(1, 9))
+        weights = (rng.lognormal(0, 2, size=n) * (rng.random(n) < 0.9)).tolist()
+        most = float(rng.uniform(0.05, 1.0))
+        shares = shares_of(weights, most)
+        positive = sum(w > 0 for w in weights)
+        assert max(shares) <= most
+        assert sum(shares) == pytest.approx(min(1.0, positive * most))
+        free = [(s, w) for s, w in zip(shares, weights, strict=True) if 0 < s < most]
+        for share, weight in free:
+            assert share / weight == pytest.approx(free[0][0] / free[0][1])
+            # Whoever is at the cap has no smaller weight.
+            assert all(w >= weight for s, w in zip(shares, weights, strict=True) if s == most)
+        assert [s == 0 for s in shares] == [w == 0 for w in weights]
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        ({"weights": "samples"}, ValueError, "weights must be one of"),
+        ({"weights": 3}, TypeError, "weights"),
+        ({"weights": {}}, ValueError, "at least one client"),
+        ({"weights": {"a": 0.0}}, ValueError, r"weights\['a'\] must be a finite number > 0"),
+        ({"weights": {"a": math.nan}}, ValueError, r"weights\['a'\] must be"),
+        ({"weights": {"a": True}}, TypeError, r"weights\['a'\] must be"),
+        ({"weights": {3: 1.0}}, TypeError, "weights must be"),
+        ({"weights": "steps", "max_steps": 0}, ValueError, "max_steps must be"),
+        ({"weights": TABLE, "max_steps": 9}, ValueError, "max_steps goes with weights='steps'"),
+        ({"weights": "steps", "max_share": 1.5}, ValueError, r"max_share must be in \(0, 1\]"),
+        ({"weights": "steps", "max_share": 0.0}, ValueError, "max_share must be"),
+        ({"max_share": 0.5}, ValueError, "max_share goes with weights"),
+        ({"weights": TABLE, "max_share": 0.2}, ValueError, "less than 1 / 4"),
+    ],
+)
+def test_parameters(config: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        averaging(**config)
+
+
+@pytest.mark.parametrize("weights", KINDS_OF_WEIGHTS)
+def test_configurations_come_back(weights: dict[str, Any]) -> None:
+    config = {"name": "clipped-averaging", "max_norm": 1.0, **weights}
+    first: Any = Aggregator.from_config(config)
+    again: Any = Aggregator.from_config(first.get_config())
+    assert again.get_config() == first.get_config()
+    assert {k: first.get_config()[k] for k in config} == config
+    told = first.addressed("b").get_config()
+    assert told == {**first.get_config(), "client": "b"}
+
+
+# -- rounds in cleartext ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", KINDS_OF_WEIGHTS)
+def test_an_average_and_a_bound_by_hand(weights: dict[str, Any]) -> None:
+    """What the plug-ins give, too: see `test_update_core`. Votes count alike in all of them."""
+
+    def closed(weights: dict[str, Any]) -> Closed:
+        server = UpdateServer(AdaptiveBound(0.5), shares=Shares(**weights))
+        opened = server.open()
+        replies = [
+            replace(UpdateClient().clip(update, opened, steps=steps), sender=name)
+            for name, update, steps in zip(NAMES, updates(), STEPS, strict=True)
+        ]
+        return server.close(replies, like=updates()[0])
+
+    found, rows = closed(weights), [clipped(update, 0.5) for update in updates()]
+    right = sum(s * row for s, row in zip(expected(weights), rows, strict=True))
+    np.testing.assert_allclose(flat(found.average), right, atol=1e-6)
+    assert found.record["next_bound"] == closed({}).record["next_bound"]
+
+
+def test_a_table_needs_to_know_who_sends_what() -> None:
+    aggregator = averaging(weights=TABLE)
+    shared = [
+        aggregator.prepare_for_sharing(updates=NumpyVector({"w": np.ones(1)}), n_steps=1)
+        for _ in range(2)
+    ]
+    with pytest.raises(ValueError, match="does not know who has sent which reply"):
+        aggregator.finalize_updates(sum(shared))
+
+
+def test_clients_send_their_steps_only_if_these_are_the_weights() -> None:
+    for weights, told in (("equal", None), (TABLE, None), ("steps", 7)):
+        opened = UpdateServer(AdaptiveBound(1.0), shares=Shares(weights)).open()  # type: ignore[arg-type]
+        assert UpdateClient().clip({"w": np.ones(1)}, opened, steps=7).steps == told
+    for weights, told in (("equal", 1), (TABLE, 1), ("steps", 7)):
+        update = NumpyVector({"w": np.ones(1)})
+        shared = averaging(weights=weights).prepare_for_sharing(updates=update, n_steps=7)
+        assert shared.weights == told
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_an_average_of_many_long_updates(dtype: str) -> None:
+    """More of them than are multiplied at once, and longer."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(19, 2, 2**15 + 7)).astype(dtype)
+    shares = rng.dirichlet(np.ones(19)).tolist()
+    found = averaged([{"w": row, "b": row[0, :1]} for row in rows], 2, shares)
+    right = np.tensordot(shares, rows.astype(float), 1) / 2
+    np.testing.assert_allclose(found["w"], right, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(found["b"], right[0, :1], rtol=0, atol=1e-14)
+
+
+# -- hostile clients ----------------------------------------------------------------------------
+
+CLAIMS = [10**9, 2**63 - 1, math.nan, math.inf, 0, -1, -(10**9), True, None, "9", 3.0]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=repr)
+@pytest.mark.parametrize("weights", [w for w in KINDS_OF_WEIGHTS if w.get("weights") == "steps"])
+def test_no_claim_moves_the_average_by_more_than_its_share(
+    weights: dict[str, Any], claim: Any
+) -> None:
+    """Against what the average is of the others alone, and of zeros in its place."""
+    aggregator = averaging(**weights)
+    rows = [NumpyVector({"w": np.array(row)}) for row in ([1.0, 0.0], [0.8, 0.0], [0.0, -9.0])]
+    shared: list[Any] = [
+        ClippedUpdates.from_dict(
+            {
+                **aggregator.prepare_for_sharing(updates=row, n_steps=10).to_dict(),
+                "weights": claim if i == 2 else 10,
+            }
+        )
+        for i, row in enumerate(rows)
+    ]
+    moved = aggregator.finalize_updates(sum(shared)).coefs["w"]
+    counted = claim if type(claim) is int and claim > 0 else 0
+    share = Shares(**weights).of([Reply({}, steps=n) for n in (10, 10, counted)])[2].factor
+    assert abs(moved[1]) == pytest.approx(share, abs=1e-5)
+    # The honest ones have what is left, or more of it if nothing is left over.
+    assert norm(NumpyVector({"w": moved})) <= 1.0
+    most = weights.get("max_share") or counted_share(weights, counted)
+    assert share <= most + 1e-12
+
+
+def counted_share(weights: dict[str, Any], claim: int) -> float:
+    claim = min(claim, weights.get("max_steps", claim))
+    return claim / (claim + 20)
+
+
+@pytest.mark.parametrize("sender", ["eve", "", "a"])
+def test_another_name_than_its_own_gives_no_share(
+    sender: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A share goes by the name that the engine sets; a second reply of a name has none."""
+    server = UpdateServer(AdaptiveBound(1.0), shares=Shares({"a": 3.0, "b": 1.0}))
+    opened, model = server.open(), {"w": np.zeros(2)}
+    honest = [
+        replace(UpdateClient().clip({"w": np.array([1.0, 0.0])}, opened, steps=1), sender=name)
+        for name in ("a", "b")
+    ]
+    hostile = UpdateClient().clip({"w": np.array([0.0, 99.0])}, opened, steps=1)
+    closed = server.close([*honest, replace(hostile, sender=sender, steps=10**9)], model)
+    np.testing.assert_allclose(closed.average["w"], [1.0, 0.0], atol=1e-6)
+    assert [bool(fault) for fault in closed.faults] == [False, False, True]
+
+
+# -- secure sums --------------------------------------------------------------------------------
+
+
+def reply_of(updates: Any) -> TrainReply:
+    return TrainReply(updates=updates, aux_var={}, n_epoch=1, n_steps=1, t_spent=0.0)
+
+
+def both(
+    weights: dict[str, Any], kind: str, names: list[str], given: list[Any], framework: str = "numpy"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the averages of the same updates in cleartext and under secure aggregation."""
+    server, replies = averaging(**weights), {}
+    for name in names:
+        i = NAMES.index(name)
+        client: Any = Aggregator.from_config(server.addressed(name).get_config())
+        update = to_vector(given[i], framework)
+        shared = client.prepare_for_sharing(updates=update, n_steps=STEPS[i])
+        replies[name] = reply_of(shared)
+    total: Any
+    total = sent_through(kind, list(replies.values()))
+    clear = {name: sent(reply) for name, reply in replies.items()}
+    note_senders(clear)
+    plain = server.finalize_updates(sum(reply.updates for reply in clear.values()))
+    model = SklearnSGDModel.from_parameters(kind="regressor")
+    sampler = NamedClients()
+    sampler.init_clients(set(NAMES))
+    sampler.update(dict.fromkeys(names, total), model)
+    return flat(plain.coefs), flat(server.finalize_updates(total.updates).coefs)
+
+
+@pytest.mark.parametrize("weights", SECURE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_secure_sums_equal_cleartext(kind: str, weights: dict[str, Any]) -> None:
+    given = updates()
+    for one in given:
+        one["v"] = one["v"].astype("f8")
+    plain, secure = both(weights, kind, NAMES, given)
+    # The stated rounding of 64 bits, times what the sum is divided by at least.
+    np.testing.assert_allclose(secure, plain, rtol=0, atol=1e-10)
+    # Of some of the clients.
+    plain, secure = both(weights, kind, NAMES[1:], given)
+    if "max_share" in weights:
+        # The cap is that of the whole table: nobody has more, and the step is shorter.
+        assert np.linalg.norm(secure) < np.linalg.norm(plain)
+    else:
+        np.testing.assert_allclose(secure, plain, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("weights", [{"weights": "steps"}, {"weights": TABLE}])
+def test_a_client_that_can_not_weigh_its_update_sends_zeros_and_says_why(
+    weights: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    update = NumpyVector({"w": np.ones(2)})
+    shared = averaging(**weights).prepare_for_sharing(updates=update, n_steps=3)
+    content, _ = shared.prepare_for_secagg()
+    assert content["updates"].coefs["w"].tolist() == [0.0, 0.0]
+    assert (content["n_clipped"], content["n_zeroed"]) == (0, 1)
+    assert "this one does not know how" in caplog.text
+
+
+@pytest.mark.parametrize("weights", SECURE)
+def test_by_how_much_a_client_exceeds_its_share_under_masking(weights: dict[str, Any]) -> None:
+    """Whatever it sends, the average has norm C at most, on either side."""
+    given = [{"w": np.full((2, 4), 9.0), "v": np.zeros(4)} for _ in NAMES]
+    server = averaging(**weights)
+    first = expected(weights)[0]
+    moved = {}
+    for beyond in (-0.01, 1.0):
+        replies = []
+        for i, (name, update) in enumerate(zip(NAMES, given, strict=True)):
+            client: Any = Aggregator.from_config(server.addressed(name).get_config())
+            shared = client.prepare_for_sharing(updates=NumpyVector(update), n_steps=STEPS[i])
+            if i == 0:
+                shared.factor *= -(2.0 - first + beyond) / first
+            replies.append(reply_of(shared))
+        total = sent_through("masking", replies)
+        moved[beyond] = norm(server.finalize_updates(total.updates))
+    # From what the others come to, to C on the other side: 2 C less its share.
+    assert moved == pytest.approx({-0.01: 0.99, 1.0: 1.0}, abs=1e-4)
+
+
+@pytest.mark.parametrize("steps", [-1, 201, 10**9, 2**64, 1.5, math.nan])
+def test_a_sum_of_steps_that_can_not_be_is_refused(steps: Any) -> None:
+    (share,) = Shares("steps", max_steps=50).of([Reply({}, steps=steps, clients=4)])
+    assert share.factor == 0.0
+    assert "there are 200 at most" in share.fault
+
+
+def test_a_table_needs_to_know_who_is_in_a_sum() -> None:
+    shares = Shares(TABLE)
+    for senders, clients in (((), 3), (("a", "b", "eve"), 3), (("a", "a"), 2), (NAMES, 3)):
+        (share,) = shares.of([Reply({}, clients=clients, senders=senders)])
+        assert share == (0.0, 0.0, "weights does not tell who is in the secure sum")
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+NOISE = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 2}
+
+
+def test_noise_refuses_weights() -> None:
+    with pytest.raises(ValueError, match="equal ones are best or tied"):
+        UpdateServer(AdaptiveBound(**NOISE), shares=Shares("steps"))  # type: ignore[arg-type]
+    config = {"name": "clipped-averaging", "weights": "steps"}
+    server = Server([("update-clip-server", NOISE)], config)
+    clients = Clients(2, ["update-clip-client"], config)
+    with pytest.raises(ValueError, match="would double the sensitivity"):
+        clients.round(0, server.start(), np.ones(2))
+    # A client of another version that replies all the same.
+    equal = Clients(2, ["update-clip-client"], {"name": "clipped-averaging"})
+    aux = server.start()
+    assert norm(server.finish([equal.round(i, aux, np.ones(2)) for i in range(2)])) == 0.0
+    assert "equal ones are best or tied" in server.start()["update-clip"].stop
+
+
+CONFIG = """
+[aggregator]
+name = "clipped-averaging"
+{bound}
+{weights}
+[client_opt]
+lrate = 0.5
+{rest}
+"""
+NOISED = """modules = ['update-clip-client']
+[server_opt]
+lrate = 1.0
+modules = [['update-clip-server', {noise_multiplier = 1.0, expected_clients = 20}]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("weights", "rest", "level", "text"),
+    [
+        ("weights = {a = 3, b = 1}", "", "note", "'a' has the largest share: one site moves the "),
+        ("weights = {a = 3, b = 1}", "", "note", "average by 0.75 of the bound at most"),
+        ("weights = {a = 3, b = 1}", "", "note", "each site how many the others have"),
+        ("weights = {a = 3, b = 1}", "", "note", "tells the server who sends which reply"),
+        ("weights = {a = 3, b = 1}", "[secagg]\nsecagg_type = 'masking'", "note", "their names"),
+        ("weights = {a = 3, b = 1}", "[secagg]\nsecagg_type = 'masking'", "note", "up to 3 times"),
+        ("weights = {a = 3, b = 1, c = 1}\nmax_share = 0.4", "", "note", "by 0.4 of the bound"),
+        ("weights = 'steps'", "", "note", "one that claims a million has nearly the whole"),
+        ("weights = 'steps'\nmax_steps = 9", "", "note", "by 9 / (9 + the steps of the others)"),
+        ("weights = 'steps'\nmax_share = 0.3", "", "note", "by 0.3 of the bound at most"),
+        (
+            "weights = 'steps'",
+            "[secagg]\nsecagg_type = 'masking'",
+            "problem",
+            "needs max_steps, and takes no max_share",
+        ),
+        (
+            "weights = {a = 3, b = 1}",
+            "[run]\nrounds = 3\nregister = 3",
+            "problem",
+            "3 clients may take part in a round, and weights names 2",
+        ),
+        ("weights = {a = 3}\nmax_share = 0.5", "", "problem", "less than 1 / 1"),
+        ("weights = 'steps'", NOISED, "problem", "weights do not go with noise"),
+    ],
+)
+def test_check_says_what_weights_reveal_and_what_one_site_may_do(
+    tmp_path: Path, weights: str, rest: str, level: str, text: str
+) -> None:
+    file = tmp_path / "optim.toml"
+    bound = "" if rest == NOISED else "max_norm = 1.0"
+    file.write_text(CONFIG.format(bound=bound, weights=weights, rest=rest))
+    found = check_config(file)
+    where = found.problems if level == "problem" else found.findings
+    assert any(text in f.message and f.level == level for f in where), found.findings
+
+
+# -- real federations ---------------------------------------------------------------------------
+
+SITES = {"client_0": 1.0, "client_1": 2.0, "client_2": 7.0}
+
+
+def optim(**weights: Any) -> dict[str, Any]:
+    return {
+        "aggregator": {"name": "clipped-averaging", "max_norm": 0.3, **weights},
+        "client_opt": 0.5,
+        "server_opt": 1.0,
+    }
+
+
+@pytest.mark.slow
+def test_a_table_over_websockets_is_the_same_with_and_without_masking(tmp_path: Path) -> None:
+    """And a client that calls itself another gets another name, which the table does not know."""
+    settings: dict[str, Any] = {"protocol": "fedclip-websockets", "run": {"rounds": 2}}
+    weighed = optim(weights=SITES, max_share=0.6)
+    plain = complete(tmp_path / "plain", optim=weighed, **settings).result()["weights"]
+    secure = complete(tmp_path / "masked", optim=weighed, secagg="masking", **settings)
+    equal = complete(tmp_path / "equal", optim=optim(), **settings).result()["weights"]
+    for name, values in plain.items():
+        np.testing.assert_allclose(secure.result()["weights"][name], values, atol=1e-7)
+    assert any(not np.allclose(equal[name], plain[name]) for name in plain)
+    names = {"names": {"1": "client_0"}}
+    with running(tmp_path / "names", optim=weighed, **settings, **names) as run:
+        codes = run.wait()
+    assert codes["server"] != 0
+    assert "weights of clipped-averaging does not name 'client_0.1'" in run.said("server")
+
+
+def test_shares_at_the_ends_of_float64() -> None:
+    assert shares_of([]) == []
+    assert shares_of([0.0, 0.0], 0.5) == [0.0, 0.0]
+    assert shares_of([1.7e308] * 4) == [0.25] * 4
+    assert shares_of([5e-324, 5e-324]) == [0.5, 0.5]
+    assert shares_of([1e308, 1e-308]) == [1.0, 0.0]
+
+
+def test_a_round_without_any_step_moves_nothing() -> None:
+    server = UpdateServer(AdaptiveBound(1.0), shares=Shares("steps"))
+    model, opened = {"w": np.zeros(1)}, server.open()
+    reply = UpdateClient().clip({"w": np.array([9.0])}, opened, steps=0)
+    assert server.close([reply, reply], model).average["w"] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:Cannot use a GPU")
+@each_framework()
+@pytest.mark.parametrize("weights", SECURE)
+def test_float32_is_off_by_its_own_rounding_under_masking(
+    weights: dict[str, Any], framework: str
+) -> None:
+    given = [{name: array.astype("f4") for name, array in one.items()} for one in updates()]
+    plain, secure = both(weights, "masking", NAMES, given, framework)
+    np.testing.assert_allclose(secure, plain, rtol=0, atol=3e-7)
+    right = sum(
+        share * clipped(one, 1.0) for share, one in zip(expected(weights), given, strict=True)
+    )
+    np.testing.assert_allclose(plain, right, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("weights", [w for w in SECURE if w])
+@pytest.mark.parametrize("times", [0.9, 1.1, 1e4])
+def test_a_sum_is_projected_onto_the_bound(weights: dict[str, Any], times: float) -> None:
+    """That of the whole average, as with equal weights."""
+    shares = Shares(**weights)
+    mass = sum(shares.factor(n, s) or 0.0 for n, s in zip(NAMES, STEPS, strict=True))
+    steps = sum(min(n, 50) for n in STEPS)
+    total = ClippedUpdates(NumpyVector({"w": np.array([times * mass])}), steps, 4)
+    moved = norm(averaging(**weights).finalize_updates(total))
+    assert moved == pytest.approx(min(times, 1.0))
