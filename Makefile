@@ -74,6 +74,7 @@ docs: $(VENV)/.dev  ## write what the documentation takes from the code
 	$(PY) docs/pictures.py
 	$(PY) docs/clippers.py
 	$(PY) docs/parts.py
+	$(PY) docs/public_names.py
 
 site: $(VENV)/.dev  ## build the site of the documentation; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

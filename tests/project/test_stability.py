@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/stability.md promises: public names, and clients of an older version."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from helpers import PATIENCE, free_port
+
+ROOT = Path(__file__).parents[2]
+NODE = ROOT / "tests" / "support" / "mixed_node.py"
+OLD = "e0101f2"
+
+sys.path.insert(0, str(ROOT / "docs"))
+import public_names  # noqa: E402
+
+
+def test_public_names_are_those_of_the_file() -> None:
+    listed = public_names.FILE.read_text(encoding="utf-8").splitlines()
+    now = list(public_names.lines())
+    lost = sorted({*listed} - {*now})
+    assert not lost, f"0.1 promises these; `make docs` lists what is new: {lost}"
+    assert listed == now, "run `make docs`"
+
+
+def node(*words: object, path: Path = ROOT, python: str = sys.executable) -> subprocess.Popen[str]:
+    """Start the server or a client, with the fedclip of a folder."""
+    env = {**os.environ, "PYTHONPATH": str(path)}
+    command = [python, "-W", "ignore", str(NODE), *map(str, words)]
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the fedclip of an earlier commit."""
+    done = subprocess.run(["git", "archive", OLD, "fedclip"], cwd=ROOT, capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no commit {OLD}: a source archive")
+    folder = tmp_path_factory.mktemp("old")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.slow
+def test_an_older_client_takes_part_without_noise(old: Path) -> None:
+    port = free_port()
+    server = node("server", port, '{"start_norm": 1.0}')
+    nodes = [server, node("here", port), node("older", port, path=old)]
+    shown = [process.communicate(timeout=PATIENCE)[0] for process in nodes]
+    assert [process.returncode for process in nodes] == [0, 0, 0], "\n".join(shown)
+    assert "coef" in shown[0]
+    assert "Training is now over, after 2 rounds" in shown[2]
