@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -27,6 +28,15 @@ def test_public_names_are_those_of_the_file() -> None:
     lost = sorted({*listed} - {*now})
     assert not lost, f"0.1 promises these; `make docs` lists what is new: {lost}"
     assert listed == now, "run `make docs`"
+
+
+def test_the_tests_that_a_migration_page_names_are_there() -> None:
+    page = (ROOT / "docs" / "migrate" / "dp-libraries.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", page)
+    assert len(named) >= 12
+    for file, name in named:
+        (there,) = (ROOT / "tests").rglob(file)
+        assert f"def {name}(" in there.read_text(encoding="utf-8"), name
 
 
 def node(*words: object, path: Path = ROOT, python: str = sys.executable) -> subprocess.Popen[str]:
