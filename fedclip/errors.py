@@ -31,7 +31,7 @@ class NonFiniteError(ValueError, RuntimeError):
 
 
 class StateError(KeyError, ValueError):
-    """A state that a clipper can not load; the state it had stays in place.
+    """A state that a clipper cannot load; the state it had stays in place.
 
     It is a `KeyError` so that declearn's `Optimizer.set_state` restores the other modules
     too, and a `ValueError` because that is what most of its causes are.
@@ -117,8 +117,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 def requirement(what: str, needed: str) -> str:
     """Return the sentence that says which declearn something needs, and how to install it."""
     installed = declearn_version()
-    there = f", and declearn {installed} is installed" if installed and not fits(needed) else ""
-    return f"{what} needs {needed}{there}: pip install '{needed}'"
+    other = f", and declearn {installed} is installed" if installed and not fits(needed) else ""
+    return f"{what} needs {needed}{other}: pip install '{needed}'"
 
 
 def require_federations(what: str) -> None:
@@ -165,7 +165,7 @@ class _Hints:
 
 
 def hint_at_imports() -> None:
-    """Let imports of what is elsewhere say where it is."""
+    """Make imports of a name that is elsewhere say where it is."""
     if _Hints not in sys.meta_path:
         sys.meta_path.append(_Hints)
 

@@ -35,8 +35,8 @@ def test_the_tests_that_a_migration_page_names_are_there() -> None:
     named = re.findall(r"`(test_\w+\.py)::(\w+)`", page)
     assert len(named) >= 12
     for file, name in named:
-        (there,) = (ROOT / "tests").rglob(file)
-        assert f"def {name}(" in there.read_text(encoding="utf-8"), name
+        (path,) = (ROOT / "tests").rglob(file)
+        assert f"def {name}(" in path.read_text(encoding="utf-8"), name
 
 
 def node(*words: object, path: Path = ROOT, python: str = sys.executable) -> subprocess.Popen[str]:
