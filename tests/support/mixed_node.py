@@ -16,14 +16,12 @@ from declearn.communication import build_client, build_server
 from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedClient, FederatedServer
 from declearn.model.sklearn import SklearnSGDModel
-from declearn.utils import setup_client_loggers, setup_server_loggers
 
 import fedclip  # noqa: F401  (registers the plug-ins)
 
 
 def serve(port: int, settings: dict[str, object]) -> None:
     """Run two rounds with two clients, and print the weights."""
-    setup_server_loggers(level=logging.INFO)
     server = FederatedServer(
         model=SklearnSGDModel.from_parameters(kind="regressor"),
         netwk=build_server("fedclip-websockets", host="127.0.0.1", port=port, heartbeat=0.2),
@@ -45,7 +43,6 @@ def serve(port: int, settings: dict[str, object]) -> None:
 
 def take_part(name: str, port: int) -> None:
     """Train on random numbers."""
-    setup_client_loggers(name, level=logging.INFO)
     rng = np.random.default_rng(len(name))
     data = InMemoryDataset(x := rng.normal(size=(40, 3)), x @ [1.0, 2.0, 3.0])
     network = build_client("websockets", f"ws://127.0.0.1:{port}", name)
@@ -54,6 +51,8 @@ def take_part(name: str, port: int) -> None:
 
 if __name__ == "__main__":
     who, where, *more = sys.argv[1:]
+    # Not by declearn's functions, which 2.8 lacks.
+    logging.basicConfig(level=logging.INFO)
     if who == "server":
         serve(int(where), json.loads(more[0]))
     else:

@@ -22,9 +22,9 @@ from fedbiomed.common.training_args import TrainingArgs
 from fedbiomed.common.training_plans import TorchTrainingPlan
 
 import fedclip
-from fedclip import registration
+from fedclip.core.plugins import PLUGINS
 
-MODULES = sorted(name for group, name in registration.PLUGINS if group == "OptiModule")
+MODULES = sorted(name for group, name in PLUGINS if group == "OptiModule")
 # Opacus, which Fed-BioMed makes for each plan, warns of its generator.
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG turned off")
 PARAMETERS: dict[str, dict[str, Any]] = {
