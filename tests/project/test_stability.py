@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from helpers import PATIENCE, free_port
+
+from fedclip.engines.declearn.messages import UpdateClipVotes
 
 ROOT = Path(__file__).parents[2]
 NODE = ROOT / "tests" / "support" / "mixed_node.py"
@@ -61,11 +64,18 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_an_older_client_takes_part_without_noise(old: Path) -> None:
+@pytest.mark.parametrize("noise", [False, True])
+def test_an_older_client_takes_part_and_its_vote_is_refused_with_noise(
+    noise: bool, old: Path
+) -> None:
+    if noise and not hasattr(UpdateClipVotes, "n_bins"):
+        pytest.skip("votes are bits")
+    more = {"noise_multiplier": 1.0, "expected_clients": 2} if noise else {}
     port = free_port()
-    server = node("server", port, '{"start_norm": 1.0}')
+    server = node("server", port, json.dumps({"start_norm": 1.0, **more}))
     nodes = [server, node("here", port), node("older", port, path=old)]
     shown = [process.communicate(timeout=PATIENCE)[0] for process in nodes]
     assert [process.returncode for process in nodes] == [0, 0, 0], "\n".join(shown)
     assert "coef" in shown[0]
     assert "Training is now over, after 2 rounds" in shown[2]
+    assert ("a vote without bins" in shown[0]) == noise
