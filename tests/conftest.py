@@ -137,7 +137,7 @@ def no_round_left_open() -> Iterator[None]:
     """Forget, after a test, the round of update clipping that it has begun, and who has replied."""
     yield
     from fedclip.engines.declearn.context import change
-    from fedclip.engines.declearn.replies import note
+    from fedclip.engines.declearn.members import note
 
     note(None, {})
     change(client=None, server=None)

@@ -11,10 +11,9 @@ from declearn.optimizer.modules import OptiModule
 
 from fedclip.engines.declearn import messages
 from fedclip.engines.declearn.context import ROUND, ServerPart, change, under_way
-from fedclip.engines.declearn.evaluation import EVALUATIONS
 from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.members import expect, faulty_senders
 from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
-from fedclip.engines.declearn.replies import expect, faulty_senders
 from fedclip.privacy import guarantees as kinds
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.protocol import WITHOUT_BINS
@@ -146,10 +145,11 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
 
     def _take_evaluations(self) -> None:
         """Replace evaluations by means with noise; halt if that is impossible."""
-        if (run := EVALUATIONS.get()) is None:
+        if (run := ROUND.get().evaluations) is None:
             self.halt("evaluation_share needs the server's protocol 'fedclip-websockets'")
         else:
-            self.halt(run.unfit(self.expected_clients or 0))
+            for problem in run.problems(self.expected_clients or 0):
+                self.halt(problem.text)
             run.noise = self.evaluated
 
     def process_aux_var(self, aux_var: object) -> None:

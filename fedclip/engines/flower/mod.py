@@ -53,11 +53,11 @@ class UpdateClipMod:
     Only messages of training are touched. Tensors of whole numbers, which count something, do not
     leave the client; the server keeps its own.
 
-    What cannot be clipped is not sent: without a bound, with several `ArrayRecord`, or with other
-    tensors than those received, the reply is an error that says so.
+    An update that cannot be clipped is not sent: without a bound, with several `ArrayRecord`, or
+    with other tensors than those received, the reply is an error with the reason.
 
-    A mod is a part of the app. It clips what the app sends through Flower, for as long as whoever
-    writes the app wants it to; it is no limit that an app could not undo.
+    A mod is a part of the app, which can remove it. A limit that no app can undo is the policy of
+    a site, `fedclip site supernode`.
 
     Examples
     --------
@@ -113,7 +113,7 @@ class UpdateClipMod:
         sent = bound_from(message.content[RECORD])
         # The app may empty the record.
         received = dict(one_record(message.content, "the message")[1])
-        # Content that other messages share stays unchanged.
+        # Other messages may share the content: replace it.
         message.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
         return sent, received
 

@@ -4,7 +4,7 @@
 ::
 
     ReceiveBound, on what arrives   take the bound out of the task, for this task only
-    ClipUpdate, on what leaves      clip the difference to the bound; the votes go with it
+    ClipUpdate, on what leaves      clip the difference to the bound; add the votes
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedclip.updates.store import client_of
 __all__ = ["KEY", "ClipUpdate", "ReceiveBound"]
 
 KEY = "fedclip"
-"""Under this name bound and votes are in a message, and the bound in the context of a task."""
+"""The name of bound and votes in a message, and of the bound in the context of a task."""
 
 
 class ReceiveBound(Filter):
@@ -71,7 +71,7 @@ class ClipUpdate(Filter):
         self._client = client_of(settings)
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the clipped update; a reply that says that the client failed stays unchanged."""
+        """Return the clipped update; the reply of a client that failed stays unchanged."""
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable
         sent = fl_ctx.get_prop(KEY)

@@ -25,7 +25,7 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from fedclip.engines.nvflare.client import KEY
 from fedclip.updates.protocol import Arrays, SentBound, bound_to, reply_from
-from fedclip.updates.store import PersistentServer, server_of
+from fedclip.updates.store import PersistentServer, absolute, server_of
 
 __all__ = ["CloseRound", "SendBound"]
 
@@ -51,8 +51,8 @@ class CloseRound(ModelAggregator):
 
     Notes
     -----
-    The model of a round is what `SendBound` has seen of it. Only the average is published;
-    neither votes nor the clients' metrics are in it.
+    `SendBound` sees the model of a round. The server publishes the average, without votes and
+    without the clients' metrics.
     """
 
     def __init__(self, settings: Mapping[str, object], folder: str | None = None) -> None:
@@ -62,11 +62,7 @@ class CloseRound(ModelAggregator):
                 "separation > 1 needs clients that take turns, and NVFlare's FedAvg draws them at "
                 "random: leave it out"
             )
-        if folder is not None and not Path(folder).is_absolute():
-            raise ValueError(
-                f"folder must be an absolute path on the server, got {folder!r}: another one would "
-                "be a new budget in each folder that a server is started in"
-            )
+        absolute(folder)
         self.settings = dict(settings)
         self.folder = folder
         self._served: PersistentServer | None = None
@@ -74,12 +70,10 @@ class CloseRound(ModelAggregator):
         self._asked: set[str] = set()
 
     def reset_stats(self) -> None:
-        """Open a round; if there is to be none, end the job in good order, and say why."""
+        """Open a round; if there is no next one, end the job in good order, with the reason."""
         if self._served is None:
-            self._served = PersistentServer(self.settings, self.folder or self._run())
-            if self._served.server.bound.budget and self.folder is None:
-                text = "noise without a folder: the next job spends the budget again; give folder"
-                self.log_warning(self.fl_ctx, text)
+            fallback = None if self.folder else self._run()
+            self._served = PersistentServer(self.settings, self.folder, fallback=fallback)
         self._model, self._asked = None, set()
         sent = self._served.open()
         self.fl_ctx.set_prop(KEY, self, private=True, sticky=True)

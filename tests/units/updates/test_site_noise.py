@@ -509,7 +509,7 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
         ({"exclude": "w"}, "noise cannot be sized on what exclude="),
         ({"weights": "steps", "max_steps": 9}, "weights do not go with noise"),
         ({"combine": "arc", "n_hostile": 1}, "combine = 'arc' does not go with noise"),
-        ({"name": "averaging"}, "goes with the aggregator 'clipped-averaging'"),
+        ({"name": "averaging"}, "needs the aggregator 'clipped-averaging'"),
     ],
 )
 def test_what_noise_does_not_cover_is_refused_before_the_first_step(
@@ -712,7 +712,7 @@ def test_a_client_that_leaves_ends_the_run_which_names_it(tmp_path: Path) -> Non
     settings = run_with(protocol="fedclip-websockets", faults=faults, run={"rounds": 9})
     with running(tmp_path, **settings) as run:
         run.wait()
-    assert "the connection of 'client_1' has ended, and the run can not go on" in run.said("server")
+    assert "the connection of 'client_1' has ended, and the run cannot go on" in run.said("server")
     assert len(run.state()["spent"]) == 1
 
 
