@@ -576,6 +576,7 @@ modules = [["update-clip-server", {{noise_at = "clients", noise_multiplier = 2.0
 expected_clients = 4, honest = 0.75, max_norm = 1.0, start_norm = 1.0, delta = 1e-5}}]]
 [run]
 rounds = 3
+training = {{batch_size = 8}}
 [run.register]
 min_clients = 3
 max_clients = {clients}
@@ -595,8 +596,8 @@ def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> No
     }
     assert cost["silent"][1] == pytest.approx(cost["epsilons"]["closed form"])
     words = "\n".join(in_words(cost))
-    assert f"{cost['silent'][3]:.4g} if 3 of them tell the server their noise" in words
-    assert "masks, which hide replies in secure sums, come from no cryptographic" in words
+    assert f"{cost['silent'][3]:.4g} if 3 clients do" in words
+    assert "masks for secure sums use no cryptographic generator" in words
 
 
 @pytest.mark.parametrize(
@@ -605,11 +606,15 @@ def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> No
         (
             {},
             "note",
-            f"up to 1 of 4 clients may add no noise, .* 3 rounds cost epsilon = {COST:.4g} then",
+            f"If 1 of them add none, or reveal theirs to the server, epsilon = {COST:.4g}",
         ),
         ({}, "note", "NumPy's PCG64, which is no cryptographic generator"),
         ({"bitsize": 64}, "problem", "integers of 62 bits for each client are not summed exactly"),
-        ({"clients": 3}, "problem", "at most 3 clients take part in a round, .* the noise of 4"),
+        (
+            {"clients": 3},
+            "problem",
+            "a round has at most 3 clients, and needs the noise of at least 4",
+        ),
         ({"more": ', on_nonfinite = "raise"'}, "problem", "reveals that client without noise"),
         (
             {"honest": 0.5},
@@ -630,7 +635,7 @@ def test_check_says_against_whom_it_protects(
 def test_check_refuses_noise_of_clients_without_secure_aggregation(checked: Any) -> None:
     text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4).replace("[secagg]", "[other]")
     cost = epsilon([Release(2.0 / math.sqrt(3), 3)], 1e-5)
-    said = f"the noise of its client alone, where 3 rounds cost epsilon = {cost:.4g}"
+    said = f"with one client's noise, where 3 rounds cost epsilon = {cost:.4g}"
     assert any(said in one.message for one in checked(text).problems)
     # A file for FLOptimConfig says nothing of it: clients refuse then.
     optim = text.partition("[optim]")[2].partition("[run]")[0].replace("[optim.", "[")
@@ -642,7 +647,7 @@ def test_check_names_a_table_that_nobody_asks_for(checked: Any) -> None:
     there, gone = 'noise_at = "clients", ', "honest = 0.75, max_norm = 1.0, start"
     text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4)
     text = text.replace(there, "").replace(gone, "max_norm = 1.0, start")
-    said = "update-clip-server expects none: leave the table out, or set noise_at = 'clients'"
+    said = "update-clip-server expects none: remove the table, or set noise_at = 'clients'"
     assert any(said in one.message for one in checked(text).problems)
 
 

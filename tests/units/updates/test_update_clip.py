@@ -787,6 +787,8 @@ lrate = 1.0
 modules = ["update-clip-server"]
 [run]
 rounds = 40
+register = 1
+training = {batch_size = 8}
 """
 NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 50%s}]"
 
@@ -794,8 +796,8 @@ NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 50%s
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ('aggregator = "clipped-averaging"', "", "goes with the aggregator 'clipped-averaging'"),
-        ('"clipped-averaging"', '"averaging"', "clips nothing, so that no bound holds"),
+        ('aggregator = "clipped-averaging"', "", "needs aggregator = 'clipped-averaging'"),
+        ('"clipped-averaging"', '"averaging"', "which clips nothing"),
         ('["update-clip-server"]', "[]", "server_opt has none"),
         (
             'aggregator = "clipped-averaging"',
@@ -805,11 +807,11 @@ NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 50%s
         (
             'aggregator = "clipped-averaging"',
             'aggregator = {name = "clipped-averaging", secagg_range = 8.0}',
-            r"norm up to 10000 do not fit into the range ±8",
+            r"norms up to 10000, above the range ±8",
         ),
-        ('"update-clip-server"', f'"momentum", {NOISE % ""}', "has to come first"),
-        ('"update-clip-server"', NOISE % ", max_epsilon = 5", "allows 5 rounds, and 40"),
-        ("[run]\nrounds = 40", "[secagg]\nclipval = 10.0", "do not fit into the range ±10"),
+        ('"update-clip-server"', f'"momentum", {NOISE % ""}', "must be the first module"),
+        ('"update-clip-server"', NOISE % ", max_epsilon = 5", "allows 5 of 40 planned rounds"),
+        ("[run]\nrounds = 40", "[secagg]\nclipval = 10.0", "above the range ±10"),
     ],
 )
 def test_check_finds_it_before_the_run(checked: Any, old: str, new: str, text: str) -> None:
