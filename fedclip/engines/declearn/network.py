@@ -455,8 +455,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         for name in faults.keys() - replies.keys():
             self._leave(name, faults[name])
         missing = {n: why for n, why in (self.members.gone | faults).items() if n not in valid}
-        if refusal := self.members.refusal(len(valid), len(asked), missing):
-            raise RuntimeError(f"{refusal}; the run cannot go on")
+        self.members.check_quorum(len(valid), len(asked), missing)
         return valid
 
     def _evaluations(self, replies: dict[str, Message]) -> dict[str, Message]:
