@@ -37,7 +37,7 @@ from fedclip.core.scopes import resolve
 from fedclip.engines.declearn.experiment import Experiment, draw_from
 from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.trained import label
-from fedclip.engines.local.crowd import Ask, Crowd, ClientState, SimulateConfig, Task, Trained
+from fedclip.engines.local.crowd import Ask, ClientState, Crowd, SimulateConfig, Task, Trained
 from fedclip.errors import FedclipWarning, ToolError
 from fedclip.report.norms import norms_by_stage, outliers_of, unusual_norms
 from fedclip.report.results import Result, best_round
