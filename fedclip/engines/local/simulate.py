@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The federation of a quickrun file in one process, with any number of clients.
 
-Updates are clipped, vetted and averaged by the core of update clipping (`UpdateClient` and
-`UpdateServer`), or by whatever other aggregator the file names; declearn's model, optimizers and
-metrics do the rest, as they do in a run.
+`UpdateClient` and `UpdateServer` clip, vet and average updates, or another aggregator that the file
+names. declearn's model, optimizers and metrics do the rest, as in a run.
 """
 
 from __future__ import annotations
