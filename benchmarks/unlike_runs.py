@@ -114,7 +114,7 @@ def serve(experiment: Any) -> None:
     from declearn.main import FederatedServer
     from declearn.main.config import FLOptimConfig, FLRunConfig
 
-    from fedclip.engines.declearn.serving import guarded
+    from fedclip.engines.declearn.samplers import guarded
 
     network = NetworkServerConfig.from_toml(experiment.toml, False, "network")
     optim = FLOptimConfig.from_toml(experiment.toml, False, "optim")

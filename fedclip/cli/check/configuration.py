@@ -67,7 +67,7 @@ from fedclip.cli.check.updates import update_problems
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn import stages as places
-from fedclip.engines.declearn.quorum import unfit
+from fedclip.engines.declearn.members import quorum_problems
 from fedclip.errors import ToolError, nearest
 from fedclip.privacy.maps import Plugin
 
@@ -309,7 +309,8 @@ def _check_quorum(check: Check, setting: Setting, least: int) -> None:
     register = part_of(check.config, "run").get("register")
     low = register.get("min_clients", 1) if isinstance(register, dict) else register
     secure = setting.secagg is not None
-    check.problem(where, *unfit(secagg=secure, fairness=setting.fairness, aggregator=name))
+    problems = quorum_problems(secagg=secure, fairness=setting.fairness, aggregator=name)
+    check.problem(where, *map(str, problems))
     clients, registered = setting.clients, as_count(low)
     if clients is not None and least > clients:
         text = f"min_replies = {least}, but a round has at most {clients} clients: lower it"

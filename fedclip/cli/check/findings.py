@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fedclip.core.parameters import Config
-from fedclip.engines.declearn.senders import NamedClients
+from fedclip.engines.declearn.samplers import NamedClients
 from fedclip.privacy.maps import Plugin
 
 Section: TypeAlias = Mapping[str, Any]

@@ -24,11 +24,11 @@ from fedclip.cli.check.findings import (
     registered,
 )
 from fedclip.cli.check.plugins import is_shared
-from fedclip.engines.declearn.evaluation import unfit as unfit_for_noise
+from fedclip.engines.declearn.evaluation import noise_problems
 from fedclip.engines.declearn.messages import DECLEARN_RANGE
-from fedclip.engines.declearn.pipeline import analyse
 from fedclip.engines.declearn.sample_clip import SampleClip, unfit
 from fedclip.engines.declearn.secagg import plan
+from fedclip.engines.declearn.stages import analyse
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Context, Plugin
@@ -224,12 +224,13 @@ def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
     values |= _OF_RECORDS if of_records else _OF_CLIENTS
     yield "note", "run.evaluate", _NOISED.format(**values)
     names = [m[0] if isinstance(m, list) and m else m for m in setting.metrics]
-    if why := unfit_for_noise(map(str, names)):
-        yield "problem", "experiment", why
+    if problems := noise_problems(map(str, names)):
+        yield "problem", "experiment", str(problems[0])
     elif not of_records:
-        clients = registered(run) or 0
-        if why := unfit_for_noise([], setting.secagg is not None, clients, plugin.expected_clients):
-            yield "problem", SERVER, why
+        asked = registered(run) or 0
+        secure = setting.secagg is not None
+        for problem in noise_problems([], secure, asked, plugin.expected_clients):
+            yield "problem", SERVER, str(problem)
         if not setting.watched:
             yield "problem" if run else "note", SERVER, _NOT_WATCHED
     if (frequency := part_of(run, "evaluate").get("frequency", 1)) != 1:

@@ -30,8 +30,8 @@ from declearn.utils import (
 
 import fedclip
 from fedclip.engines.declearn.experiment import Experiment, draw_from, vectorize_gradients
-from fedclip.engines.declearn.quorum import Members
-from fedclip.engines.declearn.serving import guarded, watchful
+from fedclip.engines.declearn.members import Members
+from fedclip.engines.declearn.samplers import guarded, watchful
 from fedclip.engines.declearn.trained import label
 from fedclip.engines.declearn.update_server import UpdateClipServer
 from fedclip.errors import ToolError

@@ -16,7 +16,12 @@ from declearn.model.api import Model
 from declearn.utils import make_importable
 
 from fedclip.engines.declearn.generics import AnyModel
-from fedclip.engines.declearn.personal import PersonalModel, astray, listed, unsent
+from fedclip.engines.declearn.personal import (
+    PersonalModel,
+    frozen_problems,
+    listed,
+    statistics_problems,
+)
 
 LABEL = "about_these_models.txt"
 """A file next to a server's checkpoints, about values in them that no client uses."""
@@ -64,12 +69,13 @@ def trained(file: Path, name: str = "model") -> Trained:
         raise ValueError(f"{str(file)!r} has no model of declearn called {name!r}, {why}")
     sizes = [model.get_weights(trainable=trainable).shapes() for trainable in (True, False)]
     shared, values = (sum(map(math.prod, shapes.values())) for shapes in sizes)
-    return Trained(shared, values, astray(model), unsent(model))
+    wrong, lacking = statistics_problems(model), frozen_problems(model)
+    return Trained(shared, values, "".join(map(str, wrong)), "".join(map(str, lacking)))
 
 
 def label(folder: str | Path, model: AnyModel) -> str:
     """Write which values of a server's checkpoints no client uses, and return the text."""
-    sentences = [astray(model)]
+    sentences = [*map(str, statistics_problems(model))]
     if isinstance(model, PersonalModel) and model.own:
         sentences += [
             f"{listed(model.own)} have the values with which all sites began: they are trained at "

@@ -15,8 +15,8 @@ from declearn.messaging import Error, EvaluationReply, EvaluationRequest
 from declearn.metrics import MetricSet
 from declearn.metrics._mean import MeanState
 from declearn.utils import set_device_policy
+from dpsgd_managers import client, data, manager, request, train
 from engines.declearn.test_dpsgd_leaks import differing, messages
-from engines.declearn.test_dpsgd_manager import client, data, manager, request, train
 from typer.testing import CliRunner
 from units.dpsgd.test_dpsgd_persample import MODELS
 

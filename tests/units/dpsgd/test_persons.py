@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.dataset import InMemoryDataset
-from engines.declearn.test_dpsgd_manager import Silent, data, manager, request
+from dpsgd_managers import Silent, data, manager, request
 from report_runs import call
 from units.dpsgd.test_dpsgd_persample import MODELS
 

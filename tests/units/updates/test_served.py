@@ -208,3 +208,15 @@ def test_the_page_of_another_engine_has_its_budget(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert call("report", tmp_path, "--html", page).exit_code == 0
     assert "privacy loss for adding or removing one client" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("folder", ["result", "", "../result"])
+def test_a_folder_that_depends_on_where_a_server_starts_is_refused(folder: str) -> None:
+    with pytest.raises(ValueError, match="folder must be an absolute path on the server"):
+        Served({}, folder)
+
+
+@pytest.mark.parametrize(("settings", "warned"), [(NOISE, True), ({}, False)])
+def test_noise_without_a_folder_is_warned_of(settings: Any, warned: bool, caplog: Any) -> None:
+    Served(settings)
+    assert ("noise without a folder" in caplog.text) == warned
