@@ -129,9 +129,9 @@ class Audit(NamedTuple):
         auc, low, high = self.membership
         yield f"membership: AUC {auc:.3f} by losses ({low:.3f} to {high:.3f}, 95 %); 0.5 is a coin"
         yield (
-            "what this does not show: that epsilon is as small as claimed (attacks give lower "
-            "bounds); what goes out besides the model, as losses, votes, logs and numbers of "
-            "records do; and the generator, whose draws are taken as random"
+            "what this does not show: that epsilon is as small as claimed, as attacks give lower "
+            "bounds. It tests neither other messages (losses, votes, logs, numbers of records) nor "
+            "the random generator"
         )
 
 
