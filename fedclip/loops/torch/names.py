@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -73,7 +73,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
 class _Selection(NamedTuple):
     """The parameters that a clipper had at its last call, as its user names them."""
 
-    names: list[object] | None
+    names: list[Any] | None
     ids: list[int]
     found: tuple[str, ...]
 
@@ -85,6 +85,8 @@ def selected(
 
     What was checked at the last call with the same parameters is not checked again.
     """
+    names: list[Any] | None
+    tensors: Sequence[Any]
     if isinstance(source, torch.nn.Module):
         pairs = dict(source.named_parameters())
         names, tensors = [*pairs], [*pairs.values()]
@@ -108,7 +110,7 @@ def selected(
     return parameters, outputs
 
 
-def _is_list_of_tensors(source: object) -> bool:
+def _is_list_of_tensors(source: object) -> TypeGuard[list[torch.Tensor]]:
     return type(source) is list and bool(source) and isinstance(source[0], torch.Tensor)
 
 
