@@ -84,7 +84,7 @@ def _layout(
 ) -> Layout:
     clipped: dict[int, tuple[int, ...]] = {}
     for i, shape in enumerate(shapes):
-        sizes = shape or (1,)
+        sizes: tuple[int, ...] = shape or (1,)
         axes = spanned(len(sizes), dims, inverse) if spans is None else spans[i]
         # A list, not a generator: torch.compile can follow it.
         size = math.prod([sizes[a] for a in axes])
