@@ -248,7 +248,7 @@ def test_in_a_loop_of_accelerate(
 
 # -- processes -----------------------------------------------------------------------------------
 def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
-    from transformers_processes import trained
+    from loops.transformers_processes import trained
 
     if not torch.distributed.is_gloo_available():
         pytest.skip("needs gloo")
