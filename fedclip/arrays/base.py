@@ -246,13 +246,13 @@ class Backend(Arithmetic, ABC):
 
         A slice spans the axes of its array.
         """
-        found = []
+        norms = []
         for array, some in zip(arrays, axes, strict=True):
             wide = self.cast(array, "float64")
             unit = unit_of(self.max(abs(wide), some), self)
             wide = wide / unit
-            found.append(unit * self.sqrt(self.sum(wide * wide, some)))
-        return self.joined(found)
+            norms.append(unit * self.sqrt(self.sum(wide * wide, some)))
+        return self.joined(norms)
 
     def joint_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         """Return the L2 norm of each group from all its elements in one array, after a 0."""

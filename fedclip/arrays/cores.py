@@ -33,14 +33,14 @@ _pool: ThreadPoolExecutor | None = None
 def cores() -> int:
     """Return the number of threads that may run: by affinity, OMP_NUM_THREADS and torch."""
     affinity = getattr(os, "sched_getaffinity", None)
-    found = len(affinity(0)) if affinity else os.cpu_count() or 1
-    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if wanted.isdigit():
-        found = min(found, int(wanted))
+    number = len(affinity(0)) if affinity else os.cpu_count() or 1
+    setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if setting.isdigit():
+        number = min(number, int(setting))
     torch = sys.modules.get("torch")
     if hasattr(torch, "get_num_threads"):
-        found = min(found, torch.get_num_threads())  # type: ignore[union-attr]
-    return max(found, 1)
+        number = min(number, torch.get_num_threads())  # type: ignore[union-attr]
+    return max(number, 1)
 
 
 def num_threads(sizes: Sequence[int]) -> int:

@@ -71,7 +71,7 @@ class Memory:
 
     def like(self, places: Iterable[int], views: Sequence[HostView]) -> list[HostView | None]:
         """Return memory for some of the arrays, laid out like them; None where it is not kept."""
-        kept = self._kept
+        cached = self._kept
         outs: list[HostView | None] = []
         for i in places:
             view = views[i]
@@ -79,13 +79,13 @@ class Memory:
                 outs.append(None)
                 continue
             form = view.shape, view.dtype, view.strides
-            known = kept.get(i)
+            known = cached.get(i)
             if known is None or known[0] != form or _holders(known) > _NOBODY:
                 if in_memory_order(view) is None:
                     # Operations choose a layout of their own for what has gaps.
                     outs.append(None)
                     continue
-                known = kept[i] = form, aligned(view)
+                known = cached[i] = form, aligned(view)
             outs.append(known[1].view())
         return outs
 

@@ -270,42 +270,42 @@ class NumpyBackend(Backend):
     ) -> Arrays:
         rows = []
         for i, row in enumerate(zip(*columns, strict=True)):
-            left = moved is not None and not moved[i]
-            rows.append(self._mapped(call, row, left, wide))
+            is_unchanged = moved is not None and not moved[i]
+            rows.append(self._mapped(call, row, is_unchanged, wide))
         results = [*zip(*rows, strict=True)]
         return [np.array(r) if type(r[0]) is float else r for r in results]
 
-    def _mapped(self, call: Call, row: Arrays, left: bool, wide: bool) -> tuple[Any, ...]:
-        given = row[0]
+    def _mapped(self, call: Call, row: Arrays, is_unchanged: bool, wide: bool) -> tuple[Any, ...]:
+        array = row[0]
         output: HostView | None = None
         others: list[Array] = []
-        for piece, some in _parts(row, wide=wide, nothing=left):
+        for piece, some in _parts(row, wide=wide, nothing=is_unchanged):
             result, *more = call(*some)
-            if left:
-                return given, *(x if np.ndim(x) else float(x) for x in more)
+            if is_unchanged:
+                return array, *(x if np.ndim(x) else float(x) for x in more)
             if piece.start == 0:
                 # What is shaped like the elements is kept, and numbers are joined.
-                others = [np.empty(given.size, x.dtype) if np.ndim(x) else -math.inf for x in more]
+                others = [np.empty(array.size, x.dtype) if np.ndim(x) else -math.inf for x in more]
             for j, x in enumerate(more):
                 if np.ndim(x):
                     others[j][piece] = x.reshape(-1)
                 else:
                     others[j] = max(others[j], float(x))
             if output is None and result is not some[0] and (result != some[0]).any():
-                (output,) = self._outputs([given])
+                (output,) = self._outputs([array])
                 if output is None or not output.flags.c_contiguous:
-                    output = np.empty(given.size, given.dtype)
+                    output = np.empty(array.size, array.dtype)
                 output = output.reshape(-1)
-                output[: piece.start] = given.reshape(-1)[: piece.start]
+                output[: piece.start] = array.reshape(-1)[: piece.start]
             if output is not None:
-                output[piece] = encode(result.reshape(-1), given.dtype, towards_zero=True)
-        shaped = [x.reshape(given.shape) if np.ndim(x) else x for x in others]
+                output[piece] = encode(result.reshape(-1), array.dtype, towards_zero=True)
+        shaped = [x.reshape(array.shape) if np.ndim(x) else x for x in others]
         if output is None:
-            return given, *shaped
-        output = output.reshape(given.shape)
-        if self.in_place and not np.may_share_memory(output, given):
-            given[...] = output
-        return given if self.in_place else output, *shaped
+            return array, *shaped
+        output = output.reshape(array.shape)
+        if self.in_place and not np.may_share_memory(output, array):
+            array[...] = output
+        return array if self.in_place else output, *shaped
 
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         if condition:

@@ -293,12 +293,12 @@ class Clipper(Core, OptiModule, register=False):
             (group,) = learnt
         if learnt and group not in learnt:
             return {}
-        one = Groups((group,), (group,), ((0,),))
-        transform = self.transform(one)
-        state = states.load(transform.init(one), learnt, (group,))
+        groups = Groups((group,), (group,), ((0,),))
+        transform = self.transform(groups)
+        state = states.load(transform.init(groups), learnt, (group,))
         columns = known(_rule_of(transform), state, NUMPY)
-        found = {field: on_host(column)[..., 0].tolist() for field, column in columns.items()}
-        return found | ({"count": int(found["count"])} if "count" in found else {})
+        numbers = {field: on_host(column)[..., 0].tolist() for field, column in columns.items()}
+        return numbers | ({"count": int(numbers["count"])} if "count" in numbers else {})
 
     def set_statistics(self, group: str = ALL, **statistics: float) -> None:
         """Set statistics of a group, such as its mean; the others stay as they are.
@@ -346,8 +346,8 @@ class Clipper(Core, OptiModule, register=False):
         if state["clipper"] != self.name:
             raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
         round_ = states.check_count("round", state["round"])
-        one = transform.init(Groups(("x",), ("x",), ((0,),)))
-        groups = states.check_groups(state["groups"], one)
+        single = transform.init(Groups(("x",), ("x",), ((0,),)))
+        groups = states.check_groups(state["groups"], single)
         arrays = states.check_arrays(state["arrays"], transform.array_fields)
         return groups, arrays, round_, read_rounds(state)
 

@@ -47,8 +47,8 @@ SCOPE_TABLE = parameter(
 
 def as_tuple(dims: int | Sequence[int] | None) -> tuple[int, ...] | None:
     """Return the parameter `dims` as transforms take it."""
-    found = check_dims(dims=dims)
-    return None if found is None else tuple(found)
+    checked = check_dims(dims=dims)
+    return None if checked is None else tuple(checked)
 
 
 class Sliced(Configured):
@@ -121,8 +121,8 @@ class PastLimit(Exact):
 
         The rule gets the clipper's parameters of the same names, except for those in `changes`.
         """
-        wanted = inspect.signature(rule).parameters
-        names = [name for name in wanted if name not in changes and name in self.parameters]
+        fields = inspect.signature(rule).parameters
+        names = [name for name in fields if name not in changes and name in self.parameters]
         made = rule(**{name: getattr(self, name) for name in names}, **changes)
         return NormClipping(made, self.ord, Action(self.eps, skip=self.on_spike == "skip"))
 

@@ -87,17 +87,17 @@ class FromServer(Message, register=False):
     @classmethod
     def from_dict(cls, data: object) -> Self:
         """Make a message from anything that came over the wire."""
-        found = dict(data) if isinstance(data, Mapping) else {}
-        result = cls(**{f.name: found.pop(f.name, None) for f in fields(cls) if f.init})
-        result.rest = found
+        known = dict(data) if isinstance(data, Mapping) else {}
+        result = cls(**{f.name: known.pop(f.name, None) for f in fields(cls) if f.init})
+        result.rest = known
         return result
 
     def missing(self) -> str:
         """Say which fields are missing or of another kind, in a sentence; "" if none is."""
         kinds = {**self.kinds, "fedclip": str}
-        found = {name: getattr(self, name) for name in kinds}
-        lacking = [name for name, value in found.items() if value is None]
-        odd = [name for name, value in found.items() if not isinstance(value, kinds[name])]
+        values = {name: getattr(self, name) for name in kinds}
+        lacking = [name for name, value in values.items() if value is None]
+        odd = [name for name, value in values.items() if not isinstance(value, kinds[name])]
         if not odd:
             return ""
         what = f"lacks {', '.join(lacking)}" if lacking else f"has no valid {', '.join(odd)}"

@@ -128,15 +128,15 @@ class StepRecord:
         """
         norms, limits, clipped = self.norm_before, self.limit, self.clipped
         finite = self.is_finite
-        found: dict[str, float] = {"norm": self.norm, "clipped": 0, "nonfinite": int(not finite)}
+        numbers: dict[str, float] = {"norm": self.norm, "clipped": 0, "nonfinite": int(not finite)}
         if finite and norms:
             rows = list(zip(self.groups, norms, limits, clipped, strict=True))
             tightest = max(rows, key=lambda row: row[1] / row[2] if row[2] else math.inf)
-            found |= {"limit": tightest[2], "clipped": int(any(clipped))}
+            numbers |= {"limit": tightest[2], "clipped": int(any(clipped))}
             for label, norm, limit, over in rows if groups and len(rows) > 1 else ():
-                own = {"norm": norm, "limit": limit, "clipped": int(over)}
-                found |= {f"{label}/{name}": number for name, number in own.items()}
-        return _finite(found, prefix)
+                of_group = {"norm": norm, "limit": limit, "clipped": int(over)}
+                numbers |= {f"{label}/{name}": value for name, value in of_group.items()}
+        return _finite(numbers, prefix)
 
     def __repr__(self) -> str:
         fields = ("groups", "norm_before", "limit", "clipped", "nonfinite")
@@ -299,14 +299,14 @@ def _batches(
         buckets.T,
     )
     for row in zip(*(column.tolist() for column in columns), strict=True):
-        found = RoundRecord(0, steps=steps)
-        found.clipped, found.norm_min, found.norm_max, *ends = row[:6]
+        record = RoundRecord(0, steps=steps)
+        record.clipped, record.norm_min, record.norm_max, *ends = row[:6]
         if math.isfinite(ends[0]):
-            found.limit, found.limit_min, found.limit_max = ends
-        found.fixed, found.learnt, found.warmup, held = row[6:]
+            record.limit, record.limit_min, record.limit_max = ends
+        record.fixed, record.learnt, record.warmup, held = row[6:]
         counts = Counter(held)
-        found.buckets, found.counts = [*counts], [*counts.values()]
-        yield found
+        record.buckets, record.counts = [*counts], [*counts.values()]
+        yield record
 
 
 # The bucket of a norm of exactly 0, below that of the smallest float.

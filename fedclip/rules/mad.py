@@ -45,7 +45,7 @@ class Mad(Percentile):
         return median + self.mad_factor * xp.maximum(_NORMAL * spread, self.min_mad * median)
 
     def shared(self) -> Mad:
-        return MadGiven(**{**vars(self), "alone": False})
+        return MadGiven(**{**vars(self), "is_local": False})
 
     def levels(self, sketch: Sketched) -> tuple[float, ...]:
         median = sketch.quantile(0.5)

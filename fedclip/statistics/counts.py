@@ -113,22 +113,22 @@ class Tally:
 
     def add(self, judged: Judgement, most: int, state: State, xp: Arithmetic) -> State:
         """Return the state after counting one step; count at most `most` norms."""
-        seen, unclipped = judged.seen, judged.unclipped
-        learnt = judged.learns & (seen < LARGEST) & (state.new < most)
-        weight = xp.where(learnt, 1.0, 0.0)
+        observed, unclipped = judged.observed, judged.unclipped
+        counted = judged.learns & (observed < LARGEST) & (state.new < most)
+        weight = xp.where(counted, 1.0, 0.0)
         fields: dict[str, Array] = {"new": state.new + weight}
         if self.has_bits:
             fields["new_unclipped"] = state.new_unclipped + weight * unclipped
         if self.has_moments:
             # Welford's update.
-            seen = xp.where(weight > 0, seen, state.new_mean)
-            delta = seen - state.new_mean
+            observed = xp.where(weight > 0, observed, state.new_mean)
+            delta = observed - state.new_mean
             mean = state.new_mean + delta / xp.maximum(fields["new"], 1.0)
             fields["new_mean"] = mean
-            fields["new_squares"] = state.new_squares + delta * (seen - mean)
+            fields["new_squares"] = state.new_squares + delta * (observed - mean)
         if self.has_sketch:
-            edges = xp.asarray(_COLUMN, like=seen)
-            more = xp.where(seen > edges, weight, 0.0 * weight)
+            edges = xp.asarray(_COLUMN, like=observed)
+            more = xp.where(observed > edges, weight, 0.0 * weight)
             fields["new_above"] = state.new_above + more
         return state._replace(**fields)
 
