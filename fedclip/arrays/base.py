@@ -128,8 +128,6 @@ class Backend(Arithmetic, ABC):
     """Whether this process holds parts of the arrays only."""
     in_place = False
     """Whether outputs are written to the arrays themselves."""
-    product_types: frozenset[type] = frozenset()
-    """Classes of dense host arrays that `products` multiplies."""
     aligned = False
     """Whether it shares only memory that begins at a multiple of 64 bytes."""
 
@@ -272,13 +270,6 @@ class Backend(Arithmetic, ABC):
         columns = [arrays, [raised(k, self.dtype(array)) for array, k in pairs]]
         outputs: Arrays = self.mapped(lambda x, k: (x * k,), columns)[0]
         return outputs
-
-    def products(self, arrays: Arrays, factors: Sequence[HostView]) -> Arrays:
-        """Return products of host arrays of float32 or float64, each with a factor of shape ().
-
-        An array with the factor 1 comes back itself.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def mapped(

@@ -82,7 +82,6 @@ class TorchBackend(Backend):
     """Tensors of PyTorch."""
 
     name = "torch"
-    product_types = frozenset({torch.Tensor})
 
     # -- arrays -------------------------------------------------------------------------------
     def traced(self, array: Array) -> bool:
@@ -338,18 +337,6 @@ class TorchBackend(Backend):
             _put(outputs, places, self._multiplied(some, wide))
         return outputs
 
-    def products(self, arrays: Arrays, factors: Sequence[HostView]) -> Arrays:
-        if len({*map(id, factors)}) == 1:
-            k = factors[0].item()
-            return arrays if k == 1.0 else self._times(list(arrays), k)
-        numbers = [k.item() for k in factors]
-        places = [i for i, k in enumerate(numbers) if k != 1.0]
-        outputs = list(arrays)
-        if places:
-            some = self._times([arrays[i] for i in places], [numbers[i] for i in places])
-            _put(outputs, places, some)
-        return outputs
-
     def _multiplied(self, tensors: Arrays, factors: Any) -> Arrays:
         """Return products of tensors of one dtype and device, with one factor or one for each."""
         half = tensors[0].dtype == torch.float16
@@ -573,8 +560,6 @@ class TorchInPlace(TorchBackend):
     """Tensors that fedclip changes in place: the gradients of a training loop."""
 
     in_place = True
-    # NumPy multiplies small arrays in place in a third of the time.
-    product_types = frozenset()
 
     def prepared(self, arrays: Arrays) -> Arrays:
         for tensor in arrays:

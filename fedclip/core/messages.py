@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from fedclip.core.plugins import Plugin
-from fedclip.core.version import VERSION, other
+from fedclip.core.plugins import VERSION, Plugin, other
 from fedclip.errors import Unchecked
 
 

@@ -27,8 +27,8 @@ import numpy as np
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.core import states
 from fedclip.core.parameters import Config
+from fedclip.core.plugins import other
 from fedclip.core.states import Fields, Statistics
-from fedclip.core.version import other
 from fedclip.errors import FedclipWarning, StateError, shown
 from fedclip.rules import Basis, State, state_of, updated
 from fedclip.rules.protection import WarmupGuard

@@ -11,7 +11,7 @@ counter    rows    what it is
 moments   44      ``sum(u - c)``, its positive and its negative part, and ``sum((u - c)^2)``,
                   each a fixed-point number in digits of 16 bits; c is the mean that the server
                   has sent, so that nothing cancels
-sketch    512     number of u in each bucket (`fedclip.core.sketch`), which gives a quantile
+sketch    512     number of u in each bucket (`fedclip.core.records`), which gives a quantile
                   between 1e-8 and 2e5 within 3 %; smaller norms count as 0
 bits      1       number of norms that were at most the limit
 all       1       number of norms that were learnt
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.arrays import Arithmetic, Array, Float64
-from fedclip.core.sketch import Integers, Sketch, holder
+from fedclip.core.records import Integers, Sketch, holder
 from fedclip.core.states import Fields
 from fedclip.rules import State
 from fedclip.rules.sharing import Judgement
