@@ -139,8 +139,8 @@ class Backend(Arithmetic, ABC):
     def traced(self, array: Array) -> bool:
         """Return whether an array stands for others, in code that is compiled or batched.
 
-        So does one whose derivatives are recorded. `torch.compile` is none of these: it follows
-        what a clipper remembers.
+        So does one whose derivatives are recorded. `torch.compile` is not among these: it
+        follows the statistics of a clipper.
         """
         return False
 
@@ -153,7 +153,7 @@ class Backend(Arithmetic, ABC):
         return math.prod(array.shape)
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        """Return arrays with repeated rows merged, in the machine's byte order; most as they are.
+        """Return arrays with repeated rows merged, in the machine's byte order; most unchanged.
 
         The norm of a sum is not the norm of its parts.
         """
@@ -282,7 +282,7 @@ class Backend(Arithmetic, ABC):
         of a tensor, or many tensors at once. Half precision comes as float32, and numbers so that
         they do not widen the elements; if `wide`, all comes in the widest float. The first result
         is an output: it gets the dtype of the array in the first column, rounded towards zero. The
-        others stay as they are, in which numbers (`max` of the elements) are joined by their
+        others stay unchanged, in which numbers (`max` of the elements) are joined by their
         maximum, to one array of numbers.
 
         On the host, an array that the call does not change comes back itself, and so does one

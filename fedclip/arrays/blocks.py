@@ -62,7 +62,7 @@ _size, _width, _nbytes = attrgetter("size"), attrgetter("itemsize"), attrgetter(
 
 
 def decode(view: HostView) -> HostView:
-    """Return half precision as float32 (uint16 means bfloat16 bits); the rest as it is."""
+    """Return half precision as float32 (uint16 means bfloat16 bits); others unchanged."""
     if view.dtype == np.uint16:
         return (view.astype(np.uint32) << 16).view(np.float32)
     return view.astype(np.float32) if view.dtype == np.float16 else view
@@ -102,7 +102,7 @@ def _chunks(view: HostView) -> Iterator[HostView]:
 
 
 def peak(view: HostView) -> float:
-    """Return the largest absolute element; NaN if there is one, 0 if there is none."""
+    """Return the largest absolute element; NaN if there is one, 0 of an empty view."""
     ends = [end for chunk in _chunks(view) for end in (chunk.min(), chunk.max())]
     # max() of Python drops NaN; NumPy's keeps it.
     return float(np.max(np.abs(ends), initial=0.0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a network of torch has beside gradients: running statistics, idle and tied tensors."""
+"""Running statistics, idle tensors and tied tensors of torch's networks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def hold_statistics(network: Any) -> list[str]:
-    """Let frozen BatchNorm normalise by its statistics, and keep them, in training too.
+    """Make frozen BatchNorm normalise by its statistics, and keep them, in training too.
 
     A layer is frozen if it has weights and none of them is trained. The network may be pickled.
 

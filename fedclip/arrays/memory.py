@@ -66,7 +66,7 @@ class Memory:
         self._kept: dict[int, _Kept] = {}
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
-        """Let copies and pickles be empty: two clippers must not write to one memory."""
+        """Return how to make an empty one: two clippers must not write to one memory."""
         return Memory, ()
 
     def like(self, places: Iterable[int], views: Sequence[HostView]) -> list[HostView | None]:
@@ -90,7 +90,7 @@ class Memory:
         return outs
 
     def serves(self, sizes: Sequence[int]) -> bool:
-        """Whether memory is kept for outputs of so many bytes; that of other sizes is released."""
+        """Whether memory is kept for outputs of these sizes; that of other sizes is released."""
         if self._kept and sizes != self._sizes:
             self._kept = {}
         self._sizes = sizes

@@ -44,7 +44,7 @@ from fedclip.arrays.cores import PIECE, THREADED, each, num_threads
 from fedclip.arrays.memory import Memory, aligned, in_memory_order
 
 FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
-"""The dtypes of views that show numbers as they are."""
+"""The dtypes of views that show numbers, not bits."""
 
 _ARRAY, _dtype, _nbytes = {np.ndarray}, attrgetter("dtype"), attrgetter("nbytes")
 _BITS = np.dtype(np.uint16)
@@ -52,14 +52,14 @@ _CLOSE = 2 * UNCERTAINTY
 
 
 def bits(array: HostView) -> HostView:
-    """Return bfloat16 as its bits, and any other array as it is."""
+    """Return bfloat16 as its bits, and any other array unchanged."""
     # NumPy has no bfloat16 of its own. Other dtypes that packages add are of the kind "V" too.
     dtype = array.dtype
     return array.view(np.uint16) if dtype.kind == "V" and dtype.itemsize == 2 else array
 
 
 def floats_only(views: Sequence[HostView | None]) -> Sequence[HostView] | None:
-    """Return the views if each is there and shows floats as they are; else None."""
+    """Return the views if all are there and show floats, not bits; else None."""
     known = [view for view in views if view is not None and view.dtype in FLOATS]
     return known if len(known) == len(views) else None
 
@@ -343,7 +343,7 @@ def _parts(
 ) -> Iterator[tuple[slice, list[Array]]]:
     """Yield pieces of the dense arrays of a row that stay in the cache, decoded.
 
-    Numbers become floats of Python, which do not widen what they meet. What is empty is one piece.
+    Numbers become floats of Python, which do not widen what they meet. An empty array is one piece.
     An array that something broadcasts against is one piece too.
     """
     first = row[0]
@@ -361,7 +361,7 @@ def _parts(
 
 
 def _decoded(columns: Arrays, wide: bool) -> list[Array]:
-    """Return arrays in float32 or wider, or all in float64; numbers stay as they are."""
+    """Return arrays in float32 or wider, or all in float64; numbers stay unchanged."""
     some: list[Array] = [x if type(x) is float else decode(x) for x in columns]
     if not wide:
         return some

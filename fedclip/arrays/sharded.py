@@ -38,14 +38,14 @@ def _meshes(arrays: Iterable[Array]) -> list[DeviceMesh]:
 
 
 def _mesh(arrays: Iterable[Array]) -> DeviceMesh | None:
-    """Return the mesh of all processes that hold the arrays; None if none is a DTensor."""
+    """Return the mesh of all processes that hold the arrays; None if there is no DTensor."""
     meshes = _meshes(arrays)
     ranks = [{*mesh.mesh.flatten().tolist()} for mesh in meshes] if len(meshes) > 1 else []
     if not all(ranks[0] >= some for some in ranks):
         raise TypeError(
-            "the parameters lie on device meshes of which none holds all the others' processes, so "
-            "that no process knows the whole gradient: clip the parameters of each mesh with a "
-            "clipper of its own"
+            "the parameters lie on several device meshes, and none holds the processes of all, so "
+            "that no process knows the whole gradient. Clip the parameters of each mesh with "
+            "another clipper"
         )
     return meshes[0] if meshes else None
 

@@ -141,7 +141,7 @@ class TensorflowBackend(Backend):
         # The shape is that of the variable, which a function knows as it is traced.
         if array.shape.num_elements() is None:
             raise ValueError(
-                "IndexedSlices of unknown shape can not be made dense: give them a dense_shape; in "
+                "IndexedSlices of unknown shape cannot be made dense: give them a dense_shape; in "
                 "a tf.function, take them from a tape in the same function"
             )
         dense = tf.math.unsorted_segment_sum(array.values, array.indices, array.shape[0])

@@ -66,7 +66,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sparse(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return values as they are for a dense `like`, or a sparse tensor at its indices."""
+    """Return the values for a dense `like`; for a sparse one, a sparse tensor at its indices."""
     if like.layout is torch.strided:
         return values
     return torch.sparse_coo_tensor(

@@ -88,7 +88,7 @@ class Core(Documented):
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but the lock, for a copy or a pickle.
 
-        What steps change in place is copied here, while none is under way.
+        Attributes that steps change in place are copied here, under the lock.
         """
         with self.lock:
             changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
@@ -160,7 +160,7 @@ class Core(Documented):
     def __eq__(self, other: object) -> bool:
         """Return whether the other is of the same class and configuration, whatever it has learnt.
 
-        Clippers have no hash: two that are equal have statistics of their own.
+        Clippers have no hash: two that are equal have different statistics.
         """
         same = type(self) is type(other)
         return config_of(self) == config_of(other) if same else NotImplemented
@@ -278,7 +278,7 @@ class Core(Documented):
 
     @property
     def last(self) -> StepRecord | None:
-        """What the last step did, in any round; None before the first."""
+        """The record of the last step, in any round; None before the first."""
         with self.lock:
             return None if self._last is None else StepRecord(*self._last)
 

@@ -42,7 +42,7 @@ class Docstring:
 def docstring_of(cls: Any, text: str) -> str:
     """Return a clipper's docstring, with its parameters after what comes before other sections.
 
-    A clipper without parameters of its own has the sections of the clipper that it is made from.
+    A clipper that adds no parameters has the sections of the clipper that it is made from.
     """
     text = inspect.cleandoc(text)
     if not cls.parameters:

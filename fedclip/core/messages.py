@@ -74,25 +74,25 @@ class FromServer(Message, register=False):
 
     fedclip: Unchecked = field(default=VERSION, kw_only=True)
     # Additional fields of a newer fedclip; they do not count in comparisons.
-    rest: dict[str, object] = field(
+    unread: dict[str, object] = field(
         default_factory=dict, init=False, repr=False, compare=False, kw_only=True
     )
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, those of a newer fedclip too."""
         known = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {**self.rest, **known}
+        return {**self.unread, **known}
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
         """Make a message from anything that came over the wire."""
         known = dict(data) if isinstance(data, Mapping) else {}
         result = cls(**{f.name: known.pop(f.name, None) for f in fields(cls) if f.init})
-        result.rest = known
+        result.unread = known
         return result
 
     def missing(self) -> str:
-        """Say which fields are missing or of another kind, in a sentence; "" if none is."""
+        """Say which fields are missing or of another kind, in a sentence; "" if no field is."""
         kinds = {**self.kinds, "fedclip": str}
         values = {name: getattr(self, name) for name in kinds}
         lacking = [name for name, value in values.items() if value is None]

@@ -198,10 +198,10 @@ def refuse_unknown(cls: Any, config: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a class says of one of its parameters."""
+    """The declaration of one parameter of a class."""
 
     check: Callable[..., object] | None
-    """Takes the value by the parameter's name, after `allowed`, and returns it as it is kept."""
+    """Takes the value by the parameter's name, after `allowed`, and returns it checked."""
     allowed: tuple[Any, ...]
     default: object
     kw_only: bool
@@ -227,7 +227,7 @@ class Parameter:
         )
 
     def checked(self, name: str, value: object) -> object:
-        """Return the value as it is kept."""
+        """Return the checked value."""
         optional = "None" in self.annotation or "Optional" in self.annotation
         if self.check is None or (value is None and optional):
             return value

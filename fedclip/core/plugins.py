@@ -36,7 +36,7 @@ _engines: list[Callable[[type[Plugin]], None]] = []
 
 
 class Plugin:
-    """A class that declearn registers as one of its own; declearn need not be installed."""
+    """A class that declearn registers; declearn need not be installed."""
 
     name: ClassVar[str]
     group: ClassVar[str]

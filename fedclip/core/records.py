@@ -287,7 +287,7 @@ class RoundRecord:
 
         They are ``round``, ``steps``, ``clipped``, ``nonfinite``, ``fixed``, ``learnt``,
         ``warmup``, ``norm_min``, ``norm_max``, ``limit``, ``limit_min`` and ``limit_max``, as
-        above, ``clipped_share`` and ``norm_median``. What is not known is left out.
+        above, ``clipped_share`` and ``norm_median``. Unknown numbers are left out.
 
         Parameters
         ----------

@@ -5,7 +5,7 @@
 scope                   groups
 ======================  ===================================================================
 ``"global"``            one: all arrays together
-``"tensor"``            each array by itself
+``"tensor"``            one for each array
 ``"layer"``             arrays whose names agree up to the last ``.`` or ``/``, or Haiku's ``:``
                         (parametrized ones of torch by the name of what they stand for)
 ``["enc.*", "head"]``   one for each pattern (`fnmatch`, first match wins), one for the rest

@@ -39,7 +39,7 @@ from fedclip.rules.sharing import Judgement, Learning
 
 @dataclass(frozen=True, kw_only=True)
 class History(Learning):
-    """A rule that judges each norm by those before it, or by itself as well.
+    """A rule that judges each norm by those before it, and optionally by that norm too.
 
     Its fields, like those of all rules, are parameters of the clipper, under the same names.
     """
@@ -70,7 +70,7 @@ class History(Learning):
         return 1
 
     def ready(self, state: State, threshold: Array) -> Array:
-        """Return which groups can be judged; a threshold of 0 is none to judge by."""
+        """Return which groups can be judged; with a threshold of 0 a group cannot."""
         return (state.count >= self.needed) & (threshold > 0)
 
     def compared(self, norms: Array) -> Array:

@@ -16,7 +16,7 @@ _NORMAL = 1.4826
 
 @dataclass(frozen=True, kw_only=True)
 class Mad(Percentile):
-    """Limits at so many median absolute deviations above the median.
+    """Limits at a number of median absolute deviations above the median.
 
     ::
 

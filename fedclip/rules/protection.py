@@ -68,7 +68,7 @@ class WarmupGuard:
 
 @dataclass(frozen=True)
 class NoGuard(WarmupGuard):
-    """No limit before the rule is ready, which learns all norms as they are."""
+    """No limit before the rule is ready, which learns all norms unchanged."""
 
     factor: float = math.inf
     least: int = 0

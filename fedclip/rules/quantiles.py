@@ -4,7 +4,7 @@
 =============  ==================================================================  ============
 estimator      quantile                                                            state a group
 =============  ==================================================================  ============
-`Window`       exact, of the last so many norms                                    the window
+`Window`       exact, of the last `size` norms                                    the window
 `Markers`      P2: approximate, of all norms                                       8 numbers
 `Stream`       approximate, follows norms that change                              2 numbers
 `Given`        from the server of a federation                                     1 number
@@ -54,7 +54,7 @@ class Quantile(ABC):
 
     @abstractmethod
     def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
-        """Return the state after a norm, `count` left as it is."""
+        """Return the state after a norm, with the same `count`."""
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
         """Return the quantile; any finite number while there is no estimate."""

@@ -454,7 +454,7 @@ def _excluded_norm(excluded: Mapping[str, Array], xp: Backend) -> Array:
 
 # -- transforms ----------------------------------------------------------------------------------
 class Transform(ABC):
-    """What a clipper does to a gradient."""
+    """The step of a clipper on one gradient."""
 
     array_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the arrays that the transform keeps for each tensor, if any."""
