@@ -128,6 +128,8 @@ class ByClipper(Generic[T]):
 
 
 _holders: ByClipper[Holder] = ByClipper()
+SELECTED: ByClipper[Any] = ByClipper()
+"""What was checked of the parameters at the last call of clippers that nothing holds."""
 
 
 def holder_of(clipper: Clipper | AGC) -> Holder | None:
@@ -148,6 +150,7 @@ def hold(clipper: Clipper | AGC, holder: object, where: str) -> None:
         If something does already.
     """
     check_free(clipper)
+    SELECTED.remove(clipper)
     _holders.set(clipper, Holder(weakref.ref(holder), where))
 
 

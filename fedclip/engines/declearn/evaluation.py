@@ -18,7 +18,7 @@ from declearn.messaging import EvaluationReply
 from declearn.metrics import MetricSet, MetricState
 from declearn.metrics._mean import MeanState
 
-from fedclip.core.measures import Float64
+from fedclip.arrays import Float64
 from fedclip.engines.declearn.members import one_line
 from fedclip.errors import Problem, Unchecked
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial, wraps
+from collections.abc import Iterable
+from functools import partial
 from traceback import walk_stack
 from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,8 +18,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fedclip.errors import FedclipWarning
 from fedclip.loops.torch.optimizers import held
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _TORCHS_STEP = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 # Called by a GradScaler that is enabled; one that is not calls the optimizer's step itself.
 _SCALED_STEP = torch.amp.GradScaler._maybe_opt_step.__code__
@@ -29,28 +27,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NOTED: Any = WeakIdKeyDictionary()
 
 
-def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, which stays outside of the graphs of ``torch.compile``."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            # Used as a decorator, it would import the compiler with this module.
-            disable: Any = torch.compiler.disable
-            outside: Callable[P, T] = disable(function)
-            return outside(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _callers() -> Iterator[FrameType]:
-    return (frame for frame, _ in walk_stack(None))
-
-
 def _is_within(code: CodeType) -> bool:
     """Return whether this code is among the callers."""
-    return any(frame.f_code is code for frame in _callers())
+    return any(frame.f_code is code for frame, _ in walk_stack(None))
 
 
 def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
@@ -94,8 +73,10 @@ class Steps:
         """Return whether the step that begins is the outermost one."""
         self._forget_failed()
         outermost = not self._running
-        torchs = (f for f in _callers() if f.f_code.co_filename == _TORCHS_STEP)
-        self._running += [frame for frame in [next(torchs, None)] if frame is not None]
+        for frame, _ in walk_stack(None):
+            if frame.f_code.co_filename == _TORCHS_STEP:
+                self._running.append(frame)
+                break
         return outermost
 
     def end(self) -> bool:
@@ -107,7 +88,7 @@ class Steps:
 
     def _forget_failed(self) -> None:
         if self._running:
-            callers = {*map(id, _callers())}
+            callers = {id(frame) for frame, _ in walk_stack(None)}
             self._running = [frame for frame in self._running if id(frame) in callers]
 
 
@@ -134,6 +115,11 @@ class Watch:
             for p in parameters
             if type(p) in _PLAIN and p.requires_grad
         ]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it still watches."""
+        return bool(self._hooks)
 
     def end(self) -> None:
         """Watch no longer."""
@@ -166,7 +152,7 @@ class Watch:
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
     """Let no watch mind how the parameters of an optimizer move: they are in a clipped step."""
-    for parameter in held(optimizer):
+    for parameter in held(optimizer) if _NOTED else ():
         _NOTED.pop(parameter, None)
 
 

@@ -17,9 +17,9 @@ Prefixes of wrappers are taken off: ``module.`` (DistributedDataParallel) and ``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fedclip.clippers.agc import AGC, Axes, Outputs
 from fedclip.clippers.base import Clipper
 from fedclip.core.scopes import resolve
-from fedclip.loops.clippers import ByClipper, unique
+from fedclip.loops.clippers import SELECTED, ByClipper, check_clipper, check_free, unique
 from fedclip.loops.owner import begin
 
 Parameters: TypeAlias = (
@@ -68,6 +68,50 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         first.setdefault(id(tensor), (name, tensor))
     names = _plain(tuple(name for name, _ in first.values()))
     return dict(zip(names, (tensor for _, tensor in first.values()), strict=True))
+
+
+class _Selection(NamedTuple):
+    """The parameters that a clipper had at its last call, as its user names them."""
+
+    names: list[Any] | None
+    ids: list[int]
+    found: tuple[str, ...]
+
+
+def selected(
+    source: Parameters, clipper: Clipper | AGC
+) -> tuple[dict[str, torch.Tensor], Outputs | None]:
+    """Return the parameters of a call by name, and the axes of their outputs, checked.
+
+    What was checked at the last call with the same parameters is not checked again.
+    """
+    names: list[Any] | None
+    tensors: Sequence[Any]
+    if isinstance(source, torch.nn.Module):
+        pairs = dict(source.named_parameters())
+        names, tensors = [*pairs], [*pairs.values()]
+    elif type(source) is dict:
+        names, tensors = [*source], [*source.values()]
+    else:
+        source = [*source] if isinstance(source, Iterator) else source
+        names, tensors = None, source if _is_list_of_tensors(source) else []
+    last, ids = SELECTED.get(clipper), [*map(id, tensors)]
+    if ids and last is not None and ids == last.ids and names == last.names:
+        return dict(zip(last.found, tensors, strict=True)), None
+    clipper = check_clipper(clipper)
+    parameters = named(source, clipper)
+    check_free(clipper)
+    check_sharding(parameters.values())
+    outputs = outputs_of(source, parameters, clipper)
+    check_remembered(parameters, clipper)
+    # Of AGC the layers of the model count too, and one parameter may have several names.
+    if len(parameters) == len(ids) and not isinstance(clipper, AGC):
+        SELECTED.set(clipper, _Selection(names, ids, tuple(parameters)))
+    return parameters, outputs
+
+
+def _is_list_of_tensors(source: object) -> TypeGuard[list[torch.Tensor]]:
+    return type(source) is list and bool(source) and isinstance(source[0], torch.Tensor)
 
 
 def _check_given(parameters: Iterable[object], given: Sequence[object]) -> None:
