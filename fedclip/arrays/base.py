@@ -128,6 +128,8 @@ class Backend(Arithmetic, ABC):
     """Whether this process holds parts of the arrays only."""
     in_place = False
     """Whether outputs are written to the arrays themselves."""
+    product_types: frozenset[type] = frozenset()
+    """Classes of dense host arrays that `products` multiplies."""
     aligned = False
     """Whether it shares only memory that begins at a multiple of 64 bytes."""
 
@@ -169,6 +171,10 @@ class Backend(Arithmetic, ABC):
 
         The view of a sparse array shows its values, of bfloat16 the bits.
         """
+
+    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
+        """Return NumPy views of dense arrays in host memory, quickly; None if some are others."""
+        return None
 
     @abstractmethod
     def to_host(self, array: Array) -> HostView:
@@ -215,7 +221,7 @@ class Backend(Arithmetic, ABC):
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         """Return the L2 norm of each group; it may not be finite beyond the float64 numbers."""
 
-    def sharpened(
+    def recompute_near_limit(
         self, norms: Array, limits: Array, arrays: Arrays, members: Sequence[Sequence[int]]
     ) -> Array:
         """Return the norms, on the host measured again in float64 where they are near a limit.
@@ -225,7 +231,7 @@ class Backend(Arithmetic, ABC):
         return norms
 
     @abstractmethod
-    def peaks(self, arrays: Arrays) -> Array:
+    def max_abs(self, arrays: Arrays) -> Array:
         """Return the largest absolute element of each array; 0 of one without any."""
 
     @abstractmethod
@@ -266,6 +272,13 @@ class Backend(Arithmetic, ABC):
         columns = [arrays, [raised(k, self.dtype(array)) for array, k in pairs]]
         outputs: Arrays = self.mapped(lambda x, k: (x * k,), columns)[0]
         return outputs
+
+    def products(self, arrays: Arrays, factors: Sequence[HostView]) -> Arrays:
+        """Return products of host arrays of float32 or float64, each with a factor of shape ().
+
+        An array with the factor 1 comes back itself.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def mapped(

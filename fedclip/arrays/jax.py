@@ -28,7 +28,7 @@ from fedclip.arrays.base import (
     index_of,
     unit_of,
 )
-from fedclip.arrays.numpy import bits, dtype_name
+from fedclip.arrays.numpy import bits, dtype_name, floats_only
 
 # Float64 for a few lines, also where a session has none: the context under its name of today, or
 # that of before.
@@ -146,6 +146,9 @@ class JaxBackend(Backend):
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
+
+    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
+        return floats_only(self.views(arrays))
 
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         return [self._view(a) for a in arrays]
@@ -278,7 +281,7 @@ class JaxBackend(Backend):
         peak = jnp.max(jnp.abs(array), initial=0.0).astype(float)
         return _over(jax.lax.pmax, peak, self._axes_of(array))
 
-    def peaks(self, arrays: Arrays) -> Array:
+    def max_abs(self, arrays: Arrays) -> Array:
         return jnp.stack([*map(self._peak, arrays)])
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:

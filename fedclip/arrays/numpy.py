@@ -56,6 +56,12 @@ def bits(array: HostView) -> HostView:
     return array.view(np.uint16) if dtype.kind == "V" and dtype.itemsize == 2 else array
 
 
+def floats_only(views: Sequence[HostView | None]) -> Sequence[HostView] | None:
+    """Return the views if each is there and shows floats as they are; else None."""
+    known = [view for view in views if view is not None and view.dtype in FLOATS]
+    return known if len(known) == len(views) else None
+
+
 @cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return a dtype as "float32", "bfloat16", ..."""
@@ -84,7 +90,7 @@ class NumpyBackend(Backend):
         views: Sequence[HostView] = (),
         memory: Memory | None = None,
     ) -> None:
-        self._native, self._views, self._memory = native, views, memory
+        self._native, self._views, self.memory = native, views, memory
         # The place of each view, by identity, if memory is kept; found at the first output.
         self._places: dict[int, int] | None = None
         self.in_place = native is not None and native.in_place
@@ -100,9 +106,11 @@ class NumpyBackend(Backend):
             return "bfloat16"
         return dtype_name(array.dtype)
 
+    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
+        usual = {*map(type, arrays)} <= _ARRAY and {*map(_dtype, arrays)} <= FLOATS
+        return arrays if usual else None
+
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
-        if {*map(type, arrays)} <= _ARRAY and {*map(_dtype, arrays)} <= FLOATS:
-            return arrays
         return [bits(np.asarray(a, a.dtype.newbyteorder("="))) for a in arrays]
 
     def to_host(self, array: Array) -> HostView:
@@ -186,7 +194,7 @@ class NumpyBackend(Backend):
                 norms.append(exact_norm([arrays[i] for i in some]))
         return np.array(norms)
 
-    def sharpened(
+    def recompute_near_limit(
         self, norms: Array, limits: Array, arrays: Arrays, members: Sequence[Sequence[int]]
     ) -> Array:
         result = norms
@@ -199,7 +207,7 @@ class NumpyBackend(Backend):
                 result[group] = exact_norm(some)
         return result
 
-    def peaks(self, arrays: Arrays) -> Array:
+    def max_abs(self, arrays: Arrays) -> Array:
         return np.array([*map(peak, arrays)])
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
@@ -214,7 +222,9 @@ class NumpyBackend(Backend):
 
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        # Mostly there is one factor for all.
+        if len({*map(id, factors)}) == 1:
+            # Mostly there is one factor for all.
+            return arrays if _is_one(factors[0]) else self._products(arrays, factors)
         ones = {key for key, k in {id(k): k for k in factors}.items() if _is_one(k)}
         if not ones:
             return self._products(arrays, factors)
@@ -297,14 +307,12 @@ class NumpyBackend(Backend):
         if self.in_place:
             return arrays
         outs: Sequence[HostView | None] = [None] * len(arrays)
-        if self._places is None:
-            sizes = [v.nbytes for v in self._views]
-            serves = self._memory is not None and self._memory.serves(sizes)
-            self._places = {id(v): i for i, v in enumerate(self._views)} if serves else {}
-        if self._memory is not None and self._places:
+        if self.memory is not None:
+            if self._places is None:
+                self._places = {id(v): i for i, v in enumerate(self._views)}
             places = [self._places.get(id(a), -1) for a in arrays]
             if min(places) >= 0:
-                outs = self._memory.like(places, self._views)
+                outs = self.memory.like(places, self._views)
         if not self.aligned:
             return outs
         pairs = zip(arrays, outs, strict=True)

@@ -187,8 +187,8 @@ class ShardedBackend(TorchBackend):
         found = super().summed(call, [[_local(t) for t in arrays], *columns[1:]])
         return self._reduced(self._weighted(found, arrays), arrays)
 
-    def peaks(self, arrays: Arrays) -> Array:
-        return self._reduced(super().peaks([_local(t) for t in arrays]), arrays, "max")
+    def max_abs(self, arrays: Arrays) -> Array:
+        return self._reduced(super().max_abs([_local(t) for t in arrays]), arrays, "max")
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         squares = []

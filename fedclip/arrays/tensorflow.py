@@ -21,7 +21,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from fedclip.arrays.base import UNDERFLOW, Array, Arrays, Backend, Call, HostView, Owners, index_of
 from fedclip.arrays.memory import is_aligned
-from fedclip.arrays.numpy import bits
+from fedclip.arrays.numpy import bits, floats_only
 
 _EAGER = {tf.__internal__.EagerTensor}
 # In rows of so many, no sum adds more than 16 numbers one after the other, in 16 lanes or more.
@@ -148,6 +148,9 @@ class TensorflowBackend(Backend):
         dense.set_shape(array.shape)
         return dense
 
+    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
+        return floats_only(self.views(arrays)) if {*map(type, arrays)} <= _EAGER else None
+
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         # The usual case first, without a method call for each of hundreds of tensors.
         usual = {*map(type, arrays)} == _EAGER and _only_cpu() and not _recorded([*arrays])
@@ -257,7 +260,7 @@ class TensorflowBackend(Backend):
         sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
         return tf.cond(sound, lambda: _sqrt(sums), lambda: self.joint_norms(arrays, members))
 
-    def peaks(self, arrays: Arrays) -> Array:
+    def max_abs(self, arrays: Arrays) -> Array:
         zero, found = tf.zeros(1, tf.float64), []
         for tensor in map(_values, arrays):
             peak = tf.cast(tf.abs(tensor), tf.float64)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, NumpyBackend, backend_of
-from fedclip.clippers.core import Core
+from fedclip.clippers.core import Core, check_mapping
 from fedclip.clippers.families import as_tuple
 from fedclip.core.parameters import boolean, choice, non_negative, parameter, positive
 from fedclip.core.plugins import Regularizer, V
@@ -20,7 +20,7 @@ from fedclip.core.scopes import Groups, check_exclude, resolve
 from fedclip.errors import FedclipWarning
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.constant import Constant, Given
-from fedclip.transforms import Action, Gradient, NormClipping, SliceClipping, Transform
+from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, spanned
 
 
@@ -101,6 +101,7 @@ class AGC(Core, Regularizer):
 
     name = "agc"
     guarantee = kinds.weight_limit
+    _follows_weights = True
 
     ratio: float = parameter(positive, default=1.0, kw_only=False)
     """Largest norm of a gradient relative to that of its weights, > 0. With 1, a step of plain
@@ -165,8 +166,9 @@ class AGC(Core, Regularizer):
 
         `outputs` holds the axes of the outputs of tensors whose layers are known, by name.
         """
-        self._checked(weights)
-        for name, array in self._checked(arrays).items():
+        for mapping in (arrays, weights):
+            check_mapping(mapping)
+        for name, array in arrays.items():
             shape = getattr(weights.get(name), "shape", array.shape)
             if shape != array.shape:
                 raise ValueError(
@@ -227,16 +229,23 @@ class AGC(Core, Regularizer):
             native = [*map(backend.constant, native)]
         views: Any = [None] if traced else backend.views(native)
         if any(view is None for view in views):
-            return self._of(Gradient(native, groups, backend), outputs)
+            return self._of(native, groups, backend, backend.name, outputs)
         with np.errstate(all="ignore"):
-            return self._of(Gradient(native, groups, backend, None, views), outputs)
+            return self._of(views, groups, NumpyBackend(backend, views), backend.name, outputs)
 
-    def _of(self, weights: Gradient, outputs: Outputs | None) -> NormClipping | SliceClipping:
-        arrays, groups, xp = weights.arrays, weights.groups, weights.xp
+    def _of(
+        self,
+        arrays: Sequence[Array],
+        groups: Groups,
+        xp: Backend,
+        framework: str,
+        outputs: Outputs | None,
+    ) -> NormClipping | SliceClipping:
+        """Return the transform for weights, which are views on the host."""
         if self.unit in ("tensor", "global"):
             limits = self._limits(xp.group_norms(arrays, groups.members), xp)
             return NormClipping(Given(limits), action=Action(self.eps))
-        usual = self.usual_outputs(weights.backend.name)
+        usual = self.usual_outputs(framework)
         known = [(outputs or {}).get(name, usual) for name in groups.names]
         spans = [self._span(a.shape or (1,), o) for a, o in zip(arrays, known, strict=True)]
         slices = SliceClipping((), None, action=Action(self.eps), spans=spans)

@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 from fedclip.arrays import Array, Backend, Memory
 from fedclip.core import states
@@ -21,10 +21,15 @@ from fedclip.core.records import ALL, Recorder, RoundRecord, StepRecord
 from fedclip.core.scopes import Groups, Scope, check_exclude, resolve
 from fedclip.core.states import Statistics
 from fedclip.errors import FedclipWarning, NonFiniteError
-from fedclip.transforms import Gradient, NotFiniteError, Outcome, SliceClipping, Transform
-
-_Clipped: TypeAlias = tuple[Sequence[Array], Mapping[str, Array]]
-"""New arrays of the groups, and the excluded tensors; the very same where nothing changes."""
+from fedclip.transforms import (
+    Gradient,
+    NotFiniteError,
+    Plan,
+    SliceClipping,
+    Transform,
+    prepare,
+    take_step,
+)
 
 # Number of absent names whose statistics are kept, in case the names come back.
 _MOST_ABSENT = 1000
@@ -36,6 +41,8 @@ _CHANGING = ("_absent", "_arrays", "_recorder", "_transform")
 class Core(Documented):
     """Base of all clippers: a subclass says in `build` which transform it is made of."""
 
+    # Whether each step has another transform.
+    _follows_weights: ClassVar[bool] = False
     scope: Scope = "global"
     keep_memory: bool = True
     exclude: str | Sequence[str] | None = parameter(
@@ -61,6 +68,9 @@ class Core(Documented):
         self._groups: Groups | None = None
         self._state: Any = None
         self._on_device = False
+        # The transform for the groups, and what the last gradient has in common with others.
+        self._current: Transform | None = None
+        self._plan: Plan | None = None
         # Statistics of groups that are missing in the current gradient, by label.
         self._absent: Statistics = {}
         # The transform's arrays, by tensor and field, in host memory.
@@ -82,7 +92,8 @@ class Core(Documented):
         """
         with self.lock:
             changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
-            return {k: v for k, v in vars(self).items() if k not in ("lock", "model")} | changing
+            plain = {k: v for k, v in vars(self).items() if k not in ("lock", "model")}
+        return plain | changing | {"_current": None, "_plan": None}
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
@@ -182,66 +193,76 @@ class Core(Documented):
             )
         return coefs
 
-    def _checked(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return a dict of arrays; raise a TypeError for anything else."""
-        # To ask for a Mapping takes longer, at each step.
-        if type(arrays) is not dict and not isinstance(arrays, Mapping):
-            raise TypeError(
-                f"clip takes a dict of arrays by name, got {type(arrays).__name__}: write "
-                'clip({"w": array}), and run(vector) for a declearn Vector'
-            )
-        return arrays
-
     def _grouped(self, arrays: Mapping[str, Array]) -> Groups:
         """Return which of some arrays share a norm."""
         return resolve(self.scope, self.exclude, tuple(arrays))
 
     def _made(self, groups: Groups, backend: Backend | None) -> Transform:
-        """Return what the clipper is made of, for these groups."""
+        """Return the transform for these groups."""
         return self._transform
 
     def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
+        # To ask for a Mapping takes longer, at each step.
+        if type(arrays) is not dict:
+            check_mapping(arrays)
         with self.lock:
-            groups = self._resolve(self._checked(arrays))
+            groups = self._groups
+            if groups is None or self._names != tuple(arrays):
+                groups = self._resolve(arrays)
             if not arrays:
                 self._last = (groups.labels,)
                 return arrays
+            transform = self._current
+            if transform is None:
+                transform = self._made(groups, backend)
+                self._current = None if self._follows_weights else transform
             memory = self._memory if self.keep_memory else None
-            transform = self._made(groups, backend)
-            gradient = Gradient.of(self.name, arrays, groups, transform, backend, memory)
-            if not gradient.on_host and any(map(gradient.backend.traced, gradient.arrays)):
-                raise TypeError(
-                    f"{self.name}: what a clipper learns and records can not leave code that is "
-                    "compiled, batched or differentiated (jit, vmap, tf.function, a watching tape, "
-                    "create_graph=True). There, use as_optax of fedclip.loops.jax, clip of "
-                    "fedclip.loops.tensorflow within a tf.function, or PureClipping of "
-                    "fedclip.loops.torch; who needs no derivatives can detach the arrays first"
-                )
+            gradient = prepare(
+                self.name, arrays, groups, transform, backend, memory=memory, plan=self._plan
+            )
+            self._plan = gradient.plan
+            if not gradient.on_host:
+                self._check_untraced(gradient)
             try:
-                outputs, rest = self._stepped(transform, gradient)
+                outputs = self._stepped(transform, gradient)
             except NotFiniteError:
                 self._report_nonfinite(gradient)
-                outputs, rest = self._replaced(gradient)
-            return gradient.result(arrays, outputs, rest)
+                outputs = self._replaced(gradient)
+            return gradient.result(arrays, outputs)
 
-    def _stepped(self, transform: Transform, gradient: Gradient) -> _Clipped:
-        groups = gradient.groups
-        if gradient.on_host and not any(view.size for view in gradient.arrays):
+    def _check_untraced(self, gradient: Gradient) -> None:
+        if any(map(gradient.plan.backend.traced, gradient.arrays)):
+            raise TypeError(
+                f"{self.name}: what a clipper learns and records cannot leave code that is "
+                "compiled, batched or differentiated (jit, vmap, tf.function, a watching tape, "
+                "create_graph=True). There, use as_optax of fedclip.loops.jax, clip of "
+                "fedclip.loops.tensorflow within a tf.function, or PureClipping of "
+                "fedclip.loops.torch. If you need no derivatives, detach the arrays first"
+            )
+
+    def _stepped(self, transform: Transform, gradient: Gradient) -> Sequence[Array]:
+        labels = gradient.groups.labels
+        if gradient.plan.is_empty:
             # There is nothing to measure, and nothing to learn from.
-            self._last = (groups.labels,)
-            if not gradient.rest_is_finite():
+            self._last = (labels,)
+            if not gradient.excluded_is_finite():
                 raise NotFiniteError
-            return gradient.unchanged()
-        self._state = self._moved(transform, gradient)
-        gradient.kept = self._arrays
-        outcome = gradient.clipped(transform, self._state, self.on_nonfinite)
-        self._note(transform, outcome, groups)
-        return outcome.outputs, gradient.rest_after(outcome, self.on_nonfinite)
+            return gradient.inputs
+        if self._on_device == gradient.on_host:
+            self._state = self._moved(transform, gradient)
+        gradient.cached = self._arrays
+        outcome = take_step(transform, gradient, self._state, self.on_nonfinite)
+        basis = transform.basis
+        warm = getattr(self._state, basis.field) if basis.field else 0.0
+        outputs, self._state, norms, limits, clipped, *_ = outcome
+        self._last = (labels, norms, limits, clipped)
+        self._recorder.add(labels, norms, limits, clipped, warm=warm, basis=basis)
+        if self.on_record is not None:
+            self._tell()
+        return outputs
 
     def _moved(self, transform: Transform, gradient: Gradient) -> Any:
         """Return the state where the gradient is: on the host, or on its device."""
-        if self._on_device == (not gradient.on_host):
-            return self._state
         self._on_device, labels = not gradient.on_host, gradient.groups.labels
         if not self._on_device:
             self._arrays.update(states.fetched(self._arrays))
@@ -250,15 +271,6 @@ class Core(Documented):
             )
         like, xp = gradient.arrays[0], gradient.xp
         return type(self._state)(*(xp.asarray(column, like=like) for column in self._state))
-
-    def _note(self, transform: Transform, outcome: Outcome, groups: Groups) -> None:
-        basis = transform.basis
-        warm = getattr(self._state, basis.field) if basis.field else 0.0
-        _, self._state, norms, limits, clipped, _ = outcome
-        self._last = (groups.labels, norms, limits, clipped)
-        self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis)
-        if self.on_record is not None:
-            self._tell()
 
     def _tell(self) -> None:
         if self.on_record is not None and (record := self.last) is not None:
@@ -277,15 +289,13 @@ class Core(Documented):
             return None if self._last is None else StepRecord(*self._last)
 
     def _resolve(self, arrays: Mapping[str, Array]) -> Groups:
-        names = tuple(arrays)
-        if self._groups is not None and self._names == names:
-            return self._groups
-        found = self._grouped(arrays)
+        names, found = tuple(arrays), self._grouped(arrays)
         fresh, statistics = self._transform.init(found), self.known(found)
         self._state, self._on_device = states.load(fresh, statistics, found.labels), False
         # Keep the statistics of a tensor that has no gradient for some steps.
         self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
         self._groups, self._names, self._loaded = found, names, False
+        self._current = None
         self._forget(found)
         if isinstance(self._transform, SliceClipping):
             self._check_slices(self._transform, [tuple(arrays[n].shape) for n in found.names])
@@ -345,7 +355,7 @@ class Core(Documented):
 
     def _install(self, statistics: Statistics) -> None:
         """Take over statistics, to be matched with the names of the next gradient."""
-        self._groups, self._names, self._state = None, (), None
+        self._groups, self._names, self._state, self._current = None, (), None, None
         self._absent, self._loaded = statistics, False
 
     def _statistics(self) -> Statistics:
@@ -375,6 +385,15 @@ class Core(Documented):
                 stacklevel=5,
             )
 
-    def _replaced(self, gradient: Gradient) -> _Clipped:
+    def _replaced(self, gradient: Gradient) -> Sequence[Array]:
         """Return what comes out of a step that is not finite."""
         return gradient.replaced(self.on_nonfinite)
+
+
+def check_mapping(arrays: object) -> None:
+    """Raise a TypeError for anything but a dict of arrays."""
+    if not isinstance(arrays, Mapping):
+        raise TypeError(
+            f"clip takes a dict of arrays by name, got {type(arrays).__name__}: write "
+            'clip({"w": array}), and run(vector) for a declearn Vector'
+        )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from fedclip.clippers.base import Clipper
-from fedclip.core.measures import MEANS, Order, check_order, degree
+from fedclip.core.measures import MEANS, SQUARED, Order, check_order
 from fedclip.core.parameters import boolean, choice, integer, limit, non_negative, parameter
 from fedclip.core.scopes import Groups, check_scope, in_table
 from fedclip.rules import Rule
@@ -17,7 +17,7 @@ from fedclip.rules.constant import Constant
 from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, check_slices
 
-_NORMS = [word for word in MEANS if degree(word) == 1]
+_NORMS = [word for word in MEANS if word not in SQUARED]
 
 
 def _orders(words: Sequence[str]) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from fedclip.arrays import Array
 from fedclip.clippers.families import ORD_VAR, MeasuredClipper
@@ -64,5 +64,5 @@ class NoOp(MeasuredClipper):
         limit = math.inf if self.max_norm is None else self.max_norm
         return NormClipping(Constant((limit,)), self.ord, dry=True)
 
-    def _replaced(self, gradient: Gradient) -> tuple[Sequence[Array], Mapping[str, Array]]:
-        return gradient.unchanged()
+    def _replaced(self, gradient: Gradient) -> Sequence[Array]:
+        return gradient.inputs

@@ -3,9 +3,9 @@
 
 from fedclip.arrays import Float64 as Float64
 from fedclip.core.orders import MEANS as MEANS
+from fedclip.core.orders import SQUARED as SQUARED
 from fedclip.core.orders import Order as Order
 from fedclip.core.orders import check_order as check_order
-from fedclip.core.orders import degree as degree
 from fedclip.core.orders import measure as measure
 from fedclip.core.orders import sizes_of as sizes_of
 from fedclip.core.orders import slice_measures as slice_measures

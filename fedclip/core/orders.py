@@ -34,6 +34,8 @@ Order = float | str
 
 MEANS = ("rms", "mad", "std", "var")
 """Orders that are means over all elements, zeros included."""
+SQUARED = ("var",)
+"""Orders of degree 2."""
 _WORDS = ("inf", *MEANS)
 
 
@@ -51,11 +53,6 @@ def check_order(ord: Any) -> Order:
     return "inf" if math.isinf(ord) else ord
 
 
-def degree(ord: Order) -> int:
-    """Return the power d in ``m(k x) = k^d m(x)``."""
-    return 2 if ord == "var" else 1
-
-
 def measure(arrays: Arrays, groups: Groups, ord: Order, xp: Backend) -> Array:
     """Return the measure of each group of arrays, which are dense for `MEANS`.
 
@@ -67,7 +64,7 @@ def measure(arrays: Arrays, groups: Groups, ord: Order, xp: Backend) -> Array:
         norms = xp.group_norms(arrays, groups.members)
         sizes = xp.asarray(sizes_of(arrays, groups, xp), like=norms)
         return norms / xp.sqrt(xp.maximum(sizes, 1.0))
-    peaks = xp.group_max(xp.peaks(arrays), groups.owners, len(groups))
+    peaks = xp.group_max(xp.max_abs(arrays), groups.owners, len(groups))
     if ord == "inf":
         return peaks
     if ord in ("std", "var"):

@@ -16,7 +16,7 @@ from fedclip.core import states
 from fedclip.core.records import RoundRecord, StepRecord
 from fedclip.core.scopes import Groups
 from fedclip.loops.owner import owner_of
-from fedclip.transforms import Carried, Outcome, SliceClipping, State, Transform, carried
+from fedclip.transforms import DeviceState, Outcome, SliceClipping, State, Transform, device_state
 
 
 class ClipState(NamedTuple):
@@ -112,7 +112,7 @@ def check_state(state: object, kind: Kind | None, name: str) -> None:
         )
     numbers, arrays = parts(state.statistics)
     sizes = tuple(math.prod(column.shape) for column in numbers)
-    carries = isinstance(state.statistics, Carried)
+    carries = isinstance(state.statistics, DeviceState)
     alike = type(numbers) is kind.fields and sizes == kind.sizes and carries == bool(kind.arrays)
     if not alike or any({*kept} != {*kind.arrays} for kept in arrays.values()):
         raise TypeError(
@@ -165,12 +165,12 @@ def first_state(
     if isinstance(clipper, AGC) or not groups.names:
         return first
     kept = clipper.get_state()["arrays"]
-    return carried(clipper.transform(groups), tensors, groups, backend, first, kept)
+    return device_state(clipper.transform(groups), tensors, groups, backend, first, kept)
 
 
-def parts(statistics: object) -> Carried:
+def parts(statistics: object) -> DeviceState:
     """Return the numbers of the groups, and the arrays that are kept for each tensor, if any."""
-    return statistics if isinstance(statistics, Carried) else Carried(statistics, {})
+    return statistics if isinstance(statistics, DeviceState) else DeviceState(statistics, {})
 
 
 def after(state: ClipState, step: Outcome) -> ClipState:
@@ -196,7 +196,7 @@ def load(
     if isinstance(clipper, AGC):
         return
     (numbers, arrays), state = parts(statistics), clipper.get_state()
-    if isinstance(statistics, Carried):
+    if isinstance(statistics, DeviceState):
         state["arrays"] = states.fetched(arrays)
     clipper.set_state({**state, "groups": states.dump(numbers, labels)})
     clipper.owner = owner_of(clipper, {n: tuple(t.shape) for n, t in tensors.items()}, "")

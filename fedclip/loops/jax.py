@@ -28,7 +28,7 @@ from fedclip.loops import compiled
 from fedclip.loops.clippers import Spec, clipper_of, skip_of_all, unique
 from fedclip.loops.compiled import ClipState, groups_of
 from fedclip.loops.owner import check_owner
-from fedclip.transforms import Carried, NormClipping, SliceClipping, Transform, clip_on_device
+from fedclip.transforms import DeviceState, NormClipping, SliceClipping, Transform, clip_on_device
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -135,7 +135,7 @@ def as_optax(
         if not groups.names and compiled.kind_of(clipper, groups).arrays:
             # optax asks with a placeholder for the parameters, which these arrays are no copy of.
             one_leaf: Array = np.zeros(())
-            first = Carried(first, one_leaf)
+            first = DeviceState(first, one_leaf)
         # Two fields of one buffer could not be donated.
         copied = functools.partial(jnp.array, copy=True)
         norm, limit = (copied(np.full(len(groups), x), float) for x in (0.0, np.inf))

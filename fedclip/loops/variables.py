@@ -21,7 +21,7 @@ from fedclip.core.states import Fields
 from fedclip.loops import compiled
 from fedclip.loops.clippers import unique
 from fedclip.loops.owner import begin, fitting
-from fedclip.transforms import Carried, clip_on_device
+from fedclip.transforms import DeviceState, clip_on_device
 
 Variable: TypeAlias = Array
 
@@ -113,7 +113,7 @@ class HeldClipper:
             weights = {name: ops.read(weight) for name, weight in weights.items()}
         if self.kept:
             own = {k: ops.read(v) for k, v in self.kept.items() if k[0] in groups.names}
-            state = Carried(state, _by_tensor(own))
+            state = DeviceState(state, _by_tensor(own))
         transform = compiled.transform_of(self.clipper, groups, weights, xp, self._outputs)
         policy = self.clipper.on_nonfinite
         clipped, step = clip_on_device(transform, gradients, groups, xp, state, policy)

@@ -47,13 +47,14 @@ class Decision(NamedTuple):
     target: Array
     base: Array
 
-    def factors(self, dtype: str, degree: int, xp: Backend, peaks: Array | None = None) -> Array:
+    def factors(self, dtype: str, squared: bool, xp: Backend, peaks: Array | None = None) -> Array:
         """Return the factor for the tensors of a dtype, 1 where not moved; half ones' in float32.
 
-        `peaks`, the largest elements, keep products within the dtype; None if none is longer.
+        `squared`: the measure scales with the square of the factor. `peaks`, the largest elements,
+        keep products within the dtype; None if no factor is above 1.
         """
         k = self.target / xp.where(self.moved, self.base, 1.0)
-        k = xp.sqrt(k) if degree == 2 else k
+        k = xp.sqrt(k) if squared else k
         far = 1022 if dtype == "float64" else 126
         if peaks is not None:
             # No factor may leave the range of float32 either, in which products are made.
@@ -85,7 +86,7 @@ class Action:
     skip: bool = False
 
     @property
-    def raises(self) -> bool:
+    def scales_up(self) -> bool:
         """Whether a group may be scaled up."""
         return self.rescale or self.min_norm is not None
 

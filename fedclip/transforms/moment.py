@@ -34,7 +34,7 @@ class Centralizing(Transform):
         """Centre one gradient; the record has the largest mean as norm, and 0 as limit."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         owners, number = groups.owners, len(groups)
-        peaks = gradient.sound(xp.group_max(xp.peaks(arrays), owners, number))
+        peaks = gradient.finite_norms(xp.group_max(xp.max_abs(arrays), owners, number))
 
         def shift(values: Array, centre: Array) -> tuple[Array, Array]:
             shifted = values - centre
@@ -97,7 +97,7 @@ class Standardizing(Transform):
         """Standardise one gradient; the record has the deviation as norm, and 1 as limit."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         owners, number = groups.owners, len(groups)
-        peaks = gradient.sound(xp.group_max(xp.peaks(arrays), owners, number))
+        peaks = gradient.finite_norms(xp.group_max(xp.max_abs(arrays), owners, number))
         sizes, unit, means, variances = spread_of(arrays, groups, peaks, xp)
         deviations = xp.sqrt(variances)
         # What is not more than roundings of the mean is the deviation of equal numbers.

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from fedclip.arrays import Array, Arrays, Backend, Repeated, with_others
-from fedclip.core.measures import Order, degree, slice_measures
+from fedclip.core.measures import SQUARED, Order, slice_measures
 from fedclip.rules import FIXED, LEARNT, Basis, State
 from fedclip.transforms.action import SCALE_DOWN, Action, Decision
 from fedclip.transforms.base import Gradient, Outcome, Transform
@@ -85,7 +85,7 @@ class SliceClipping(Transform):
     @property
     def runs_on_parts(self) -> bool:
         # What raises a slice has to know its largest element.
-        return self.ord == 2 and not self.action.raises
+        return self.ord == 2 and not self.action.scales_up
 
     def axes(self, shape: tuple[int, ...], place: int = 0) -> tuple[int, ...] | None:
         """Return the dims that the slices span; None if the array at this place is left alone."""
@@ -119,11 +119,11 @@ class SliceClipping(Transform):
         shapes = [_counts(tuple(arrays[i].shape), axes) for i, axes in spans.items()]
         many = [*map(math.prod, shapes)]
         measured = [self.measure(arrays, xp)] if spans else []
-        peaks = [xp.peaks([arrays[i] for i in alone])] if alone else []
+        peaks = [xp.max_abs([arrays[i] for i in alone])] if alone else []
         flat, times = xp.joined([*measured, *peaks]), [*many, *([1] * len(alone))]
-        sound = gradient.sound(xp.group_max(flat, Repeated(tensors, times), number))
+        finite = gradient.finite_norms(xp.group_max(flat, Repeated(tensors, times), number))
         if not spans:
-            nothing = 0.0 * sound
+            nothing = 0.0 * finite
             return Outcome([*arrays], state, nothing, nothing + math.inf, nothing > 0)
         norms, owners = measured[0], Repeated(tensors[: len(spans)], many)
         limits = self.limit + 0.0 * norms
@@ -150,10 +150,10 @@ class SliceClipping(Transform):
     ) -> Arrays:
         arrays, xp = gradient.arrays, gradient.xp
         names, outputs = {i: xp.dtype(arrays[i]) for i in spans}, list(arrays)
-        peaks = self.measure(arrays, xp, "inf") if self.action.raises else None
+        peaks = self.measure(arrays, xp, "inf") if self.action.scales_up else None
         for dtype in sorted({*names.values()}):
             # A factor for each slice, as if all arrays had this dtype.
-            flat = decision.factors(dtype, degree(self.ord), xp, peaks)
+            flat = decision.factors(dtype, self.ord in SQUARED, xp, peaks)
             factors = dict(zip(spans, xp.pieces(flat, shapes), strict=True))
             places = [i for i in spans if names[i] == dtype]
             some = xp.scale([arrays[i] for i in places], [factors[i] for i in places])

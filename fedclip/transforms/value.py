@@ -68,7 +68,7 @@ class ValueClipping(Transform):
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient element by element."""
         owners, xp = gradient.groups.owners, gradient.xp
-        peaks = _sound_peaks(gradient)
+        peaks = _finite_peaks(gradient)
         names = [*map(xp.dtype, gradient.arrays)]
         lows = [inwards(self.lows[g], n, True) for g, n in zip(owners, names, strict=True)]
         highs = [inwards(self.highs[g], n, False) for g, n in zip(owners, names, strict=True)]
@@ -88,7 +88,7 @@ class PercentileClipping(Transform):
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient; the record has the largest absolute element as norm."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        peaks = _sound_peaks(gradient)
+        peaks = _finite_peaks(gradient)
         found = [self._limit([arrays[i] for i in some], xp) for some in groups.members]
         limits = xp.joined(found)
         ends = xp.take(limits, groups.owners)
@@ -124,9 +124,9 @@ def _single(limits: Array, xp: Backend) -> Array:
     return xp.where(near > limits, less, near)
 
 
-def _sound_peaks(gradient: Gradient) -> Array:
+def _finite_peaks(gradient: Gradient) -> Array:
     """Return the largest absolute element of each tensor, after a look whether all are finite."""
     groups, xp = gradient.groups, gradient.xp
-    peaks = xp.peaks(gradient.arrays)
-    gradient.sound(xp.group_max(peaks, groups.owners, len(groups)))
+    peaks = xp.max_abs(gradient.arrays)
+    gradient.finite_norms(xp.group_max(peaks, groups.owners, len(groups)))
     return peaks

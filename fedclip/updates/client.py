@@ -26,7 +26,7 @@ from fedclip.core.scopes import Scope, check_exclude, check_scope, resolve
 from fedclip.errors import FedclipWarning, NonFiniteError
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
-from fedclip.transforms import Gradient, NormClipping, NotFiniteError
+from fedclip.transforms import Gradient, NormClipping, NotFiniteError, prepare, take_step
 from fedclip.updates.averaging import zeros
 from fedclip.updates.limits import Limits, norms_of
 from fedclip.updates.protocol import Arrays, Reply, SentBound
@@ -141,9 +141,9 @@ class UpdateClient:
         groups = self.limits.groups(update)
         limits = self.limits.of(groups, bound, whole)
         transform = NormClipping(Constant(limits))
-        gradient = Gradient.of(self.called, update, groups, transform)
+        gradient = prepare(self.called, update, groups, transform)
         try:
-            found = gradient.clipped(transform, NoState(), "raise")
+            found = take_step(transform, gradient, NoState(), "raise")
         except NotFiniteError:
             return Outcome(zeros(update), zeroed=self._told(self._not_finite(gradient)))
         # The factor by which the bound would have to grow to leave the update alone.
@@ -154,7 +154,7 @@ class UpdateClient:
         clipped = bool(on_host(found.clipped).any())
         if far := self._far(update, times):
             return Outcome(zeros(update), norm, clipped, self._told(far))
-        return Outcome(gradient.result(update, found.outputs, gradient.rest), norm, clipped)
+        return Outcome(gradient.result(update, found.outputs), norm, clipped)
 
     def _told(self, why: str) -> str:
         self.logger.warning("%s shares zeros for the update: %s", self.called, why)
