@@ -22,12 +22,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedclip.arrays.base import HostView
-from fedclip.arrays.cores import PIECE, each, worthwhile
+from fedclip.arrays.cores import PIECE, each, num_threads
 
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -57,6 +58,7 @@ _BLOCK = 16 * lanes()
 _JOINED = 1024
 # With 500 rows or fewer, `np.vecdot` keeps the lock of the interpreter.
 _ROWS = 2 * PIECE // _BLOCK
+_size, _width, _nbytes = attrgetter("size"), attrgetter("itemsize"), attrgetter("nbytes")
 
 
 def decode(view: HostView) -> HostView:
@@ -119,45 +121,72 @@ def _rows(size: int) -> tuple[int, int]:
     return size // row, row
 
 
+class _Layout(NamedTuple):
+    """How the square sums of arrays of these sizes are added up: by place in the list."""
+
+    small: tuple[int, ...]
+    """Arrays that are joined."""
+    sizes: tuple[int, ...]
+    large: tuple[int, ...]
+    halves: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def _layout(sizes: tuple[int, ...], widths: tuple[int, ...]) -> _Layout:
+    pairs = [*enumerate(zip(sizes, widths, strict=True))]
+    small = tuple(i for i, (size, width) in pairs if width > 2 and 0 < size <= _JOINED)
+    large = tuple(i for i, (size, width) in pairs if width > 2 and size > _JOINED)
+    halves = tuple(i for i, (size, width) in pairs if width == 2 and size)
+    return _Layout(small, tuple(sizes[i] for i in small), large, halves)
+
+
 def square_sums(views: Sequence[HostView]) -> list[float]:
     """Return the sum of squares of each view, over all cores; it may over- or underflow."""
+    places, sizes, large, halves = _layout((*map(_size, views),), (*map(_width, views),))
+    if len(places) == len(views) > 0:
+        return _joined_sums(views, sizes)
     sums = [0.0] * len(views)
-    places = [i for i, v in enumerate(views) if 0 < v.size <= _JOINED and v.itemsize > 2]
-    small = [views[i] for i in places]
-    if len(small) < len(views):
-        rows: list[tuple[int, HostView]] = []
-        halves: list[Callable[[], object]] = []
-        for i, view in enumerate(views):
-            if view.itemsize == 2:
-                halves.append(partial(_add_half, sums, i, view))
-            elif view.size > _JOINED:
-                elements = flat(view)
-                number, length = _rows(view.size)
-                if left := view.size - number * length:
-                    small.append(elements[-left:])
-                    places.append(i)
-                    elements = elements[:-left]
-                rows.append((i, elements.reshape(number, length)))
-        _add_rows(sums, rows, halves, worthwhile([v.nbytes for v in views]))
+    small = [*map(views.__getitem__, places)]
+    if large or halves:
+        rest = _add_rows(sums, views, large, halves)
+        places, small = (*places, *rest), [*small, *rest.values()]
+        sizes = (*sizes, *map(_size, rest.values()))
     if small:
-        values = np.concatenate(small, axis=None, dtype=np.float64)
-        np.multiply(values, values, out=values)
-        _add_up(sums, places, values, [v.size for v in small])
+        for place, total in zip(places, _joined_sums(small, sizes), strict=True):
+            sums[place] += total
+    return sums
+
+
+def _joined_sums(views: Sequence[HostView], sizes: tuple[int, ...]) -> list[float]:
+    """Return the sums of squares in float64 of views that are joined first."""
+    values = np.concatenate(views, axis=None, dtype=np.float64)
+    np.multiply(values, values, out=values)
+    sums: list[float] = np.add.reduceat(values, _starts(sizes)).tolist()
     return sums
 
 
 def _add_rows(
-    sums: list[float],
-    rows: Sequence[tuple[int, HostView]],
-    calls: list[Callable[[], object]],
-    threads: int,
-) -> None:
-    """Add the square sums of rows of up to one block, and make the calls, over so many threads."""
-    sizes = [len(table) for _, table in rows]
-    wide = np.float64 if any(table.itemsize == 8 for _, table in rows) else np.float32
+    sums: list[float], views: Sequence[HostView], large: Sequence[int], halves: Sequence[int]
+) -> dict[int, HostView]:
+    """Add the square sums of large arrays, over all cores; return the elements that are left over.
+
+    They are cut into rows of up to one block.
+    """
+    left_over: dict[int, HostView] = {}
+    tables: list[HostView] = []
+    for i in large:
+        elements = flat(views[i])
+        number, length = _rows(elements.size)
+        if left := elements.size - number * length:
+            left_over[i], elements = elements[-left:], elements[:-left]
+        tables.append(elements.reshape(number, length))
+    calls: list[Callable[[], object]] = [partial(_add_half, sums, i, views[i]) for i in halves]
+    threads = num_threads([*map(_nbytes, views)])
+    sizes = (*map(len, tables),)
+    wide = np.float64 if any(table.itemsize == 8 for table in tables) else np.float32
     # One array for all: many small arrays would break up the memory that gradients need.
     dots, stop = np.empty(sum(sizes), wide), 0
-    for (_, table), size in zip(rows, sizes, strict=True):
+    for table, size in zip(tables, sizes, strict=True):
         into, stop = dots[stop : stop + size], stop + size
         if threads < 2:
             np.vecdot(table, table, into)
@@ -168,15 +197,11 @@ def _add_rows(
             some = table[low:high]
             calls.append(partial(np.vecdot, some, some, into[low:high]))
     each(calls, threads)
-    if rows:
-        _add_up(sums, [i for i, _ in rows], dots.astype(np.float64), sizes)
-
-
-def _add_up(sums: list[float], places: Sequence[int], values: Float64, sizes: list[int]) -> None:
-    """Add to the sum at each place so many values, at least one."""
-    totals = np.add.reduceat(values, _starts(tuple(sizes))).tolist()
-    for place, total in zip(places, totals, strict=True):
-        sums[place] += total
+    if tables:
+        totals = np.add.reduceat(dots.astype(np.float64), _starts(sizes)).tolist()
+        for place, total in zip(large, totals, strict=True):
+            sums[place] += total
+    return left_over
 
 
 @lru_cache(maxsize=256)

@@ -24,6 +24,8 @@ PIECE = 1 << 18
 
 # Bytes: waking a thread takes as long as reading some hundred kilobytes.
 _PER_CORE = 1 << 21
+THREADED = 2 * _PER_CORE
+"""Bytes from which on a second thread is worth its while."""
 _LARGE = 1 << 18
 _pool: ThreadPoolExecutor | None = None
 
@@ -41,14 +43,14 @@ def cores() -> int:
     return max(found, 1)
 
 
-def worthwhile(sizes: Sequence[int]) -> int:
+def num_threads(sizes: Sequence[int]) -> int:
     """Return the number of threads for arrays of so many bytes: 1 for few, or small ones."""
     # The calls for small arrays are so short that threads only wait for the interpreter's lock:
     # with two, 200 arrays of 74 kB take a third longer.
     size = sum(sizes)
-    if size >= 2 * _PER_CORE:
+    if size >= THREADED:
         size = sum([size for size in sizes if size >= _LARGE])
-    return 1 if size < 2 * _PER_CORE else min(cores(), size // _PER_CORE)
+    return 1 if size < THREADED else min(cores(), size // _PER_CORE)
 
 
 def each(calls: Sequence[Callable[[], object]], threads: int) -> None:

@@ -38,13 +38,13 @@ from fedclip.arrays.blocks import (
     slice_norms,
     square_sums,
 )
-from fedclip.arrays.cores import PIECE, each, worthwhile
+from fedclip.arrays.cores import PIECE, THREADED, each, num_threads
 from fedclip.arrays.memory import Memory, aligned, in_memory_order
 
 FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
 """The dtypes of views that show numbers as they are."""
 
-_ARRAY, _dtype = {np.ndarray}, attrgetter("dtype")
+_ARRAY, _dtype, _nbytes = {np.ndarray}, attrgetter("dtype"), attrgetter("nbytes")
 _BITS = np.dtype(np.uint16)
 _CLOSE = 2 * UNCERTAINTY
 
@@ -158,7 +158,8 @@ class NumpyBackend(Backend):
 
     # -- numbers ------------------------------------------------------------------------------
     def cast(self, x: Array, dtype: str) -> Array:
-        return (x if self._native is None else decode(x)).astype(dtype, copy=False)
+        wide = x if self._native is None or x.itemsize > 2 else decode(x)
+        return wide.astype(dtype, copy=False)
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         result = np.full(groups, -np.inf)
@@ -172,6 +173,8 @@ class NumpyBackend(Backend):
         return values[index_of(owners)]
 
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
+        if len(shapes) == 1:
+            return [flat.reshape(shapes[0])]
         if not any(shapes):
             # 0-d arrays, which NumPy handles faster than its numbers.
             return [flat[i, ...] for i in range(len(flat))]
@@ -185,7 +188,7 @@ class NumpyBackend(Backend):
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         each_sum, norms = square_sums(arrays), []
         for some in members:
-            total = math.fsum([each_sum[i] for i in some])
+            total = math.fsum(map(each_sum.__getitem__, some))
             # If a sum has overflowed or underflowed, the group is scaled and measured again: 1e20
             # in float32, 1e200 in float64 and 1e-30 give the right norm.
             if UNDERFLOW <= total < math.inf:
@@ -223,8 +226,10 @@ class NumpyBackend(Backend):
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         if len({*map(id, factors)}) == 1:
-            # Mostly there is one factor for all.
-            return arrays if _is_one(factors[0]) else self._products(arrays, factors)
+            # Mostly there is one factor for all, a number.
+            k = factors[0]
+            is_one = not k.ndim and k.item() == 1.0
+            return arrays if is_one else self._products(arrays, factors)
         ones = {key for key, k in {id(k): k for k in factors}.items() if _is_one(k)}
         if not ones:
             return self._products(arrays, factors)
@@ -235,7 +240,8 @@ class NumpyBackend(Backend):
         return with_others(arrays, places, some)
 
     def _products(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        outs, threads = self._outputs(arrays), worthwhile([a.nbytes for a in arrays])
+        outs, sizes = self._outputs(arrays), [*map(_nbytes, arrays)]
+        threads = num_threads(sizes) if sum(sizes) >= THREADED else 1
         if threads < 2 and [*map(_dtype, arrays)] == [*map(_dtype, factors)]:
             # NumPy makes scalars of 0-d arrays.
             return [*map(np.asarray, map(np.multiply, arrays, factors, outs))]

@@ -72,7 +72,7 @@ class Clipper(Core, OptiModule, register=False):
     def run(self, gradients: V) -> V:
         """Return the clipped gradients; the very same object if nothing is clipped."""
         coefs = self._coefs(gradients)
-        outputs = self.clip(coefs)
+        outputs = self._clip(coefs, None)
         make: Callable[[dict[str, Array]], V] = type(gradients)
         return gradients if outputs is coefs else make(dict(outputs))
 

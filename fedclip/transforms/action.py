@@ -16,10 +16,11 @@ frameworks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fedclip.arrays import HALF_UNIT, LARGEST, Arithmetic, Array, Backend
+from fedclip.arrays import HALF_UNIT, LARGEST, Arithmetic, Array, Arrays, Backend
 from fedclip.core.parameters import LEAST
 
 MARGIN = {
@@ -63,6 +64,23 @@ class Decision(NamedTuple):
         k = xp.where((self.target < LEAST) | (k < 2.0**-far), 0.0, k)
         return xp.cast(xp.where(self.moved, k, 1.0), "float64" if dtype == "float64" else "float32")
 
+    def by_tensor(
+        self,
+        dtypes: Sequence[str],
+        owners: Sequence[int],
+        squared: bool,
+        xp: Backend,
+        peaks: Array | None = None,
+    ) -> Arrays:
+        """Return for each tensor the factor of its group; `owners` holds the groups."""
+        columns: dict[str, Arrays] = {}
+        for dtype in dict.fromkeys(dtypes):
+            k = self.factors(dtype, squared, xp, peaks)
+            columns[dtype] = xp.pieces(k, [()] * k.shape[0])
+        if len(columns) == 1:
+            return [*map(columns[dtypes[0]].__getitem__, owners)]
+        return [columns[dtype][g] for dtype, g in zip(dtypes, owners, strict=True)]
+
 
 @dataclass(frozen=True)
 class Action:
@@ -84,11 +102,11 @@ class Action:
     min_norm: float | None = None
     rescale: bool = False
     skip: bool = False
+    scales_up: bool = field(init=False, repr=False, compare=False)
+    """Whether a group may be scaled up."""
 
-    @property
-    def scales_up(self) -> bool:
-        """Whether a group may be scaled up."""
-        return self.rescale or self.min_norm is not None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scales_up", self.rescale or self.min_norm is not None)
 
     def decide(self, norms: Array, limits: Array, xp: Arithmetic) -> Decision:
         """Decide on finite norms."""

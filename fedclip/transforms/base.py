@@ -362,12 +362,9 @@ def take_step(
         them, if anything in the gradient is not finite. Nothing has changed then.
     """
     if gradient.on_host:
-        return _QUIET.copy().run(_step, transform, gradient, state, on_nonfinite)
+        quiet = _QUIET.copy()
+        return quiet.run(finish, gradient, quiet.run(transform.step, gradient, state))
     gradient.waits = on_nonfinite == "raise"
-    return _step(transform, gradient, state, on_nonfinite)
-
-
-def _step(transform: Transform, gradient: Gradient, state: State, on_nonfinite: str) -> Outcome:
     outcome = transform.step(gradient, state)
     if gradient.waits:
         return finish(gradient, outcome)
@@ -383,8 +380,11 @@ def finish(gradient: Gradient, outcome: Outcome) -> Outcome:
         return Outcome(outputs, state, norms, limits, clipped, finite)
     if factors is not None:
         outputs = gradient.xp.scale(gradient.arrays, factors)
-    if gradient.on_host:
+    # Arrays of NumPy are their own views.
+    if gradient.on_host and gradient.arrays is not gradient.inputs:
         outputs = _returned(gradient, outputs)
+    elif outputs is not gradient.inputs and not any(map(is_not, outputs, gradient.inputs)):
+        outputs = gradient.inputs
     return Outcome(outputs, state, norms, limits, clipped, finite)
 
 
@@ -398,9 +398,6 @@ def _returned(gradient: Gradient, outputs: Sequence[HostView]) -> Arrays:
     changed = [*map(is_not, outputs, gradient.arrays)]
     if not any(changed):
         return inputs
-    if gradient.arrays is inputs:
-        # Arrays of NumPy are their own views.
-        return outputs
     if all(changed):
         return backend.from_host(outputs, native)
     places = [i for i, is_new in enumerate(changed) if is_new]

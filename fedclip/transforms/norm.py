@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedclip.arrays import NUMPY, Array, Arrays
+from fedclip.arrays import NUMPY, Array
 from fedclip.core.measures import MEANS, SQUARED, Order, measure
 from fedclip.core.scopes import Groups
 from fedclip.rules import Rule, State
-from fedclip.transforms.action import SCALE_DOWN, Action, Decision
-from fedclip.transforms.base import Gradient, Outcome, Transform, by_tensor
+from fedclip.transforms.action import SCALE_DOWN, Action
+from fedclip.transforms.base import Gradient, Outcome, Transform
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,12 @@ class NormClipping(Transform):
                 norms = exact
                 limits, after = self.rule(norms, state, xp)
         decision = self.action.decide(norms, limits, xp)
-        factors = None if self.dry else self._factors(gradient, decision)
+        factors = None
+        # If the host sees that all factors are 1, it does not compute them.
+        if not (self.dry or (gradient.on_host and not any(decision.moved.tolist()))):
+            groups, peaks = gradient.groups, None
+            if self.action.scales_up:
+                peaks = xp.group_max(xp.max_abs(arrays), groups.owners, len(groups))
+            squared, dtypes = self.ord in SQUARED, gradient.plan.dtypes
+            factors = decision.by_tensor(dtypes, groups.owners, squared, xp, peaks)
         return Outcome(arrays, after, norms, limits, decision.over, factors=factors)
-
-    def _factors(self, gradient: Gradient, decision: Decision) -> Arrays | None:
-        """Return the factor of each tensor; None if the host sees that all are 1."""
-        groups, xp, dtypes = gradient.groups, gradient.xp, gradient.plan.dtypes
-        if gradient.on_host and not any(decision.moved.tolist()):
-            return None
-        peaks = None
-        if self.action.scales_up:
-            peaks = xp.group_max(xp.max_abs(gradient.arrays), groups.owners, len(groups))
-        columns: dict[str, Arrays] = {}
-        for dtype in dict.fromkeys(dtypes):
-            k = decision.factors(dtype, self.ord in SQUARED, xp, peaks)
-            columns[dtype] = by_tensor(k, groups, xp)
-        if len(columns) == 1:
-            return columns[dtypes[0]]
-        return [columns[dtype][i] for i, dtype in enumerate(dtypes)]
