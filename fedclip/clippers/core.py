@@ -59,10 +59,11 @@ class Core(Documented):
         # Called after each step with its record, if set; not in compiled code.
         self.on_record: Callable[[StepRecord], object] | None = None
         self._recorder = Recorder()
-        # What the statistics are of, which the adapters for loops know (adapters/owner.py): a
-        # fingerprint, and a tensor of the model in this process.
+        # What the statistics are of, for training loops (loops/owner.py): a fingerprint; in this
+        # process, a tensor of the model, and who uses the clipper.
         self.owner: dict[str, str] | None = None
         self.model: Callable[[], object] | None = None
+        self.use: Any = None
         # Names, groups, and the statistics of each group; known from the first gradient on.
         self._names: tuple[str, ...] = ()
         self._groups: Groups | None = None
@@ -86,19 +87,20 @@ class Core(Documented):
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but the lock, for a copy or a pickle.
+        """Return all attributes but those of this process, for a copy or a pickle.
 
         What steps change in place is copied here, while none is under way.
         """
         with self.lock:
             changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
-            plain = {k: v for k, v in vars(self).items() if k not in ("lock", "model")}
+            plain = {k: v for k, v in vars(self).items() if k not in ("lock", "model", "use")}
         return plain | changing | {"_current": None, "_plan": None}
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
         vars(self).update(
-            {"on_record": None, "owner": None, **state}, model=None, lock=threading.RLock()
+            {"on_record": None, "owner": None, **state},
+            model=None, use=None, lock=threading.RLock(),
         )
 
     @classmethod

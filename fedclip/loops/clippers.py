@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from fedclip.arrays import Array, Backend
 from fedclip.clippers import by_name
@@ -17,7 +15,6 @@ from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
 from fedclip.errors import nearest
 
-T = TypeVar("T")
 Theirs: TypeAlias = Any
 """An object of the trainer that calls, as it has it."""
 
@@ -98,89 +95,18 @@ def skip_of_all(clipper: Clipper | AGC, what: str) -> bool:
     return spikes
 
 
-class Holder(NamedTuple):
-    """What acts with a clipper until it lets go of it, and where that is, in words."""
-
-    ref: weakref.ref[object]
-    where: str
-
-
-class ByClipper(Generic[T]):
-    """Values of clippers by identity, as equal clippers may have learnt different things."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, T] = {}
-
-    def get(self, clipper: Clipper | AGC) -> T | None:
-        """Return the value of a clipper, if it has one."""
-        return self._values.get(id(clipper))
-
-    def set(self, clipper: Clipper | AGC, value: T) -> T:
-        """Return the value, which is kept until the clipper is gone."""
-        if id(clipper) not in self._values:
-            weakref.finalize(clipper, self._values.pop, id(clipper), None).atexit = False
-        self._values[id(clipper)] = value
-        return value
-
-    def remove(self, clipper: Clipper | AGC) -> None:
-        """Forget the value of a clipper."""
-        self._values.pop(id(clipper), None)
-
-
-_holders: ByClipper[Holder] = ByClipper()
-
-
-def holder_of(clipper: Clipper | AGC) -> Holder | None:
-    """Return what acts with a clipper now, if anything does."""
-    found = _holders.get(clipper)
-    if found is not None and found.ref() is not None:
-        # What nobody can reach any more may still wait to be collected.
-        gc.collect()
-    return found if found is not None and found.ref() is not None else None
-
-
-def hold(clipper: Clipper | AGC, holder: object, where: str) -> None:
-    """Note what acts with a clipper from now on: one thing, as it has one record of the past.
-
-    Raises
-    ------
-    ValueError
-        If something does already.
-    """
-    check_free(clipper)
-    _holders.set(clipper, Holder(weakref.ref(holder), where))
-
-
-def release(clipper: Clipper | AGC, holder: object) -> None:
-    """Note that something acts with a clipper no longer."""
-    found = _holders.get(clipper)
-    if found is not None and found.ref() is holder:
-        _holders.remove(clipper)
-
-
-def check_free(clipper: Clipper | AGC) -> None:
-    """Raise a ValueError for a clipper that something acts with."""
-    found = holder_of(clipper)
-    if found is not None:
-        raise ValueError(
-            f"this {clipper.name} is {found.where} already, and would take the norms of both for "
-            "those of one: give each a clipper of its own, by copy.deepcopy(clipper), or as a "
-            "name or (name, config); or remove the first"
-        )
-
-
 def unique(names: Iterable[str]) -> list[str]:
     """Return the names, all different: those that come again are numbered.
 
     >>> unique(["w", "b", "w", "w#1"])
     ['w', 'b', 'w#1', 'w#1#1']
     """
-    found: dict[str, None] = {}
+    numbered: dict[str, None] = {}
     counts: Counter[str] = Counter()
     for name in names:
         chosen = name
-        while chosen in found:
+        while chosen in numbered:
             counts[name] += 1
             chosen = f"{name}#{counts[name]}"
-        found[chosen] = None
-    return list(found)
+        numbered[chosen] = None
+    return list(numbered)

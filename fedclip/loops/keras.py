@@ -22,8 +22,8 @@ from fedclip.arrays import Array, backend_named
 from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
 from fedclip.loops import compiled
-from fedclip.loops.clippers import Spec, Theirs, clipper_of, skip_of_all, skips, unique
-from fedclip.loops.variables import HeldClipper, Operations, Verbs
+from fedclip.loops.clippers import Spec, Theirs, clipper_of, skip_of_all, skips
+from fedclip.loops.variables import HeldClipper, Operations, Verbs, names_of
 from fedclip.transforms import clip_on_device
 
 __all__ = ["ClipHistory", "ClippedOptimizer"]
@@ -117,7 +117,7 @@ class _Hook:
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the variables of the clipper."""
-        names = unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
+        names = names_of(variables)
         keys = map(self.stepping._var_key, variables)
         self._names = dict(zip(keys, names, strict=True))
         pairs = zip(names, variables, strict=True)

@@ -21,8 +21,16 @@ with needing(__name__, "Transformers: pip install 'transformers[torch]'"):
 
 from fedclip.clippers.agc import AGC
 from fedclip.core import states
-from fedclip.loops.clippers import Spec, clipper_of, hold, release
-from fedclip.loops.owner import begin, configuration, configuration_of, owner_of
+from fedclip.loops.clippers import Spec, clipper_of
+from fedclip.loops.owner import (
+    begin,
+    configuration,
+    configuration_of,
+    hold,
+    owner_of,
+    release,
+    shapes_of,
+)
 from fedclip.loops.torch import set_state
 from fedclip.loops.torch.clip import clip_named
 from fedclip.loops.torch.names import check_sharding, named, outputs_of
@@ -109,7 +117,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
         parameters = named(theirs["model"], self.clipper)
-        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        shapes = shapes_of(parameters)
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         self._within = bool(state.global_step and state.epoch % 1)
         if state.global_step and not isinstance(self.clipper, AGC):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +19,7 @@ from fedclip.core.records import StepRecord
 from fedclip.core.states import Fields
 from fedclip.loops import compiled
 from fedclip.loops.clippers import unique
-from fedclip.loops.owner import begin, fitting
+from fedclip.loops.owner import Members, begin, by_tensor, fitting, shapes_of
 from fedclip.transforms import DeviceState, clip_on_device
 
 Variable: TypeAlias = Array
@@ -60,7 +59,7 @@ class HeldClipper:
         self.kept: dict[tuple[str, str], Variable] = {}
         self._columns = self.round = 0
         self._groups: Any = None
-        self._known: Known = {}
+        self._members = Members()
         self.type: Any = None
         self._outputs: Outputs | None = None
 
@@ -68,7 +67,7 @@ class HeldClipper:
         """Make the variables, once, for the gradients of these weights."""
         if self.variables:
             return
-        begin(self.clipper, shapes_of(weights), optimizer, [*weights.values()])
+        begin(self.clipper, model_shapes(weights), optimizer, [*weights.values()])
         self._outputs = outputs_of(self.clipper, weights)
         self._groups = compiled.groups_of(self.clipper, weights)
         # Not the values: Keras may fill its variables later, as ``fit`` builds a model.
@@ -97,7 +96,7 @@ class HeldClipper:
         groups = compiled.groups_of(self.clipper, weights)
         if not groups.names:
             return gradients
-        check_known(self.clipper, self._known, weights)
+        self._members.check(self.clipper, weights, by_tensor(weights), fixed=True)
         unknown = [label for label in groups.labels if label not in labels]
         if unknown:
             raise ValueError(
@@ -226,26 +225,15 @@ class Verbs:
             self.held.clipper.reset()
 
 
-Known: TypeAlias = dict[str, "weakref.ref[Any]"]
-"""The variables that a clipper has seen, by name."""
+def names_of(variables: Iterable[Variable]) -> list[str]:
+    """Return the names of variables: Keras' path, or TensorFlow's name; all different."""
+    return unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
 
 
-def shapes_of(variables: Mapping[str, Variable]) -> dict[str, tuple[int, ...]]:
+def model_shapes(variables: Mapping[str, Variable]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of variables, by name, without the numbers that Keras gives to layers."""
     names = unique(re.sub(r"_\d+(?=/|$)", "", name) for name in variables)
-    return {n: tuple(v.shape) for n, v in zip(names, variables.values(), strict=True)}
-
-
-def check_known(clipper: Clipper | AGC, known: Known, variables: Mapping[str, Variable]) -> None:
-    """Note variables; raise a ValueError if a clipper has seen others, of another model."""
-    others = [n for n, v in variables.items() if n in known and known[n]() is not v]
-    if others or (known and known.keys().isdisjoint(variables)):
-        raise ValueError(
-            f"this {clipper.name} clips {_few(known)}, and would take the norms of "
-            f"{_few(others or variables)} of another model for theirs: give each model a clipper "
-            "of its own"
-        )
-    known.update({n: weakref.ref(v) for n, v in variables.items() if n not in known})
+    return dict(zip(names, shapes_of(variables).values(), strict=True))
 
 
 def _by_tensor(kept: Mapping[tuple[str, str], Array]) -> states.Statistics:
@@ -300,11 +288,6 @@ def _axes(variable: Variable, layer: Any) -> Axes:
         kernel, _, output = layer.equation.partition(",")[2].partition("->")
         return tuple(i for i, letter in enumerate(kernel) if letter in output)
     return (-1,)
-
-
-def _few(names: Iterable[str]) -> str:
-    first = sorted(names)
-    return ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
 
 
 def _wide(variable: Variable) -> str:

@@ -100,7 +100,7 @@ def test_a_clipper_of_one_model_refuses_the_gradients_of_another():
         return clip([(tf.ones(2), variable)], clipper)[0][0]
 
     tf.function(step)(both[0])
-    with pytest.raises(ValueError, match=r"zscore-clip clips generator, .* norms of critic"):
+    with pytest.raises(ValueError, match="of zscore-clip for 'critic' are of other tensors"):
         tf.function(step)(both[1])
 
 

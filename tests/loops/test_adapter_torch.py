@@ -244,7 +244,7 @@ def test_one_clipper_for_two_models_is_refused():
     with pytest.warns(FedclipWarning, match="of another model or optimizer: it starts anew"):
         clip_(_filled(other), clipper)
     clip_(one, fixed)
-    with pytest.raises(ValueError, match="each model a clipper of its own"):
+    with pytest.raises(ValueError, match="give each model a clipper"):
         clip_(one, clipper)
 
 

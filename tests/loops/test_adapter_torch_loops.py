@@ -72,7 +72,7 @@ def test_equal_clippers_and_handles_are_not_confused():
     (left,) = handles(one)
     assert left is outer
     attach(other, twin, second)
-    with pytest.raises(ValueError, match=r"attached to .* already"):
+    with pytest.raises(ValueError, match="already attached to"):
         attach(other, clipper, second)
 
 
@@ -123,7 +123,7 @@ def test_parameters_without_a_name_are_refused():
     extra = torch.nn.Parameter(torch.ones(3, 7))
     with pytest.raises(ValueError, match="1 parameters without a name"):
         attach(torch.optim.SGD([*model.parameters(), extra], lr=1), NormClip(1.0), model)
-    with pytest.raises(ValueError, match="none of the named parameters"):
+    with pytest.raises(ValueError, match="holds no parameter of those given"):
         attach(optimizer, NormClip(1.0), build()[0].named_parameters())
     attach(optimizer, NormClip(1.0), model.named_parameters())
     loss_of(model).backward()
@@ -169,7 +169,7 @@ def test_a_copy_of_the_optimizer_and_its_handles_clips_too(how):
     for held in (update, second, first):
         held.remove()
     assert handles(twin) == handles(copy.deepcopy(twin)) == []
-    with pytest.raises(TypeError, match=r"norm-clip is in no optimizer .* keep handle\.get_state"):
+    with pytest.raises(TypeError, match=r"norm-clip was removed .* keep handle\.get_state"):
         how(second)
 
 

@@ -15,15 +15,10 @@ from fedclip.clippers.agc import AGC, Outputs
 from fedclip.clippers.base import Clipper
 from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
-from fedclip.loops.clippers import check_clipper, check_free, clipped, skipped, skips
+from fedclip.loops.clippers import check_clipper, clipped, skipped, skips
+from fedclip.loops.owner import check_free, check_members
 from fedclip.loops.torch.guards import uncompiled
-from fedclip.loops.torch.names import (
-    Parameters,
-    check_remembered,
-    check_sharding,
-    named,
-    outputs_of,
-)
+from fedclip.loops.torch.names import Parameters, check_sharding, named, outputs_of
 
 _IN_PLACE = TorchInPlace()
 
@@ -98,7 +93,9 @@ def clip_named(
     They may be others at each call if they are `given` by the user.
     """
     if given:
-        check_remembered(parameters, clipper)
+        # Loops that make their tensors at each step have no Parameters.
+        a_model = isinstance(next(iter(parameters.values()), None), torch.nn.Parameter)
+        check_members(clipper, parameters, fixed=False, new_model=a_model)
     gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
     if not gradients:
         return None

@@ -16,19 +16,16 @@ Prefixes of wrappers are taken off: ``module.`` (DistributedDataParallel) and ``
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fedclip.clippers.agc import AGC, Axes, Outputs
 from fedclip.clippers.base import Clipper
-from fedclip.core.scopes import resolve
-from fedclip.loops.clippers import ByClipper, unique
-from fedclip.loops.owner import begin
+from fedclip.loops.clippers import unique
+from fedclip.loops.owner import shapes_of
 
 Parameters: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | "
@@ -112,69 +109,6 @@ def _plain(given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(names) if len(set(names)) == len(given) else tuple(unique(given))
 
 
-class _Remembered:
-    """Which parameters stood for the groups whose statistics a clipper keeps."""
-
-    def __init__(self) -> None:
-        self.last: list[int] = []
-        self.shapes: dict[str, torch.Size] = {}
-        # How often all parameters of a group were replaced; group and turn of each parameter.
-        self.turns: Counter[str] = Counter()
-        self.homes: Any = WeakIdKeyDictionary()
-
-
-_remembered: ByClipper[_Remembered] = ByClipper()
-
-
-def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -> None:
-    """Raise a ValueError if a group's statistics are of other parameters.
-
-    New parameters may take the place of others, as in loops that make them at each step; those
-    that were replaced must not come back. Some of a group may be left out.
-    """
-    if isinstance(clipper, AGC):
-        return
-    past = _remembered.get(clipper) or _remembered.set(clipper, _Remembered())
-    now = [*map(id, parameters.values())]
-    if now == past.last:
-        return
-    if clipper.last is None:
-        # Nothing has been learnt yet, or it was forgotten.
-        past = _remembered.set(clipper, _Remembered())
-    shapes = {name: tensor.shape for name, tensor in parameters.items()}
-    tensors = [*parameters.values()]
-    # Loops that make their tensors at each step have no Parameters.
-    another = not past.last or isinstance(tensors[0] if tensors else None, torch.nn.Parameter)
-    if tensors and another and all(past.homes.get(tensor) is None for tensor in tensors):
-        begin(clipper, shapes, "", tensors)
-    groups = clipper.groups(shapes)
-    transform = clipper.transform(groups)
-    if transform.array_fields:
-        groups = resolve("tensor", None, groups.names)
-    elif not transform.init(groups)._fields:
-        past.last = now
-        return
-    for label, members in zip(groups.labels, groups.members, strict=True):
-        tensors = [parameters[groups.names[i]] for i in members]
-        homes = [home for tensor in tensors if (home := past.homes.get(tensor)) is not None]
-        if not homes:
-            past.turns[label] += 1
-        home = label, past.turns[label]
-        shape = tensors[0].shape
-        if any(one != home for one in homes) or (
-            label in parameters and past.shapes.setdefault(label, shape) != shape
-        ):
-            raise ValueError(
-                f"{clipper.name} keeps statistics of {label!r}, which stood for other parameters "
-                "at a step before: give it the model, or model.named_parameters(), at each step "
-                "(parameters without a gradient are left out), and each model a clipper of its "
-                "own, such as copy.deepcopy(clipper); call clipper.reset() to begin anew"
-            )
-        for tensor in tensors:
-            past.homes[tensor] = home
-    past.last = now
-
-
 def check_sharding(parameters: Iterable[torch.Tensor]) -> None:
     """Raise a TypeError for pieces of flat parameters, which do not say whose pieces they are."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -214,7 +148,7 @@ def outputs_of(
     """
     if not isinstance(clipper, AGC) or not clipper.asks_layers:
         return None
-    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    shapes = shapes_of(parameters)
     names = [name for name in clipper.groups(shapes).names if len(shapes[name]) > 1]
     if not names:
         return None
