@@ -178,7 +178,7 @@ class AGC(Core, Regularizer):
         with self.lock:
             self._weights, self._outputs = weights, outputs
             try:
-                return self._clip(arrays, backend)
+                return self.clip_arrays(arrays, backend)
             finally:
                 # Do not keep the weights after the step.
                 self._weights = {}

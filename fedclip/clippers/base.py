@@ -72,7 +72,7 @@ class Clipper(Core, OptiModule, register=False):
     def run(self, gradients: V) -> V:
         """Return the clipped gradients; the very same object if nothing is clipped."""
         coefs = self._coefs(gradients)
-        outputs = self._clip(coefs, None)
+        outputs = self.clip_arrays(coefs, None)
         make: Callable[[dict[str, Array]], V] = type(gradients)
         return gradients if outputs is coefs else make(dict(outputs))
 
@@ -153,7 +153,7 @@ class Clipper(Core, OptiModule, register=False):
         backend
             The framework of the arrays; None to find it from their type.
         """
-        return self._clip(arrays, backend)
+        return self.clip_arrays(arrays, backend)
 
     # -- numbers instead of tensors -----------------------------------------------------------
     def observe(self, norms: float | Mapping[str, float]) -> StepRecord:

@@ -203,7 +203,10 @@ class Core(Documented):
         """Return the transform for these groups."""
         return self._transform
 
-    def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
+    def clip_arrays(
+        self, arrays: Mapping[str, Array], backend: Backend | None
+    ) -> Mapping[str, Array]:
+        """Return the arrays, clipped, by name; the very same mapping if nothing is clipped."""
         # To ask for a Mapping takes longer, at each step.
         if type(arrays) is not dict:
             check_mapping(arrays)

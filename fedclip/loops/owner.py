@@ -256,6 +256,8 @@ class Use:
         self.holder: weakref.ref[object] | None = None
         self.place = ""
         self.members = Members()
+        # The parameters that were checked at the last call of `clip_`.
+        self.selection: Any = None
         # Of TensorFlow: its compiled form, and the axes of the outputs of layers.
         self.compiled: Any = None
         self.outputs: dict[str, tuple[int, ...]] = {}
@@ -288,7 +290,7 @@ def hold(clipper: Clipper | AGC, holder: object, place: str) -> None:
     """
     check_free(clipper)
     use = use_of(clipper)
-    use.holder, use.place = weakref.ref(holder), place
+    use.holder, use.place, use.selection = weakref.ref(holder), place, None
 
 
 def release(clipper: Clipper | AGC, holder: object) -> None:

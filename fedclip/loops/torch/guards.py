@@ -4,7 +4,6 @@
 ==========================================================  ======================================
 loop                                                        guard
 ==========================================================  ======================================
-``torch.compile`` of a loop                                 `uncompiled`
 ``scaler.step(optimizer, closure)``                         `check_unscaled`
 an optimizer that steps in ``backward()``: LOMO             `check_step`
 a step that calls another step, or fails                    `Steps`
@@ -22,11 +21,11 @@ import copyreg
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial, wraps
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from traceback import walk_stack
 from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -35,8 +34,6 @@ from fedclip.core.states import Fields
 from fedclip.errors import FedclipWarning
 from fedclip.loops.owner import is_held
 
-P = ParamSpec("P")
-T = TypeVar("T")
 MARK = "fedclip"
 """In the first group of parameters of a state: it was saved together with a clipper's."""
 _STEPS_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
@@ -68,32 +65,12 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-# -- torch.compile -------------------------------------------------------------------------------
-def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, which stays outside of the graphs of ``torch.compile``."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            # Used as a decorator, it would import the compiler with this module.
-            disable: Any = torch.compiler.disable
-            outside: Callable[P, T] = disable(function)
-            return outside(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _callers() -> Iterator[FrameType]:
-    return (frame for frame, _ in walk_stack(None))
-
-
+# -- a GradScaler's step -------------------------------------------------------------------------
 def _is_within(code: CodeType) -> bool:
     """Return whether this code is among the callers."""
-    return any(frame.f_code is code for frame in _callers())
+    return any(frame.f_code is code for frame, _ in walk_stack(None))
 
 
-# -- a GradScaler's step -------------------------------------------------------------------------
 def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
     """Raise an error in a GradScaler's step, whose closure would compute scaled gradients.
 
@@ -136,9 +113,10 @@ class Steps:
         """Return whether the step that begins is the outermost one."""
         self._forget_failed()
         outermost = not self._running
-        step = next((f for f in _callers() if f.f_code.co_filename == _STEPS_FILE), None)
-        if step is not None:
-            self._running.append(step)
+        for frame, _ in walk_stack(None):
+            if frame.f_code.co_filename == _STEPS_FILE:
+                self._running.append(frame)
+                break
         return outermost
 
     def end(self) -> bool:
@@ -150,7 +128,7 @@ class Steps:
 
     def _forget_failed(self) -> None:
         if self._running:
-            callers = {*map(id, _callers())}
+            callers = {id(frame) for frame, _ in walk_stack(None)}
             self._running = [frame for frame in self._running if id(frame) in callers]
 
 
@@ -178,6 +156,11 @@ class Watch:
             for p in parameters
             if type(p) in _PLAIN and p.requires_grad
         ]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it still watches."""
+        return bool(self._hooks)
 
     def end(self) -> None:
         """Stop watching."""
@@ -210,7 +193,7 @@ class Watch:
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
     """Forget what was noted of an optimizer's parameters: they are in a clipped step."""
-    for parameter in held(optimizer):
+    for parameter in held(optimizer) if _NOTED else ():
         _NOTED.pop(parameter, None)
 
 

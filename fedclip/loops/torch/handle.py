@@ -40,7 +40,7 @@ from fedclip.loops.owner import (
     release,
     shapes_of,
 )
-from fedclip.loops.torch.clip import clip_named
+from fedclip.loops.torch.clip import clip_named, uncompiled
 from fedclip.loops.torch.guards import (
     ATTACHED,
     MARK,
@@ -56,7 +56,6 @@ from fedclip.loops.torch.guards import (
     is_in,
     keep_in_copies,
     levels_of,
-    uncompiled,
 )
 from fedclip.loops.torch.names import Parameters, check_sharding, named, outputs_of
 
@@ -389,7 +388,7 @@ class _Attached:
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self.clips += 1
         forget(optimizer)
-        if any(p.grad is not None for p in held(optimizer)):
+        if self._watch.is_on and any(p.grad is not None for p in held(optimizer)):
             self._watch.end()
         for handle in self.handles:
             handle._clip(optimizer)
@@ -433,8 +432,9 @@ def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
 
     torch.distributed.checkpoint takes such a step to make an optimizer's state.
     """
-    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
-        return False
+    for group in optimizer.param_groups:
+        if float(group.get("lr", 1.0)):
+            return False
     return not any(p.grad is not None and bool(p.grad.any()) for p in held(optimizer))
 
 

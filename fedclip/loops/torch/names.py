@@ -16,16 +16,16 @@ Prefixes of wrappers are taken off: ``module.`` (DistributedDataParallel) and ``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from fedclip.clippers.agc import AGC, Axes, Outputs
 from fedclip.clippers.base import Clipper
-from fedclip.loops.clippers import unique
-from fedclip.loops.owner import shapes_of
+from fedclip.loops.clippers import check_clipper, unique
+from fedclip.loops.owner import check_free, check_members, shapes_of, use_of
 
 Parameters: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | "
@@ -65,6 +65,53 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         first.setdefault(id(tensor), (name, tensor))
     names = _plain(tuple(name for name, _ in first.values()))
     return dict(zip(names, (tensor for _, tensor in first.values()), strict=True))
+
+
+class _Selection(NamedTuple):
+    """The parameters of the last call: the names that its user gave, and those that count."""
+
+    given: list[object] | None
+    ids: list[int]
+    names: tuple[str, ...]
+
+
+def selected(
+    source: Parameters, clipper: Clipper | AGC
+) -> tuple[dict[str, torch.Tensor], Outputs | None]:
+    """Return the parameters of a call by name, and the axes of their outputs, checked.
+
+    The same parameters as at the last call are not checked again.
+    """
+    names: list[object] | None = None
+    tensors: Any = []
+    if isinstance(source, torch.nn.Module):
+        pairs = dict(source.named_parameters())
+        names, tensors = [*pairs], [*pairs.values()]
+    elif type(source) is dict:
+        names, tensors = [*source], [*source.values()]
+    else:
+        source = [*source] if isinstance(source, Iterator) else source
+        tensors = source if _is_list_of_tensors(source) else tensors
+    use, ids = getattr(clipper, "use", None), [*map(id, tensors)]
+    last = None if use is None else use.selection
+    if ids and last is not None and ids == last.ids and names == last.given:
+        return dict(zip(last.names, tensors, strict=True)), None
+    clipper = check_clipper(clipper)
+    parameters = named(source, clipper)
+    check_free(clipper)
+    check_sharding(parameters.values())
+    outputs = outputs_of(source, parameters, clipper)
+    # Loops that make their tensors at each step have no Parameters.
+    a_model = isinstance(next(iter(parameters.values()), None), torch.nn.Parameter)
+    check_members(clipper, parameters, fixed=False, new_model=a_model)
+    # Of AGC the layers of the model count too, and one parameter may have several names.
+    if len(parameters) == len(ids) and not isinstance(clipper, AGC):
+        use_of(clipper).selection = _Selection(names, ids, tuple(parameters))
+    return parameters, outputs
+
+
+def _is_list_of_tensors(source: object) -> bool:
+    return type(source) is list and bool(source) and isinstance(source[0], torch.Tensor)
 
 
 def _check_given(parameters: Iterable[object], given: Sequence[object]) -> None:
