@@ -38,20 +38,18 @@ _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 def _chain(optimizer: Optimizer) -> list[Optimizer]:
-    """Return an optimizer and those inside of it; the last is the one that steps."""
-    found = [optimizer]
-    while hasattr(found[-1], "inner_optimizer"):
-        found.append(found[-1].inner_optimizer)
-    return found
+    """Return an optimizer and those inside of it; the last one steps."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [optimizer] if inner is None else [optimizer, *_chain(inner)]
 
 
 def _checked(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that steps, if it would be clipped, and not be clipped twice."""
+    """Return the optimizer that steps; raise an error if it would not be clipped once."""
     *outer, stepping = _chain(optimizer)
     if hasattr(stepping, "optimizers"):
         raise ValueError(
             f"{type(stepping).__name__} has several optimizers, each for some of the variables: "
-            "give each of them a ClippedOptimizer of its own"
+            "put a ClippedOptimizer around each of them"
         )
     _check_options(stepping)
     apply = getattr(type(stepping), "apply", None)
@@ -60,13 +58,13 @@ def _checked(optimizer: Optimizer) -> Optimizer:
         raise TypeError(
             f"{type(stepping).__name__} with Keras {keras.__version__} does not step as Keras' "
             "optimizers do, which clip in their method apply: derive it from "
-            "keras.optimizers.Optimizer, of Keras 3.4 or newer, and leave apply as it is"
+            "keras.optimizers.Optimizer, of Keras 3.4 or newer, and do not override apply"
         )
     clipped = next((o for o in outer if isinstance(o, ClippedOptimizer)), None)
     owner = getattr(stepping._clip_gradients, "__self__", None)
     if owner is not getattr(clipped, "_hook", stepping):
         raise ValueError(
-            f"{stepping.name!r} is in another ClippedOptimizer already, which would clip too: "
+            f"{stepping.name!r} is already in another ClippedOptimizer, which would clip too: "
             "make a new optimizer"
         )
     return stepping
@@ -75,7 +73,7 @@ def _checked(optimizer: Optimizer) -> Optimizer:
 def _check_options(stepping: Optimizer) -> None:
     for option in _CLIPS:
         if getattr(stepping, option, None) is not None:
-            raise ValueError(f"{option} of the inner optimizer would clip twice: leave it out")
+            raise ValueError(f"{option} of the inner optimizer would clip twice: remove it")
 
 
 def _value(variable: Variable) -> Array:
@@ -84,10 +82,10 @@ def _value(variable: Variable) -> Array:
 
 
 class _Hook:
-    """What the optimizer that steps calls where Keras clips.
+    """The methods that Keras calls in place of those of the optimizer that steps.
 
-    Keras calls ``_clip_gradients`` on gradients that are unscaled, averaged over accumulated
-    steps, and not for variables that they overwrite; `_apply` notes for which variables.
+    Keras calls ``_clip_gradients`` on unscaled gradients, averaged over accumulated steps, without
+    those that overwrite their variables; `apply` notes for which variables.
     """
 
     def __init__(self, stepping: Optimizer, clipper: Clipper | AGC) -> None:
@@ -127,11 +125,11 @@ class _Hook:
         )
 
     def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:
-        """Note the variables, and let the optimizer step."""
+        """Note the variables, then step."""
         if any(self.stepping._var_key(v) not in self._names for v in variables):
             raise ValueError(
-                f"{self.stepping.name!r} is inside of a ClippedOptimizer that does not know these "
-                "variables: let that one step, which builds the clipper"
+                f"{self.stepping.name!r} is inside of a ClippedOptimizer that was not built for "
+                "these variables: call apply of the ClippedOptimizer first"
             )
         self._now.variables, self._now.clipped = variables, False
         restore = self._restoring(variables) if skips(self.held.clipper) else None
@@ -141,19 +139,19 @@ class _Hook:
         # Eager code clips in the last of the accumulated steps only.
         if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
             raise RuntimeError(
-                f"{type(self.stepping).__name__} has stepped without a call of _clip_gradients, "
-                "where Keras' optimizers clip: call it in _backend_apply_gradients"
+                f"{type(self.stepping).__name__} stepped without a call of _clip_gradients, where "
+                "Keras' optimizers clip: call it in _backend_apply_gradients"
             )
 
     def _restoring(self, weights: Sequence[Variable]) -> Callable[[], None]:
-        """Return what undoes the step that follows, if the clipper skips it.
+        """Return a function that undoes the step that follows, if the clipper skips it.
 
-        Keras offers no place in which a step could be left out, after the clip.
+        Keras has no hook that could leave out a step after the clip.
         """
         stepping, held = self.stepping, self.held
         gathered = getattr(stepping, "_accumulated_gradients", None) or ()
-        left = {*map(id, (stepping._iterations, *held.variables, *gathered))}
-        chosen = [v for v in (*weights, *stepping.variables) if id(v) not in left]
+        excluded = {*map(id, (stepping._iterations, *held.variables, *gathered))}
+        chosen = [v for v in (*weights, *stepping.variables) if id(v) not in excluded]
         old, before = [keras.ops.copy(v) for v in chosen], keras.ops.copy(held.variables[0])
         steps = stepping.gradient_accumulation_steps or 1
 
@@ -167,7 +165,7 @@ class _Hook:
                 chosen,
                 [keras.ops.where(skip, o, _value(v)) for o, v in zip(old, chosen, strict=True)],
             )
-            # Keras counts the step when it is over.
+            # Keras counts the step after this.
             iterations = stepping._iterations
             iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * steps)
 
@@ -177,9 +175,9 @@ class _Hook:
         """Return the clipped gradients."""
         variables, self._now.clipped = self._now.variables, True
         names = [self._names[self.stepping._var_key(v)] for v in variables]
-        whole, share = _of_all_replicas(_tensors(gradients))
+        sums, share = _of_all_replicas(_tensors(gradients))
         weights = dict(zip(names, variables, strict=True))
-        clipped = self.held.clip(dict(zip(names, whole, strict=True)), weights)
+        clipped = self.held.clip(dict(zip(names, sums, strict=True)), weights)
         return self._clip([share(clipped[name]) for name in names])
 
     def clip_alone(self, gradients: Sequence[Array]) -> list[Array]:
@@ -194,8 +192,8 @@ class _Hook:
         kind = compiled.kind_of(clipper, groups)
         if isinstance(clipper, AGC) or kind.arrays or kind.sizes:
             raise RuntimeError(
-                f"{clipper.name} clips in steps, which show it the variables and their past: call "
-                "apply, or apply_gradients"
+                f"{clipper.name} clips in steps only, where it has the variables and its "
+                "statistics: call apply, or apply_gradients"
             )
         backend, policy = backend_named(keras.backend.backend()), clipper.on_nonfinite
         transform = clipper.transform(groups)
@@ -204,7 +202,7 @@ class _Hook:
 
 
 def _tensors(gradients: Sequence[Array]) -> list[Array]:
-    """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients as they are."""
+    """Return the gradients, with NumPy's arrays and JAX's sparse ones as tensors."""
     return [
         keras.ops.convert_to_tensor(g, sparse=False)
         if isinstance(g, np.ndarray) or hasattr(g, "todense")
@@ -216,7 +214,7 @@ def _tensors(gradients: Sequence[Array]) -> list[Array]:
 def _of_all_replicas(
     gradients: Sequence[Array],
 ) -> tuple[Sequence[Array], Callable[[Array], Array]]:
-    """Return the sums of the replicas' gradients, and how to get a replica's share of a sum.
+    """Return the sums of the replicas' gradients, and a function to a replica's share of a sum.
 
     Keras adds the replicas' gradients up after the clip.
     """
@@ -270,7 +268,7 @@ def _none(option: str) -> property:
     def put(self: Optimizer, value: object) -> None:
         if value is not None:
             raise ValueError(
-                f"{option} of a ClippedOptimizer would clip nothing: put the limit into its clipper"
+                f"{option} of a ClippedOptimizer would clip nothing: set the limit in its clipper"
             )
 
     return property(lambda self: None, put, doc="None: the clipper clips.")
@@ -283,11 +281,11 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
     ::
 
         unscale the gradients, and average those of accumulated steps
-        clip them                           in the place of clipnorm, global_clipnorm, clipvalue
+        clip them                           instead of clipnorm, global_clipnorm, clipvalue
         weight decay, step, moving averages, constraints
 
-    All but the clip is the inner optimizer's: learning rate and schedule, loss scale, gradient
-    accumulation, weight decay and what is excluded from it, moving averages of the weights.
+    All else is up to the inner optimizer: learning rate and schedule, loss scale, gradient
+    accumulation, weight decay and its exclusions, moving averages of the weights.
     Variables with ``overwrite_with_gradient`` are neither measured nor clipped. `variables` holds
     the statistics, norms, limits and counts, and ``model.save`` saves them.
 
@@ -297,21 +295,21 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
     Parameters
     ----------
     inner_optimizer
-        The optimizer that steps, or its name in Keras; from now on it belongs to this one. A
-        LossScaleOptimizer may be inside or outside. It may be a ClippedOptimizer, which clips
-        second. Do not set its clipnorm, global_clipnorm or clipvalue.
+        The optimizer that steps, or its name in Keras; use it nowhere else. A LossScaleOptimizer
+        may be inside or outside. If it is a ClippedOptimizer, that one clips second. Do not set
+        its clipnorm, global_clipnorm or clipvalue.
     clipper
         A clipper of fedclip, or its name or (name, config) as in a declearn configuration.
 
     Raises
     ------
     ValueError
-        If the inner optimizer would clip as well, is in another ClippedOptimizer already, or is a
+        If the inner optimizer clips too, is already in another ClippedOptimizer, or is a
         MultiOptimizer.
     TypeError
         If it does not clip where Keras' optimizers do.
     NotImplementedError
-        If compiled code can not follow the clipper.
+        If the clipper cannot run in compiled code.
 
     Examples
     --------
@@ -330,7 +328,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
             inner_optimizer = keras.optimizers.get(inner_optimizer)
         stepping = _checked(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
-        # What is loaded before the first step goes into the clipper, and to nobody else.
+        # States that are loaded before the first step change this copy only.
         self.clipper = copy.deepcopy(clipper_of(clipper))
         self._hook = _Hook(stepping, self.clipper)
         self.held = self._hook.held
@@ -348,13 +346,13 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Variable]:
-        """The variables of the inner optimizer, those of the clipper among them."""
+        """The variables of the inner optimizer, including those of the clipper."""
         return [*self._variables, *self.inner_optimizer.variables]
 
     def apply(
         self, grads: Sequence[Array], trainable_variables: Sequence[Variable] | None = None
     ) -> None:
-        """Let the inner optimizer step, with clipped gradients."""
+        """Step with clipped gradients."""
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             self.build(trainable_variables)
@@ -371,18 +369,18 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         trainable_variables: Sequence[Variable],
     ) -> tuple[list[Array], list[Array]]:
         """Return new weights and new variables, as Keras on JAX needs them."""
-        own = len(self._variables)
+        count = len(self._variables)
         weights, inner = self.inner_optimizer.stateless_apply(
-            optimizer_variables[own:], grads, trainable_variables
+            optimizer_variables[count:], grads, trainable_variables
         )
-        return weights, [*map(_value, optimizer_variables[:own]), *inner]
+        return weights, [*map(_value, optimizer_variables[:count]), *inner]
 
     def scale_loss(self, loss: Array) -> Array:
         """Return the loss as the inner optimizer scales it."""
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: object) -> None:
-        """Let the inner optimizer put its moving averages into the weights."""
+        """Put the moving averages of the inner optimizer into the weights."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def exclude_from_weight_decay(self, var_list: object = None, var_names: object = None) -> None:
@@ -391,9 +389,9 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
 
     def set_weights(self, weights: Sequence[Variable]) -> None:
         """Set all `variables`."""
-        own = len(self._variables)
-        super().set_weights(weights[:own])
-        self.inner_optimizer.set_weights(weights[own:])
+        count = len(self._variables)
+        super().set_weights(weights[:count])
+        self.inner_optimizer.set_weights(weights[count:])
 
     def get_config(self) -> dict[str, object]:
         """Return inner optimizer and clipper, as Keras saves them."""
@@ -450,7 +448,7 @@ class ClipHistory(keras.callbacks.Callback):
             optimizer.on_round_start()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Add what the clipper did in the last step, and in this epoch."""
+        """Add the numbers of the last step, and of this epoch."""
         for optimizer in self._clipped():
             if logs is not None:
                 logs.update(optimizer.metrics("clip/"))

@@ -32,16 +32,16 @@ class ClipCallback(Callback):
 
         trainer = Trainer(callbacks=[ClipCallback(ZScoreClip())])
 
-    It acts in automatic and in manual optimization, once a step, on accumulated and unscaled
-    gradients. Checkpoints hold the clipper's statistics with the optimizer's; from an older
-    checkpoint the clipper starts anew, with a warning. Each epoch is one round of the clipper's
-    records, and loggers get what the last step did, every ``log_every_n_steps``.
+    It clips once a step, in automatic and manual optimization, after accumulation and unscaling.
+    Checkpoints save the clipper's statistics with the optimizer's; from an older checkpoint the
+    clipper starts anew, with a warning. Each epoch is one round of the clipper's records. Loggers
+    get the record of the last step every ``log_every_n_steps``.
 
     Parameters
     ----------
     clipper
-        A clipper of fedclip, or its name or (name, config). With several optimizers each further
-        one gets a copy; or give a list, with one clipper for each optimizer.
+        A clipper of fedclip, or its name or (name, config). If there are several optimizers, each
+        further one gets a copy; or give a list, with one clipper for each optimizer.
 
     Raises
     ------
@@ -62,24 +62,24 @@ class ClipCallback(Callback):
 
     def __init__(self, clipper: Spec | list[Spec]) -> None:
         self._copies = not isinstance(clipper, list)
-        given = clipper if isinstance(clipper, list) else [clipper]
-        self.clippers = [clipper_of(one) for one in given]
+        specs = clipper if isinstance(clipper, list) else [clipper]
+        self.clippers = [clipper_of(spec) for spec in specs]
         self._handles: list[ClipHandle] = []
 
     def setup(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
-        """Refuse to clip twice, or what can not be clipped."""
+        """Refuse to clip twice, and refuse DeepSpeed."""
         if stage != "fit":
             return
         if trainer.gradient_clip_val:
             raise ValueError(
                 f"gradient_clip_val={trainer.gradient_clip_val!r} and ClipCallback would clip "
-                "twice: leave gradient_clip_val out of the Trainer"
+                "twice: remove gradient_clip_val from the Trainer"
             )
         if "DeepSpeed" in type(trainer.strategy).__name__:
             raise NotImplementedError(
-                "DeepSpeed keeps the gradients to itself: use its own gradient_clip_val"
+                "DeepSpeed does not show whole gradients: use its gradient_clip_val"
             )
-        # Finders of a learning rate or batch size step in their own on_fit_start.
+        # Finders of a learning rate or batch size step in on_fit_start.
         trainer.callbacks = sorted(trainer.callbacks, key=lambda c: not isinstance(c, ClipCallback))
 
     def on_fit_start(self, trainer: Theirs, pl_module: Theirs) -> None:
@@ -106,12 +106,12 @@ class ClipCallback(Callback):
             self._handles.append(attach(optimizer, clipper, pl_module))
 
     def teardown(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
-        """Let go of the clippers, for another Trainer; what is saved later still has them."""
+        """Free the clippers for another Trainer; later checkpoints still have their states."""
         for handle in self._handles:
             handle._release()
 
     def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
-        """Let go of the clippers."""
+        """Free the clippers."""
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_epoch_start(self, trainer: object, pl_module: object) -> None:
@@ -120,7 +120,7 @@ class ClipCallback(Callback):
             clipper.on_round_start()
 
     def on_train_batch_end(self, trainer: Theirs, pl_module: Theirs, *args: object) -> None:
-        """Log what the last step did, as often as Lightning logs."""
+        """Log the record of the last step, as often as Lightning logs."""
         every = trainer.log_every_n_steps
         if not every or trainer.global_step % every:
             return
@@ -148,7 +148,7 @@ class LightningClipping:
     _clip_callback: ClipCallback | None = None
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Let the class bring the callback with those that it configures."""
+        """Add the callback to those that the class configures."""
         super().__init_subclass__(**kwargs)
         inner = getattr(cls, "configure_callbacks", None)
         if inner is None:
@@ -156,8 +156,8 @@ class LightningClipping:
 
         @functools.wraps(inner)
         def configure_callbacks(self: Theirs) -> list[Theirs]:
-            found = inner(self)
-            callbacks = list(found) if isinstance(found, Sequence) else [found]
+            configured = inner(self)
+            callbacks = [*configured] if isinstance(configured, Sequence) else [configured]
             if not any(isinstance(callback, ClipCallback) for callback in callbacks):
                 # Keep the callback for the next fit, with the clippers of further optimizers.
                 if self._clip_callback is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model, optimizer and tensors the statistics of a clipper belong to, and who uses it.
+"""Which model, optimizer and tensors a clipper's statistics belong to, and what uses it.
 
 ===========================  ==================================  ==================================
 what differs                 when a clipper is attached again,   when a state is loaded
@@ -173,8 +173,8 @@ class Members:
         """Note the tensors of a step.
 
         Some of a group may be left out. New tensors may replace all of a group, as in loops that
-        make their tensors at each step, but replaced ones must not come back. If they are
-        `fixed`, none is replaced.
+        make their tensors at each step, but replaced ones must not come back. `fixed` tensors
+        cannot be replaced.
 
         Raises
         ------
@@ -248,9 +248,9 @@ def by_tensor(names: Iterable[str]) -> Groups:
     return resolve("tensor", None, list(names))
 
 
-# -- who uses a clipper --------------------------------------------------------------------------
+# -- what uses a clipper -------------------------------------------------------------------------
 class Use:
-    """Who uses a clipper in this process; neither its copies nor its states have it."""
+    """The use of a clipper in this process; copies and states of the clipper leave it out."""
 
     def __init__(self) -> None:
         self.holder: weakref.ref[object] | None = None
@@ -264,7 +264,7 @@ class Use:
 
 
 def use_of(clipper: Clipper | AGC) -> Use:
-    """Return who uses a clipper."""
+    """Return the use of a clipper in this process."""
     if clipper.use is None:
         clipper.use = Use()
     use: Use = clipper.use

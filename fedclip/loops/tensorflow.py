@@ -38,7 +38,7 @@ def clip(
 ) -> list[tuple[Array, Variable]]:
     """Return (gradient, variable) pairs with the gradients clipped.
 
-    In eager code the clipper itself acts and learns. In a ``tf.function`` the statistics are
+    In eager code the clipper updates its statistics. In a ``tf.function`` the statistics are
     variables, which start from those of the clipper. `CompiledClipper.of` returns them, so that
     you can save them in a checkpoint or read them back into the clipper.
 
@@ -94,7 +94,7 @@ class CompiledClipper(Verbs, tf.Module):
     Parameters
     ----------
     clipper
-        As for `clip` in a ``tf.function``. Its own statistics are where these start.
+        As for `clip` in a ``tf.function``. The variables start from its statistics.
     """
 
     def __init__(self, clipper: Spec) -> None:
@@ -115,7 +115,7 @@ class CompiledClipper(Verbs, tf.Module):
         made: CompiledClipper = use.compiled
         return made
 
-    # What AutoGraph would rewrite branches on no tensor.
+    # No branch depends on a tensor, so AutoGraph has nothing to rewrite.
     @tf.autograph.experimental.do_not_convert
     def __call__(
         self, grads_and_vars: Iterable[tuple[Array, Variable]]
@@ -127,11 +127,11 @@ class CompiledClipper(Verbs, tf.Module):
             return pairs
         weights = {name: variables[name] for name in present}
         if not self._variables:
-            # Leave the function that is being traced: variables are made once.
+            # Outside of the function that is traced: variables are made once.
             with tf.init_scope():
                 if not tf.executing_eagerly():
                     raise RuntimeError(
-                        f"{self.clipper.name} can not clip in the graph of a TensorFlow 1 session: "
+                        f"{self.clipper.name} cannot clip in the graph of a TensorFlow 1 session: "
                         "write the step as a tf.function, in a program that runs eagerly"
                     )
                 self.held.build(weights)

@@ -52,16 +52,16 @@ class ClipCallback(TrainerCallback, ExportableState):
 
     The gradients are accumulated and, with fp16, unscaled. The Trainer's logs get ``limit``,
     ``clipped`` (1 if the last step was clipped, else 0) and ``clipped_share`` (of the steps of
-    this epoch) beside ``grad_norm``; `attach` puts the callback where TensorBoard and others see
-    them too. Checkpoints hold the clipper's state, and a run that is resumed goes on with it;
-    from an older checkpoint the clipper starts anew, with a warning. An epoch is a round of the
+    this epoch) next to ``grad_norm``; `attach` puts the callback where TensorBoard and others see
+    them too. Checkpoints save the clipper's state, and a resumed run continues with it; from an
+    older checkpoint the clipper starts anew, with a warning. An epoch is a round of the
     clipper's records.
 
     Parameters
     ----------
     clipper
         A clipper of fedclip, or its name or (name, config) as in a declearn configuration.
-        Averages of whole tensors, as `EmaNormClip` keeps them, are saved as text in
+        Averages of whole tensors, as in `EmaNormClip`, are saved as text in
         ``trainer_state.json``.
 
     Raises
@@ -72,7 +72,7 @@ class ClipCallback(TrainerCallback, ExportableState):
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
     RuntimeError
-        At a step without any gradient: the optimizer has used them up.
+        At a step without any gradient, because the optimizer has used them up.
     """
 
     def __init__(self, clipper: Spec) -> None:
@@ -81,15 +81,15 @@ class ClipCallback(TrainerCallback, ExportableState):
         self._training: object = None
 
     def _wrote(self, entry: Theirs) -> bool:
-        """Whether an entry of a checkpoint is of a clipper of this name and configuration."""
+        """Whether a checkpoint entry is of a clipper of this name and configuration."""
         name, config = entry["args"]["clipper"]
         return bool(configuration_of(name, config) == configuration(self.clipper))
 
     def on_train_begin(
-        self, args: Theirs, state: Theirs, control: Theirs, **theirs: Theirs
+        self, args: Theirs, state: Theirs, control: Theirs, **kwargs: Theirs
     ) -> None:
-        """Refuse to clip twice, and take up the state of a checkpoint."""
-        optimizer = theirs["optimizer"]
+        """Refuse to clip twice, and load the state of a checkpoint."""
+        optimizer = kwargs["optimizer"]
         if args.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm={args.max_grad_norm!r} and {self.clipper.name} would clip twice: "
@@ -97,7 +97,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             )
         if "DeepSpeed" in type(optimizer).__name__:
             raise NotImplementedError(
-                "DeepSpeed keeps the gradients to itself: use its own gradient_clipping"
+                "DeepSpeed does not show whole gradients: use its gradient_clipping"
             )
         for other in _TRAINING:
             same = configuration(other.clipper) == configuration(self.clipper)
@@ -106,7 +106,7 @@ class ClipCallback(TrainerCallback, ExportableState):
                     f"two ClipCallbacks have the same {self.clipper.name}, and would get each "
                     "other's statistics from a checkpoint: give one, or clippers that differ"
                 )
-        # Of a training that failed, the end was not seen.
+        # A training that failed did not call on_train_end.
         failed = self._training is not None
         release(self.clipper, self)
         hold(self.clipper, self, "in the ClipCallback of a Trainer")
@@ -116,37 +116,36 @@ class ClipCallback(TrainerCallback, ExportableState):
             self.clipper.reset()
         # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
-        parameters = named(theirs["model"], self.clipper)
+        parameters = named(kwargs["model"], self.clipper)
         shapes = shapes_of(parameters)
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         self._within = bool(state.global_step and state.epoch % 1)
         if state.global_step and not isinstance(self.clipper, AGC):
             # The Trainer adds the states of several callbacks to the end of one list.
             entries = saved if isinstance(saved, list) else [saved]
-            ours = [_read(e["attributes"]["clipper_state"]) for e in entries if self._wrote(e)]
-            set_state(
-                self.clipper, ours[-1] if ours else None, owner_of(self.clipper, shapes, kind)
-            )
+            states_ = [_read(e["attributes"]["clipper_state"]) for e in entries if self._wrote(e)]
+            owner = owner_of(self.clipper, shapes, kind)
+            set_state(self.clipper, states_[-1] if states_ else None, owner)
         begin(self.clipper, shapes, kind, [*parameters.values()])
 
-    def on_train_end(self, *args: object, **theirs: object) -> None:
-        """Let go of the clipper, for another Trainer."""
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
+        """Free the clipper for another Trainer."""
         release(self.clipper, self)
         self._training = None
         _TRAINING.discard(self)
 
-    def on_epoch_begin(self, *args: object, **theirs: object) -> None:
+    def on_epoch_begin(self, *args: object, **kwargs: object) -> None:
         """Begin a round of the records, unless the run is resumed within an epoch."""
         if not self._within:
             self.clipper.on_round_start()
         self._within = False
 
-    def on_pre_optimizer_step(self, *args: object, **theirs: Theirs) -> None:
-        """Unscale the gradients, unless the Trainer has, as it does from 5 on; and clip."""
-        model, optimizer = theirs["model"], theirs["optimizer"]
+    def on_pre_optimizer_step(self, *args: object, **kwargs: Theirs) -> None:
+        """Unscale the gradients, unless the Trainer has (from version 5 on), and clip."""
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
-            # What says that the gradients are unscaled already is this error alone.
+            # Only this error shows that the gradients are already unscaled.
             with suppress(RuntimeError):
                 scaler.unscale_(optimizer.optimizer)
         parameters = named(model, self.clipper)
@@ -154,22 +153,22 @@ class ClipCallback(TrainerCallback, ExportableState):
         outputs = outputs_of(model, parameters, self.clipper)
         if clip_named(parameters, self.clipper, outputs) is None:
             raise RuntimeError(
-                f"{self.clipper.name} finds no gradient before the step: a layer-wise optimizer, "
-                "LOMO or the like, steps while the gradients are computed, and keeps none; take "
-                "an optimizer that steps once, as optim='adamw_torch' does"
+                f"{self.clipper.name} found no gradient before the step: layer-wise optimizers, "
+                "such as LOMO, step in backward() and keep no gradients. Use an optimizer with one "
+                "step, such as optim='adamw_torch'"
             )
 
-    def on_log(self, args: object, state: Theirs, control: object, **theirs: Theirs) -> None:
-        """Add to the Trainer's logs of steps what the last step did."""
-        logs = theirs["logs"]
+    def on_log(self, args: object, state: Theirs, control: object, **kwargs: Theirs) -> None:
+        """Add the record of the last step to the Trainer's logs."""
+        logs = kwargs["logs"]
         if "loss" not in logs or self.clipper.last is None:
             return
         epoch = next(r for r in reversed(self.clipper.rounds) if r.group == "all")
-        found = {**self.clipper.last.as_dict(groups=False), "clipped_share": epoch.clipped_share}
-        if "norm" in found:
-            logs.setdefault("grad_norm", found.pop("norm"))
+        numbers = {**self.clipper.last.as_dict(groups=False), "clipped_share": epoch.clipped_share}
+        if "norm" in numbers:
+            logs.setdefault("grad_norm", numbers.pop("norm"))
         prefix = f"{self.clipper.name}/" if "limit" in logs else ""
-        logs |= {prefix + name: number for name, number in found.items()}
+        logs |= {prefix + name: number for name, number in numbers.items()}
         state.log_history[-1] |= logs
 
     def state(self) -> dict[str, object]:
@@ -192,9 +191,9 @@ class ClipCallback(TrainerCallback, ExportableState):
 
 
 def attach(trainer: Theirs, clipper: Spec) -> ClipCallback:
-    """Add a `ClipCallback` to a Trainer, before all others, so that they see what it logs.
+    """Add a `ClipCallback` to a Trainer, before all others, so that they see its logs.
 
-    Of the callbacks that are given to a Trainer, those of ``report_to`` come first.
+    Among the callbacks of a Trainer, those of ``report_to`` come first.
     """
     callback = ClipCallback(clipper)
     trainer.callback_handler.callbacks.insert(0, callback)

@@ -26,7 +26,7 @@ Variable: TypeAlias = Array
 
 
 class Operations(NamedTuple):
-    """What a framework can do with its variables, which have ``assign`` and ``numpy``.
+    """Operations of a framework on its variables, which have ``assign`` and ``numpy``.
 
     ::
 
@@ -54,9 +54,9 @@ class HeldClipper:
         self.clipper, self._backend, self._ops = clipper, backend, operations
         self.labels: tuple[str, ...] = ()
         # Counts of steps, clipped and nonfinite ones; norms, limits and which were clipped, of the
-        # last step; the fields of the state; and the arrays that are kept for tensors.
+        # last step; the fields of the state; and the arrays of tensors.
         self.variables: list[Variable] = []
-        self.kept: dict[tuple[str, str], Variable] = {}
+        self.arrays: dict[tuple[str, str], Variable] = {}
         self._columns = self.round = 0
         self._groups: Any = None
         self._members = Members()
@@ -70,7 +70,7 @@ class HeldClipper:
         begin(self.clipper, model_shapes(weights), optimizer, [*weights.values()])
         self._outputs = outputs_of(self.clipper, weights)
         self._groups = compiled.groups_of(self.clipper, weights)
-        # Not the values: Keras may fill its variables later, as ``fit`` builds a model.
+        # Only their shapes: Keras may fill its variables later, as ``fit`` builds a model.
         shaped = {n: np.zeros(tuple(w.shape), _wide(w)) for n, w in weights.items()}
         first, arrays = compiled.parts(
             compiled.first_state(self.clipper, self._groups, shaped, NUMPY)
@@ -84,14 +84,14 @@ class HeldClipper:
         self.variables = [self._ops.make(column, name) for name, column in values.items()]
         for name, fields in states.fetched(arrays).items():
             for field, value in fields.items():
-                self.kept[name, field] = self._ops.make(value, f"{name}/{field}")
+                self.arrays[name, field] = self._ops.make(value, f"{name}/{field}")
         self._columns = len(self.variables)
-        self.variables += self.kept.values()
+        self.variables += self.arrays.values()
 
     def clip(
         self, gradients: Mapping[str, Array], weights: Mapping[str, Array]
     ) -> Mapping[str, Array]:
-        """Return the clipped gradients, by name, and learn from them."""
+        """Return the clipped gradients, by name, and update the statistics."""
         xp, ops, labels = self._backend, self._ops, self.labels
         groups = compiled.groups_of(self.clipper, weights)
         if not groups.names:
@@ -100,19 +100,19 @@ class HeldClipper:
         unknown = [label for label in groups.labels if label not in labels]
         if unknown:
             raise ValueError(
-                f"{self.clipper.name} was compiled for the groups {list(labels)}, and the "
-                f"gradients have {unknown} besides"
+                f"{self.clipper.name} was compiled for the groups {list(labels)}, but the "
+                f"gradients also have {unknown}: give all variables at the first step"
             )
         counts, *columns = self.variables[: self._columns]
         places = [labels.index(label) for label in groups.labels]
-        whole = groups.labels == labels
-        before = [ops.read(column) for column in columns[whole:]]
-        state = self.type(*(before if whole else (ops.take(b, places) for b in before[1:])))
+        complete = groups.labels == labels
+        before = [ops.read(column) for column in columns[complete:]]
+        state = self.type(*(before if complete else (ops.take(b, places) for b in before[1:])))
         if isinstance(self.clipper, AGC):
             weights = {name: ops.read(weight) for name, weight in weights.items()}
-        if self.kept:
-            own = {k: ops.read(v) for k, v in self.kept.items() if k[0] in groups.names}
-            state = DeviceState(state, _by_tensor(own))
+        if self.arrays:
+            read = {k: ops.read(v) for k, v in self.arrays.items() if k[0] in groups.names}
+            state = DeviceState(state, _by_tensor(read))
         transform = compiled.transform_of(self.clipper, groups, weights, xp, self._outputs)
         policy = self.clipper.on_nonfinite
         clipped, step = clip_on_device(transform, gradients, groups, xp, state, policy)
@@ -120,10 +120,10 @@ class HeldClipper:
         learnt, arrays = compiled.parts(step.state)
         for name, fields in arrays.items():
             for field, value in fields.items():
-                variable = self.kept[name, field]
+                variable = self.arrays[name, field]
                 variable.assign(ops.cast(value, variable.dtype))
         after = [xp.stack([step.norms, step.limits, over]), *learnt]
-        if not whole:
+        if not complete:
             # A group without a gradient keeps its statistics, and has no norm and no limit.
             before[0] = xp.asarray(_no_step(len(labels)), like=after[0])
             present = xp.asarray([float(label in groups.labels) for label in labels]) > 0
@@ -138,9 +138,9 @@ class HeldClipper:
         return clipped
 
     def restart(self, arrays: states.Statistics, *, fresh: bool = False) -> None:
-        """Begin with the clipper's statistics and these arrays, or without any if it is fresh."""
+        """Start with the clipper's statistics and these arrays, or without any if `fresh`."""
         state = compiled.first_numbers(self.clipper, self._groups, fresh=fresh)
-        for (name, field), variable in self.kept.items():
+        for (name, field), variable in self.arrays.items():
             nothing = np.zeros_like(variable.numpy())
             variable.assign(arrays.get(name, {}).get(field, nothing))
         for variable, column in zip(self.variables[2 : self._columns], state, strict=True):
@@ -156,13 +156,13 @@ class HeldClipper:
 
 
 class Verbs:
-    """The verbs of what steps with a clipper that has `held`."""
+    """The methods of an object that steps with a `HeldClipper`."""
 
     held: HeldClipper
 
     @property
     def last(self) -> StepRecord | None:
-        """What the last step did; None before the first."""
+        """The record of the last step; None before the first."""
         held = self.held
         if not held.variables:
             return None
@@ -186,18 +186,18 @@ class Verbs:
             counts.assign(np.zeros_like(counts.numpy()))
 
     def get_state(self) -> Fields:
-        """Return what the clipper's own ``get_state`` would return; nothing for `agc`."""
+        """Return the state as the clipper's ``get_state`` does; nothing for `agc`."""
         held, clipper = self.held, self.held.clipper
         if isinstance(clipper, AGC):
             return {}
         state = clipper.get_state()
         if held.variables:
             state["groups"] = states.dump(held.type(*held.numbers()[2:]), held.labels)
-            state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in held.kept.items()})
+            state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in held.arrays.items()})
         return state
 
     def set_state(self, state: Fields) -> None:
-        """Take over a state that ``get_state`` of this, or of such a clipper, returned.
+        """Take over a state that ``get_state`` of this, or of an equal clipper, returned.
 
         Raises
         ------
@@ -221,7 +221,7 @@ class Verbs:
         if self.held.variables:
             self.held.restart({}, fresh=True)
         else:
-            # Before the first step, a state that was loaded is the clipper's own.
+            # Before the first step, a state that was loaded is in the clipper.
             self.held.clipper.reset()
 
 
@@ -236,20 +236,20 @@ def model_shapes(variables: Mapping[str, Variable]) -> dict[str, tuple[int, ...]
     return dict(zip(names, shapes_of(variables).values(), strict=True))
 
 
-def _by_tensor(kept: Mapping[tuple[str, str], Array]) -> states.Statistics:
-    found: states.Statistics = {}
-    for (name, field), value in kept.items():
-        found.setdefault(name, {})[field] = value
-    return found
+def _by_tensor(arrays: Mapping[tuple[str, str], Array]) -> states.Statistics:
+    by_name: states.Statistics = {}
+    for (name, field), value in arrays.items():
+        by_name.setdefault(name, {})[field] = value
+    return by_name
 
 
 def _no_step(groups: int) -> HostView:
-    """Return norms, limits and which were clipped of groups that no step had: no limit."""
+    """Return norms, limits and which were clipped, for groups before their first step."""
     return np.outer([0.0, np.inf, 0.0], np.ones(groups))
 
 
 def outputs_of(clipper: Clipper | AGC, variables: Mapping[str, Variable]) -> Outputs | None:
-    """Return the axes that hold the outputs of layers, by name; None if the clipper asks for none.
+    """Return the axes that hold the outputs of layers, by name; None if the clipper needs none.
 
     ============================================  ==============================================
     layer of Keras                                axes
@@ -265,7 +265,7 @@ def outputs_of(clipper: Clipper | AGC, variables: Mapping[str, Variable]) -> Out
         return None
     layers: dict[int, Any] = {}
     if "keras" in sys.modules:
-        # A variable does not know its layer.
+        # A variable has no reference to its layer.
         base = sys.modules["keras"].layers.Layer
         alive = [o for o in gc.get_objects() if issubclass(type(o), base)]
         layers = {

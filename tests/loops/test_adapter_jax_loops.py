@@ -294,7 +294,7 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
     many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
     for verb in (metrics, set_state):
         for wrong, params in ((state, fewer), (many, PARAMS)):
-            with pytest.raises(ValueError, match="give those that init got"):
+            with pytest.raises(ValueError, match="give the parameters of init"):
                 verb(clipper, wrong, params)
     assert not clipper.get_state()["groups"]
     chained = optax.chain(optax.masked(transform, True), optax.sgd(0.1), transform)
@@ -315,7 +315,7 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
 
 
 def test_what_is_no_array_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"'act' is no array, but .* eqx\.filter"):
+    with pytest.raises(TypeError, match=r"'act' is not an array, but .* eqx\.filter"):
         as_optax(NormClip(1.0)).init({"w": jnp.ones(2), "act": jax.nn.relu})
 
 

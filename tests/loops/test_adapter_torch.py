@@ -274,7 +274,7 @@ def test_a_number_is_a_fixed_limit():
     with attach(optimizer, 2.0, model) as handle:
         optimizer.step()
         assert handle.clipper.get_config()["max_norm"] == 2.0
-    with pytest.raises(TypeError, match="made once, before the first step"):
+    with pytest.raises(TypeError, match="make one before the first step"):
         clip_(model, "zscore-clip")
 
 

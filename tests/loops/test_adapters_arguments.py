@@ -80,7 +80,9 @@ def test_a_name_makes_a_clipper(make):
 def test_what_compiled_code_can_not_do_is_refused(name):
     with pytest.raises(NotImplementedError, match="'skip' or 'propagate'"):
         MAKERS[name](NormClip(1.0, on_nonfinite="raise"))
-    with pytest.raises(NotImplementedError, match=r"own-limit asks a function .*`clip_`.* ZScore"):
+    with pytest.raises(
+        NotImplementedError, match=r"own-limit calls your function .*`clip_`.* ZScore"
+    ):
         MAKERS[name](OwnLimit(lambda norm, past: 1.0))
 
 

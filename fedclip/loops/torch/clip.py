@@ -48,9 +48,9 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
     ----------
     parameters
         A model, ``model.named_parameters()``, or a dict. Parameters without a gradient are left
-        out; a parameter with two names (tied weights) counts once, under its first name.
-        ``model.parameters()`` will do for a clipper with the scope "global" or "tensor" and no
-        `exclude`: the parameters are then called "0", "1", ... in their order.
+        out; a parameter with two names (tied weights) counts once, under its first name. With
+        the scope "global" or "tensor" and no `exclude`, ``model.parameters()`` works too: the
+        parameters are then called "0", "1", ... in their order.
     clipper
         Any clipper of fedclip, made once; it keeps its statistics from call to call. `AGC` also
         measures the parameters. A number is a fixed limit of the norm, as ``NormClip(number)``.
@@ -58,8 +58,8 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
     Returns
     -------
     StepRecord
-        What the step did: norms before clipping, limits, and which groups were clipped; as a
-        ``float()`` the norm of the whole gradient. The numbers stay on the device until you look
+        Norms before clipping, limits, and which groups were clipped; its ``float()`` is the norm
+        of the whole gradient. The numbers stay on the device until you look
         at them. If there was no gradient, the record has no groups, and the norm is 0.
 
     Raises
@@ -68,9 +68,9 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
         If the clipper needs names and there are none, if a gradient is not of a floating type, or
         if the parameters are pieces of FSDP1.
     ValueError
-        If the clipper is attached to an optimizer, or in a Trainer, which clips already; or if it
-        keeps statistics that are of other parameters: a list without names whose members change,
-        or one clipper for two models in turn.
+        If the clipper is attached to an optimizer, or in a Trainer, which clips already; or if
+        its statistics are of other parameters: a list without names whose members change, or one
+        clipper for two models in turn.
 
     Examples
     --------
@@ -156,12 +156,12 @@ def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
 def _sharded(
     parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]
 ) -> TorchInPlace:
-    # Who shards nothing need not import this, which takes a while.
+    # Slow to import, and needed for sharded models only.
     from fedclip.arrays.sharded import ShardedInPlace, summed
 
     for name, gradient in gradients.items():
-        if (whole := summed(gradient)) is not gradient:
-            parameters[name].grad = gradients[name] = whole
+        if (total := summed(gradient)) is not gradient:
+            parameters[name].grad = gradients[name] = total
     return ShardedInPlace(gradients.values())
 
 
@@ -172,7 +172,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Clip, and return the norm from before, as `torch.nn.utils.clip_grad_norm_` does.
+    """Clip, and return the norm before clipping, as `torch.nn.utils.clip_grad_norm_` does.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ def clip_grad_norm_(
     """
     clipper = max_norm
     if not isinstance(clipper, Clipper | AGC):
-        # What is no number may not be hashable, and gets a sentence.
+        # Anything but a number may not be hashable, and is refused.
         make = _fixed if isinstance(clipper, int | float) else _fixed.__wrapped__
         clipper = make(clipper, norm_type, error_if_nonfinite)
     elif norm_type != 2.0 or error_if_nonfinite:

@@ -46,11 +46,6 @@ _NOTED: Any = WeakIdKeyDictionary()
 
 
 # -- any optimizer -------------------------------------------------------------------------------
-def called(optimizer: object) -> str:
-    """Return what an optimizer is called in errors."""
-    return f"an optimizer ({type(optimizer).__name__})"
-
-
 def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
@@ -315,7 +310,7 @@ def is_in(saved: object, keys: Iterable[str]) -> bool:
 
 # -- copies and pickles of an optimizer: torch leaves out hooks, so a copy would clip nothing ------
 ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-"""What is attached to each optimizer; its `parts` make the handles of a copy."""
+"""The handles of each optimizer; `parts` makes those of a copy."""
 
 
 def keep_in_copies(optimizer: torch.optim.Optimizer) -> None:

@@ -181,7 +181,7 @@ class ClipHandle:
 
     @property
     def last(self) -> StepRecord | None:
-        """What the last step did."""
+        """The record of the last step."""
         return self.clipper.last
 
     def on_round_start(self) -> None:
@@ -277,8 +277,8 @@ class ClipHandle:
         # A GradScaler sets `grad_scale` on optimizers that unscale the gradients in their step.
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
-                "the gradients are still scaled by the GradScaler, and would be clipped at the "
-                "wrong size: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                "the gradients are still scaled by the GradScaler, so the limit would not fit: "
+                "call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
         clip_named(self._resolve(optimizer), self.clipper, self._outputs)
 
@@ -367,8 +367,8 @@ class _Attached:
             for handle in self.handles if self._is_step else ():
                 handle._begin(optimizer)
         by_name = kwargs.get("closure")
-        given = by_name or (args[1] if len(args) > 1 else None)
-        if not callable(given):
+        compute = by_name or (args[1] if len(args) > 1 else None)
+        if not callable(compute):
             if self.clips == self._clips_before and self._is_step:
                 self._clip(optimizer)
             return None
@@ -376,7 +376,7 @@ class _Attached:
 
         def closure() -> object:
             clips = self.clips
-            loss = given()
+            loss = compute()
             if self.clips == clips:
                 self._clip(optimizer)
             return loss
@@ -501,43 +501,42 @@ def attach(
         with attach(optimizer, ZScoreClip(), model):
             train(model, optimizer)
 
-    Given a closure, as L-BFGS needs it, it clips each time the optimizer has called the closure.
+    With a closure, as L-BFGS needs it, it clips each time the optimizer has called the closure.
     With gradient accumulation it clips once a step; under AMP it clips after the GradScaler has
-    unscaled the gradients. A step is that of your call: where a class's step calls that of the
-    class that it comes from, it clips once, at the begin. Several handles clip one after the
-    other.
+    unscaled the gradients. If the step of a class calls that of its base class, it clips once, at
+    the start. Several handles clip one after the other.
 
-    The clipper's state is saved and loaded with ``optimizer.state_dict()``, under a key of its
-    own; a state from before there was a clipper starts it anew, with a warning. A copy of the
-    optimizer, or one that was pickled, clips with a copy of the clipper (see `handles`).
+    The clipper's state is saved and loaded with ``optimizer.state_dict()``, under a separate key.
+    If a state has no such key, the clipper starts anew, with a warning. Copies and pickles of the
+    optimizer clip with a copy of the clipper (see `handles`).
 
-    Until a first step was seen, a `FedclipWarning` tells of weights that learn without one, at
-    the second round of gradients; and of a wrapper whose state can not hold the clipper's.
+    A `FedclipWarning` warns you at the second round of gradients if the weights change before a
+    step was seen, and if the state of a wrapper lacks the clipper's.
 
     Parameters
     ----------
     optimizer
-        Any torch optimizer, or a wrapper that holds one: what Accelerate has prepared, SAM,
-        Lookahead. It clips what the optimizer inside steps with.
+        Any torch optimizer, or a wrapper around one, such as Accelerate's, SAM or Lookahead. The
+        gradients of the optimizer inside are clipped.
     clipper
         Any clipper of fedclip, or its name or (name, config) as in a declearn configuration.
     parameters
-        The model, which also names what ``add_param_group`` adds later; or as in `clip_`, names
-        for all that the optimizer holds. None for the names that the optimizer was given, or
-        else numbers.
+        The model, which also names parameters that ``add_param_group`` adds later; or, as in
+        `clip_`, names for all parameters of the optimizer. None: the names that the optimizer
+        has, or else numbers.
 
     Raises
     ------
     ValueError
-        If the optimizer holds none of the parameters, or one without a name, at the first step
-        after ``add_param_group`` too; or if the clipper is attached already, or in a Trainer.
+        If the optimizer holds none of the parameters, or one without a name (also at the first
+        step after ``add_param_group``); or if the clipper is already attached, or in a Trainer.
     TypeError
-        If the clipper needs names and there are none, if the parameters are pieces of FSDP1, if
-        a wrapper has neither torch's hooks nor one optimizer inside, or if the optimizer has no
-        step, as LOMO.
+        If the clipper needs names and there are none; if the parameters are pieces of FSDP1; if
+        a wrapper has neither torch's hooks nor one optimizer inside; or if the optimizer has no
+        step, such as LOMO.
     RuntimeError
-        At a step, if the gradients are still scaled by a GradScaler, or will be, by a closure
-        that is given to its step.
+        At a step, if the gradients are still scaled by a GradScaler, or a closure in its step
+        will scale them.
 
     Examples
     --------
@@ -562,9 +561,9 @@ def attach_update(
 ) -> UpdateHandle:
     """Clip the change of the weights in every ``optimizer.step()``.
 
-    `attach` clips what goes into the optimizer, this what comes out: momentum, adaptive step
-    sizes, weight decay and the learning rate are in it, and limits are in units of the weights.
-    It keeps a copy of the weights during each step. All else is as with `attach`.
+    `attach` clips the gradient before the optimizer; this clips the update after it, with momentum,
+    adaptive step sizes, weight decay and the learning rate. Limits are in units of the weights.
+    Each step keeps a copy of the weights. Otherwise it works as `attach`.
 
     Examples
     --------

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of parameters, which statistics are kept by: the same in every wrapping.
+"""The names of parameters, by which statistics are kept: the same under every wrapper.
 
 ==========================  ===============================================================
-given                       names
+parameters are given as     names
 ==========================  ===============================================================
 a module                    those of ``named_parameters()``
-pairs, or a mapping         as they are; a name that comes again is numbered: ``w``, ``w#1``
+pairs, or a mapping         those names; repeated ones are numbered: ``w``, ``w#1``
 parameters                  ``0``, ``1``, ... by position, whether they have a gradient or not
 ==========================  ===============================================================
 
@@ -45,7 +45,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
     Raises
     ------
     TypeError
-        If the clipper tells parameters apart by name, and they have none.
+        If the clipper distinguishes parameters by name, and they have no names.
     """
     if isinstance(parameters, torch.nn.Module):
         parameters = dict(parameters.named_parameters())
@@ -56,7 +56,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         pairs = parameters.items()
     else:
         pairs = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-        _check_given(parameters, pairs)
+        _check_items(parameters, pairs)
         if pairs and isinstance(pairs[0], torch.Tensor):
             _check_names_unneeded(clipper)
             pairs = [(str(place), tensor) for place, tensor in enumerate(pairs)]
@@ -68,9 +68,9 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
 
 
 class _Selection(NamedTuple):
-    """The parameters of the last call: the names that its user gave, and those that count."""
+    """The parameters of the last call: with the user's names, and those of the clipper."""
 
-    given: list[object] | None
+    user_names: list[object] | None
     ids: list[int]
     names: tuple[str, ...]
 
@@ -90,11 +90,13 @@ def selected(
     elif type(source) is dict:
         names, tensors = [*source], [*source.values()]
     else:
-        source = [*source] if isinstance(source, Iterator) else source
+        if isinstance(source, Iterator):
+            # One that is used up stays, and is refused below.
+            source = [*source] or source
         tensors = source if _is_list_of_tensors(source) else tensors
     use, ids = getattr(clipper, "use", None), [*map(id, tensors)]
     last = None if use is None else use.selection
-    if ids and last is not None and ids == last.ids and names == last.given:
+    if ids and last is not None and ids == last.ids and names == last.user_names:
         return dict(zip(last.names, tensors, strict=True)), None
     clipper = check_clipper(clipper)
     parameters = named(source, clipper)
@@ -114,20 +116,20 @@ def _is_list_of_tensors(source: object) -> bool:
     return type(source) is list and bool(source) and isinstance(source[0], torch.Tensor)
 
 
-def _check_given(parameters: Iterable[object], given: Sequence[object]) -> None:
-    """Raise an error for what is neither pairs nor tensors."""
-    if not given and iter(parameters) is parameters:
+def _check_items(parameters: Iterable[object], items: Sequence[object]) -> None:
+    """Raise an error if the items are neither pairs nor tensors."""
+    if not items and iter(parameters) is parameters:
         raise ValueError(
             "there are no parameters: an iterator such as model.parameters() has none the second "
             "time; give the model, or call model.parameters() at each step"
         )
-    tensors = bool(given) and isinstance(given[0], torch.Tensor)
-    for one in given:
-        pair = isinstance(one, tuple) and len(one) == 2
-        if not (isinstance(one, torch.Tensor) if tensors else pair):
+    tensors = bool(items) and isinstance(items[0], torch.Tensor)
+    for item in items:
+        pair = isinstance(item, tuple) and len(item) == 2
+        if not (isinstance(item, torch.Tensor) if tensors else pair):
             raise TypeError(
-                "give a model, model.named_parameters() or model.parameters(); "
-                f"got {type(one).__name__} among {type(parameters).__name__}"
+                f"got {type(item).__name__} among {type(parameters).__name__}: give a model, "
+                "model.named_parameters() or model.parameters()"
             )
 
 
@@ -135,7 +137,7 @@ def _check_names_unneeded(clipper: Clipper | AGC) -> None:
     scope = getattr(clipper, "scope", "tensor")
     if scope not in ("global", "tensor") or clipper.exclude:
         raise TypeError(
-            f"{clipper.name} tells parameters apart by name (scope={scope!r}, "
+            f"{clipper.name} distinguishes parameters by name (scope={scope!r}, "
             f"exclude={clipper.exclude!r}): give the model, or model.named_parameters(), "
             "not model.parameters()"
         )
@@ -143,36 +145,36 @@ def _check_names_unneeded(clipper: Clipper | AGC) -> None:
 
 # A loop has the same names at each step.
 @lru_cache(maxsize=64)
-def _plain(given: tuple[str, ...]) -> tuple[str, ...]:
+def _plain(wrapped: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names without the prefixes of wrappers, all different."""
-    if not all(isinstance(name, str) for name in given):
-        raise TypeError(f"names of parameters must be strings, got {list(given)!r:.200}")
-    names = unique(given)
+    if not all(isinstance(name, str) for name in wrapped):
+        raise TypeError(f"names of parameters must be strings, got {list(wrapped)!r:.200}")
+    names = unique(wrapped)
     while names and any(all(n.startswith(prefix) for n in names) for prefix in _FIRST):
         names = [name.partition(".")[2] for name in names]
     for wrapper in _WRAPPERS:
         names = [name.replace(wrapper, "") for name in names]
     # Keep names that are different only with their prefixes.
-    return tuple(names) if len(set(names)) == len(given) else tuple(unique(given))
+    return tuple(names) if len(set(names)) == len(wrapped) else tuple(unique(wrapped))
 
 
 def check_sharding(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise a TypeError for pieces of flat parameters, which do not say whose pieces they are."""
+    """Raise a TypeError for pieces of flat parameters, which hide whose pieces they are."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     for parameter in parameters:
         if getattr(parameter, "_fsdp_flattened", False):
             raise TypeError(
-                "FullyShardedDataParallel (FSDP1) gives each process an unmarked piece of its "
-                "parameters, whose norm is not the norm: shard the model with "
-                "torch.distributed.fsdp.fully_shard (FSDP2) instead, which fedclip clips right"
+                "FullyShardedDataParallel (FSDP1) gives each process a piece of its parameters, "
+                "whose norm is not that of the model: shard the model with "
+                "torch.distributed.fsdp.fully_shard (FSDP2)"
             )
 
 
 def outputs_of(
     source: Parameters | None, parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC
 ) -> Outputs | None:
-    """Return the axes of the outputs of parameters, by name; None if the clipper asks for none.
+    """Return the axes of the outputs of parameters, by name; None if the clipper needs none.
 
     ==========================================  ====================================================
     layer                                       axis
@@ -201,9 +203,9 @@ def outputs_of(
         return None
     if not isinstance(source, torch.nn.Module):
         raise ValueError(
-            "agc limits the weights that lead to one output of a layer, and parameters without "
-            "their model do not say which these are: give the model, or set axis, such as "
-            "AGC(axis=0) for linear layers and convolutions of torch"
+            "agc clips the weights of each output of a layer, and needs the model to know which "
+            "these are: give the model, or set axis, such as AGC(axis=0) for linear layers and "
+            "convolutions of torch"
         )
     layers: dict[int, torch.nn.Module] = {}
     for path, module in source.named_modules():
@@ -218,9 +220,9 @@ def _axes(name: str, layer: torch.nn.Module | None) -> Axes:
     if isinstance(layer, _TRANSPOSED):
         if layer.groups > 1:
             raise ValueError(
-                f"agc: {name!r} is of a {type(layer).__name__} with groups={layer.groups}, in "
-                'which no axis holds the outputs: put it in exclude, or use unit="tensor"'
+                f"agc: {name!r} belongs to a {type(layer).__name__} with groups={layer.groups}, "
+                'where no axis holds the outputs: put it in exclude, or use unit="tensor"'
             )
         return (1,)
-    theirs = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
-    return (1,) if theirs or isinstance(layer, _EMBEDDINGS) else (0,)
+    of_transformers = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+    return (1,) if of_transformers or isinstance(layer, _EMBEDDINGS) else (0,)
