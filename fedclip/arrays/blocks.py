@@ -229,20 +229,37 @@ def exact_norm(views: Sequence[HostView]) -> float:
 def slice_norms(view: HostView, axes: Sequence[int]) -> Float64:
     """Return the L2 norm of each slice that spans `axes`, in float64, flat.
 
-    NumPy adds up contiguous numbers in pairs, and others one after the other, which would lose
-    as many digits as there are: so the elements of a slice are copied one after the other.
+    Squares of narrower floats neither overflow nor underflow in float64, and may be added up in any
+    order. Of float64, NumPy adds up contiguous numbers in pairs, and others one after the other,
+    which would lose as many digits as there are: the elements of a slice are copied one after the
+    other.
     """
-    kept = [a for a in range(view.ndim) if a not in axes]
+    others = [a for a in range(view.ndim) if a not in axes]
+    narrow = view.itemsize < 8
+    if narrow and others and view.flags.c_contiguous and others == [*range(len(axes), view.ndim)]:
+        # Columns are added up without a copy in another order.
+        table = view.reshape(-1, math.prod(view.shape[len(axes) :]))
+        return np.asarray(np.sqrt(sum(map(_column_squares, _row_chunks(table)))))
     # Take a few rows of the first dimension at a time, so that no float64 copy of all is made.
-    many = max(1, CHUNK * len(view) // view.size)
     parts = []
-    for start in range(0, len(view), many):
-        some = view[start : start + many]
-        table = decode(some).transpose(*kept, *axes).astype(np.float64, order="C")
-        parts.append(_row_norms(table.reshape(*(some.shape[a] for a in kept), -1)))
+    for some in _row_chunks(view):
+        rows = decode(some).transpose(*others, *axes).astype(np.float64, order="C")
+        rows = rows.reshape(*(some.shape[a] for a in others), -1)
+        parts.append(np.sqrt(np.vecdot(rows, rows)) if narrow else _row_norms(rows))
     if 0 in axes and len(parts) > 1:
         return _row_norms(np.stack(parts, -1)).ravel()
-    return np.concatenate(parts).ravel() if 0 not in axes else parts[0].ravel()
+    return np.concatenate(parts, axis=None) if len(parts) > 1 else parts[0].ravel()
+
+
+def _row_chunks(view: HostView) -> Iterator[HostView]:
+    """Yield some rows of the first dimension at a time, that stay in the cache."""
+    number = max(1, CHUNK * len(view) // view.size)
+    return (view[start : start + number] for start in range(0, len(view), number))
+
+
+def _column_squares(table: HostView) -> Float64:
+    wide = decode(table).astype(np.float64)
+    return np.asarray(np.einsum("ij,ij->j", wide, wide))
 
 
 def _row_norms(rows: Float64) -> Float64:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +25,7 @@ from fedclip.arrays.base import (
     Call,
     HostView,
     Owners,
+    Repeated,
     index_of,
     raised,
     with_others,
@@ -162,6 +164,11 @@ class NumpyBackend(Backend):
         return wide.astype(dtype, copy=False)
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
+        if isinstance(owners, Repeated) and all(owners.times):
+            starts = np.cumsum([0, *owners.times[:-1]])
+            values, owners = np.maximum.reduceat(values, starts), owners.owners
+            if [*owners] == [*range(groups)]:
+                return values
         result = np.full(groups, -np.inf)
         np.maximum.at(result, index_of(owners), values)
         return result
@@ -178,8 +185,9 @@ class NumpyBackend(Backend):
         if not any(shapes):
             # 0-d arrays, which NumPy handles faster than its numbers.
             return [flat[i, ...] for i in range(len(flat))]
-        parts = np.split(flat, np.cumsum([*map(math.prod, shapes)])[:-1])
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        ends = [*accumulate(map(math.prod, shapes))]
+        spans = zip([0, *ends], ends, shapes, strict=False)
+        return [flat[start:end].reshape(shape) for start, end, shape in spans]
 
     def joined(self, arrays: Arrays) -> Array:
         return np.concatenate([np.ravel(decode(a)) for a in arrays])

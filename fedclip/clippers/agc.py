@@ -247,11 +247,13 @@ class AGC(Core, Regularizer):
             return NormClipping(Given(limits), action=Action(self.eps))
         usual = self.usual_outputs(framework)
         known = [(outputs or {}).get(name, usual) for name in groups.names]
-        spans = [self._span(a.shape or (1,), o) for a, o in zip(arrays, known, strict=True)]
+        shapes = [tuple(array.shape) for array in arrays]
+        spans = tuple([self._span(s or (1,), o) for s, o in zip(shapes, known, strict=True)])
         slices = SliceClipping((), None, action=Action(self.eps), spans=spans)
-        if not slices.spans_of(arrays):
+        layout = slices.layout(shapes, groups.owners, is_cached=isinstance(xp, NumpyBackend))
+        if not layout.spans:
             return slices
-        return replace(slices, limit=self._limits(slices.measure(arrays, xp), xp))
+        return replace(slices, limit=self._limits(slices.measure(arrays, layout, xp), xp))
 
     def get_limit(self, weight_norm: float) -> float:
         """Return the limit of a unit whose weights have this norm.

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.sharing import HistoryClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import PastLimit, Warmup
+from fedclip.clippers.sharing import Sharing
 from fedclip.core.parameters import (
     choice,
     non_negative,
@@ -18,7 +20,7 @@ from fedclip.rules.quantiles import Markers, Window
 from fedclip.transforms import Transform
 
 
-class AutoClip(HistoryClipper):
+class AutoClip(Warmup, Sharing, PastLimit, Clipper):
     """Limit three standard deviations above the running median of norms.
 
     It needs no tuning: the limit comes from the norms alone, protects from the second step on, and
@@ -97,7 +99,7 @@ class AutoClip(HistoryClipper):
     """Number of norms that only fill the statistics, >= 0; less than 5 counts as 5."""
 
     def build(self) -> Transform:
-        self._goes_with("window", "median", "window")
+        self.check_goes_with("window", "median", "window")
         exact = self.median == "window"
         median = Window(0.5, self.window or 64) if exact else Markers(0.5)
         return self.with_rule(Auto, median=median)

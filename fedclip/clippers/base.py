@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from fedclip.errors import StateError, nearest, shown
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules import Rule, known
 from fedclip.transforms import NormClipping, Transform
+
+if TYPE_CHECKING:
+    from fedclip.clippers.sharing import SharedState
 
 
 class Clipper(Core, OptiModule, register=False):
@@ -68,6 +71,15 @@ class Clipper(Core, OptiModule, register=False):
             by_name()
         super().__init_subclass__(register=register, **kwargs)
 
+    def __post_init__(self) -> None:
+        """Build the transform, and what is shared of it."""
+        super().__post_init__()
+        self._sharing = self._shared_state(self._transform)
+
+    def _shared_state(self, transform: Transform) -> SharedState | None:
+        """Return the client's side of a state that all clients share, if there is one."""
+        return None
+
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: V) -> V:
         """Return the clipped gradients; the very same object if nothing is clipped."""
@@ -77,13 +89,35 @@ class Clipper(Core, OptiModule, register=False):
         return gradients if outputs is coefs else make(dict(outputs))
 
     def collect_aux_var(self) -> object | None:
-        """Return nothing; on a server, begin a round."""
+        """Return the counts, if they are shared; on a server, start a round."""
         with self.lock:
             self._memory.release()
             # declearn calls `on_round_start` only on clients, and this before a server's step.
             if not self._on_client:
                 self._recorder.start_round()
+                # A clipper on the server shares nothing; the clients' counts are for its module.
+                vars(self)["aux_name"] = None
+            elif self._sharing is not None and self._sharing.heard():
+                message, statistics = self._sharing.message(self._statistics())
+                self._install(statistics)
+                return message
         return None
+
+    def process_aux_var(self, aux_var: object) -> None:
+        """Take over the state that the server has sent, if it is shared.
+
+        Raises
+        ------
+        ValueError
+            If clipper and server module do not match, or the message is not valid.
+        """
+        if self._sharing is None or not self._sharing.reads(aux_var):
+            super().process_aux_var(aux_var)
+            return
+        with self.lock:
+            statistics = self._sharing.receive(aux_var, self._statistics())
+            self._transform = self._sharing.transform(self._sharing.version)
+            self._install(statistics)
 
     def get_state(self) -> dict[str, Any]:
         """Return the statistics by group, and the records, as plain numbers, strings and lists."""
@@ -94,7 +128,13 @@ class Clipper(Core, OptiModule, register=False):
                 "arrays": states.fetched(self._arrays),
                 **self._recorder.get_state(),
                 **({"owner": dict(self.owner)} if self.owner else {}),
+                **({} if self._sharing is None else {"shared": self._sharing.get_state()}),
             }
+
+    def reset(self) -> None:
+        super().reset()
+        if self._sharing is not None:
+            self._sharing.version, self._transform = None, self._sharing.transform(None)
 
     def set_state(self, state: Mapping[str, object]) -> None:
         """Take over a state that `get_state` of the same clipper returned, on any framework.
@@ -110,13 +150,20 @@ class Clipper(Core, OptiModule, register=False):
         self.owner, self.model = owner, None
 
     def _take_over(self, state: object, transform: Transform) -> None:
+        version = None
+        if self._sharing is not None and isinstance(state, Mapping):
+            version = self._sharing.check_state(state.get("shared"))
+            transform = self._sharing.transform(version)
         statistics, arrays, round_, rounds = self._check_state(state, transform)
         with self.lock:
             self._transform = transform
             self._install(statistics)
             self._last = None
             self._arrays = arrays
-            self._loaded = bool(statistics or arrays)
+            # The server decides which groups there are, and may know more of them.
+            self._loaded = bool(statistics or arrays) and version is None
+            if self._sharing is not None:
+                self._sharing.version = version
             self._recorder.set_state(round_, rounds)
             self._warned = -1
 

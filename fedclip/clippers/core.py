@@ -169,15 +169,6 @@ class Core(Documented):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _goes_with(self, name: str, other: str, value: object) -> None:
-        """Refuse a parameter that is not at its default, unless another one has a value."""
-        given, found = getattr(self, name), getattr(self, other)
-        if given != self.parameters[name].default and found != value:
-            raise ValueError(
-                f"{name} goes with {other}={value!r} only, got {name}={given!r} with "
-                f"{other}={found!r}"
-            )
-
     def on_round_start(self) -> None:
         """Begin the records of a new round; the statistics stay."""
         self._on_client = True

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.families import ORD_VAR, MeasuredClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import ORD_VAR, Measured
 from fedclip.core.parameters import (
     at_least_one,
     boolean,
@@ -25,7 +26,7 @@ def _check_init(init: object) -> float | str:
     return number("a finite number or 'first'", init=init)
 
 
-class EmaNormClip(MeasuredClipper):
+class EmaNormClip(Measured, Clipper):
     """Limit on a norm: that of the moving average of the gradient itself.
 
     ::

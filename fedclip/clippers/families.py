@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of clippers: which parameters they share, and what is built from these."""
+"""The parameters that several clippers share, and the transforms that are built from these.
+
+A clipper is a `Clipper` with some of these parts: ``class GrowthClip(PastLimit, Clipper)``.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from fedclip.clippers.base import Clipper
 from fedclip.core.measures import MEANS, SQUARED, Order, check_order
-from fedclip.core.parameters import boolean, choice, integer, limit, non_negative, parameter
-from fedclip.core.scopes import Groups, check_scope, in_table
+from fedclip.core.parameters import (
+    Configured,
+    at_least_one,
+    boolean,
+    choice,
+    integer,
+    limit,
+    non_negative,
+    parameter,
+)
+from fedclip.core.scopes import Groups, Scope, check_scope, in_table
 from fedclip.rules import Rule
 from fedclip.rules.constant import Constant
 from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
@@ -40,42 +51,43 @@ def as_tuple(dims: int | Sequence[int] | None) -> tuple[int, ...] | None:
     return None if found is None else tuple(found)
 
 
-class SlicedClipper(Clipper, register=False):
-    """Base of clippers that can treat each slice of a tensor by itself."""
+class Sliced(Configured):
+    """The parameters of clippers that can treat each slice of a tensor as a group."""
 
     dims: int | Sequence[int] | None = parameter(
         check_dims, default=None, kind="int, list of int or None"
     )
-    """Makes each slice of a tensor a group of its own. A slice spans these dimensions; negative
-    ones count from the end. Goes with the scopes "global" and "tensor", which then mean the
-    same."""
+    """Makes each slice of a tensor a group. A slice spans these dimensions; negative ones count
+    from the end. Goes with the scopes "global" and "tensor", which then mean the same."""
     inverse_dims: bool = parameter(boolean, default=False)
     """Let the slices span all dimensions except `dims`."""
     min_size: int = parameter(integer, 1, default=1)
-    """Leave alone slices with fewer elements; with the scope "tensor", tensors with fewer."""
+    """Do not clip slices with fewer elements; with the scope "tensor", tensors with fewer."""
 
 
-class MeasuredClipper(Clipper, register=False):
-    """Base of clippers that measure a norm."""
+class Measured(Configured):
+    """The parameter of clippers that measure a norm."""
 
     ord: Order = parameter(check_order, default=2, kind=_orders(_NORMS))
     """Which norm is measured: 2 is the Euclidean one; `fedclip.core.measures` has the others."""
 
 
-class ExactClipper(MeasuredClipper, register=False):
-    """Base of clippers that bring a norm to a limit."""
+class Exact(Measured):
+    """The parameters of clippers that bring a norm to a limit."""
 
     eps: float = parameter(non_negative, default=0.0)
     """Added to the norm in the factor ``limit / (n + eps)``; 0 is exact."""
 
 
-class FixedClipper(SlicedClipper, ExactClipper, register=False):
-    """Base of clippers that bring the norm of a group, or of a slice, to a fixed limit."""
+class FixedLimit(Sliced):
+    """The parameters of clippers that bring the norm of a group, or slice, to a fixed limit."""
 
-    scope = SCOPE_TABLE
-    ord = ORD_VAR
+    scope: Scope = SCOPE_TABLE
+    ord: Order = ORD_VAR
+    eps: float = parameter(non_negative, default=0.0)
+    """Added to the norm in the factor ``limit / (n + eps)``; 0 is exact."""
 
-    def _fixed(self, limit: float, action: Action) -> Transform:
+    def with_limit(self, limit: float, action: Action) -> Transform:
         """Return the transform that brings the norms of groups, or of slices, to a fixed limit."""
         check_slices(self.dims, self.scope, self.inverse_dims, self.min_size)
         if self.dims is None and self.min_size == 1:
@@ -83,31 +95,62 @@ class FixedClipper(SlicedClipper, ExactClipper, register=False):
         dims = as_tuple(self.dims)
         return SliceClipping(limit, dims, self.inverse_dims, self.min_size, self.ord, action)
 
-    def _by_table(self, groups: Groups, rest: float) -> Transform:
-        """Return the transform with the limits of a table in `scope`, if it is one."""
-        # A dict, as `check_scope` returns: to ask for a Mapping takes five times as long.
-        if not isinstance(self.scope, dict) or not isinstance(self._transform, NormClipping):
-            return self._transform
-        limits = tuple(in_table(self.scope, label, rest) for label in groups.labels)
-        return replace(self._transform, rule=Constant(limits))
+    def with_table(self, transform: Transform, groups: Groups, others: float) -> Transform:
+        """Return the transform with the limits of a table in `scope`, if it is one.
+
+        `others` is the limit of groups that are not in the table.
+        """
+        if not isinstance(self.scope, Mapping) or not isinstance(transform, NormClipping):
+            return transform
+        limits = tuple(in_table(self.scope, label, others) for label in groups.labels)
+        return replace(transform, rule=Constant(limits))
 
 
-class LimitedClipper(ExactClipper, register=False):
-    """Base of clippers whose limit follows from past norms."""
+class PastLimit(Exact):
+    """The parameters of clippers with a limit that follows from past norms."""
 
     max_norm: float | None = parameter(limit, default=None)
-    """Fixed limit at every step, in the units of the gradient: the learnt limit is never above it.
-    None for none."""
+    """Fixed limit at every step, in the units of the gradient: the adaptive limit is never above
+    it. None for none."""
     on_spike: str = parameter(choice, ("clip", "skip"), default="clip")
     """What becomes of a group that is over its limit: it is clipped, or set to zero ("skip"), with
     which loops of torch and Keras leave out the step of its parameters."""
 
-    def with_rule(self, rule: Callable[..., Rule], **own: object) -> NormClipping:
+    def with_rule(self, rule: Callable[..., Rule], **changes: object) -> NormClipping:
         """Return the transform that brings norms to the limits of a rule.
 
-        The rule gets the clipper's parameters of the same names, except for those given.
+        The rule gets the clipper's parameters of the same names, except for those in `changes`.
         """
         wanted = inspect.signature(rule).parameters
-        names = [name for name in wanted if name not in own and name in self.parameters]
-        made = rule(**{name: getattr(self, name) for name in names}, **own)
+        names = [name for name in wanted if name not in changes and name in self.parameters]
+        made = rule(**{name: getattr(self, name) for name in names}, **changes)
         return NormClipping(made, self.ord, Action(self.eps, skip=self.on_spike == "skip"))
+
+
+class Warmup(Configured):
+    """The parameters of clippers with statistics of the norms themselves."""
+
+    include_current: bool = parameter(boolean, default=False)
+    """Let the statistics learn a norm before they judge it, not after; needs
+    ``feedback="raw"``."""
+    warmup: int = parameter(integer, 0, default=20)
+    """Number of norms, >= 0, after which the statistics set the limit; the first norm never
+    meets a limit of theirs. In a federation, the norms of all clients count, except the first of
+    each."""
+    warmup_norm: float | None = parameter(limit, default=None)
+    """Fixed limit during the warm-up, in the units of the gradient; None for none."""
+    warmup_factor: float | None = parameter(at_least_one, default=2.25)
+    """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. A norm
+    above it is a spike, which the statistics learn as 1.1 medians. The first norms, up to five,
+    fill only the median (see `fedclip.rules.protection`). None for no limit: the statistics learn
+    all norms unchanged."""
+
+    def __post_init__(self) -> None:
+        """Check that a norm is learnt as it was seen."""
+        feedback = getattr(self, "feedback", "clipped")
+        if self.include_current and feedback != "raw":
+            raise ValueError(
+                "include_current=True needs feedback='raw': a norm that has been learnt already "
+                f"cannot be fed back clipped; got feedback={feedback!r}"
+            )
+        super().__post_init__()

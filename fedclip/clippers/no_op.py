@@ -7,14 +7,15 @@ import math
 from collections.abc import Sequence
 
 from fedclip.arrays import Array
-from fedclip.clippers.families import ORD_VAR, MeasuredClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import ORD_VAR, Measured
 from fedclip.core.parameters import choice, limit, parameter
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.constant import Constant
 from fedclip.transforms import Gradient, NormClipping, Transform
 
 
-class NoOp(MeasuredClipper):
+class NoOp(Measured, Clipper):
     """Changes nothing, and measures what a limit would have clipped.
 
     ::

@@ -322,6 +322,15 @@ class Configured:
     def __post_init__(self) -> None:
         """Go on from the parameters, which are all set."""
 
+    def check_goes_with(self, name: str, other: str, value: object) -> None:
+        """Refuse a parameter that is not at its default, unless another one has a value."""
+        given, actual = getattr(self, name), getattr(self, other)
+        if given != self.parameters[name].default and actual != value:
+            raise ValueError(
+                f"{name} goes with {other}={value!r} only, got {name}={given!r} with "
+                f"{other}={actual!r}"
+            )
+
     def get_config(self) -> Config:
         """Return the parameters, as they would be written in a TOML file."""
         return config_of(self)

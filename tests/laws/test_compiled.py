@@ -269,7 +269,7 @@ def test_a_clipper_itself_is_refused_where_it_could_not_remember(
 ) -> None:
     needs(framework)
     clipper.reset()
-    with pytest.raises(TypeError, match="can not leave code that is compiled"):
+    with pytest.raises(TypeError, match="cannot leave code that is compiled"):
         REFUSED[framework](lambda x: clipper.clip({"w": x})["w"])
     # Nothing of the compiled code is left in it.
     assert clipper.clip({"w": np.array([0.3])})["w"] == 0.3
@@ -278,5 +278,5 @@ def test_a_clipper_itself_is_refused_where_it_could_not_remember(
 
 def test_agc_itself_is_refused_in_compiled_code() -> None:
     needs("jax")
-    with pytest.raises(TypeError, match="agc: what a clipper learns and records can not leave"):
+    with pytest.raises(TypeError, match="agc: what a clipper learns and records cannot leave"):
         REFUSED["jax"](lambda x: AGC(0.1).clip({"w": x}, {"w": x})["w"])

@@ -72,7 +72,7 @@ class SharedServer(OptiModule[Any], register=False):
     """
 
     clipper: ClassVar[Plugin]
-    """The clipper of this counterpart, a `fedclip.clippers.sharing.SharedClipper`."""
+    """The clipper of this counterpart, a `fedclip.clippers.sharing.Sharing`."""
     __signature__: ClassVar[inspect.Signature]
     guarantee = kinds.unchanged
     auxvar_cls: Any = FedclipSharedState

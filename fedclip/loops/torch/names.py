@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 
@@ -112,7 +112,7 @@ def selected(
     return parameters, outputs
 
 
-def _is_list_of_tensors(source: object) -> bool:
+def _is_list_of_tensors(source: object) -> TypeGuard[list[torch.Tensor]]:
     return type(source) is list and bool(source) and isinstance(source[0], torch.Tensor)
 
 
