@@ -100,7 +100,9 @@ class Core(Documented):
         """Take over the result of `__getstate__`, and make a new lock."""
         vars(self).update(
             {"on_record": None, "owner": None, **state},
-            model=None, use=None, lock=threading.RLock(),
+            model=None,
+            use=None,
+            lock=threading.RLock(),
         )
 
     @classmethod
@@ -250,7 +252,10 @@ class Core(Documented):
         outcome = take_step(transform, gradient, self._state, self.on_nonfinite)
         basis = transform.basis
         warm = getattr(self._state, basis.field) if basis.field else 0.0
-        outputs, self._state, norms, limits, clipped, *_ = outcome
+        outputs, self._state, norms, limits, clipped, is_finite, *_ = outcome
+        if gradient.groups.excluded and not gradient.on_host:
+            # The norms do not show NaN or infinity in excluded tensors.
+            norms = gradient.xp.where(is_finite, norms, math.nan)
         self._last = (labels, norms, limits, clipped)
         self._recorder.add(labels, norms, limits, clipped, warm=warm, basis=basis)
         if self.on_record is not None:

@@ -4,7 +4,6 @@ Keras' own global_clipnorm, clipnorm and clipvalue are the oracle: with the same
 the inner optimizer does besides must be the same to the rounding of the clip.
 """
 
-import json
 import pickle
 import warnings
 
@@ -181,14 +180,8 @@ def test_the_verbs():
     with pytest.raises(ValueError, match="adamm"):
         ClippedOptimizer("adamm", "norm-clip")
     optimizer = ClippedOptimizer("sgd", ZScoreClip(warmup=1, warmup_factor=None))
-    assert optimizer.last is None
-    assert optimizer.metrics()["round/steps"] == 0
-    assert "norm" not in optimizer.metrics()
     trained(optimizer)
-    found = optimizer.metrics("clip/")
-    assert json.dumps(found)
-    assert found["clip/norm"] == float(optimizer.last)
-    assert found["clip/round/steps"] == 7
+    assert optimizer.metrics()["norm"] == float(optimizer.last)
     state = optimizer.get_state()
     optimizer.reset()
     assert optimizer.last is None
@@ -351,18 +344,6 @@ def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
     assert float(found.pop("keras")) > 1e-3
     assert len(found) == 3
     assert all(float(difference) < 1e-6 for difference in found.values()), found
-
-
-def test_agc_takes_the_weights():
-    optimizer, agc = ClippedOptimizer(optimizers.SGD(0.1), AGC(0.1)), AGC(0.1, axis=-1)
-    found = trained(optimizer)
-    weights = {name: v.numpy() for name, v in zip(SHAPES, variables(), strict=True)}
-    for gradients in stream():
-        arrays = {n: np.asarray(g) for n, g in zip(SHAPES, gradients, strict=True)}
-        clipped = agc.clip(arrays, weights)
-        weights = {n: w - np.float32(0.1) * clipped[n] for n, w in weights.items()}
-    close(found, weights.values())
-    assert optimizer.get_state() == {}
 
 
 @pytest.mark.parametrize("clip", CLIPS)

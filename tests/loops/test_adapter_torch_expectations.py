@@ -15,12 +15,7 @@ torch = require("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from fedclip import (  # noqa: E402
-    FedclipWarning,
-    NonFiniteError,
-    NormClip,
-    ValueClip,
-)
+from fedclip import FedclipWarning, NonFiniteError, NormClip, ValueClip  # noqa: E402
 from fedclip.loops.torch import clip_, clip_grad_norm_  # noqa: E402
 
 ORDERS = [0.5, 1.5, 2, 4, math.inf, "inf"]
