@@ -128,8 +128,6 @@ class Backend(Arithmetic, ABC):
     """Whether this process holds parts of the arrays only."""
     in_place = False
     """Whether outputs are written to the arrays themselves."""
-    product_types: frozenset[type] = frozenset()
-    """Classes of dense host arrays that `products` multiplies."""
     aligned = False
     """Whether it shares only memory that begins at a multiple of 64 bytes."""
 
@@ -141,8 +139,8 @@ class Backend(Arithmetic, ABC):
     def traced(self, array: Array) -> bool:
         """Return whether an array stands for others, in code that is compiled or batched.
 
-        So does one whose derivatives are recorded. `torch.compile` is none of these: it follows
-        what a clipper remembers.
+        So does one whose derivatives are recorded. `torch.compile` is not among these: it
+        follows the statistics of a clipper.
         """
         return False
 
@@ -155,7 +153,7 @@ class Backend(Arithmetic, ABC):
         return math.prod(array.shape)
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        """Return arrays with repeated rows merged, in the machine's byte order; most as they are.
+        """Return arrays with repeated rows merged, in the machine's byte order; most unchanged.
 
         The norm of a sum is not the norm of its parts.
         """
@@ -246,13 +244,13 @@ class Backend(Arithmetic, ABC):
 
         A slice spans the axes of its array.
         """
-        found = []
+        norms = []
         for array, some in zip(arrays, axes, strict=True):
             wide = self.cast(array, "float64")
             unit = unit_of(self.max(abs(wide), some), self)
             wide = wide / unit
-            found.append(unit * self.sqrt(self.sum(wide * wide, some)))
-        return self.joined(found)
+            norms.append(unit * self.sqrt(self.sum(wide * wide, some)))
+        return self.joined(norms)
 
     def joint_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         """Return the L2 norm of each group from all its elements in one array, after a 0."""
@@ -273,13 +271,6 @@ class Backend(Arithmetic, ABC):
         outputs: Arrays = self.mapped(lambda x, k: (x * k,), columns)[0]
         return outputs
 
-    def products(self, arrays: Arrays, factors: Sequence[HostView]) -> Arrays:
-        """Return products of host arrays of float32 or float64, each with a factor of shape ().
-
-        An array with the factor 1 comes back itself.
-        """
-        raise NotImplementedError
-
     @abstractmethod
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
@@ -291,7 +282,7 @@ class Backend(Arithmetic, ABC):
         of a tensor, or many tensors at once. Half precision comes as float32, and numbers so that
         they do not widen the elements; if `wide`, all comes in the widest float. The first result
         is an output: it gets the dtype of the array in the first column, rounded towards zero. The
-        others stay as they are, in which numbers (`max` of the elements) are joined by their
+        others stay unchanged, in which numbers (`max` of the elements) are joined by their
         maximum, to one array of numbers.
 
         On the host, an array that the call does not change comes back itself, and so does one

@@ -62,7 +62,7 @@ _size, _width, _nbytes = attrgetter("size"), attrgetter("itemsize"), attrgetter(
 
 
 def decode(view: HostView) -> HostView:
-    """Return half precision as float32 (uint16 means bfloat16 bits); the rest as it is."""
+    """Return half precision as float32 (uint16 means bfloat16 bits); others unchanged."""
     if view.dtype == np.uint16:
         return (view.astype(np.uint32) << 16).view(np.float32)
     return view.astype(np.float32) if view.dtype == np.float16 else view
@@ -102,7 +102,7 @@ def _chunks(view: HostView) -> Iterator[HostView]:
 
 
 def peak(view: HostView) -> float:
-    """Return the largest absolute element; NaN if there is one, 0 if there is none."""
+    """Return the largest absolute element; NaN if there is one, 0 of an empty view."""
     ends = [end for chunk in _chunks(view) for end in (chunk.min(), chunk.max())]
     # max() of Python drops NaN; NumPy's keeps it.
     return float(np.max(np.abs(ends), initial=0.0))
@@ -148,9 +148,9 @@ def square_sums(views: Sequence[HostView]) -> list[float]:
     sums = [0.0] * len(views)
     small = [*map(views.__getitem__, places)]
     if large or halves:
-        rest = _add_rows(sums, views, large, halves)
-        places, small = (*places, *rest), [*small, *rest.values()]
-        sizes = (*sizes, *map(_size, rest.values()))
+        ends = _add_rows(sums, views, large, halves)
+        places, small = (*places, *ends), [*small, *ends.values()]
+        sizes = (*sizes, *map(_size, ends.values()))
     if small:
         for place, total in zip(places, _joined_sums(small, sizes), strict=True):
             sums[place] += total
@@ -177,8 +177,8 @@ def _add_rows(
     for i in large:
         elements = flat(views[i])
         number, length = _rows(elements.size)
-        if left := elements.size - number * length:
-            left_over[i], elements = elements[-left:], elements[:-left]
+        if number_over := elements.size - number * length:
+            left_over[i], elements = elements[-number_over:], elements[:-number_over]
         tables.append(elements.reshape(number, length))
     calls: list[Callable[[], object]] = [partial(_add_half, sums, i, views[i]) for i in halves]
     threads = num_threads([*map(_nbytes, views)])

@@ -44,7 +44,7 @@ from fedclip.arrays.cores import PIECE, THREADED, each, num_threads
 from fedclip.arrays.memory import Memory, aligned, in_memory_order
 
 FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
-"""The dtypes of views that show numbers as they are."""
+"""The dtypes of views that show numbers, not bits."""
 
 _ARRAY, _dtype, _nbytes = {np.ndarray}, attrgetter("dtype"), attrgetter("nbytes")
 _BITS = np.dtype(np.uint16)
@@ -52,14 +52,14 @@ _CLOSE = 2 * UNCERTAINTY
 
 
 def bits(array: HostView) -> HostView:
-    """Return bfloat16 as its bits, and any other array as it is."""
+    """Return bfloat16 as its bits, and any other array unchanged."""
     # NumPy has no bfloat16 of its own. Other dtypes that packages add are of the kind "V" too.
     dtype = array.dtype
     return array.view(np.uint16) if dtype.kind == "V" and dtype.itemsize == 2 else array
 
 
 def floats_only(views: Sequence[HostView | None]) -> Sequence[HostView] | None:
-    """Return the views if each is there and shows floats as they are; else None."""
+    """Return the views if all are there and show floats, not bits; else None."""
     known = [view for view in views if view is not None and view.dtype in FLOATS]
     return known if len(known) == len(views) else None
 
@@ -270,42 +270,42 @@ class NumpyBackend(Backend):
     ) -> Arrays:
         rows = []
         for i, row in enumerate(zip(*columns, strict=True)):
-            left = moved is not None and not moved[i]
-            rows.append(self._mapped(call, row, left, wide))
+            is_unchanged = moved is not None and not moved[i]
+            rows.append(self._mapped(call, row, is_unchanged, wide))
         results = [*zip(*rows, strict=True)]
         return [np.array(r) if type(r[0]) is float else r for r in results]
 
-    def _mapped(self, call: Call, row: Arrays, left: bool, wide: bool) -> tuple[Any, ...]:
-        given = row[0]
+    def _mapped(self, call: Call, row: Arrays, is_unchanged: bool, wide: bool) -> tuple[Any, ...]:
+        array = row[0]
         output: HostView | None = None
         others: list[Array] = []
-        for piece, some in _parts(row, wide=wide, nothing=left):
+        for piece, some in _parts(row, wide=wide, nothing=is_unchanged):
             result, *more = call(*some)
-            if left:
-                return given, *(x if np.ndim(x) else float(x) for x in more)
+            if is_unchanged:
+                return array, *(x if np.ndim(x) else float(x) for x in more)
             if piece.start == 0:
                 # What is shaped like the elements is kept, and numbers are joined.
-                others = [np.empty(given.size, x.dtype) if np.ndim(x) else -math.inf for x in more]
+                others = [np.empty(array.size, x.dtype) if np.ndim(x) else -math.inf for x in more]
             for j, x in enumerate(more):
                 if np.ndim(x):
                     others[j][piece] = x.reshape(-1)
                 else:
                     others[j] = max(others[j], float(x))
             if output is None and result is not some[0] and (result != some[0]).any():
-                (output,) = self._outputs([given])
+                (output,) = self._outputs([array])
                 if output is None or not output.flags.c_contiguous:
-                    output = np.empty(given.size, given.dtype)
+                    output = np.empty(array.size, array.dtype)
                 output = output.reshape(-1)
-                output[: piece.start] = given.reshape(-1)[: piece.start]
+                output[: piece.start] = array.reshape(-1)[: piece.start]
             if output is not None:
-                output[piece] = encode(result.reshape(-1), given.dtype, towards_zero=True)
-        shaped = [x.reshape(given.shape) if np.ndim(x) else x for x in others]
+                output[piece] = encode(result.reshape(-1), array.dtype, towards_zero=True)
+        shaped = [x.reshape(array.shape) if np.ndim(x) else x for x in others]
         if output is None:
-            return given, *shaped
-        output = output.reshape(given.shape)
-        if self.in_place and not np.may_share_memory(output, given):
-            given[...] = output
-        return given if self.in_place else output, *shaped
+            return array, *shaped
+        output = output.reshape(array.shape)
+        if self.in_place and not np.may_share_memory(output, array):
+            array[...] = output
+        return array if self.in_place else output, *shaped
 
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         if condition:
@@ -343,7 +343,7 @@ def _parts(
 ) -> Iterator[tuple[slice, list[Array]]]:
     """Yield pieces of the dense arrays of a row that stay in the cache, decoded.
 
-    Numbers become floats of Python, which do not widen what they meet. What is empty is one piece.
+    Numbers become floats of Python, which do not widen what they meet. An empty array is one piece.
     An array that something broadcasts against is one piece too.
     """
     first = row[0]
@@ -361,7 +361,7 @@ def _parts(
 
 
 def _decoded(columns: Arrays, wide: bool) -> list[Array]:
-    """Return arrays in float32 or wider, or all in float64; numbers stay as they are."""
+    """Return arrays in float32 or wider, or all in float64; numbers stay unchanged."""
     some: list[Array] = [x if type(x) is float else decode(x) for x in columns]
     if not wide:
         return some

@@ -301,8 +301,8 @@ class AGC(Core, Regularizer):
         if self.dims is not None:
             return spanned(ndim, as_tuple(self.dims), False)
         if self.unit == "optax":
-            whole = sum(n > 1 for n in shape) <= 1
-            return tuple(range(ndim if whole else 1 if ndim < 4 else ndim - 1))
+            is_vector = sum(n > 1 for n in shape) <= 1
+            return tuple(range(ndim if is_vector else 1 if ndim < 4 else ndim - 1))
         if ndim < 2:
             return (0,)
         return spanned(ndim, outputs if self.axis is None else (self.axis,), True)
@@ -316,15 +316,15 @@ def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Arra
     ValueError
         If some are missing.
     """
-    given = weights or {}
-    missing = [name for name in groups.names if given.get(name) is None]
+    known = weights or {}
+    missing = [name for name in groups.names if known.get(name) is None]
     if missing:
         raise ValueError(
             f"agc has no weights for {', '.join(map(repr, missing))}; it was given "
-            f"{', '.join(map(repr, given)) or 'none'}: it takes its limits from the weights, by "
+            f"{', '.join(map(repr, known)) or 'none'}: it takes its limits from the weights, by "
             "the names of the gradients"
         )
-    return [given[name] for name in groups.names]
+    return [known[name] for name in groups.names]
 
 
 def _check_real(weights: Sequence[Array], groups: Groups, backend: Backend) -> None:

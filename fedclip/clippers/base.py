@@ -57,7 +57,7 @@ class Clipper(Core, OptiModule, register=False):
     scope: Scope = parameter(
         check_scope, default="global", kind='{"global", "tensor", "layer"} or list of patterns'
     )
-    """Which tensors share a norm, and statistics: all of them, each by itself, those of a layer, or
+    """Which tensors share a norm, and statistics: all of them, each tensor, those of a layer, or
     those whose names match a pattern."""
     keep_memory: bool = parameter(boolean, default=True)
     """Whether to keep the memory of an output for the next one (see `fedclip.Clipper`)."""
@@ -175,12 +175,12 @@ class Clipper(Core, OptiModule, register=False):
     def l2_bound(self, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
         """Return the largest L2 norm of an output for tensors of these shapes; None: no bound.
 
-        `fedclip.analyse` also says why there is none, and analyses whole optimizers.
+        `fedclip.analyse` also says why there is no bound, and analyses whole optimizers.
         """
         return privacy.analyse_plugins([self], shapes).l2_bound
 
     def sensitivity(self, relation: str, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
-        """Return the L2 sensitivity of a sum of outputs, one for each record; None: there is none.
+        """Return the L2 sensitivity of a sum of outputs, one for each record; None: no bound.
 
         `relation` is "add-remove" or "replace-one".
         """
@@ -293,15 +293,15 @@ class Clipper(Core, OptiModule, register=False):
             (group,) = learnt
         if learnt and group not in learnt:
             return {}
-        one = Groups((group,), (group,), ((0,),))
-        transform = self.transform(one)
-        state = states.load(transform.init(one), learnt, (group,))
+        groups = Groups((group,), (group,), ((0,),))
+        transform = self.transform(groups)
+        state = states.load(transform.init(groups), learnt, (group,))
         columns = known(_rule_of(transform), state, NUMPY)
-        found = {field: on_host(column)[..., 0].tolist() for field, column in columns.items()}
-        return found | ({"count": int(found["count"])} if "count" in found else {})
+        numbers = {field: on_host(column)[..., 0].tolist() for field, column in columns.items()}
+        return numbers | ({"count": int(numbers["count"])} if "count" in numbers else {})
 
     def set_statistics(self, group: str = ALL, **statistics: float) -> None:
-        """Set statistics of a group, such as its mean; the others stay as they are.
+        """Set statistics of a group, such as its mean; the others stay unchanged.
 
         Without a ``count``, the warm-up is over.
         """
@@ -346,8 +346,8 @@ class Clipper(Core, OptiModule, register=False):
         if state["clipper"] != self.name:
             raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
         round_ = states.check_count("round", state["round"])
-        one = transform.init(Groups(("x",), ("x",), ((0,),)))
-        groups = states.check_groups(state["groups"], one)
+        single = transform.init(Groups(("x",), ("x",), ((0,),)))
+        groups = states.check_groups(state["groups"], single)
         arrays = states.check_arrays(state["arrays"], transform.array_fields)
         return groups, arrays, round_, read_rounds(state)
 

@@ -89,7 +89,7 @@ class Core(Documented):
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but those of this process, for a copy or a pickle.
 
-        What steps change in place is copied here, while none is under way.
+        Attributes that steps change in place are copied here, under the lock.
         """
         with self.lock:
             changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
@@ -157,14 +157,14 @@ class Core(Documented):
         (5.0, 1)
         """
         with self.lock:
-            found = {} if self.last is None else self.last.as_dict(prefix)
+            numbers = {} if self.last is None else self.last.as_dict(prefix)
             rounds = [record for record in self.rounds if record.group == ALL]
-        return found | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
+        return numbers | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
 
     def __eq__(self, other: object) -> bool:
         """Return whether the other is of the same class and configuration, whatever it has learnt.
 
-        Clippers have no hash: two that are equal have statistics of their own.
+        Clippers have no hash: two that are equal have different statistics.
         """
         same = type(self) is type(other)
         return config_of(self) == config_of(other) if same else NotImplemented
@@ -285,22 +285,22 @@ class Core(Documented):
 
     @property
     def last(self) -> StepRecord | None:
-        """What the last step did, in any round; None before the first."""
+        """The record of the last step, in any round; None before the first."""
         with self.lock:
             return None if self._last is None else StepRecord(*self._last)
 
     def _resolve(self, arrays: Mapping[str, Array]) -> Groups:
-        names, found = tuple(arrays), self._grouped(arrays)
-        fresh, statistics = self._transform.init(found), self.known(found)
-        self._state, self._on_device = states.load(fresh, statistics, found.labels), False
+        names, groups = tuple(arrays), self._grouped(arrays)
+        fresh, statistics = self._transform.init(groups), self.known(groups)
+        self._state, self._on_device = states.load(fresh, statistics, groups.labels), False
         # Keep the statistics of a tensor that has no gradient for some steps.
-        self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
-        self._groups, self._names, self._loaded = found, names, False
+        self._absent = {k: v for k, v in statistics.items() if k not in groups.labels}
+        self._groups, self._names, self._loaded = groups, names, False
         self._current = None
-        self._forget(found)
+        self._forget(groups)
         if isinstance(self._transform, SliceClipping):
-            self._check_slices(self._transform, [tuple(arrays[n].shape) for n in found.names])
-        return found
+            self._check_slices(self._transform, [tuple(arrays[n].shape) for n in groups.names])
+        return groups
 
     def known(self, groups: Groups) -> Statistics:
         """Return the statistics of all known groups; a state that was loaded must have these.
@@ -341,11 +341,11 @@ class Core(Documented):
 
     def _forget(self, present: Groups) -> None:
         """Drop the statistics of the names that were absent longest, if there are too many."""
-        for kept, now in ((self._absent, present.labels), (self._arrays, present.names)):
-            old = [name for name in kept if name not in set(now)]
+        for cached, now in ((self._absent, present.labels), (self._arrays, present.names)):
+            old = [name for name in cached if name not in set(now)]
             if len(old) > _MOST_ABSENT:
                 for name in old[:-_MOST_ABSENT]:
-                    del kept[name]
+                    del cached[name]
                 warnings.warn(
                     f"{self.name}: statistics of more than {_MOST_ABSENT:,} names that this "
                     "gradient does not have, the oldest are dropped; give tensors the same names "
@@ -369,17 +369,17 @@ class Core(Documented):
         bad = gradient.nonfinite()
         blamed = bad or ("a norm beyond float64",)
         self._last = (gradient.groups.labels, (), (), (), blamed)
-        told = ", ".join(map(repr, blamed))
-        told = f"NaN or infinity in {told}" if bad else blamed[0]
+        reason = ", ".join(map(repr, blamed))
+        reason = f"NaN or infinity in {reason}" if bad else blamed[0]
         if self.on_nonfinite == "raise":
-            raise NonFiniteError(f"{self.name}: {told}") from None
+            raise NonFiniteError(f"{self.name}: {reason}") from None
         self._recorder.add_nonfinite()
         self._tell()
         if self._warned != self._recorder.round:
             self._warned = self._recorder.round
             done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
             warnings.warn(
-                f"{self.name}: {told}; the gradient is {done} "
+                f"{self.name}: {reason}; the gradient is {done} "
                 f"(round {self._recorder.round}; more of them are counted without a warning)",
                 FedclipWarning,
                 # Point to the caller of `run`.

@@ -109,5 +109,5 @@ class EmaNormClip(Measured, Clipper):
             )
         start = None if isinstance(self.init, str) else self.init
         names = ("decay", "ord", "max_growth", "min_norm", "debias")
-        own = {name: getattr(self, name) for name in names}
-        return AverageClipping(**own, start=start, rescale=self._rescale)
+        settings = {name: getattr(self, name) for name in names}
+        return AverageClipping(**settings, start=start, rescale=self._rescale)

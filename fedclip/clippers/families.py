@@ -47,8 +47,8 @@ SCOPE_TABLE = parameter(
 
 def as_tuple(dims: int | Sequence[int] | None) -> tuple[int, ...] | None:
     """Return the parameter `dims` as transforms take it."""
-    found = check_dims(dims=dims)
-    return None if found is None else tuple(found)
+    checked = check_dims(dims=dims)
+    return None if checked is None else tuple(checked)
 
 
 class Sliced(Configured):
@@ -60,7 +60,7 @@ class Sliced(Configured):
     """Makes each slice of a tensor a group. A slice spans these dimensions; negative ones count
     from the end. Goes with the scopes "global" and "tensor", which then mean the same."""
     inverse_dims: bool = parameter(boolean, default=False)
-    """Let the slices span all dimensions except `dims`."""
+    """Whether the slices span all dimensions except `dims`."""
     min_size: int = parameter(integer, 1, default=1)
     """Do not clip slices with fewer elements; with the scope "tensor", tensors with fewer."""
 
@@ -121,8 +121,8 @@ class PastLimit(Exact):
 
         The rule gets the clipper's parameters of the same names, except for those in `changes`.
         """
-        wanted = inspect.signature(rule).parameters
-        names = [name for name in wanted if name not in changes and name in self.parameters]
+        fields = inspect.signature(rule).parameters
+        names = [name for name in fields if name not in changes and name in self.parameters]
         made = rule(**{name: getattr(self, name) for name in names}, **changes)
         return NormClipping(made, self.ord, Action(self.eps, skip=self.on_spike == "skip"))
 
@@ -131,7 +131,7 @@ class Warmup(Configured):
     """The parameters of clippers with statistics of the norms themselves."""
 
     include_current: bool = parameter(boolean, default=False)
-    """Let the statistics learn a norm before they judge it, not after; needs
+    """Whether the statistics learn a norm before they judge it, not after; needs
     ``feedback="raw"``."""
     warmup: int = parameter(integer, 0, default=20)
     """Number of norms, >= 0, after which the statistics set the limit; the first norm never

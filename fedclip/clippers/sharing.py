@@ -22,7 +22,7 @@ class Sharing(Configured):
     """The other parameters that the server module need not have."""
 
     shared: bool = parameter(boolean, default=False)
-    """Let all clients of a federation share one state, and so one limit. The server's optimizer
+    """Whether all clients of a federation share one state, and so one limit. The server's optimizer
     must then have `{name}-server`. The state does not change during a round."""
     shared_name: str | None = parameter(parameters.name, default=None)
     """Name of this pair of clipper and server module, needed if there are several pairs of a

@@ -27,11 +27,11 @@ import numpy as np
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.core import states
 from fedclip.core.parameters import Config
+from fedclip.core.plugins import other
 from fedclip.core.states import Fields, Statistics
-from fedclip.core.version import other
 from fedclip.errors import FedclipWarning, StateError, shown
 from fedclip.rules import Basis, State, state_of, updated
-from fedclip.rules.protection import Protection
+from fedclip.rules.protection import WarmupGuard
 from fedclip.rules.sharing import Learning
 from fedclip.statistics.counts import Counts, Tally
 from fedclip.statistics.messages import FedclipSharedState
@@ -74,21 +74,21 @@ class SharedRule:
         return self.rule.basis
 
     @property
-    def protection(self) -> Protection:
+    def guard(self) -> WarmupGuard:
         """The protection of the first norms; the rule learns from the second on."""
-        own = self.rule.protection
+        own = self.rule.guard
         return replace(own, least=min(own.least, 1))
 
     def init(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first round, with all counts 0."""
-        own = self.protection.init(groups, xp)
+        own = self.guard.init(groups, xp)
         return state_of(self.rule.begin(groups, xp), own, self.tally.init(groups, xp))
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         """Return the limits, and the state with this step counted."""
         # Until the server knows enough, each client judges by its own norms.
-        judged = self.rule.judge(norms, state, xp, self.protection)
-        state = updated(state, [self.protection.learn(judged.usual, state)], xp)
+        judged = self.rule.judge(norms, state, xp, self.guard)
+        state = updated(state, [self.guard.learn(judged.reference, state)], xp)
         return judged.limits, self.tally.add(judged, self.max_steps, state, xp)
 
 
@@ -157,7 +157,7 @@ class SharedStatistics:
         unsent = statistics if self.version == message.version else {}
         self.version = message.version
         nothing = self._nothing()
-        own = _plain(rule.protection.init(1, NUMPY))
+        own = _plain(rule.guard.init(1, NUMPY))
         result: Statistics = {k: v for k, v in unsent.items() if k not in received}
         for label, fields in received.items():
             mine = statistics.get(label, {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a clipper does to a gradient: by norm, by value, by slice, by moment, by average."""
+"""Transforms of a gradient: by norm, by value, by slice, by moment, by average."""
 
 from fedclip.rules import State as State
 from fedclip.transforms.action import DTYPES as DTYPES

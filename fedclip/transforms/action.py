@@ -43,7 +43,7 @@ class Decision(NamedTuple):
 
     over: Array
     """Whether it is over its limit."""
-    moved: Array
+    is_scaled: Array
     """Whether it is scaled, by ``target / base``."""
     target: Array
     base: Array
@@ -54,7 +54,7 @@ class Decision(NamedTuple):
         `squared`: the measure scales with the square of the factor. `peaks`, the largest elements,
         keep products within the dtype; None if no factor is above 1.
         """
-        k = self.target / xp.where(self.moved, self.base, 1.0)
+        k = self.target / xp.where(self.is_scaled, self.base, 1.0)
         k = xp.sqrt(k) if squared else k
         far = 1022 if dtype == "float64" else 126
         if peaks is not None:
@@ -62,7 +62,9 @@ class Decision(NamedTuple):
             k = xp.minimum(k, LARGEST[dtype] / xp.maximum(peaks, LARGEST[dtype] * 2.0**-far))
         k = k * (1.0 - MARGIN[dtype])
         k = xp.where((self.target < LEAST) | (k < 2.0**-far), 0.0, k)
-        return xp.cast(xp.where(self.moved, k, 1.0), "float64" if dtype == "float64" else "float32")
+        return xp.cast(
+            xp.where(self.is_scaled, k, 1.0), "float64" if dtype == "float64" else "float32"
+        )
 
     def by_tensor(
         self,
@@ -114,15 +116,15 @@ class Action:
         if self.eps:
             base = norms + self.eps
             over = (base > limits) & (norms > 0)
-        moved, target = over, limits
+        is_scaled, target = over, limits
         if self.rescale:
-            moved = norms > 0
+            is_scaled = norms > 0
         elif self.min_norm is not None:
             low = (norms < self.min_norm) & (norms > 0)
-            moved, target = over | low, xp.where(low, xp.minimum(limits, self.min_norm), limits)
+            is_scaled, target = over | low, xp.where(low, xp.minimum(limits, self.min_norm), limits)
         if self.skip:
             target = 0.0 * norms
-        return Decision(over, moved, target, base)
+        return Decision(over, is_scaled, target, base)
 
 
 SCALE_DOWN = Action()

@@ -50,7 +50,6 @@ from fedclip.transforms.action import DTYPES
 # context, which ignores them: with `np.errstate`, a step of `norm-clip` takes 15 % longer.
 _QUIET = Context()
 _QUIET.run(np.seterr, all="ignore")
-_WIDE = {"float32", "float64"}
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
@@ -79,7 +78,7 @@ class Plan(NamedTuple):
     groups: Groups
     backend: Backend
     """The framework."""
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...] = ()
     """The dtype of each array."""
     form: tuple[Any, ...] = ()
     """Classes, dtypes and shapes of the arrays; empty if the plan is made for one gradient."""
@@ -87,8 +86,6 @@ class Plan(NamedTuple):
     """Whether no array has elements."""
     keeps_memory: bool = False
     """Whether new arrays are written to memory that the clipper keeps."""
-    multiplies: bool = False
-    """Whether the framework multiplies by one factor for each array."""
 
 
 class Gradient:
@@ -239,67 +236,54 @@ def prepare(
         backend = _backend(groups.names, inputs or [*excluded.values()])
     views: Any = backend.dense_views(inputs)
     if views is None:
-        return _prepare_others(clipper, inputs, excluded, groups, transform, backend, memory)
+        native = _prepared(inputs, transform, backend)
+        _check_dtypes(clipper, groups.names, inputs)
+        return _prepare_others(Plan(groups, backend), native, inputs, excluded, transform, memory)
     form = types, [*map(_dtype, views)], [*map(_shape, views)]
     if plan is None or plan.groups is not groups or plan.backend is not backend:
         plan = None
     if plan is None or plan.form != form:
-        plan = _plan(clipper, inputs, views, groups, backend, form, memory)
+        if not {*form[1]} <= FLOATS:
+            _check_dtypes(clipper, groups.names, inputs)
+        plan = _plan_of(Plan(groups, backend, form=form), views, NUMPY, memory)
     xp = NumpyBackend(backend, views, memory if plan.keeps_memory else None)
     return Gradient(plan, views, excluded, native=inputs, xp=xp)
 
 
-def _plan(
-    clipper: str,
-    inputs: Arrays,
-    views: Sequence[HostView],
-    groups: Groups,
-    backend: Backend,
-    form: tuple[Any, ...],
-    memory: Memory | None,
-) -> Plan:
-    types, dtypes, _ = form
-    if not {*dtypes} <= FLOATS:
-        _check_dtypes(clipper, groups.names, inputs)
-    names, is_empty = _names(views, NUMPY), not any(view.size for view in views)
-    keeps = _keeps(memory, views, backend)
-    multiplies = types <= backend.product_types and not keeps and {*names} <= _WIDE
-    return Plan(groups, backend, names, form, is_empty, keeps, multiplies)
-
-
-def _keeps(memory: Memory | None, views: Sequence[HostView], backend: Backend) -> bool:
-    """Whether new arrays are written to kept memory."""
-    if memory is None or backend.in_place:
-        return False
-    return memory.serves([view.nbytes for view in views])
-
-
 def _prepare_others(
-    clipper: str,
+    plan: Plan,
+    native: Arrays,
     inputs: Arrays,
     excluded: Mapping[str, Array],
-    groups: Groups,
     transform: Transform,
-    backend: Backend,
     memory: Memory | None,
 ) -> Gradient:
     """Return the gradient of arrays that are sparse, on devices, or of dtypes that NumPy lacks."""
-    native = _prepared(inputs, transform, backend)
-    _check_dtypes(clipper, groups.names, inputs)
+    backend = plan.backend
     views: Any = backend.views(native)
     copied = False
     if any(view is None for view in views):
         copied = not (transform.runs_on_parts if backend.partial else transform.runs_on_device)
         if not copied:
-            plan = Plan(groups, backend, _names(native, backend))
+            plan = plan._replace(dtypes=_names(native, backend))
             return Gradient(plan, native, excluded, inputs=inputs)
         views = [_fetched(a, backend) for a in native]
-    xp = NumpyBackend(backend, views, memory if _keeps(memory, views, backend) else None)
+    plan = _plan_of(plan, views, NumpyBackend(backend), memory)
+    xp = NumpyBackend(backend, views, memory if plan.keeps_memory else None)
     if copied:
         xp.in_place = False
-    is_empty = not any(view.size for view in views)
-    plan = Plan(groups, backend, _names(views, xp), is_empty=is_empty)
     return Gradient(plan, views, excluded, native=native, inputs=inputs, xp=xp)
+
+
+def _plan_of(
+    plan: Plan, views: Sequence[HostView], xp: NumpyBackend, memory: Memory | None
+) -> Plan:
+    """Return the plan with what is known from views on the host."""
+    is_empty = not any(view.size for view in views)
+    keeps_memory = False
+    if memory is not None and not plan.backend.in_place:
+        keeps_memory = memory.serves([view.nbytes for view in views])
+    return plan._replace(dtypes=_names(views, xp), is_empty=is_empty, keeps_memory=keeps_memory)
 
 
 def _names(arrays: Arrays, xp: Backend) -> tuple[str, ...]:
@@ -374,10 +358,6 @@ def take_step(
 def finish(gradient: Gradient, outcome: Outcome) -> Outcome:
     """Multiply, and return the outcome with outputs of the framework."""
     outputs, state, norms, limits, clipped, finite, factors = outcome
-    plan = gradient.plan
-    if factors is not None and plan.multiplies:
-        outputs = plan.backend.products(gradient.native, factors)
-        return Outcome(outputs, state, norms, limits, clipped, finite)
     if factors is not None:
         outputs = gradient.xp.scale(gradient.arrays, factors)
     # Arrays of NumPy are their own views.
@@ -474,7 +454,7 @@ def _excluded_norm(excluded: Mapping[str, Array], xp: Backend) -> Array:
 
 # -- transforms ----------------------------------------------------------------------------------
 class Transform(ABC):
-    """What a clipper does to a gradient."""
+    """The step of a clipper on one gradient."""
 
     array_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the arrays that the transform keeps for each tensor, if any."""

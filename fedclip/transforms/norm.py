@@ -74,7 +74,7 @@ class NormClipping(Transform):
         decision = self.action.decide(norms, limits, xp)
         factors = None
         # If the host sees that all factors are 1, it does not compute them.
-        if not (self.dry or (gradient.on_host and not any(decision.moved.tolist()))):
+        if not (self.dry or (gradient.on_host and not any(decision.is_scaled.tolist()))):
             groups, peaks = gradient.groups, None
             if self.action.scales_up:
                 peaks = xp.group_max(xp.max_abs(arrays), groups.owners, len(groups))

@@ -40,9 +40,9 @@ class Remembering(Transform):
         ValueError
             If the past that is kept for a tensor does not have its shape.
         """
-        kept = self.recalled(gradient)
-        gradient.cached.update(kept)
-        each = [kept[name] for name in gradient.groups.names]
+        cached = self.recalled(gradient)
+        gradient.cached.update(cached)
+        each = [cached[name] for name in gradient.groups.names]
         return [k["past"] for k in each], gradient.xp.joined([k["count"] for k in each])
 
 

@@ -84,11 +84,11 @@ def _layout(
 ) -> Layout:
     clipped: dict[int, tuple[int, ...]] = {}
     for i, shape in enumerate(shapes):
-        sizes: tuple[int, ...] = shape or (1,)
+        sizes = shape if shape else (1,)
         axes = spanned(len(sizes), dims, inverse) if spans is None else spans[i]
         # A list, not a generator: torch.compile can follow it.
         size = math.prod([sizes[a] for a in axes])
-        if axes and size >= min_size and math.prod(sizes):
+        if axes and size >= min_size and all(sizes):
             clipped[i] = axes
     unclipped = [i for i in range(len(shapes)) if i not in clipped]
     counts = [
@@ -170,7 +170,7 @@ class SliceClipping(Transform):
         limits = self.limit + 0.0 * norms
         decision = self.action.decide(norms, limits, xp)
         outputs = arrays
-        if not (gradient.on_host and not decision.moved.any()):
+        if not (gradient.on_host and not decision.is_scaled.any()):
             outputs = self._scaled(gradient, decision, layout)
         # Record the slice that is furthest over its limit, or nearest to it.
         ratios = norms / limits

@@ -44,8 +44,8 @@ def _boxed(gradient: Gradient, ends: Arrays, peaks: Array, limits: Array, state:
         return output, xp.max(abs(output - x))
 
     # All that is nearer to 0 than both ends stays as it is.
-    moved = peaks > xp.minimum(-ends[0], ends[1])
-    outputs, moves = xp.mapped(clip, [gradient.arrays, *ends], moved)
+    may_change = peaks > xp.minimum(-ends[0], ends[1])
+    outputs, moves = xp.mapped(clip, [gradient.arrays, *ends], may_change)
     clipped = xp.group_max(moves, groups.owners, len(groups)) > 0
     norms = xp.group_max(peaks, groups.owners, len(groups))
     return Outcome(outputs, state, norms, limits, clipped)
@@ -89,8 +89,8 @@ class PercentileClipping(Transform):
         """Clip one gradient; the record has the largest absolute element as norm."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         peaks = _finite_peaks(gradient)
-        found = [self._limit([arrays[i] for i in some], xp) for some in groups.members]
-        limits = xp.joined(found)
+        parts = [self._limit([arrays[i] for i in some], xp) for some in groups.members]
+        limits = xp.joined(parts)
         ends = xp.take(limits, groups.owners)
         wide = xp.asarray([float(xp.dtype(a) == "float64") for a in arrays], like=peaks)
         ends = xp.where(wide > 0, ends, _single(ends, xp))
@@ -103,8 +103,8 @@ class PercentileClipping(Transform):
         if isinstance(size, int) and not size:
             return xp.asarray([0.0], like=arrays[0])
         # Use integers: floats miss the position for some sizes.
-        steps, whole = self.percentile.numerator * (size - 1), 100 * self.percentile.denominator
-        low = steps // whole
+        steps, divisor = self.percentile.numerator * (size - 1), 100 * self.percentile.denominator
+        low = steps // divisor
         table, held, rank = abs(xp.joined(arrays))[:, None], size, low
         if not isinstance(size, int):
             held, rank = (xp.asarray([x], like=table) for x in (size, low))
@@ -112,7 +112,7 @@ class PercentileClipping(Transform):
         first = xp.asarray(first, like=table)
         if not self.linear:
             return first
-        between = (steps - low * whole) / whole
+        between = (steps - low * divisor) / divisor
         return first + between * (xp.asarray(second, like=table) - first)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedclip.arrays import Array
+from fedclip.core.plugins import VERSION
 from fedclip.core.scopes import Scope
-from fedclip.core.version import VERSION
 
 Arrays = Mapping[str, Array]
 

@@ -22,8 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedclip.core.plugins import VERSION
 from fedclip.core.records import SERVED, RoundRecord
-from fedclip.core.version import VERSION
 from fedclip.errors import StateError
 from fedclip.privacy.ledger import FILE
 from fedclip.privacy.locks import locked

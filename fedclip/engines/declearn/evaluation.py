@@ -21,7 +21,7 @@ from declearn.messaging import EvaluationReply
 from declearn.metrics import MetricSet, MetricState
 from declearn.metrics._mean import MeanState
 
-from fedclip.core.measures import Float64
+from fedclip.arrays import Float64
 from fedclip.engines.declearn.quorum import plain
 from fedclip.errors import Unchecked
 
