@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -201,27 +201,29 @@ def load(
     clipper.owner = owner_of(clipper, shapes_of(tensors), "")
 
 
-def of_state(state: ClipState, labels: tuple[str, ...], prefix: str) -> dict[str, float]:
-    """Return the plain numbers of `metrics` from a state of compiled code."""
-    last = StepRecord(labels, state.norm, state.limit, state.over)
-    counts = counted((state.steps, state.clipped, state.nonfinite), f"{prefix}round/")
+def last_of(state: ClipState, labels: tuple[str, ...]) -> StepRecord | None:
+    """Return the record of the last step from a state; None before the first."""
     # A round may have begun since the last step.
     stepped = int(state.steps) or bool(state.norm.any())
-    return (last.as_dict(prefix) if stepped else {}) | counts
+    return StepRecord(labels, state.norm, state.limit, state.over) if stepped else None
+
+
+def of_state(
+    state: ClipState, labels: tuple[str, ...], prefix: str, round_: int = 0
+) -> dict[str, float]:
+    """Return the plain numbers of `metrics` from a state.
+
+    Compiled code does not count which rule set its limits: these numbers are left out.
+    """
+    last = last_of(state, labels)
+    steps, clipped, nonfinite = map(int, (state.steps, state.clipped, state.nonfinite))
+    counts = RoundRecord(round_, steps=steps, clipped=clipped, nonfinite=nonfinite).as_dict()
+    numbers = {} if last is None else last.as_dict(prefix)
+    unknown = ("fixed", "learnt", "warmup")
+    return numbers | {f"{prefix}round/{n}": x for n, x in counts.items() if n not in unknown}
 
 
 def on_round_start(state: ClipState) -> ClipState:
     """Return the state at the start of a round: its counts are 0, its statistics stay."""
     counts = {name: 0 * getattr(state, name) for name in ("steps", "clipped", "nonfinite")}
     return state._replace(**counts)
-
-
-def counted(counts: Iterable[Array], prefix: str, round_: int = 0) -> dict[str, float]:
-    """Return numbers of steps, clipped and nonfinite ones as those of a round.
-
-    Compiled code does not count which rule set its limits: these numbers are left out.
-    """
-    steps, clipped, nonfinite = map(int, counts)
-    numbers = RoundRecord(round_, steps=steps, clipped=clipped, nonfinite=nonfinite).as_dict()
-    unknown = ("fixed", "learnt", "warmup")
-    return {prefix + name: number for name, number in numbers.items() if name not in unknown}

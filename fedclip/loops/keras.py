@@ -175,7 +175,7 @@ class _Hook:
         """Return the clipped gradients."""
         variables, self._now.clipped = self._now.variables, True
         names = [self._names[self.stepping._var_key(v)] for v in variables]
-        sums, share = _of_all_replicas(_tensors(gradients))
+        sums, share = _sum_of_replicas(_tensors(gradients))
         weights = dict(zip(names, variables, strict=True))
         clipped = self.held.clip(dict(zip(names, sums, strict=True)), weights)
         return self._clip([share(clipped[name]) for name in names])
@@ -211,39 +211,42 @@ def _tensors(gradients: Sequence[Array]) -> list[Array]:
     ]
 
 
-def _of_all_replicas(
+def _replicas() -> Any:
+    """Return TensorFlow's replica context, if several replicas step together."""
+    if keras.backend.backend() != "tensorflow":
+        return None
+    import tensorflow as tf
+
+    context = tf.distribute.get_replica_context()
+    return context if context and context.num_replicas_in_sync > 1 else None
+
+
+def _sum_of_replicas(
     gradients: Sequence[Array],
 ) -> tuple[Sequence[Array], Callable[[Array], Array]]:
     """Return the sums of the replicas' gradients, and a function to a replica's share of a sum.
 
     Keras adds the replicas' gradients up after the clip.
     """
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
+    if (context := _replicas()) is None:
+        return gradients, lambda gradient: gradient
+    import tensorflow as tf
 
-        context = tf.distribute.get_replica_context()
-        replicas = context.num_replicas_in_sync if context else 1
-        if replicas > 1:
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients))
-            return sums, lambda gradient: tf.math.scalar_mul(1.0 / replicas, gradient)
-    return gradients, lambda gradient: gradient
+    share = functools.partial(tf.math.scalar_mul, 1.0 / context.num_replicas_in_sync)
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients)), share
 
 
 def _assign(variables: Sequence[Variable], values: Sequence[Array]) -> None:
     """Assign a value to each variable, the same in all replicas."""
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
 
-        context = tf.distribute.get_replica_context()
-        if context and context.num_replicas_in_sync > 1:
+    def assign(strategy: Any, values: Sequence[Array]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            inside = getattr(variable, "value", variable)
+            strategy.extended.update(inside, lambda v, new: v.assign(new), args=(value,))
 
-            def assign(strategy: Any, values: Sequence[Array]) -> None:
-                for variable, value in zip(variables, values, strict=True):
-                    inside = getattr(variable, "value", variable)
-                    strategy.extended.update(inside, lambda v, new: v.assign(new), args=(value,))
-
-            context.merge_call(assign, args=(list(values),))
-            return
+    if (context := _replicas()) is not None:
+        context.merge_call(assign, args=(list(values),))
+        return
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 

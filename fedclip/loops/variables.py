@@ -19,6 +19,7 @@ from fedclip.core.records import StepRecord
 from fedclip.core.states import Fields
 from fedclip.loops import compiled
 from fedclip.loops.clippers import unique
+from fedclip.loops.compiled import ClipState
 from fedclip.loops.owner import Members, begin, by_tensor, fitting, shapes_of
 from fedclip.transforms import DeviceState, clip_on_device
 
@@ -150,9 +151,12 @@ class HeldClipper:
         counts.assign(np.zeros_like(counts.numpy()))
         last.assign(_no_step(len(self._groups)))
 
-    def numbers(self) -> list[HostView]:
-        """Return counts, the last step's norms, limits and clips, and the fields of the state."""
-        return [np.asarray(v.numpy(), np.float64) for v in self.variables[: self._columns]]
+    def state(self) -> ClipState:
+        """Return the numbers of the variables."""
+        read = [np.asarray(v.numpy(), np.float64) for v in self.variables[: self._columns]]
+        counts, (norms, limits, clipped), *fields = read or [np.zeros(3), _no_step(0)]
+        statistics = self.type(*fields) if read else ()
+        return ClipState(statistics, norms, limits, clipped > 0, *counts)
 
 
 class Verbs:
@@ -163,21 +167,12 @@ class Verbs:
     @property
     def last(self) -> StepRecord | None:
         """The record of the last step; None before the first."""
-        held = self.held
-        if not held.variables:
-            return None
-        counts, (norms, limits, clipped), *_ = held.numbers()
-        # A round may have begun since.
-        if not counts[0] and not norms.any():
-            return None
-        return StepRecord(held.labels, norms, limits, clipped > 0)
+        return compiled.last_of(self.held.state(), self.held.labels)
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
-        held, last = self.held, self.last
-        counts = held.numbers()[0] if held.variables else (0, 0, 0)
-        every = compiled.counted(counts, f"{prefix}round/", held.round)
-        return every if last is None else last.as_dict(prefix) | every
+        held = self.held
+        return compiled.of_state(held.state(), held.labels, prefix, held.round)
 
     def on_round_start(self) -> None:
         """Begin a round: what ``round/...`` of `metrics` counts starts from 0; statistics stay."""
@@ -192,7 +187,7 @@ class Verbs:
             return {}
         state = clipper.get_state()
         if held.variables:
-            state["groups"] = states.dump(held.type(*held.numbers()[2:]), held.labels)
+            state["groups"] = states.dump(held.state().statistics, held.labels)
             state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in held.arrays.items()})
         return state
 

@@ -459,7 +459,7 @@ def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
 H = TypeVar("H", bound=ClipHandle)
 
 
-def _attached(
+def _attach(
     kind: type[H], optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None
 ) -> H:
     """Return a handle of this kind, whose clipper is saved with the optimizer, or warn."""
@@ -551,7 +551,7 @@ def attach(
     1.732
     >>> handle.remove()
     """
-    return _attached(ClipHandle, optimizer, clipper, parameters)
+    return _attach(ClipHandle, optimizer, clipper, parameters)
 
 
 def attach_update(
@@ -578,4 +578,4 @@ def attach_update(
     >>> f"{float(handle.last):.2f} {float(torch.dist(layer.weight.detach(), before)):.2f}"
     '14.14 0.50'
     """
-    return _attached(UpdateHandle, optimizer, clipper, parameters)
+    return _attach(UpdateHandle, optimizer, clipper, parameters)
