@@ -51,7 +51,7 @@ __dir__ = public_names(__name__)
 class ClipTransformation(optax.GradientTransformationExtraArgs):
     """A clipper as optax's gradient transformation; made by `as_optax`.
 
-    optax comes without types, so this says those of its two functions.
+    optax has no types; these are the types of its two functions.
     """
 
     init: Callable[[Tree], ClipState]
@@ -73,8 +73,8 @@ def as_optax(
     statistics, if they are of the same tensors, and never changes the clipper. (Statistics that
     were loaded, and are of other tensors, are refused.)
 
-    Scopes know a leaf by its path, as in ``enc.w``; if two leaves have the same one, the second
-    is called ``enc.w#1``. A complex number counts by its absolute value. Leaves of dtype float0,
+    Scopes name a leaf by its path, as in ``enc.w``, and a second leaf of the same path
+    ``enc.w#1``. A complex number counts by its absolute value. Leaves of dtype float0,
     the gradients of integers, are returned unchanged.
 
     Parameters
@@ -87,9 +87,9 @@ def as_optax(
         in ``optax.inject_hyperparams(as_optax)(NormClip(1.0), max_norm=schedule)``. Negative
         limits count as 0.
     axis_name
-        Inside a `shard_map` the leaves are shards, and norms those of each shard; with the names
-        of the axes along which leaves are split, they are those of the whole, for one more
-        all-reduce. With ``check_vma=False`` every leaf has to be split along all of them.
+        The axes along which a `shard_map` splits the leaves: norms are then those of whole
+        leaves, for one more all-reduce, and not those of each shard. With ``check_vma=False``
+        every leaf has to be split along all axes.
     inner
         The optimizer that steps with the clipped gradient, such as ``optax.adamw(1e-3)``. If the
         clipper skips a step, the updates are zero and the state of `inner` stays. In a chain, a

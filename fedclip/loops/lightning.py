@@ -46,9 +46,9 @@ class ClipCallback(Callback):
     Raises
     ------
     ValueError
-        Before the first step, if the Trainer's ``gradient_clip_val`` is set, if a list has
-        another length than there are optimizers, if a clipper acts elsewhere at the same time, or
-        if a fused optimizer would unscale the gradients after the clip.
+        Before the first step, if the Trainer's ``gradient_clip_val`` is set; if the number of
+        clippers is not that of the optimizers; if a clipper is used elsewhere at the same time;
+        or if a fused optimizer would unscale the gradients after the clip.
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
 
@@ -91,7 +91,7 @@ class ClipCallback(Callback):
         if len(self.clippers) != len(optimizers):
             raise ValueError(
                 f"there are {len(self.clippers)} clippers and {len(optimizers)} optimizers: give "
-                "one clipper for each optimizer, or a single one to be copied"
+                "one clipper for each optimizer, or a single one, which is copied"
             )
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         for handle in self._handles:

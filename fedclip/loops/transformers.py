@@ -50,12 +50,14 @@ class ClipCallback(TrainerCallback, ExportableState):
 
         Trainer(model, TrainingArguments(max_grad_norm=0), callbacks=[ClipCallback(ZScoreClip())])
 
-    The gradients are accumulated and, with fp16, unscaled. The Trainer's logs get ``limit``,
-    ``clipped`` (1 if the last step was clipped, else 0) and ``clipped_share`` (of the steps of
-    this epoch) next to ``grad_norm``; `attach` puts the callback where TensorBoard and others see
-    them too. Checkpoints save the clipper's state, and a resumed run continues with it; from an
-    older checkpoint the clipper starts anew, with a warning. An epoch is a round of the
-    clipper's records.
+    It clips after accumulation and, with fp16, after unscaling. The Trainer's logs get ``limit``
+    and ``clipped`` (1 if the last step was clipped, else 0) next to ``grad_norm``, and
+    ``clipped_share``, of the steps of this epoch. `attach` puts the callback where TensorBoard
+    and others see them too.
+
+    Checkpoints save the clipper's state, and a resumed run continues with it. From an older
+    checkpoint the clipper starts anew, with a warning. An epoch is a round of the clipper's
+    records.
 
     Parameters
     ----------
@@ -67,8 +69,8 @@ class ClipCallback(TrainerCallback, ExportableState):
     Raises
     ------
     ValueError
-        Before the first step, if ``max_grad_norm`` is not 0: its default of 1.0 clips too; or if
-        the clipper acts elsewhere at the same time.
+        Before the first step, if ``max_grad_norm`` is not 0 (its default of 1.0 clips too), or if
+        the clipper is used elsewhere at the same time.
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
     RuntimeError

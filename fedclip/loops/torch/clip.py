@@ -59,14 +59,14 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
     -------
     StepRecord
         Norms before clipping, limits, and which groups were clipped; its ``float()`` is the norm
-        of the whole gradient. The numbers stay on the device until you look
-        at them. If there was no gradient, the record has no groups, and the norm is 0.
+        of the whole gradient. The numbers stay on the device until you read them. If there was no
+        gradient, the record has no groups, and the norm is 0.
 
     Raises
     ------
     TypeError
-        If the clipper needs names and there are none, if a gradient is not of a floating type, or
-        if the parameters are pieces of FSDP1.
+        If the clipper needs names and there are none; if a gradient has no floating type; or if
+        the parameters are pieces of FSDP1.
     ValueError
         If the clipper is attached to an optimizer, or in a Trainer, which clips already; or if
         its statistics are of other parameters: a list without names whose members change, or one
@@ -192,9 +192,9 @@ def clip_grad_norm_(
     Returns
     -------
     Tensor
-        The norm of the whole gradient before clipping, of shape (), on the gradients' device and
-        in the dtype of the first one, of half precision in float32; NaN if it was not finite, and
-        0 if there was no gradient. Of DTensors it is one, the same on each process.
+        The norm of the whole gradient before clipping, of shape (), on the gradients' device. It
+        has the dtype of the first one, or float32 for half precision. It is NaN if the gradient
+        was not finite, and 0 if there was none; for DTensors, a DTensor.
 
     Examples
     --------
