@@ -148,7 +148,7 @@ class ShardedBackend(TorchBackend):
     def _common(self, arrays: Arrays) -> DeviceMesh:
         mesh = self._mesh or _mesh(arrays)
         if mesh is None:
-            raise TypeError("none of these arrays is a DTensor, and others of the gradient are")
+            raise TypeError("got no DTensor here, and other arrays of the gradient are DTensors")
         return mesh
 
     def _reduced(self, values: torch.Tensor, arrays: Arrays, op: str = "sum") -> torch.Tensor:

@@ -321,8 +321,8 @@ def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Arra
     if missing:
         raise ValueError(
             f"agc has no weights for {', '.join(map(repr, missing))}; it was given "
-            f"{', '.join(map(repr, known)) or 'none'}: it takes its limits from the weights, by "
-            "the names of the gradients"
+            f"{', '.join(map(repr, known)) or 'none'}: give the weights under the names of the "
+            "gradients"
         )
     return [known[name] for name in groups.names]
 
@@ -331,6 +331,6 @@ def _check_real(weights: Sequence[Array], groups: Groups, backend: Backend) -> N
     for name, weight in zip(groups.names, weights, strict=True):
         if (dtype := backend.dtype(weight)).startswith("complex"):
             raise TypeError(
-                f"agc takes the norms of real weights; those of {name!r} are {dtype}: put its "
+                f"the weights {name!r} are {dtype}, and agc takes norms of real weights: put the "
                 "name in exclude"
             )

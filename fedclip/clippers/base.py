@@ -222,10 +222,16 @@ class Clipper(Core, OptiModule, register=False):
         """
         transform = self._transform
         if not isinstance(transform, NormClipping) or transform.ord in MEANS:
-            raise TypeError(f"{self.name} needs the elements of tensors, not their norms alone")
+            raise TypeError(
+                f"{self.name} goes by the elements of tensors, and observe takes norms: call clip "
+                "with the arrays"
+            )
         if not isinstance(norms, Mapping):
             if self.scope != "global":
-                raise ValueError(f"with scope={self.scope!r}, give a dict of norms by tensor")
+                raise ValueError(
+                    f"got one norm, and scope={self.scope!r} has several groups: give a dict of "
+                    "norms by tensor"
+                )
             norms = {"norm": norms}
         numbers = {name: np.array([_norm(name, norm)]) for name, norm in norms.items()}
         with self.lock:

@@ -318,7 +318,7 @@ class Core(Documented):
         if self._loaded and missing:
             raise ValueError(
                 f"the state loaded into {self.name} is of {sorted({*statistics, *self._arrays})}, "
-                f"and the gradient has {missing} besides: load the state of this model, or none"
+                f"and the gradient also has {missing}: load the state of this model, or none"
             )
         return statistics
 
@@ -332,8 +332,8 @@ class Core(Documented):
         if shapes:
             dims = None if transform.dims is None else list(transform.dims)
             warnings.warn(
-                f"{self.name} leaves all tensors alone: none has slices along dims = "
-                f"{dims} of at least min_size = {transform.min_size} elements; their shapes are "
+                f"{self.name} clips nothing: no tensor has slices along dims = {dims} of at least "
+                f"min_size = {transform.min_size} elements. The shapes are "
                 f"{', '.join(map(str, shapes[:5]))}{', …' if shapes[5:] else ''}",
                 FedclipWarning,
                 stacklevel=6,
@@ -347,8 +347,8 @@ class Core(Documented):
                 for name in old[:-_MOST_ABSENT]:
                     del cached[name]
                 warnings.warn(
-                    f"{self.name}: statistics of more than {_MOST_ABSENT:,} names that this "
-                    "gradient does not have, the oldest are dropped; give tensors the same names "
+                    f"{self.name} has statistics of more than {_MOST_ABSENT:,} names that this "
+                    "gradient does not have, and drops the oldest: give tensors the same names "
                     "at each step",
                     FedclipWarning,
                     stacklevel=6,
@@ -380,7 +380,7 @@ class Core(Documented):
             done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
             warnings.warn(
                 f"{self.name}: {reason}; the gradient is {done} "
-                f"(round {self._recorder.round}; more of them are counted without a warning)",
+                f"(round {self._recorder.round}; later ones are counted without a warning)",
                 FedclipWarning,
                 # Point to the caller of `run`.
                 stacklevel=5,

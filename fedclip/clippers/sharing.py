@@ -42,8 +42,8 @@ class Sharing(Configured):
             return None
         if getattr(self, "include_current", False):
             raise ValueError(
-                "shared=True does not go with include_current=True: what is shared is the state "
-                "of the round's start, which has not seen the current norm"
+                "shared=True does not go with include_current=True: the shared state is of the "
+                "round's start, which has not seen the current norm"
             )
         # Set on the instance, where declearn looks: two pairs of one kind can have two names.
         vars(self)["aux_name"] = self.shared_name or f"{self.name}-shared"

@@ -41,9 +41,11 @@ def check_dims(*, dims: Any) -> list[int] | None:
 
 
 def check_slices(dims: Any, scope: Any, inverse_dims: bool, min_size: int = 1) -> None:
-    """Raise a ValueError if what says which slices to take does not go together."""
+    """Raise a ValueError if the parameters that choose the slices do not go together."""
     if dims is None and inverse_dims:
-        raise ValueError("inverse_dims=True needs dims: all dimensions but which?")
+        raise ValueError(
+            "inverse_dims=True needs dims, got dims=None: give the dims that slices do not span"
+        )
     if dims is None and min_size > 1 and scope != "tensor":
         raise ValueError(f"min_size={min_size} needs dims or scope='tensor', got scope={scope!r}")
     if dims is not None and scope not in ("global", "tensor"):
