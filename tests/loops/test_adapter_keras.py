@@ -237,16 +237,11 @@ def test_norm_and_limit_are_in_the_history_and_in_the_variables():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "clipper", "epochs"),
-    [
-        ("pickle", ZScoreClip(warmup=2), 2),
-        ("save", EmaValueClip(), 2),
-    ],
+    ("how", "clipper"), [("pickle", ZScoreClip(warmup=2)), ("save", EmaValueClip())]
 )
-def test_models_resume_bit_for_bit(how, clipper, epochs, tmp_path):
+def test_models_resume_bit_for_bit(how, clipper, tmp_path):
     net = model(ClippedOptimizer(optimizers.Adam(0.01), clipper))
-    if epochs:
-        fit(net, epochs)
+    fit(net, 2)
     with warnings.catch_warnings():
         # Before the first step, Keras says of each of its optimizers that there are no variables.
         warnings.filterwarnings("ignore", "Skipping variable loading", UserWarning)
@@ -257,7 +252,7 @@ def test_models_resume_bit_for_bit(how, clipper, epochs, tmp_path):
             again = pickle.loads(pickle.dumps(net))
     assert isinstance(again.optimizer, ClippedOptimizer)
     assert again.optimizer.clipper.get_config() == net.optimizer.clipper.get_config()
-    assert again.optimizer.metrics()["round/steps"] == 4 * epochs
+    assert again.optimizer.metrics()["round/steps"] == 4 * 2
     fit(net)
     fit(again)
     for a, b in zip(net.get_weights(), again.get_weights(), strict=True):
