@@ -20,10 +20,10 @@ from fedclip.transforms import DeviceState, Outcome, SliceClipping, State, Trans
 
 
 class ClipState(NamedTuple):
-    """State of a clipper in compiled code: small arrays, which share no buffer.
+    """State of a clipper in compiled code: small arrays with separate buffers.
 
-    `metrics` returns them as plain numbers; ``optax.tree.get(state, "norm")`` finds a field inside
-    the state of a chain.
+    `metrics` returns them as plain numbers; ``optax.tree.get(state, "norm")`` finds a field in the
+    state of a chain.
 
     Attributes
     ----------
@@ -34,13 +34,13 @@ class ClipState(NamedTuple):
     limit
         Limit of each group at the last step; infinity before the first.
     over
-        Whether each group was over its limit at the last step.
+        Whether each group was above its limit at the last step.
     steps
-        Number of steps, in this round if `on_round_start` has begun one.
+        Number of steps, in this round if `on_round_start` has started one.
     clipped
-        Number of steps at which some group was clipped.
+        Number of steps with a clipped group.
     nonfinite
-        Number of steps that held NaN or infinity.
+        Number of steps with NaN or infinity.
     """
 
     statistics: State
@@ -53,7 +53,7 @@ class ClipState(NamedTuple):
 
 
 def check_compilable(clipper: Clipper | AGC) -> None:
-    """Raise an error for a clipper that cannot run in compiled code."""
+    """Raise an error for a clipper that cannot be compiled."""
     from fedclip.clippers.own_limit import OwnLimit
 
     if isinstance(clipper, OwnLimit):

@@ -82,7 +82,7 @@ def _value(variable: Variable) -> Array:
 
 
 class _Hook:
-    """The methods that Keras calls in place of those of the optimizer that steps.
+    """Called by the inner optimizer where Keras clips.
 
     Keras calls ``_clip_gradients`` on unscaled gradients, averaged over accumulated steps, without
     those that overwrite their variables; `apply` notes for which variables.
@@ -202,7 +202,7 @@ class _Hook:
 
 
 def _tensors(gradients: Sequence[Array]) -> list[Array]:
-    """Return the gradients, with NumPy's arrays and JAX's sparse ones as tensors."""
+    """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients unchanged."""
     return [
         keras.ops.convert_to_tensor(g, sparse=False)
         if isinstance(g, np.ndarray) or hasattr(g, "todense")
@@ -279,7 +279,7 @@ def _none(option: str) -> property:
 
 @keras.saving.register_keras_serializable(package="fedclip")
 class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
-    """A Keras optimizer that clips where the inner one would, for ``model.compile``.
+    """A Keras optimizer that clips gradients before the inner optimizer's step.
 
     ::
 
@@ -287,32 +287,32 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         clip them                           instead of clipnorm, global_clipnorm, clipvalue
         weight decay, step, moving averages, constraints
 
-    All else is up to the inner optimizer: learning rate and schedule, loss scale, gradient
-    accumulation, weight decay and its exclusions, moving averages of the weights.
-    Variables with ``overwrite_with_gradient`` are neither measured nor clipped. `variables` holds
-    the statistics, norms, limits and counts, and ``model.save`` saves them.
+    The inner optimizer does everything else: learning rate and schedule, loss scale, gradient
+    accumulation, weight decay and its exclusions, moving averages of the weights. Variables with
+    ``overwrite_with_gradient`` are neither measured nor clipped. `variables` includes the
+    statistics, norms, limits and counts, and ``model.save`` saves them.
 
     Under a ``tf.distribute`` strategy it clips the sum of the replicas' gradients, for one more
-    all-reduce. (Keras' own clipnorm clips each replica's part.)
+    all-reduce. (Keras' clipnorm clips each replica's part.)
 
     Parameters
     ----------
     inner_optimizer
-        The optimizer that steps, or its name in Keras; use it nowhere else. A LossScaleOptimizer
-        may be inside or outside. If it is a ClippedOptimizer, that one clips second. Do not set
-        its clipnorm, global_clipnorm or clipvalue.
+        The optimizer that makes the step, or its name in Keras; do not use it elsewhere. A
+        LossScaleOptimizer may be inside or outside. It may be a ClippedOptimizer, which clips
+        second. Do not set its clipnorm, global_clipnorm or clipvalue.
     clipper
         A clipper of fedclip, or its name or (name, config) as in a declearn configuration.
 
     Raises
     ------
     ValueError
-        If the inner optimizer clips too, is already in another ClippedOptimizer, or is a
+        If the inner optimizer also clips, is already in another ClippedOptimizer, or is a
         MultiOptimizer.
     TypeError
         If it does not clip where Keras' optimizers do.
     NotImplementedError
-        If the clipper cannot run in compiled code.
+        If the clipper cannot be compiled.
 
     Examples
     --------
@@ -339,7 +339,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         self.built = False
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Make the variables of the inner optimizer and of the clipper."""
+        """Create the variables of the inner optimizer and of the clipper."""
         if self.built:
             return
         _check_options(self._hook.stepping)
@@ -355,7 +355,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
     def apply(
         self, grads: Sequence[Array], trainable_variables: Sequence[Variable] | None = None
     ) -> None:
-        """Step with clipped gradients."""
+        """Make the inner optimizer's step with clipped gradients."""
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             self.build(trainable_variables)
@@ -383,7 +383,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: object) -> None:
-        """Put the moving averages of the inner optimizer into the weights."""
+        """Write the inner optimizer's moving averages to the weights."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def exclude_from_weight_decay(self, var_list: object = None, var_names: object = None) -> None:
@@ -446,7 +446,7 @@ class ClipHistory(keras.callbacks.Callback):
     """
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-        """Begin a round."""
+        """Start a round."""
         for optimizer in self._clipped():
             optimizer.on_round_start()
 

@@ -33,22 +33,22 @@ class ClipCallback(Callback):
         trainer = Trainer(callbacks=[ClipCallback(ZScoreClip())])
 
     It clips once a step, in automatic and manual optimization, after accumulation and unscaling.
-    Checkpoints save the clipper's statistics with the optimizer's; from an older checkpoint the
-    clipper starts anew, with a warning. Each epoch is one round of the clipper's records. Loggers
-    get the record of the last step every ``log_every_n_steps``.
+    Checkpoints hold the clipper's statistics with the optimizer's. From an older checkpoint, the
+    clipper starts from the beginning, with a warning. An epoch is a round of the clipper's records.
+    Loggers get the numbers of the last step every ``log_every_n_steps``.
 
     Parameters
     ----------
     clipper
-        A clipper of fedclip, or its name or (name, config). If there are several optimizers, each
-        further one gets a copy; or give a list, with one clipper for each optimizer.
+        A clipper of fedclip, or its name or (name, config). With several optimizers, the others get
+        copies; or pass a list with one clipper for each optimizer.
 
     Raises
     ------
     ValueError
-        Before the first step, if the Trainer's ``gradient_clip_val`` is set; if the number of
-        clippers is not that of the optimizers; if a clipper is used elsewhere at the same time;
-        or if a fused optimizer would unscale the gradients after the clip.
+        Before the first step: if the Trainer has a ``gradient_clip_val``, if a list is not as long
+        as the list of optimizers, if the clipper is in use elsewhere, or if a fused optimizer would
+        unscale the gradients after clipping.
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
 
@@ -67,7 +67,7 @@ class ClipCallback(Callback):
         self._handles: list[ClipHandle] = []
 
     def setup(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
-        """Refuse to clip twice, and refuse DeepSpeed."""
+        """Refuse to clip twice, and what cannot be clipped."""
         if stage != "fit":
             return
         if trainer.gradient_clip_val:
@@ -106,21 +106,21 @@ class ClipCallback(Callback):
             self._handles.append(attach(optimizer, clipper, pl_module))
 
     def teardown(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
-        """Free the clippers for another Trainer; later checkpoints still have their states."""
+        """Release the clippers for another Trainer; later checkpoints still include them."""
         for handle in self._handles:
             handle._release()
 
     def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
-        """Free the clippers."""
+        """Release the clippers."""
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_epoch_start(self, trainer: object, pl_module: object) -> None:
-        """Begin a round of the records."""
+        """Start a round of the records."""
         for clipper in self.clippers:
             clipper.on_round_start()
 
     def on_train_batch_end(self, trainer: Theirs, pl_module: Theirs, *args: object) -> None:
-        """Log the record of the last step, as often as Lightning logs."""
+        """Log the numbers of the last step, as often as Lightning logs."""
         every = trainer.log_every_n_steps
         if not every or trainer.global_step % every:
             return
@@ -131,7 +131,7 @@ class ClipCallback(Callback):
 
 
 class LightningClipping:
-    """Mixin of a LightningModule that brings a `ClipCallback` with ``self.clipper``.
+    """Mixin of a LightningModule that adds a `ClipCallback` with ``self.clipper``.
 
     ::
 
@@ -140,7 +140,7 @@ class LightningClipping:
                 super().__init__()
                 self.clipper = ZScoreClip()
 
-    The order of the bases does not matter, nor whether the class has a ``configure_callbacks``.
+    The order of the bases does not matter; the class may have a ``configure_callbacks``.
     """
 
     clipper: Spec | list[Spec]

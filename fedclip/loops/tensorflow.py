@@ -36,20 +36,19 @@ __dir__ = public_names(__name__)
 def clip(
     grads_and_vars: Iterable[tuple[Array, Variable]], clipper: Clipper | AGC
 ) -> list[tuple[Array, Variable]]:
-    """Return (gradient, variable) pairs with the gradients clipped.
+    """Clip the gradients of (gradient, variable) pairs, and return the pairs.
 
-    In eager code the clipper updates its statistics. In a ``tf.function`` the statistics are
-    variables, which start from those of the clipper. `CompiledClipper.of` returns them, so that
-    you can save them in a checkpoint or read them back into the clipper.
+    In eager code, the clipper itself learns. In a ``tf.function`` the statistics are variables,
+    which start from those of the clipper. `CompiledClipper.of` returns them; save them in a
+    checkpoint, or read them back into the clipper.
 
     Parameters
     ----------
     grads_and_vars
-        Pairs, such as ``zip(tape.gradient(loss, variables), variables)``. Gradients may be None
-        or IndexedSlices.
+        Pairs, such as ``zip(tape.gradient(loss, variables), variables)``. Gradients may be None or
+        IndexedSlices.
     clipper
-        A clipper of fedclip; in a ``tf.function`` one whose ``on_nonfinite`` is "skip" or
-        "propagate".
+        A clipper of fedclip; in a ``tf.function``, one with ``on_nonfinite`` "skip" or "propagate".
 
     Examples
     --------
@@ -87,7 +86,7 @@ def _by_name(
 
 
 class CompiledClipper(Verbs, tf.Module):
-    """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
+    """A clipper with its statistics in TensorFlow variables, for use in a ``tf.function``.
 
     It is a `tf.Module`, so ``tf.train.Checkpoint`` saves and restores it.
 
@@ -109,7 +108,7 @@ class CompiledClipper(Verbs, tf.Module):
 
     @classmethod
     def of(cls, clipper: Clipper | AGC) -> CompiledClipper:
-        """Return the compiled form of a clipper; the first call makes it."""
+        """Return the compiled form of a clipper; the first call creates it."""
         use = use_of(clipper)
         use.compiled = use.compiled or cls(clipper)
         made: CompiledClipper = use.compiled

@@ -50,31 +50,28 @@ class ClipCallback(TrainerCallback, ExportableState):
 
         Trainer(model, TrainingArguments(max_grad_norm=0), callbacks=[ClipCallback(ZScoreClip())])
 
-    It clips after accumulation and, with fp16, after unscaling. The Trainer's logs get ``limit``
-    and ``clipped`` (1 if the last step was clipped, else 0) next to ``grad_norm``, and
-    ``clipped_share``, of the steps of this epoch. `attach` puts the callback where TensorBoard
-    and others see them too.
-
-    Checkpoints save the clipper's state, and a resumed run continues with it. From an older
-    checkpoint the clipper starts anew, with a warning. An epoch is a round of the clipper's
-    records.
+    Gradients are accumulated and, with fp16, unscaled before. Together with ``grad_norm``, the
+    Trainer's logs get ``limit``, ``clipped`` (1 if the last step was clipped, else 0) and
+    ``clipped_share`` (of the steps of this epoch). Use `attach` if TensorBoard and others should
+    see them too. Checkpoints hold the clipper's state, and a resumed run continues with it. From an
+    older checkpoint, the clipper starts from the beginning, with a warning. An epoch is a round of
+    the clipper's records.
 
     Parameters
     ----------
     clipper
-        A clipper of fedclip, or its name or (name, config) as in a declearn configuration.
-        Averages of whole tensors, as in `EmaNormClip`, are saved as text in
-        ``trainer_state.json``.
+        A clipper of fedclip, or its name or (name, config) as in a declearn configuration. Clippers
+        with arrays, such as `EmaNormClip`, save them as text in ``trainer_state.json``.
 
     Raises
     ------
     ValueError
-        Before the first step, if ``max_grad_norm`` is not 0 (its default of 1.0 clips too), or if
-        the clipper is used elsewhere at the same time.
+        Before the first step, if ``max_grad_norm`` is not 0 (the default of 1.0 also clips), or if
+        the clipper is in use elsewhere.
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
     RuntimeError
-        At a step without any gradient, because the optimizer has used them up.
+        At a step without gradients: the optimizer has already used them.
     """
 
     def __init__(self, clipper: Spec) -> None:
@@ -90,7 +87,7 @@ class ClipCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Theirs, state: Theirs, control: Theirs, **kwargs: Theirs
     ) -> None:
-        """Refuse to clip twice, and load the state of a checkpoint."""
+        """Refuse to clip twice, and restore the state of a checkpoint."""
         optimizer = kwargs["optimizer"]
         if args.max_grad_norm:
             raise ValueError(
@@ -131,19 +128,19 @@ class ClipCallback(TrainerCallback, ExportableState):
         begin(self.clipper, shapes, kind, [*parameters.values()])
 
     def on_train_end(self, *args: object, **kwargs: object) -> None:
-        """Free the clipper for another Trainer."""
+        """Release the clipper for another Trainer."""
         release(self.clipper, self)
         self._training = None
         _TRAINING.discard(self)
 
     def on_epoch_begin(self, *args: object, **kwargs: object) -> None:
-        """Begin a round of the records, unless the run is resumed within an epoch."""
+        """Start a round of the records, unless the run resumes within an epoch."""
         if not self._within:
             self.clipper.on_round_start()
         self._within = False
 
     def on_pre_optimizer_step(self, *args: object, **kwargs: Theirs) -> None:
-        """Unscale the gradients, unless the Trainer has (from version 5 on), and clip."""
+        """Unscale the gradients, unless the Trainer has (as from version 5 on), and clip."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
@@ -161,7 +158,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             )
 
     def on_log(self, args: object, state: Theirs, control: object, **kwargs: Theirs) -> None:
-        """Add the record of the last step to the Trainer's logs."""
+        """Add the numbers of the last step to the Trainer's logs of steps."""
         logs = kwargs["logs"]
         if "loss" not in logs or self.clipper.last is None:
             return
@@ -195,7 +192,7 @@ class ClipCallback(TrainerCallback, ExportableState):
 def attach(trainer: Theirs, clipper: Spec) -> ClipCallback:
     """Add a `ClipCallback` to a Trainer, before all others, so that they see its logs.
 
-    Among the callbacks of a Trainer, those of ``report_to`` come first.
+    If you pass callbacks to a Trainer, those of ``report_to`` come first.
     """
     callback = ClipCallback(clipper)
     trainer.callback_handler.callbacks.insert(0, callback)

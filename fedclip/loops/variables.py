@@ -166,22 +166,22 @@ class Verbs:
 
     @property
     def last(self) -> StepRecord | None:
-        """The record of the last step; None before the first."""
+        """Record of the last step; None before the first."""
         return compiled.last_of(self.held.state(), self.held.labels)
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
+        """Return plain numbers for a logger, of the last step and of all steps (``round/...``)."""
         held = self.held
         return compiled.of_state(held.state(), held.labels, prefix, held.round)
 
     def on_round_start(self) -> None:
-        """Begin a round: what ``round/...`` of `metrics` counts starts from 0; statistics stay."""
+        """Start a round: counts (``round/...`` in `metrics`) are 0, statistics continue."""
         self.held.round += 1
         for counts in self.held.variables[:1]:
             counts.assign(np.zeros_like(counts.numpy()))
 
     def get_state(self) -> Fields:
-        """Return the state as the clipper's ``get_state`` does; nothing for `agc`."""
+        """Return what the clipper's ``get_state`` returns; nothing for `agc`."""
         held, clipper = self.held, self.held.clipper
         if isinstance(clipper, AGC):
             return {}
@@ -192,7 +192,7 @@ class Verbs:
         return state
 
     def set_state(self, state: Fields) -> None:
-        """Take over a state that ``get_state`` of this, or of an equal clipper, returned.
+        """Restore a state that ``get_state`` of this, or of such a clipper, returned.
 
         Raises
         ------
@@ -212,7 +212,7 @@ class Verbs:
             held.restart(state["arrays"])
 
     def reset(self) -> None:
-        """Forget all steps, and the state that was loaded."""
+        """Forget all steps, and the loaded state."""
         if self.held.variables:
             self.held.restart({}, fresh=True)
         else:

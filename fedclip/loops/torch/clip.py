@@ -42,35 +42,34 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
-    """Clip the gradients of parameters, in place on ``.grad``.
+    """Clip the gradients of parameters in place, and return a record of the step.
 
     Parameters
     ----------
     parameters
-        A model, ``model.named_parameters()``, or a dict. Parameters without a gradient are left
-        out; a parameter with two names (tied weights) counts once, under its first name. With
-        the scope "global" or "tensor" and no `exclude`, ``model.parameters()`` works too: the
-        parameters are then called "0", "1", ... in their order.
+        A model, ``model.named_parameters()``, or a dict. Parameters without a gradient are skipped.
+        Tied weights count once, under their first name. ``model.parameters()`` is enough for a
+        clipper with the scope "global" or "tensor" and no `exclude`; the names are then "0", "1",
+        and so on.
     clipper
-        Any clipper of fedclip, made once; it keeps its statistics from call to call. `AGC` also
-        measures the parameters. A number is a fixed limit of the norm, as ``NormClip(number)``.
+        Any clipper of fedclip; it keeps its statistics between calls. `AGC` also measures the
+        parameters. A number is a fixed limit, as ``NormClip(number)``.
 
     Returns
     -------
     StepRecord
-        Norms before clipping, limits, and which groups were clipped; its ``float()`` is the norm
-        of the whole gradient. The numbers stay on the device until you read them. If there was no
-        gradient, the record has no groups, and the norm is 0.
+        Norms before clipping, limits, and which groups were clipped; as a ``float()`` the norm of
+        the whole gradient. The numbers stay on the device until you read them. Without gradients,
+        the record has no groups, and the norm is 0.
 
     Raises
     ------
     TypeError
-        If the clipper needs names and there are none; if a gradient has no floating type; or if
+        If the clipper needs names and there are none, if a gradient is not floating-point, or if
         the parameters are pieces of FSDP1.
     ValueError
-        If the clipper is attached to an optimizer, or in a Trainer, which clips already; or if
-        its statistics are of other parameters: a list without names whose members change, or one
-        clipper for two models in turn.
+        If the clipper is attached to an optimizer or a Trainer, which already clips; or if its
+        statistics belong to other parameters, such as those of a second model.
 
     Examples
     --------
@@ -177,24 +176,24 @@ def clip_grad_norm_(
     Parameters
     ----------
     parameters
-        As in `clip_`. An iterator without parameters clips nothing, with torch's own warning.
+        As in `clip_`. An empty iterator clips nothing, with torch's own warning.
     max_norm
-        The largest norm, > 0; or any clipper, which keeps its statistics from call to call.
+        The largest norm, > 0; or any clipper, which keeps its statistics between calls.
     norm_type
-        With a number as `max_norm`: the order of the norm, > 0 or "inf".
+        If `max_norm` is a number: the order of the norm, > 0 or "inf".
     error_if_nonfinite
-        With a number as `max_norm`: raise a `NonFiniteError` for NaN or infinity, instead of
-        setting the gradients to zero.
+        If `max_norm` is a number: raise a `NonFiniteError` for NaN or infinity. By default, the
+        gradients become zero.
     foreach
-        Without effect, for calls that were written for torch: tensors are always treated
-        together.
+        Has no effect; tensors are always processed together.
 
     Returns
     -------
     Tensor
-        The norm of the whole gradient before clipping, of shape (), on the gradients' device. It
-        has the dtype of the first one, or float32 for half precision. It is NaN if the gradient
-        was not finite, and 0 if there was none; for DTensors, a DTensor.
+        The norm of the whole gradient before clipping, of shape (), on the gradients' device. Its
+        dtype is that of the first gradient, float32 for half precision. It is NaN if the gradient
+        was not finite, and 0 without gradients. For DTensors it is a DTensor, equal on all
+        processes.
 
     Examples
     --------

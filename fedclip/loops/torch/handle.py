@@ -117,9 +117,9 @@ def _array(value: object) -> object:
 
 # -- handles -------------------------------------------------------------------------------------
 class ClipHandle:
-    """A clipper that acts in every step of an optimizer; made by `attach`.
+    """A clipper that acts in every step of an optimizer; `attach` returns it.
 
-    As a context manager it is removed at the end, with a warning if no step was seen.
+    As a context manager, it removes the clipper at the end, with a warning if there was no step.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class ClipHandle:
         self._others.handles.append(self)
 
     def remove(self) -> None:
-        """Stop clipping, and remove all hooks from the optimizer."""
+        """Stop clipping, and restore the optimizer."""
         self._others.leave(self)
 
     def _release(self) -> None:
-        """Free the clipper for another optimizer: this one takes no more steps."""
+        """Release the clipper for other use: this optimizer takes no more steps."""
         if (optimizer := self._others.optimizer()) is not None:
             release(self.clipper, optimizer)
 
@@ -181,11 +181,11 @@ class ClipHandle:
 
     @property
     def last(self) -> StepRecord | None:
-        """The record of the last step."""
+        """Record of the last step."""
         return self.clipper.last
 
     def on_round_start(self) -> None:
-        """Begin a round of the records, such as an epoch; the statistics stay."""
+        """Start a round of the records, such as an epoch; statistics continue."""
         self.clipper.on_round_start()
 
     def get_state(self) -> Fields:
@@ -193,7 +193,7 @@ class ClipHandle:
         return get_state(self.clipper)
 
     def set_state(self, state: Mapping[str, object] | None) -> None:
-        """Take over statistics of this model and optimizer; see `fedclip.loops.owner`."""
+        """Restore statistics of this model and optimizer; see `fedclip.loops.owner`."""
         optimizer = self._others.optimizer()
         if optimizer is None or isinstance(self.clipper, AGC):
             set_state(self.clipper, state)
@@ -494,49 +494,48 @@ def attach(
     clipper: Spec,
     parameters: Parameters | None = None,
 ) -> ClipHandle:
-    """Clip in every ``optimizer.step()``, until the handle's ``remove()`` is called.
+    """Clip in every ``optimizer.step()``, until you call ``remove()`` of the returned handle.
 
     ::
 
         with attach(optimizer, ZScoreClip(), model):
             train(model, optimizer)
 
-    With a closure, as L-BFGS needs it, it clips each time the optimizer has called the closure.
-    With gradient accumulation it clips once a step; under AMP it clips after the GradScaler has
-    unscaled the gradients. If the step of a class calls that of its base class, it clips once, at
-    the start. Several handles clip one after the other.
+    It clips once a step, with gradient accumulation too, and under AMP after the GradScaler has
+    unscaled the gradients. If you pass a closure, as for L-BFGS, it clips after each call of the
+    closure. If the step of a class calls that of its base class, it clips once, at the start.
+    Several handles clip one after the other.
 
-    The clipper's state is saved and loaded with ``optimizer.state_dict()``, under a separate key.
-    If a state has no such key, the clipper starts anew, with a warning. Copies and pickles of the
-    optimizer clip with a copy of the clipper (see `handles`).
+    ``optimizer.state_dict()`` includes the clipper's state. If you load a state without one, the
+    clipper starts from the beginning, with a warning. A copied or pickled optimizer clips with a
+    copy of the clipper (see `handles`).
 
-    A `FedclipWarning` warns you at the second round of gradients if the weights change before a
-    step was seen, and if the state of a wrapper lacks the clipper's.
+    A `FedclipWarning` reports weights that change before the first step is seen, and a wrapper with
+    a state that cannot hold the clipper's.
 
     Parameters
     ----------
     optimizer
-        Any torch optimizer, or a wrapper around one, such as Accelerate's, SAM or Lookahead. The
-        gradients of the optimizer inside are clipped.
+        Any torch optimizer, or a wrapper that holds one, such as Accelerate's, SAM or Lookahead.
+        The gradients that the inner optimizer uses are clipped.
     clipper
         Any clipper of fedclip, or its name or (name, config) as in a declearn configuration.
     parameters
-        The model, which also names parameters that ``add_param_group`` adds later; or, as in
+        The model, which also names parameters from later ``add_param_group`` calls; or, as in
         `clip_`, names for all parameters of the optimizer. None: the names that the optimizer
-        has, or else numbers.
+        knows, or else numbers.
 
     Raises
     ------
     ValueError
-        If the optimizer holds none of the parameters, or one without a name (also at the first
-        step after ``add_param_group``); or if the clipper is already attached, or in a Trainer.
+        If the optimizer holds none of the parameters, or one without a name (also at the first step
+        after ``add_param_group``); or if the clipper is already attached, or in a Trainer.
     TypeError
-        If the clipper needs names and there are none; if the parameters are pieces of FSDP1; if
-        a wrapper has neither torch's hooks nor one optimizer inside; or if the optimizer has no
-        step, such as LOMO.
+        If the clipper needs names and there are none; for pieces of FSDP1; for a wrapper with
+        neither torch's hooks nor one inner optimizer; or for an optimizer without a step, such as
+        LOMO.
     RuntimeError
-        At a step, if the gradients are still scaled by a GradScaler, or a closure in its step
-        will scale them.
+        At a step, if the gradients are still scaled by a GradScaler, or a closure would scale them.
 
     Examples
     --------
@@ -561,9 +560,9 @@ def attach_update(
 ) -> UpdateHandle:
     """Clip the change of the weights in every ``optimizer.step()``.
 
-    `attach` clips the gradient before the optimizer; this clips the update after it, with momentum,
-    adaptive step sizes, weight decay and the learning rate. Limits are in units of the weights.
-    Each step keeps a copy of the weights. Otherwise it works as `attach`.
+    `attach` clips the gradients that enter the optimizer; this clips the resulting change. It
+    includes momentum, adaptive step sizes, weight decay and the learning rate, and limits are in
+    units of the weights. It copies the weights during each step. Otherwise it works like `attach`.
 
     Examples
     --------
