@@ -19,7 +19,7 @@ This file knows views only: no framework, no groups, no limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from operator import attrgetter
@@ -108,12 +108,11 @@ def peak(view: HostView) -> float:
     return float(np.max(np.abs(ends), initial=0.0))
 
 
-@lru_cache(maxsize=4096)
 def _rows(size: int) -> tuple[int, int]:
     """Return number and length of rows of at most one block.
 
     Prefer a length that leaves no element over: a quiet step of `norm-clip` takes 13 % less ("200
-    tensors, 3.7M" of `make bench`), and to remember the answers saves more than that again.
+    tensors, 3.7M" of `make bench`).
     """
     # BLAS adds what is left over from its lanes in one more rounding, which these have room for.
     lengths = (_BLOCK, *range(_BLOCK - 32, _BLOCK // 4, -1))
@@ -127,7 +126,8 @@ class _Layout(NamedTuple):
     small: tuple[int, ...]
     """Arrays that are joined."""
     sizes: tuple[int, ...]
-    large: tuple[int, ...]
+    large: dict[int, tuple[int, int]]
+    """Arrays that are cut into rows, with number and length of the rows."""
     halves: tuple[int, ...]
 
 
@@ -135,7 +135,7 @@ class _Layout(NamedTuple):
 def _layout(sizes: tuple[int, ...], widths: tuple[int, ...]) -> _Layout:
     pairs = [*enumerate(zip(sizes, widths, strict=True))]
     small = tuple(i for i, (size, width) in pairs if width > 2 and 0 < size <= _JOINED)
-    large = tuple(i for i, (size, width) in pairs if width > 2 and size > _JOINED)
+    large = {i: _rows(size) for i, (size, width) in pairs if width > 2 and size > _JOINED}
     halves = tuple(i for i, (size, width) in pairs if width == 2 and size)
     return _Layout(small, tuple(sizes[i] for i in small), large, halves)
 
@@ -166,7 +166,10 @@ def _joined_sums(views: Sequence[HostView], sizes: tuple[int, ...]) -> list[floa
 
 
 def _add_rows(
-    sums: list[float], views: Sequence[HostView], large: Sequence[int], halves: Sequence[int]
+    sums: list[float],
+    views: Sequence[HostView],
+    large: Mapping[int, tuple[int, int]],
+    halves: Sequence[int],
 ) -> dict[int, HostView]:
     """Add the square sums of large arrays, over all cores; return the elements that are left over.
 
@@ -174,12 +177,15 @@ def _add_rows(
     """
     left_over: dict[int, HostView] = {}
     tables: list[HostView] = []
-    for i in large:
-        elements = flat(views[i])
-        number, length = _rows(elements.size)
-        if number_over := elements.size - number * length:
-            left_over[i], elements = elements[-number_over:], elements[:-number_over]
-        tables.append(elements.reshape(number, length))
+    for i, shape in large.items():
+        view, (number, length) = views[i], shape
+        number_over = view.size - number * length
+        if not view.flags.c_contiguous:
+            view = flat(view)
+        if number_over:
+            view = view.reshape(-1)
+            left_over[i], view = view[-number_over:], view[:-number_over]
+        tables.append(view.reshape(shape))
     calls: list[Callable[[], object]] = [partial(_add_half, sums, i, views[i]) for i in halves]
     threads = num_threads([*map(_nbytes, views)])
     sizes = (*map(len, tables),)

@@ -52,31 +52,31 @@ def as_tuple(dims: int | Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 class Sliced(Configured):
-    """The parameters of clippers that can treat each slice of a tensor as a group."""
+    """Base of clippers that can treat each slice of a tensor separately."""
 
     dims: int | Sequence[int] | None = parameter(
         check_dims, default=None, kind="int, list of int or None"
     )
-    """Makes each slice of a tensor a group. A slice spans these dimensions; negative ones count
-    from the end. Goes with the scopes "global" and "tensor", which then mean the same."""
+    """Each slice of a tensor is a group, and spans these dimensions; negative ones count from the
+    end. Only with the scopes "global" and "tensor", then equal."""
     inverse_dims: bool = parameter(boolean, default=False)
-    """Whether the slices span all dimensions except `dims`."""
+    """Slices span all dimensions except `dims`."""
     min_size: int = parameter(integer, 1, default=1)
-    """Do not clip slices with fewer elements; with the scope "tensor", tensors with fewer."""
+    """Skip slices, or with the scope "tensor" tensors, with fewer elements."""
 
 
 class Measured(Configured):
     """The parameter of clippers that measure a norm."""
 
     ord: Order = parameter(check_order, default=2, kind=_orders(_NORMS))
-    """Which norm is measured: 2 is the Euclidean one; `fedclip.core.measures` has the others."""
+    """Order of the norm, see `fedclip.core.measures`; 2 is the Euclidean norm."""
 
 
 class Exact(Measured):
     """The parameters of clippers that bring a norm to a limit."""
 
     eps: float = parameter(non_negative, default=0.0)
-    """Added to the norm in the factor ``limit / (n + eps)``; 0 is exact."""
+    """Added to the norm in the factor ``limit / (n + eps)``, >= 0; 0 is exact."""
 
 
 class FixedLimit(Sliced):
@@ -85,7 +85,7 @@ class FixedLimit(Sliced):
     scope: Scope = SCOPE_TABLE
     ord: Order = ORD_VAR
     eps: float = parameter(non_negative, default=0.0)
-    """Added to the norm in the factor ``limit / (n + eps)``; 0 is exact."""
+    """Added to the norm in the factor ``limit / (n + eps)``, >= 0; 0 is exact."""
 
     def with_limit(self, limit: float, action: Action) -> Transform:
         """Return the transform that brings the norms of groups, or of slices, to a fixed limit."""
@@ -110,11 +110,10 @@ class PastLimit(Exact):
     """The parameters of clippers with a limit that follows from past norms."""
 
     max_norm: float | None = parameter(limit, default=None)
-    """Fixed limit at every step, in the units of the gradient: the adaptive limit is never above
-    it. None for none."""
+    """Largest limit ever, > 0, in units of the gradient."""
     on_spike: str = parameter(choice, ("clip", "skip"), default="clip")
-    """What becomes of a group that is over its limit: it is clipped, or set to zero ("skip"), with
-    which loops of torch and Keras leave out the step of its parameters."""
+    """Clip a group above its limit ("clip"), or set it to zero ("skip"); torch and Keras loops then
+    skip its step."""
 
     def with_rule(self, rule: Callable[..., Rule], **changes: object) -> NormClipping:
         """Return the transform that brings norms to the limits of a rule.
@@ -131,19 +130,16 @@ class Warmup(Configured):
     """The parameters of clippers with statistics of the norms themselves."""
 
     include_current: bool = parameter(boolean, default=False)
-    """Whether the statistics learn a norm before they judge it, not after; needs
-    ``feedback="raw"``."""
+    """Learn a norm before judging it; needs ``feedback="raw"``."""
     warmup: int = parameter(integer, 0, default=20)
-    """Number of norms, >= 0, after which the statistics set the limit; the first norm never
-    meets a limit of theirs. In a federation, the norms of all clients count, except the first of
-    each."""
+    """Norms, >= 0, before the statistics set the limit; they never limit the first one. Shared:
+    norms of all clients count, except the first of each."""
     warmup_norm: float | None = parameter(limit, default=None)
-    """Fixed limit during the warm-up, in the units of the gradient; None for none."""
+    """Fixed limit during the warm-up, > 0, in units of the gradient."""
     warmup_factor: float | None = parameter(at_least_one, default=2.25)
-    """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. A norm
-    above it is a spike, which the statistics learn as 1.1 medians. The first norms, up to five,
-    fill only the median (see `fedclip.rules.protection`). None for no limit: the statistics learn
-    all norms unchanged."""
+    """Limit during the warm-up, in medians of the last five norms, >= 1. Spikes are learnt as 1.1
+    medians; the first five norms only fill the median. None: no limit; norms are learnt
+    unclipped."""
 
     def __post_init__(self) -> None:
         """Check that a norm is learnt as it was seen."""

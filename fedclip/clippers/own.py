@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that you need to write a clipper: bases, parameters, rules, transforms.
+"""Everything for a clipper that you write: bases, parameters, rules, transforms.
 
 ``docs/own-clipper.md`` shows how; `fedclip.testing` checks what comes out.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of clippers that can share one state with all clients of a federation."""
+"""Bases of clippers that can share one state with all clients of a federation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ class Sharing(Configured):
     """The parameters of the clippers that have a server module."""
 
     _common_settings: ClassVar[tuple[str, ...]] = ("warmup", "scope", "exclude", "ord")
-    """The common parameters that the server module must have as well, where there are any."""
+    """The common parameters that the server module must have too, if the clipper has them."""
     _client_settings: ClassVar[tuple[str, ...]] = ()
-    """The other parameters that the server module need not have."""
+    """Its parameters that the server module need not have."""
 
     shared: bool = parameter(boolean, default=False)
-    """Whether all clients of a federation share one state, and so one limit. The server's optimizer
-    must then have `{name}-server`. The state does not change during a round."""
+    """All clients of a federation share one limit, fixed during a round. The server's optimizer
+    needs `{name}-server`."""
     shared_name: str | None = parameter(parameters.name, default=None)
-    """Name of this pair of clipper and server module, needed if there are several pairs of a
-    kind."""
+    """Name of this pair of clipper and server module, if there are several."""
 
     @classmethod
     def _shared_settings(cls) -> list[str]:
-        """Return the parameters that the server module must have as well."""
+        """Return the parameters that the server module must have too."""
         common = [name for name, declared in cls.parameters.items() if declared.common]
         others = [name for name in cls.parameters if name not in (*common, *cls._client_settings)]
         return others + [name for name in cls._common_settings if name in common]

@@ -45,7 +45,7 @@ plug-in of your own."""
 
 
 def look_up(plugin: Plugin, context: Context) -> Map:
-    """Return what a plug-in guarantees: no bound if neither the plug-in nor the table has one."""
+    """Return the guarantee of a plug-in: no bound if neither the plug-in nor the table has one."""
     kind = MAPS.get(plugin.name)
     if kind is not None:
         return kind(plugin, context)
@@ -56,10 +56,9 @@ def look_up(plugin: Plugin, context: Context) -> Map:
 def analyse_plugins(
     plugins: Sequence[Plugin], shapes: Shapes | None = None, *, finite: bool = False
 ) -> Analysis:
-    """Return what plug-ins guarantee together, in the order in which they act.
+    """Return the joint guarantee of plug-ins, in the order in which they act.
 
-    `fedclip.analyse` takes names, configurations and optimizers as well, and describes the
-    parameters.
+    `fedclip.analyse` also takes names, configurations and optimizers, and documents the parameters.
     """
     parameters.boolean(finite=finite)
     known = _checked(shapes)

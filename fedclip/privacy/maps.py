@@ -14,12 +14,12 @@ values in [-c, c]                     c √d                             1
 slices, units: r each, u of them      r √u                             1
 brought to a norm N (+ eps)           as a limit at N                  N / eps
 mean 0, deviation 1                   √(d - k)                         1 / eps
-mean taken away                       none of its own                  1
+mean taken away                       none                             1
 limit learnt from gradients           that of max_norm                 without limit
 ====================================  ===============================  ========================
 
 The bound of several groups is the root of the sum of their squared bounds. Bounds are rounded up,
-so that none is too low. Those of fedclip's clippers hold in every dtype, because they scale to
+and never too low. Those of fedclip's clippers hold in every dtype, because they scale to
 a little below the limit; those of declearn's clippers hold in float32 and wider. The stretching of
 distances is that of exact arithmetic.
 """
@@ -39,14 +39,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Context:
-    """Facts about the gradients that a map gets.
+    """Facts about the gradients that a map receives.
 
     Attributes
     ----------
     shapes
-        Shape of each tensor; None if not known.
+        Shape of each tensor; None if unknown.
     finite
-        Whether the gradients hold no NaN and no infinity, and no norm is beyond float64.
+        Whether the gradients have no NaN and no infinity, and no norm is beyond float64.
     """
 
     shapes: Shapes | None = None
@@ -55,28 +55,32 @@ class Context:
 
 @dataclass(frozen=True)
 class Map:
-    """What one map guarantees, and why it guarantees no more.
+    """The guarantee of one map, and the reasons why it is not stronger.
 
     Attributes
     ----------
     name
         Registered name of the plug-in.
     bound
-        Largest L2 norm of the output, for any input; infinity if none is known.
+        Largest L2 norm of the output for any input; infinity if unknown.
     formula
-        The bound in words. If `bound` is infinite and there is a formula, it needs shapes.
+        The bound in words. If `bound` is infinite and there is a formula, the bound needs shapes.
     lipschitz
-        Largest factor by which it stretches the distance of two inputs, or of two histories of
-        inputs if it has a memory. Infinity if there is none.
+        Largest factor on the distance of two inputs, or of two histories of inputs if the map has a
+        memory; infinity if unbounded.
     growth
-        Largest factor by which it stretches the norm of its input.
+        Largest factor on the norm of the input.
     finite
         Whether the output is finite.
     noise
         Whether it adds noise.
-    unbounded, shared, expands
-        Why it has no bound of its own; why its output depends on more than its input record and
-        public values; why it is not non-expansive. Empty if that is not so.
+    unbounded
+        Why it has no bound; empty if it has one.
+    shared
+        Why its output depends on more than its input record and public values; empty if it does
+        not.
+    expands
+        Why it may increase distances; empty if it does not.
     """
 
     name: str

@@ -6,7 +6,7 @@ Each map of a pipeline updates the bound and the Lipschitz constant::
     bound     <- min(own bound of the map, growth of the map * bound)
     lipschitz <- lipschitz of the map * lipschitz
 
-There are two cases. *Per record*: each record goes through the pipeline by itself, and the outputs
+There are two cases. *Per record*: each record passes the pipeline separately, and the outputs
 are added up. Only the bound B of an output counts: the sum has a sensitivity of B if a record is
 added or removed, and 2 B if one is replaced. *On an aggregate*: a sum or mean of records goes
 through. Its own sensitivity s becomes ``lipschitz * s``, at most ``2 B``. Maps after the noise cost
@@ -31,7 +31,7 @@ _PLACES = ("record", "aggregate")
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a pipeline guarantees; made by `fedclip.analyse`.
+    """Bound and sensitivity of a pipeline; `fedclip.analyse` returns it, and `print` explains it.
 
     Attributes
     ----------
@@ -47,16 +47,16 @@ class Analysis:
 
     @property
     def l2_bound(self) -> float | None:
-        """Largest L2 norm of the output of the last map, before the learning rate.
+        """Largest L2 norm of the last map's output, before the learning rate.
 
-        None if there is none, or if it needs shapes.
+        None if there is no bound, or if it needs shapes.
         """
         bound = _bounds(self.maps)[-1] if self.maps else math.inf
         return None if math.isinf(bound) else bound
 
     @property
     def formula(self) -> str:
-        """The bound in words; empty if there is none."""
+        """The bound in words; empty without a bound."""
         return _formula(self.maps)
 
     @property
@@ -66,49 +66,49 @@ class Analysis:
 
     @property
     def lipschitz(self) -> float:
-        """Largest factor by which distances are stretched; infinity if there is none."""
+        """Largest factor on distances; infinity if unbounded."""
         return math.prod(m.lipschitz for m in self.maps)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why there is no bound, it is not safe per record, and not non-expansive: sentences."""
+        """Reasons why there is no bound, records are not safe, or distances increase: sentences."""
         found = (*_unbounded(self.maps), *_shared(self.maps), *_expands(self.maps))
         return tuple(dict.fromkeys(found))
 
     @property
     def name(self) -> str:
-        """The registered names of the maps, in their order."""
+        """The registered names of the maps, in order."""
         return ", ".join(m.name for m in self.maps) or "no module"
 
     @property
     def non_expansive(self) -> bool:
-        """Whether the outputs of any two inputs are at most as far apart as the inputs."""
+        """Whether no two outputs are farther apart than their inputs."""
         return self.lipschitz <= 1.0
 
     @property
     def noised(self) -> bool:
-        """Whether one of the maps adds noise."""
+        """Whether a map adds noise."""
         return any(m.noise for m in self.maps)
 
     def sensitivity(
         self, relation: str, on: str = "record", incoming: float | None = None
     ) -> float | None:
-        """Return the L2 sensitivity; None if there is none; printed, the analysis says why.
+        """Return the L2 sensitivity; None if unbounded, for reasons that `print` gives.
 
         Parameters
         ----------
         relation : {"add-remove", "replace-one"}
             Which data sets are neighbours.
         on : {"record", "aggregate"}, default="record"
-            What goes through the pipeline: each record by itself, and the sum of the outputs has
-            this sensitivity; or an aggregate of records.
+            Input of the pipeline: each record separately, and the result is the sensitivity of the
+            sum of outputs; or an aggregate of records.
         incoming : float or None, default=None
             With "aggregate": the sensitivity of the input, for the same relation.
 
         Raises
         ------
         TypeError, ValueError
-            If a parameter is not as above.
+            If a parameter is invalid.
         """
         parameters.choice(RELATIONS, relation=relation)
         if parameters.choice(_PLACES, on=on) == "record":
@@ -127,7 +127,7 @@ class Analysis:
 
     @property
     def before_noise(self) -> Analysis:
-        """The analysis of the maps before the first noise, whose sensitivity the noise covers."""
+        """The analysis of the maps before the first noise, which covers their sensitivity."""
         first = next((i for i, m in enumerate(self.maps) if m.noise), len(self.maps))
         return replace(self, maps=self.maps[:first])
 
@@ -138,7 +138,7 @@ class Analysis:
         return f"Before the noise: {before} What follows the noise is free."
 
     def round_bound(self, steps: int) -> float | None:
-        """Return the largest L2 norm of the sum of `steps` local steps; None if there is none.
+        """Return the largest L2 norm of the sum of `steps` local steps; None without a bound.
 
         Parameters
         ----------
@@ -148,7 +148,7 @@ class Analysis:
         Raises
         ------
         TypeError, ValueError
-            If `steps` is not as above, or the learning rate is not known.
+            If `steps` is invalid, or the learning rate is unknown.
         """
         parameters.integer(1, steps=steps)
         if self.lrate is None:
@@ -162,7 +162,7 @@ class Analysis:
 
     @property
     def bound_in_words(self) -> str:
-        """The L2 bound, or why there is none, in a sentence."""
+        """The L2 bound, or the reasons why no bound exists, in a sentence."""
         shown = "" if self.l2_bound is None else number(self.l2_bound)
         if shown:
             how = "" if self.formula in ("", shown) else f" ({self.formula})"
@@ -173,7 +173,7 @@ class Analysis:
 
     @property
     def record_in_words(self) -> str:
-        """A sentence on records that go through one by one; empty if nothing is guaranteed."""
+        """A sentence on records that pass separately; empty if nothing is guaranteed."""
         if self.noised:
             return self._noise_in_words()
         if self.per_record_safe:
@@ -186,7 +186,7 @@ class Analysis:
 
     @property
     def aggregate_in_words(self) -> str:
-        """A sentence on a sum or mean of records that goes through."""
+        """A sentence on a sum or mean of records that passes."""
         if self.noised:
             return self._noise_in_words()
         if self.non_expansive:
@@ -210,7 +210,7 @@ class Analysis:
 
 # -- maps in sequence -------------------------------------------------------------------------
 def _bounds(maps: Sequence[Map]) -> list[float]:
-    """Return the bound of the output of each map; infinity if there is none."""
+    """Return the bound of the output of each map; infinity if unbounded."""
     found, bound = [], math.inf
     for map_ in maps:
         bound = min(map_.bound, bound if map_.growth == 1.0 else bound * map_.growth)
@@ -219,7 +219,7 @@ def _bounds(maps: Sequence[Map]) -> list[float]:
 
 
 def _formula(maps: Sequence[Map]) -> str:
-    """Return the bound of the last map's output, in words; empty if there is none."""
+    """Return the bound of the last map's output, in words; empty if unbounded."""
     formula, bound = "", math.inf
     for map_ in maps:
         if math.isinf(map_.growth):

@@ -55,7 +55,7 @@ every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @every
 def test_what_is_not_a_clipper_is_refused_at_once_with_the_nearest_name(make):
     for given in (NormClip, None):
-        with pytest.raises(TypeError, match=r"is not a clipper of fedclip: give one, such as"):
+        with pytest.raises(TypeError, match=r"is not a clipper of fedclip: make one before"):
             make(given)
     for name, hint in (("norm-clop", "did you mean 'norm-clip'"), ("adam", "")):
         with pytest.raises(ValueError, match=f"no clipper is called '{name}'.*{hint}"):

@@ -268,7 +268,7 @@ def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 def unalias(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
-    """Replace gradients that share memory by copies."""
+    """Give each parameter a separate gradient."""
     for name, gradient in gradients.items():
         parameters[name].grad = gradients[name] = gradient.clone()
 
