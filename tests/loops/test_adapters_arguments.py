@@ -131,5 +131,5 @@ def test_a_state_of_other_tensors_is_refused(make, begin):
     learnt.clip({"v": np.ones(2)})
     clipper = make()
     clipper.set_state(learnt.get_state())
-    with pytest.raises(ValueError, match=r"is of .*'v'.*\['w'\] besides: load the state of this"):
+    with pytest.raises(ValueError, match=r"is of .*'v'.*also has \['w'\]: load the state of this"):
         begin(clipper)
