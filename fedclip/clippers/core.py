@@ -59,10 +59,11 @@ class Core(Documented):
         # Called after each step with its record, if set; not in compiled code.
         self.on_record: Callable[[StepRecord], object] | None = None
         self._recorder = Recorder()
-        # What the statistics are of, which the adapters for loops know (adapters/owner.py): a
-        # fingerprint, and a tensor of the model in this process.
+        # What the statistics are of, for training loops (loops/owner.py): a fingerprint; in this
+        # process, a tensor of the model, and who uses the clipper.
         self.owner: dict[str, str] | None = None
         self.model: Callable[[], object] | None = None
+        self.use: Any = None
         # Names, groups, and the statistics of each group; known from the first gradient on.
         self._names: tuple[str, ...] = ()
         self._groups: Groups | None = None
@@ -86,19 +87,22 @@ class Core(Documented):
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but the lock, for a copy or a pickle.
+        """Return all attributes but those of this process, for a copy or a pickle.
 
         Attributes that steps change in place are copied here, between two steps.
         """
         with self.lock:
             changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
-            plain = {k: v for k, v in vars(self).items() if k not in ("lock", "model")}
+            plain = {k: v for k, v in vars(self).items() if k not in ("lock", "model", "use")}
         return plain | changing | {"_current": None, "_plan": None}
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
         vars(self).update(
-            {"on_record": None, "owner": None, **state}, model=None, lock=threading.RLock()
+            {"on_record": None, "owner": None, **state},
+            model=None,
+            use=None,
+            lock=threading.RLock(),
         )
 
     @classmethod
@@ -248,7 +252,10 @@ class Core(Documented):
         outcome = take_step(transform, gradient, self._state, self.on_nonfinite)
         basis = transform.basis
         warm = getattr(self._state, basis.field) if basis.field else 0.0
-        outputs, self._state, norms, limits, clipped, *_ = outcome
+        outputs, self._state, norms, limits, clipped, is_finite, *_ = outcome
+        if gradient.groups.excluded and not gradient.on_host:
+            # The norms do not show NaN or infinity in excluded tensors.
+            norms = gradient.xp.where(is_finite, norms, math.nan)
         self._last = (labels, norms, limits, clipped)
         self._recorder.add(labels, norms, limits, clipped, warm=warm, basis=basis)
         if self.on_record is not None:

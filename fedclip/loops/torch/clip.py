@@ -155,12 +155,12 @@ def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
 def _sharded(
     parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]
 ) -> TorchInPlace:
-    # Who shards nothing need not import this, which takes a while.
+    # Slow to import, and needed for sharded models only.
     from fedclip.arrays.sharded import ShardedInPlace, summed
 
     for name, gradient in gradients.items():
-        if (whole := summed(gradient)) is not gradient:
-            parameters[name].grad = gradients[name] = whole
+        if (total := summed(gradient)) is not gradient:
+            parameters[name].grad = gradients[name] = total
     return ShardedInPlace(gradients.values())
 
 
@@ -205,7 +205,7 @@ def clip_grad_norm_(
     """
     clipper = max_norm
     if not isinstance(clipper, Clipper | AGC):
-        # What is no number may not be hashable, and gets a sentence.
+        # Anything but a number may not be hashable, and is refused.
         make = _fixed if isinstance(clipper, int | float) else _fixed.__wrapped__
         clipper = make(clipper, norm_type, error_if_nonfinite)
     elif norm_type != 2.0 or error_if_nonfinite:

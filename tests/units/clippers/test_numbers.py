@@ -240,7 +240,7 @@ def test_a_function_of_ones_own_is_refused_where_compiled_code_is_built() -> Non
     pytest.importorskip("optax")
     from fedclip.loops.jax import as_optax
 
-    with pytest.raises(NotImplementedError, match="compiled code has none"):
+    with pytest.raises(NotImplementedError, match="compiled code does not have"):
         as_optax(OwnLimit(to_the_mean, ZScoreClip()))
 
 
