@@ -35,7 +35,7 @@ ALLOWED = {
     "engines/declearn": ("arrays clippers core dpsgd errors privacy rules site statistics updates"),
     "engines/flower": "errors site updates",
     "engines/nvflare": "errors site updates",
-    "engines/local": "core dpsgd engines/declearn engines/flower errors report updates",
+    "engines/local": "core engines/declearn engines/flower errors report updates",
 }
 """The rooms that each room may import. `cli`, `testing` and the package itself may import all."""
 

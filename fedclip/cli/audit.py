@@ -38,10 +38,11 @@ from fedclip.cli.output import ToolError
 from fedclip.cli.quickrun import Experiment
 from fedclip.core.scopes import Groups
 from fedclip.dpsgd import persample
-from fedclip.dpsgd.persample.base import Data, Host, HostStack, shapes
+from fedclip.dpsgd.persample.base import Data, Host, HostStack
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.dataset_records import Records, first_records
 from fedclip.engines.declearn.generics import AnyModel
+from fedclip.engines.declearn.persample import shapes
 from fedclip.engines.declearn.private_training import PrivateTrainingManager
 from fedclip.engines.local.simulate import Simulation
 from fedclip.privacy.accounting import Accountant, epsilon, split_noise

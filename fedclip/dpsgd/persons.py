@@ -20,20 +20,30 @@ import unicodedata
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedclip.core import parameters
-from fedclip.dpsgd.persample.base import Failed
+from fedclip.dpsgd.persample.base import Batch, Failed, Positions
 from fedclip.dpsgd.sampling import Bits, secure_bits
-from fedclip.engines.declearn.dataset_records import Batch, Positions, Records
 
-__all__ = ["Ids", "Persons", "numbered"]
+__all__ = ["Ids", "Persons", "Records", "numbered"]
 
 Ids: TypeAlias = str | Path | Sequence[object] | ArrayLike
 """Whose each record is, in their order; or a CSV file of one column, with a head."""
+
+
+class Records(Protocol):
+    """The records of a data set, by position, as each engine reads them."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def take(self, positions: Positions, failed: Failed | None = None) -> list[Batch]:
+        """Return batches of records of one shape, without those that raise."""
+
 
 # What stands for a value that is missing, in one table or another.
 _NOBODY = {"", "nan", "nat", "none", "null", "<na>"}
@@ -63,6 +73,7 @@ class Persons:
     Examples
     --------
     >>> from declearn.dataset import InMemoryDataset
+    >>> from fedclip.engines.declearn.dataset_records import Records
     >>> visits = Records(InMemoryDataset(np.arange(8.0).reshape(4, 2), target=np.ones(4)))
     >>> persons = Persons(visits, ["ann", "bob", "ann", "ann"])
     >>> len(persons), persons.mean

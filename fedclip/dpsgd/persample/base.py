@@ -5,22 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.core import parameters
 
-if TYPE_CHECKING:
-    from fedclip.engines.declearn.generics import AnyModel
-
 __all__ = [
-    *("Array", "Arrays", "Data", "Failed", "Float64", "Host", "HostStack", "Stack", "Unfit"),
-    *("at_once", "padded", "shapes", "spare", "spread", "try_out"),
+    *("Array", "Arrays", "Batch", "Data", "Failed", "Float64", "Host", "HostStack", "Positions"),
+    *("Stack", "UnsupportedModelError", "at_once", "padded", "retry_halving", "spread"),
 ]
-
-M = TypeVar("M", bound="AnyModel")
 
 Float64: TypeAlias = NDArray[np.float64]
 Host: TypeAlias = NDArray[Any]
@@ -30,6 +25,8 @@ Data: TypeAlias = Any
 """A dataset, or what it holds: arrays of whatever library, lists, or tables."""
 Arrays: TypeAlias = Mapping[str, Host]
 """Arrays by the names of the model's trainable weights."""
+Positions: TypeAlias = Sequence[int] | NDArray[np.intp]
+"""Which records of a data set, counted from 0."""
 Failed: TypeAlias = Callable[[int, BaseException], object]
 """Called with a record that is left out, and what it raised."""
 
@@ -37,8 +34,18 @@ MOST = 1 << 21
 """Numbers that the gradients of records taken together may have: 16 MiB in float64."""
 
 
-class Unfit(ValueError):
-    """The model itself can not be private; the text says nothing of a record."""
+class UnsupportedModelError(ValueError):
+    """The model itself cannot be trained privately; the message holds nothing of a record."""
+
+
+class Batch(tuple[Data, ...]):
+    """Inputs, targets and weights (or None) of records, with the positions of these records."""
+
+    positions: Positions = ()
+    owners: NDArray[np.intp] | None = None
+    """The person of each record, where persons are protected; else None."""
+    shares: Float64 | None = None
+    """The share of each record in the gradient of its person."""
 
 
 def at_once(size: int, elements: int) -> int:
@@ -75,22 +82,17 @@ def spread(factors: Mapping[str, Float64], sound: Host, size: int) -> tuple[Floa
     return scales, kept
 
 
-def shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained weights."""
-    return {n: tuple(a.shape) for n, a in model.get_weights(trainable=True).coefs.items()}
+def retry_halving(work: Callable[[int, int], None], start: int, stop: int, failed: Failed) -> None:
+    """Work on the records from `start` to `stop`, except those for which the work raises.
 
-
-def spare(work: Callable[[int, int], None], start: int, stop: int, failed: Failed) -> None:
-    """Do work on the records from `start` to `stop`, but for those for which it raises.
-
-    If it raises, it is done for halves of them, each by itself, until a record is alone. It has
-    to leave nothing behind where it raises.
+    If it raises, it runs again for each half, down to single records. It must change nothing
+    where it raises.
 
     >>> def work(start: int, stop: int) -> None:
     ...     if 2 in range(start, stop):
     ...         raise KeyError("a name")
     ...     print(*range(start, stop))
-    >>> spare(work, 0, 5, lambda record, exc: print("without", record))
+    >>> retry_halving(work, 0, 5, lambda record, exc: print("without", record))
     0 1
     without 2
     3 4
@@ -100,19 +102,13 @@ def spare(work: Callable[[int, int], None], start: int, stop: int, failed: Faile
         return
     except KeyboardInterrupt:
         raise
-    except BaseException as exc:  # A transform that calls sys.exit is no reason to go, either.
+    except BaseException as exc:  # A transform that calls sys.exit must not end the round either.
         if stop - start == 1:
             failed(start, exc)
             return
     middle = (start + stop) // 2
-    spare(work, start, middle, failed)
-    spare(work, middle, stop, failed)
-
-
-def try_out(model: M, records: Sequence[Data], gradient: Callable[[M, Data], Float64]) -> None:
-    """Take the gradient of each record, where nothing but variables could outlive it."""
-    for record in records:
-        gradient(model, record)
+    retry_halving(work, start, middle, failed)
+    retry_halving(work, middle, stop, failed)
 
 
 class Stack(Protocol):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import TreeSpec
 
-from fedclip.dpsgd.persample.base import Data, Float64, Host, Unfit, at_once
+from fedclip.dpsgd.persample.base import Data, Float64, Host, UnsupportedModelError, at_once
 from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts
 from fedclip.dpsgd.persample.torch_plan import Loss, Model, Plan, Tensors, full, plan_of
 
@@ -180,7 +180,7 @@ def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
 
     Raises
     ------
-    Unfit
+    UnsupportedModelError
         If a parameter is used past what is followed here, which would get noise alone.
     """
     # Of several copies, as dropout may leave nothing of one.
@@ -199,7 +199,7 @@ def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
         # With random numbers the two differ, but what is used has a gradient in both.
         off = float((ours - plain).abs().max()) if same and largest else 0.0
         if largest and (not ours.any() or off > 0.02 * largest):
-            raise Unfit(
+            raise UnsupportedModelError(
                 f"the gradient of {name!r} for one record is not that of backward(): the model "
                 "uses it in a way that can not be followed, such as "
                 "checkpoint(..., use_reentrant=True): take use_reentrant=False, or do not train it"
@@ -224,7 +224,7 @@ def _plain(module: nn.Module, loss: Loss, record: Data, seed: int) -> Tensors:
 def _unchanged(module: nn.Module, buffers: Tensors) -> None:
     for name, buffer in module.named_buffers() if buffers else ():
         if not torch.equal(buffers[name].nan_to_num(), buffer.nan_to_num()):
-            raise Unfit(
+            raise UnsupportedModelError(
                 f"training changes the buffer {name!r}, which would keep "
                 "records unclipped and without noise: use a layer without such a memory"
             )

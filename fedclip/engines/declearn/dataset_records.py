@@ -9,30 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import TypeAlias
 
 import numpy as np
 from declearn.dataset import Dataset, InMemoryDataset
-from numpy.typing import NDArray
 
-from fedclip.dpsgd.persample.base import Data, Failed, spare
+from fedclip.dpsgd.persample.base import Batch, Data, Failed, Positions, retry_halving
 
-__all__ = ["Batch", "Records", "first_records"]
+__all__ = ["Records", "first_records"]
 
 # So many records are tried, before all count as impossible to read.
 _TRIED = 16
-
-Positions: TypeAlias = Sequence[int] | NDArray[np.intp]
-
-
-class Batch(tuple[Data, ...]):
-    """Inputs, targets and weights (or None), as declearn has them, and which records they are."""
-
-    positions: Positions = ()
-    owners: NDArray[np.intp] | None = None
-    """Whose each record is, where persons are protected; else None."""
-    shares: NDArray[np.float64] | None = None
-    """The share of each record in the gradient of its owner."""
 
 
 class Records:
@@ -106,7 +92,7 @@ class Records:
             if failed is None:
                 work(position, position + 1)
             else:
-                spare(work, position, position + 1, failed)
+                retry_halving(work, position, position + 1, failed)
         batches = []
         for found in alike.values():
             places, records = zip(*found, strict=True)

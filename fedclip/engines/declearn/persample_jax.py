@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from declearn.model.haiku import HaikuModel, JaxNumpyVector
 
-from fedclip.dpsgd.persample.base import Array, Arrays, Data, shapes, try_out
+from fedclip.dpsgd.persample.base import Array, Arrays, Data
 from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
 
-__all__ = ["check", "shapes", "stacks", "try_out", "vector"]
+__all__ = ["check", "stacks", "vector"]
 
 # To compile takes long: once for a model.
 _COMPILED: WeakKeyDictionary[HaikuModel, Callable[..., Array]] = WeakKeyDictionary()

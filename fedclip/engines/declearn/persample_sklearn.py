@@ -13,9 +13,9 @@ import numpy as np
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from scipy.sparse import issparse
 
-from fedclip.dpsgd.persample.base import Arrays, Data, Host, HostStack, at_once, shapes, try_out
+from fedclip.dpsgd.persample.base import Arrays, Data, Host, HostStack, at_once
 
-__all__ = ["check", "shapes", "stacks", "try_out", "vector"]
+__all__ = ["check", "stacks", "vector"]
 
 
 def _hinge(threshold: float) -> Callable[[Host, Host, float], Host]:

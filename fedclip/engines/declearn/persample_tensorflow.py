@@ -21,14 +21,13 @@ from fedclip.dpsgd.persample.base import (
     Data,
     Float64,
     Host,
-    Unfit,
+    UnsupportedModelError,
     at_once,
     padded,
     spread,
-    try_out,
 )
 
-__all__ = ["TensorflowStack", "check", "shapes", "stacks", "try_out", "vector"]
+__all__ = ["TensorflowStack", "check", "shapes", "stacks", "vector"]
 
 _ONE_BY_ONE = (
     tf.keras.layers.RNN,
@@ -180,7 +179,7 @@ def _unchanged(before: list[tuple[tf.Variable, Host]]) -> None:
     for variable, array in changed:
         variable.assign(array)
     if changed:
-        raise Unfit(
+        raise UnsupportedModelError(
             f"training changes {changed[0][0].name!r}, which would keep records unclipped and "
             "without noise: use a layer without such a memory"
         )

@@ -13,7 +13,7 @@ import torch
 from declearn.model.torch import TorchModel, TorchVector
 
 from fedclip.dpsgd.persample import torch_check, torch_records
-from fedclip.dpsgd.persample.base import Data, Float64, Unfit
+from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
 from fedclip.dpsgd.persample.torch_plan import Loss, Run
 from fedclip.dpsgd.persample.torch_records import TorchStack
 
@@ -48,7 +48,7 @@ def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> N
     pairs = zip(there, back, strict=True)
     if changed or any(np.abs(a - b).max() > _NOISE * np.abs(a).max() for a, b in pairs):
         what = ", ".join(sorted(changed)) or "a gradient is another one after other records"
-        raise Unfit(
+        raise UnsupportedModelError(
             f"the model carries something from one record to the next ({what}), so that none can "
             "be clipped by itself: it must not keep what it sees, count, or have random numbers "
             "of its own"

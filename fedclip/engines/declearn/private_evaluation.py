@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 
 from fedclip.core import parameters
 from fedclip.dpsgd.calibrate import evaluation_noise
-from fedclip.dpsgd.persample import part
-from fedclip.dpsgd.persample.base import Data, Failed, Float64, spare
+from fedclip.dpsgd.persample.base import Data, Failed, Float64, retry_halving
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.dataset_records import Records
 from fedclip.engines.declearn.evaluation import unfit
 from fedclip.engines.declearn.generics import AnyModel
+from fedclip.engines.declearn.persample import part
 from fedclip.privacy.noise import Normals, noised
 
 __all__ = ["Accuracy", "Evaluation"]
@@ -120,7 +120,7 @@ class Evaluation:
                 shares = [1.0] if batch.shares is None else batch.shares
                 for i, (place, share) in enumerate(zip(batch.positions, shares, strict=True)):
                     work = partial(self._add, row, share, model, part(batch, slice(i, i + 1)))
-                    spare(work, int(place), int(place) + 1, failed)
+                    retry_halving(work, int(place), int(place) + 1, failed)
         return rows
 
     def _add(self, row: Float64, share: float, model: AnyModel, record: Data, *_: int) -> None:

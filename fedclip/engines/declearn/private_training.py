@@ -30,13 +30,13 @@ from declearn.training.dp import DPTrainingManager
 
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
-from fedclip.dpsgd import persample
 from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise, Noise
-from fedclip.dpsgd.persample.base import Data, Float64
+from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
 from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.engines.declearn import persample
 from fedclip.engines.declearn.dataset_records import Records, first_records
 from fedclip.engines.declearn.private_evaluation import Evaluation
 from fedclip.engines.declearn.quorum import untold
@@ -138,7 +138,7 @@ class PrivateTrainingManager(DPTrainingManager):
         share = marker.evaluation_share
         self.calibration = self.calibration.evaluating(share, message.rounds)
         # What fails for all records fails now, before anything is paid.
-        with untold(self.logger, "the trial of the model", persample.Unfit):
+        with untold(self.logger, "the trial of the model", UnsupportedModelError):
             persample.try_out(self.model, tried, **self._settings(self.calibration.expected))
             if self._evaluation is not None:
                 for record in tried:
@@ -222,7 +222,7 @@ class PrivateTrainingManager(DPTrainingManager):
         left = self.calibration.steps - self._charged
         allowed = self.ledger.reserve(z, rate, steps, left)
         self._charged += allowed
-        with untold(self.logger, "a private step", persample.Unfit):
+        with untold(self.logger, "a private step", UnsupportedModelError):
             for _ in range(allowed):
                 self.run_train_step(self.records.take(self._sampler.draw(), self._fail))
         planned = self.calibration.steps
@@ -311,7 +311,7 @@ class PrivateTrainingManager(DPTrainingManager):
                 "without valid_data an evaluation would publish losses of the training records, "
                 "without noise"
             )
-        with untold(self.logger, "the evaluation", persample.Unfit):
+        with untold(self.logger, "the evaluation", UnsupportedModelError):
             if self._evaluation is not None:
                 return self._noised(self._evaluation, message)
             reply = super()._evaluation_round(message)

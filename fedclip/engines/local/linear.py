@@ -13,8 +13,8 @@ import numpy as np
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.typing import Batch
 
-from fedclip.dpsgd.persample import clipped_sum, vector
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
+from fedclip.engines.declearn.persample import clipped_sum, vector
 
 
 def quicken(model: AnyModel) -> None:

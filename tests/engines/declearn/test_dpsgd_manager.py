@@ -21,7 +21,7 @@ from declearn.training.dp import DPTrainingManager
 
 import fedclip
 from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.dpsgd.persample import clipped_sum
+from fedclip.engines.declearn.persample import clipped_sum
 from fedclip.engines.declearn.private_training import PrivateTrainingManager
 from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy import accounting
@@ -482,7 +482,7 @@ def test_small_batches_are_not_filled_up_to_large_ones(
         seen.append(micro_batch)
         return clipped_sum(*args, micro_batch=micro_batch, **settings)
 
-    monkeypatch.setattr("fedclip.dpsgd.persample.clipped_sum", note)
+    monkeypatch.setattr("fedclip.engines.declearn.persample.clipped_sum", note)
     for clip in (SampleClip(), SampleClip(micro_batch=7)):
         made = manager([clip], private=request(batches={"batch_size": size}))
         made.run_train_step(made.records.take(np.arange(size)))

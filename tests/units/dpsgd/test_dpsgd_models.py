@@ -11,7 +11,7 @@ import pytest
 from helpers import require
 
 from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.persample import check, clipped_sum
+from fedclip.engines.declearn.persample import check, clipped_sum
 
 pytestmark = pytest.mark.slow
 
