@@ -27,7 +27,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedclip.core import parameters
 from fedclip.dpsgd.persample.base import Batch, Failed, Positions
-from fedclip.dpsgd.sampling import Bits, secure_bits
+from fedclip.dpsgd.sampling import Bits
+from fedclip.privacy.noise import random_words
 
 __all__ = ["Ids", "Persons", "Records", "numbered"]
 
@@ -86,7 +87,7 @@ class Persons:
     unit = "person"
 
     def __init__(
-        self, records: Records, ids: Ids, max_records: int | None = None, bits: Bits = secure_bits
+        self, records: Records, ids: Ids, max_records: int | None = None, bits: Bits = random_words
     ) -> None:
         self.max_records = parameters.optional(parameters.integer, 1, max_records=max_records)
         self._records, self._bits = records, bits

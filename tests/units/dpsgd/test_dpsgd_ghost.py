@@ -245,7 +245,7 @@ def test_plans_do_not_keep_modules_alive() -> None:
 
 
 def test_as_many_records_at_once_as_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedclip.engines.declearn.persample import base
+    from fedclip.dpsgd.persample import base
 
     seen: list[int] = []
     together = records._together
