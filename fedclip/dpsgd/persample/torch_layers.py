@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,15 @@ from torch.linalg import vecdot
 from torch.nn import functional
 from torch.nn import grad as gradients
 
-__all__ = ["LAYERS", "Part", "Rows", "parts", "takes"]
+from fedclip.dpsgd.persample.torch_recurrent import (
+    RECURRENT,
+    Recurrent,
+    sides,
+    supported,
+    tap_shape,
+)
+
+__all__ = ["LAYERS", "Part", "Rows", "parts", "takes", "tap_of"]
 
 Kept: TypeAlias = Tensor | slice
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -211,7 +219,11 @@ LAYERS: dict[type[nn.Module], Callable[..., Iterator[Part]]] = {
 
 def takes(layer: nn.Module) -> bool:
     """Return whether a layer is one of these, and does nothing but what they do."""
-    if type(layer) not in LAYERS or "forward" in vars(layer):
+    if "forward" in vars(layer):
+        return False
+    if isinstance(layer, Recurrent):
+        return type(layer) in RECURRENT and supported(layer)
+    if type(layer) not in LAYERS:
         return False
     if not {*layer._parameters} <= {"weight", "bias"}:
         return False
@@ -220,7 +232,12 @@ def takes(layer: nn.Module) -> bool:
     return not getattr(layer, "scale_grad_by_freq", False)
 
 
-def parts(layer: nn.Module, x: Tensor, out: Tensor) -> dict[str, Part]:
+def tap_of(layer: nn.Module, x: Tensor, out: Tensor) -> torch.Size | None:
+    """Return the shape of the tap: of what the layer puts out, or of its gates; None for none."""
+    return tap_shape(layer, x) if isinstance(layer, Recurrent) else out.shape
+
+
+def parts(layer: nn.Module, x: Any, out: Tensor) -> dict[str, Part]:
     """Return the gradients of a layer's own parameters, by their names in it.
 
     Parameters
@@ -228,10 +245,20 @@ def parts(layer: nn.Module, x: Tensor, out: Tensor) -> dict[str, Part]:
     layer
         One that `takes`.
     x, out
-        What went into it, and the gradient of what came out, with the records as first axis.
+        What went into it, and the gradient of its tap, with the records as first axis. Of a
+        recurrent layer, `x` is what `torch_recurrent.run` has seen.
     """
-    found = dict(zip(("weight", "bias"), LAYERS[type(layer)](layer, x, out), strict=False))
-    known = layer._parameters
-    return {
-        n: part for n, part in found.items() if (p := known.get(n)) is not None and p.requires_grad
-    }
+    if isinstance(layer, Recurrent):
+        all_parts = _recurrent(layer, x, out)
+    else:
+        all_parts = dict(zip(("weight", "bias"), LAYERS[type(layer)](layer, x, out), strict=False))
+    trained = {n for n, p in layer._parameters.items() if p is not None and p.requires_grad}
+    return {name: part for name, part in all_parts.items() if name in trained}
+
+
+def _recurrent(layer: Recurrent, seen: tuple[Tensor, ...], taps: Tensor) -> dict[str, Part]:
+    result: dict[str, Part] = {}
+    for name, a, b in sides(layer, seen, taps):
+        result[f"weight_{name}"] = _products(a, b)
+        result[f"bias_{name}"] = Rows(b.sum(1, dtype=torch.float64))
+    return result

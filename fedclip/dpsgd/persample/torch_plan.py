@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedclip.dpsgd.persample.base import Data
-from fedclip.dpsgd.persample.torch_layers import parts, takes
+from fedclip.dpsgd.persample.torch_layers import parts, takes, tap_of
+from fedclip.dpsgd.persample.torch_recurrent import Recurrent, made_up
 
 __all__ = ["Loss", "Model", "Plan", "Run", "Tensors", "full", "plan_of"]
 
@@ -94,15 +95,15 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
         and any(p is not None and p.requires_grad for p in layer._parameters.values())
         and all(p is None or owners[id(p)] == 1 for p in layer._parameters.values())
     }
-    seen: dict[str, list[tuple[tuple[Tensor, ...], Kwargs, Tensor]]] = {name: [] for name in known}
+    seen: dict[str, list[tuple[tuple[Tensor, ...], Kwargs, Data]]] = {name: [] for name in known}
     inside = [False]
 
     def look(
-        name: str, layer: nn.Module, args: tuple[Tensor, ...], kwargs: Kwargs, out: Tensor
+        name: str, layer: nn.Module, args: tuple[Tensor, ...], kwargs: Kwargs, out: Data
     ) -> Data:
         if inside[0]:
             return None
-        seen[name].append((args, kwargs, out.detach()))
+        seen[name].append((args, kwargs, out))
         inside[0] = True
         constants = {n: p.detach() for n, p in layer._parameters.items() if p is not None}
         found = functional_call(layer, constants, args, kwargs)
@@ -125,8 +126,13 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
         calls = seen[name]
         if len(calls) == 1 and not any(id(p) in besides for p in layer.parameters()):
             args, kwargs, out = calls[0]
-            if len(args) == 1 and not kwargs:
-                held = parts(layer, args[0].detach()[None], out[None]).values()
+            shape = tap_of(layer, args[0], out) if len(args) == 1 and not kwargs else None
+            if shape is not None:
+                x, tap = args[0].detach(), out
+                seen_of_one: Data = x[None]
+                if isinstance(layer, Recurrent):
+                    seen_of_one, tap = made_up(layer, x), x.new_zeros(shape)
+                held = parts(layer, seen_of_one, tap.detach()[None]).values()
                 size = sum(part.numbers() for part in held)
-                result[name] = (out.shape, out.dtype, size)
+                result[name] = (shape, tap.dtype, size)
     return result

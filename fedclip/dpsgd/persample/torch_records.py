@@ -30,8 +30,10 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import TreeSpec
 
 from fedclip.dpsgd.persample.base import Data, Float64, Host, UnsupportedModelError, at_once
-from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts
+from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts, tap_of
 from fedclip.dpsgd.persample.torch_plan import Loss, Model, Plan, Tensors, full, plan_of
+from fedclip.dpsgd.persample.torch_recurrent import Recurrent
+from fedclip.dpsgd.persample.torch_recurrent import run as run_recurrent
 
 __all__ = [
     *("TorchStack", "check_tracked", "record_parts", "record_stacks", "restored", "trained"),
@@ -122,7 +124,7 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
         rest = iter(given)
         mine = {name: next(rest) for name in plan.layers}
         own = {name: next(rest) for name in plan.others}
-        came: Tensors = {}
+        came: dict[str, Data] = {}
 
         def tap(name: str, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
             if name in came or out.shape != mine[name].shape:
@@ -130,10 +132,24 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
             came[name] = args[0]
             return out + mine[name]
 
+        def step(name: str, layer: Recurrent, *args: Tensor) -> Data:
+            if (
+                name in came
+                or len(args) != 1
+                or tap_of(layer, args[0], args[0]) != mine[name].shape
+            ):
+                raise RuntimeError(f"{name} is not called as it was for another record")
+            out, came[name] = run_recurrent(layer, mine[name], args[0])
+            return out
+
         instead = {**own, **model.buffers}
         run = partial(functional_call, module, instead) if instead else lambda args: module(*args)
         with ExitStack() as hooks:
             for name, layer in layers.items():
+                if isinstance(layer, Recurrent):
+                    vars(layer)["forward"] = partial(step, name, layer)
+                    hooks.callback(vars(layer).pop, "forward")
+                    continue
                 hook = layer.register_forward_hook(partial(tap, name), prepend=True)
                 hooks.callback(hook.remove)
             value = model.loss(run, torch.utils._pytree.tree_unflatten([*rest], tree))
@@ -150,8 +166,9 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
     given = zip([*taps, *copies], found, strict=True)
     grads = [torch.zeros_like(like) if grad is None else grad for like, grad in given]
     for (name, layer), x, out in zip(layers.items(), came, grads, strict=False):
-        for own, part in parts(layer, x.detach(), out).items():
-            result[full(name, own)] = part
+        x = torch.utils._pytree.tree_map(torch.Tensor.detach, x)
+        for parameter, part in parts(layer, x, out).items():
+            result[full(name, parameter)] = part
     for name, rows in zip(plan.others, grads[len(taps) :], strict=True):
         result[name] = Rows(rows)
     return result
