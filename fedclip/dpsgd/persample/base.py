@@ -31,7 +31,7 @@ Failed: TypeAlias = Callable[[int, BaseException], object]
 """Called with a record that is left out, and what it raised."""
 
 MOST = 1 << 21
-"""Numbers that the gradients of records taken together may have: 16 MiB in float64."""
+"""Words of 8 bytes that the gradients of records taken together may have: 16 MiB."""
 
 
 class UnsupportedModelError(ValueError):

@@ -78,7 +78,7 @@ def plan_of(model: Model, record: Callable[[], Data], leaves: list[Tensor], whol
         known = {} if whole else _known_layers(model, record())
         inside = {full(n, p) for n in known for p in module.get_submodule(n)._parameters}
         others = tuple(n for n in weights if n not in inside)
-        held = sum(weights[n].numel() for n in others)
+        held = sum(weights[n].numel() * weights[n].element_size() // 8 for n in others)
         held += sum(entry[-1] for entry in known.values())
         plans[key] = Plan({n: entry[:2] for n, entry in known.items()}, others, held)
     return plans[key]

@@ -296,8 +296,33 @@ def test_as_many_records_at_once_as_was_said(monkeypatch: pytest.MonkeyPatch) ->
     x = {"x": torch.randn(70, 6), "scale": torch.ones(70)}
     small, large = nn.Linear(6, 2), weight_norm()
     list(records.record_parts(small, loss, x, 32))
-    # Whole gradients of twelve numbers and more each, and memory for sixty.
-    monkeypatch.setattr(base, "MOST", 60)
+    # Stored gradients of twelve float32 numbers and more each, and memory for sixty.
+    monkeypatch.setattr(base, "MOST", 30)
     list(records.record_parts(large, loss, x, 32))
     assert seen[:3] == [32, 32, 32]
     assert max(seen[3:]) <= 5
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(40, 40, bias=False), Tokens])
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
+@pytest.mark.parametrize("gap", [0.0, 1e-6, 1e-3, 1.0])
+def test_no_norm_in_float32_is_below_the_exact_one(make: Any, scale: float, gap: float) -> None:
+    """Two positions that cancel except for `gap`, at any scale, next to records of other scales."""
+    torch.manual_seed(3)
+    module = make()
+    x = torch.randn(1, 40).expand(3, 2, 40) if isinstance(module, nn.Linear) else torch.ones(3, 2)
+    x = x * torch.tensor([[1e-30], [1.0], [1e30]])[..., None] if x.dim() == 3 else x
+    slope = torch.randn(4 if x.dim() == 2 else 40)
+
+    def opposite(run: Any, record: Any) -> Any:
+        output = run((record[None],))[0]
+        return scale * (((1 + gap) * output[0] - output[1]) * slope).sum()
+
+    (parts,) = records.record_parts(module, opposite, x, 3)
+    (part,) = parts.values()
+    for i in range(3):
+        exact = part.only(torch.tensor([i])).sum(torch.ones(1, dtype=torch.float64)).square().sum()
+        alone = part.only(torch.tensor([i])).squares()[0]
+        assert not alone < exact
+        # No other record changes how one is measured.
+        assert torch.equal(part.squares()[i], alone) or not torch.isfinite(alone)
