@@ -309,7 +309,7 @@ class _Watched(PrivateTrainingManager):
 
     def watch(self, rng: np.random.Generator) -> None:
         """Replace the units by canaries, and watch the noise."""
-        self._groups, self._rng = self._place.groups, None
+        self._groups, self._rng = self._plan.stage.groups, None
         self.broken = self._unclipped()
         self._like, many = self.model.get_weights(trainable=True).coefs, len(self.records)
         self._places = _places(self._like, self._groups, min(many, _FEWEST), rng)
