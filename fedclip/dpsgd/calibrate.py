@@ -179,8 +179,8 @@ def steps_of_a_round(
 ) -> int | None:
     """Return how many steps a round has; None if neither epochs nor steps limit it."""
     size = parameters.integer(1, batch_size=batches["batch_size"])
-    whole, rest = divmod(records, min(size, records))
-    epoch = whole + (rest > 0 and not batches.get("drop_remainder", True))
+    batches_of_all, remainder = divmod(records, min(size, records))
+    epoch = batches_of_all + (remainder > 0 and not batches.get("drop_remainder", True))
     limits = [] if n_epoch is None else [parameters.integer(1, n_epoch=n_epoch) * epoch]
     if n_steps is not None:
         limits.append(parameters.integer(1, n_steps=n_steps))

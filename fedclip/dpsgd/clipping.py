@@ -63,8 +63,8 @@ class SampleClipping:
 
     def groups(self, names: Sequence[str]) -> Groups:
         """Return which tensors share a norm."""
-        whole = self.mode in ("flat", "automatic", "adaptive")
-        return resolve("global" if whole else self.mode, None, tuple(names))
+        one_norm = self.mode in ("flat", "automatic", "adaptive")
+        return resolve("global" if one_norm else self.mode, None, tuple(names))
 
     def factors(self, norms: Float64, bound: float) -> Float64:
         """Return by what to multiply each group of each record; norms are finite.
@@ -117,5 +117,5 @@ class SampleClipping:
         std = default_bits_noise(noise_multiplier, math.ceil(expected))
         noisy = float(noised(bits, std, normals)[0])
         fraction = min(max(0.5 + noisy / expected, 0.0), 1.0)
-        moved = geometric_update(bound, fraction, quantile=self.quantile, rate=self.rate)
-        return float(min(max(moved, 1e-30), 1e30))
+        following = geometric_update(bound, fraction, quantile=self.quantile, rate=self.rate)
+        return float(min(max(following, 1e-30), 1e30))

@@ -94,7 +94,7 @@ class Persons:
         self._of = numbered(ids, len(records))
         order = np.argsort(self._of, kind="stable")
         self._own = np.split(order, np.cumsum(np.bincount(self._of))[:-1])
-        taken = [min(len(own), self.max_records or len(own)) for own in self._own]
+        taken = [min(len(positions), self.max_records or len(positions)) for positions in self._own]
         self.mean = float(np.mean(taken))
         """How many records of a person are taken, in the mean of all."""
 
@@ -103,10 +103,10 @@ class Persons:
 
     def take(self, drawn: Positions, failed: Failed | None = None) -> list[Batch]:
         """Return the records of persons, each with its owner and its share in the owner's mean."""
-        own = [self._some(self._own[person]) for person in drawn]
+        chosen = [self._some(self._own[person]) for person in drawn]
         shares = np.zeros(len(self))
-        shares[[*drawn]] = [1.0 / len(positions) for positions in own]
-        batches = self._records.take([*map(int, np.concatenate([[], *own]))], failed)
+        shares[[*drawn]] = [1.0 / len(positions) for positions in chosen]
+        batches = self._records.take([*map(int, np.concatenate([[], *chosen]))], failed)
         for batch in batches:
             batch.owners = self._of[np.asarray(batch.positions, dtype=np.intp)]
             batch.shares = shares[batch.owners]
@@ -121,20 +121,20 @@ class Persons:
 
 def numbered(ids: Ids, records: int) -> NDArray[np.intp]:
     """Return for each record the number of its person, from 0."""
-    whole = _column(Path(ids)) if isinstance(ids, (str, Path)) else ids
+    values = _column(Path(ids)) if isinstance(ids, (str, Path)) else ids
     # As objects: NumPy would make texts of whatever stands among texts, NaN too.
-    found = np.asarray(whole, dtype=object)
-    if found.shape != (records,):
+    objects = np.asarray(values, dtype=object)
+    if objects.shape != (records,):
         raise ValueError(
             f"persons must be one id for each of the {records} records, in their order, got shape "
-            f"{found.shape}"
+            f"{objects.shape}"
         )
     # Of one person, whatever keyboard or table its id is from.
-    texts = [unicodedata.normalize("NFC", str(one).strip()) for one in found]
+    texts = [unicodedata.normalize("NFC", str(value).strip()) for value in objects]
     named = [text.casefold() not in _NOBODY for text in texts]
-    for one in found[named]:
-        if isinstance(one, bool) or not isinstance(one, (str, Integral)):
-            raise TypeError(f"persons must be texts or whole numbers, got {type(one).__name__}")
+    for value in objects[named]:
+        if isinstance(value, bool) or not isinstance(value, (str, Integral)):
+            raise TypeError(f"persons must be texts or whole numbers, got {type(value).__name__}")
     if missing := named.count(False):
         raise ValueError(
             f"of {missing} of {records} records it is not said whose they are: leave those "

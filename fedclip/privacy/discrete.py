@@ -96,11 +96,11 @@ def draws(variance: int, size: int, words: Words = random_words) -> Integers:
     """
     if not 1 <= variance <= _LARGEST:
         raise ValueError(f"variance must be in [1, 2^96], got {variance}: take another grid")
-    result, found = np.empty(size, np.int64), 0
-    while found < size:
-        some = _accepted(variance, min(_BLOCK, 4 * (size - found) + 16), words)[: size - found]
-        result[found : found + some.size] = some
-        found += some.size
+    result, filled = np.empty(size, np.int64), 0
+    while filled < size:
+        some = _accepted(variance, min(_BLOCK, 4 * (size - filled) + 16), words)[: size - filled]
+        result[filled : filled + some.size] = some
+        filled += some.size
     return result
 
 
@@ -114,9 +114,9 @@ def _accepted(variance: int, size: int, words: Words) -> Integers:
     k = _zeros((bits << np.uint64(1)) >> np.uint64(1 + log_t), 63 - log_t, words)
     x = j + (k << log_t)
     bound = np.ldexp(np.exp(-(x.astype(np.float64) ** 2) / (2.0 * variance)), k.astype(np.int32))
-    apart = uniform * 2.0**-64 - bound
-    taken = apart < 0.0
-    for i in np.flatnonzero(np.abs(apart) <= _MARGIN):
+    difference = uniform * 2.0**-64 - bound
+    taken = difference < 0.0
+    for i in np.flatnonzero(np.abs(difference) <= _MARGIN):
         exponent = Fraction(int(x[i]) ** 2, 2 * variance)
         taken[i] = _below(int(uniform[i]), int(k[i]), exponent, words)
     taken &= ~(minus & (x == 0))

@@ -48,7 +48,7 @@ def formula_of(limit: float, ord: Order, noun: str) -> str:
 
 _LEARNT = "its limit is learnt from the gradients of earlier steps"
 _PRESENT = "and from the very one that it clips"
-_LEFT_ALONE = "{} left alone, and may be of any size"
+_LEFT_OUT = "{} left alone, and may be of any size"
 _NAN = "NaN and infinity are passed on (on_nonfinite='propagate'), and have no norm"
 
 
@@ -58,12 +58,12 @@ class _Scoped(NamedTuple):
 
     pieces: list[Piece] | None
     noun: str
-    alone: str = ""
+    note: str = ""
 
 
-def _finite(clipper: Plugin, context: Context, alone: object) -> bool:
-    """Whether the output is finite, where tensors that are left `alone` come out as they are."""
-    return context.finite or (clipper.on_nonfinite != "propagate" and not alone)
+def _finite(clipper: Plugin, context: Context, unclipped: object) -> bool:
+    """Whether the output is finite; `unclipped` tensors come out unchanged."""
+    return context.finite or (clipper.on_nonfinite != "propagate" and not unclipped)
 
 
 def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
@@ -75,7 +75,7 @@ def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
     if shapes is None:
         return _without_shapes(clipper, limit, noun, sliced)
     groups = resolve(scope, clipper.exclude, list(shapes))
-    alone = [n for n in groups.excluded if math.prod(shapes[n])]
+    unclipped = [n for n in groups.excluded if math.prod(shapes[n])]
     pieces = []
     if sliced:
         axes_of = clipper.transform(groups).axes
@@ -86,42 +86,42 @@ def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
                 count = math.prod(n for a, n in enumerate(shape) if a not in axes)
                 pieces.append(Piece(limit, math.prod(shape[a] for a in axes), count))
             elif math.prod(shape):
-                alone.append(name)
+                unclipped.append(name)
     else:
-        own = scope if isinstance(scope, Mapping) else {}
+        scopes = scope if isinstance(scope, Mapping) else {}
         for label, members in zip(groups.labels, groups.members, strict=True):
             size = sum(math.prod(shapes[groups.names[i]]) for i in members)
-            pieces += [Piece(own.get(label, limit), size)] if size else []
-    return _Scoped(pieces, noun, _alone(alone))
+            pieces += [Piece(scopes.get(label, limit), size)] if size else []
+    return _Scoped(pieces, noun, _left_out(unclipped))
 
 
 def _without_shapes(clipper: Plugin, limit: float, noun: str, sliced: bool) -> _Scoped:
-    alone = ""
+    note = ""
     if clipper.exclude:
-        alone = _LEFT_ALONE.format(f"tensors like {', '.join(map(repr, clipper.exclude))} are")
+        note = _LEFT_OUT.format(f"tensors like {', '.join(map(repr, clipper.exclude))} are")
     elif sliced:
-        alone = _LEFT_ALONE.format("tensors without these dimensions, or too small, are")
+        note = _LEFT_OUT.format("tensors without these dimensions, or too small, are")
     if isinstance(clipper.scope, str):
-        return _Scoped([Piece(limit, 0)] if noun == "" else None, noun, alone)
+        return _Scoped([Piece(limit, 0)] if noun == "" else None, noun, note)
     # At most one group for each pattern, and one for the rest.
-    own = clipper.scope if isinstance(clipper.scope, Mapping) else dict.fromkeys(clipper.scope)
-    limits = [limit if value is None else value for value in own.values()]
-    return _Scoped([Piece(value, 0) for value in [*limits, limit]], noun, alone)
+    scopes = clipper.scope if isinstance(clipper.scope, Mapping) else dict.fromkeys(clipper.scope)
+    limits = [limit if value is None else value for value in scopes.values()]
+    return _Scoped([Piece(value, 0) for value in [*limits, limit]], noun, note)
 
 
-def _alone(names: Sequence[str]) -> str:
+def _left_out(names: Sequence[str]) -> str:
     if not names:
         return ""
     shown = ", ".join(map(repr, sorted(names)[:3])) + (" …" if len(names) > 3 else "")
-    return _LEFT_ALONE.format(f"{shown} {'is' if len(names) == 1 else 'are'}")
+    return _LEFT_OUT.format(f"{shown} {'is' if len(names) == 1 else 'are'}")
 
 
 # -- limits on norms --------------------------------------------------------------------------
 def _limited(clipper: Plugin, limit: float, context: Context) -> Map:
     """Return the map of a clipper that scales each group down to a limit."""
     ord: Order = clipper.ord
-    pieces, noun, alone = _scoped(clipper, limit, context)
-    finite = _finite(clipper, context, alone)
+    pieces, noun, note = _scoped(clipper, limit, context)
+    finite = _finite(clipper, context, note)
     if ord in (2, "rms"):
         lipschitz, oblique = 1.0, ""
     else:
@@ -130,8 +130,8 @@ def _limited(clipper: Plugin, limit: float, context: Context) -> Map:
         lipschitz = max((stretch(ord, n) for n in sizes), default=1.0) if known else math.inf
         oblique = f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
     result = Map(clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=oblique)
-    if alone:
-        return replace(result, unbounded=alone)
+    if note:
+        return replace(result, unbounded=note)
     if math.isinf(l2_of(ord, 1.0, 2)):
         return replace(result, unbounded=f"a limit on the {ord} leaves the mean alone")
     if not finite:
@@ -200,22 +200,22 @@ def box(clipper: Plugin, context: Context) -> Map:
     """Return the map of fixed limits on values."""
     low = -clipper.max_value if clipper.min_value is None else clipper.min_value
     high = clipper.max_value
-    own = clipper.scope if isinstance(clipper.scope, Mapping) else {}
-    pieces, _, alone = _scoped(clipper, max(-low, high), context)
-    finite = _finite(clipper, context, alone)
+    scopes = clipper.scope if isinstance(clipper.scope, Mapping) else {}
+    pieces, _, note = _scoped(clipper, max(-low, high), context)
+    finite = _finite(clipper, context, note)
     # A box that contains 0 only shortens; any other box moves 0 itself.
     growth = 1.0 if low <= 0.0 <= high else math.inf
     result = Map(clipper.name, lipschitz=1.0, growth=growth, finite=finite)
     if math.isinf(high - low):
         side = "above" if math.isinf(high) else "below"
         return replace(result, unbounded=f"there is no limit {side}")
-    if alone or not finite:
-        return replace(result, unbounded=alone or _NAN)
+    if note or not finite:
+        return replace(result, unbounded=note or _NAN)
     bound = math.inf
     if pieces is not None and context.shapes is not None:
         bound = root_of_squares((piece.limit, piece.size) for piece in pieces)
     formula = f"{number(max(-low, high))}·√d for d elements"
-    if own:
+    if scopes:
         formula = "√(Σ cⱼ² dⱼ) for dⱼ elements of each group, limited to cⱼ"
     return replace(result, bound=bound, formula=formula)
 
@@ -248,7 +248,7 @@ def _followed(clipper: Plugin, context: Context, learnt: str) -> Map:
     return Map(
         clipper.name,
         growth=1.0,
-        finite=_finite(clipper, context, _scoped(clipper, 1.0, context).alone),
+        finite=_finite(clipper, context, _scoped(clipper, 1.0, context).note),
         unbounded=f"{learnt}, and nothing bounds it",
         shared=learnt,
         expands=learnt,
@@ -270,8 +270,8 @@ def centred(clipper: Plugin, context: Context) -> Map:
 
 def standardised(clipper: Plugin, context: Context) -> Map:
     """Return the map that subtracts the mean and divides by the standard deviation."""
-    pieces, noun, alone = _scoped(clipper, 1.0, context)
-    finite = _finite(clipper, context, alone)
+    pieces, noun, note = _scoped(clipper, 1.0, context)
+    finite = _finite(clipper, context, note)
     steepest = slope(1.0, clipper.eps)
     why = "gradients that vary little are scaled up"
     if not math.isinf(steepest):
@@ -284,9 +284,9 @@ def standardised(clipper: Plugin, context: Context) -> Map:
         expands="" if steepest <= 1 else why,
     )
     single = context.shapes is not None and any(p.size == 1 for p in pieces or ())
-    if alone or single or not finite:
+    if note or single or not finite:
         what = "a group of one element has no deviation, and is left alone"
-        return replace(result, unbounded=alone or (what if single else _NAN))
+        return replace(result, unbounded=note or (what if single else _NAN))
     bound = math.inf
     if pieces is not None and context.shapes is not None:
         freedom = sum(piece.size - 1 for piece in pieces)
@@ -313,13 +313,13 @@ def weight_limit(regularizer: Plugin, context: Context) -> Map:
     if shapes is not None:
         patterns = regularizer.excluded(shapes)
         groups = resolve("tensor", patterns, list(shapes))
-        alone = [n for n in groups.excluded if math.prod(shapes[n])]
+        unclipped = [n for n in groups.excluded if math.prod(shapes[n])]
         if regularizer.unit in ("output", "optax"):
             sized = [n for n in groups.names if math.prod(shapes[n])]
-            alone += [n for n in sized if regularizer.axes(shapes[n]) is None]
-        why = _alone(alone)
+            unclipped += [n for n in sized if regularizer.axes(shapes[n]) is None]
+        why = _left_out(unclipped)
     elif regularizer.exclude or regularizer.skip_vectors or regularizer.dims is not None:
-        why = _LEFT_ALONE.format("tensors that are excluded, or without these dims, are")
+        why = _LEFT_OUT.format("tensors that are excluded, or without these dims, are")
     else:
         why = ""
     finite = _finite(regularizer, context, why)

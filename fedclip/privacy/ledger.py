@@ -123,15 +123,15 @@ def read_entries(path: Path, known: Mapping[str, Entry] | None = None) -> dict[s
         if lines[not known :] and not text.endswith(("}", "\n")):
             lines.pop()
         complete = [line for line in lines if line and not line.endswith(CUT)]
-        found = {line: known.get(line) or _entry(line) for line in complete}
-        if not found and not known:
+        entries = {line: known.get(line) or _entry(line) for line in complete}
+        if not entries and not known:
             raise ValueError("it is empty")
     except (OSError, RecursionError, TypeError, ValueError) as exc:
         raise ValueError(
             f"{path} is not a ledger of privacy spent, or is damaged ({exc!s:.200}): give the file "
             "that belongs to these records, or another name if they were never used"
         ) from exc
-    return found
+    return entries
 
 
 def total(entries: Iterable[Entry]) -> Accountant:
@@ -155,8 +155,8 @@ def protected(data: str) -> tuple[int, str]:
     >>> protected("9 records, features (4,)"), protected("the updates of a client")
     ((9, 'record'), (0, 'client'))
     """
-    found = re.match(r"(?:(\d+) |the updates of a )(record|person|site|client)", data)
-    return (int(found[1] or 0), found[2]) if found else (0, "")
+    match = re.match(r"(?:(\d+) |the updates of a )(record|person|site|client)", data)
+    return (int(match[1] or 0), match[2]) if match else (0, "")
 
 
 def fingerprint(dataset: object, units: int, unit: str = "record") -> str:
@@ -251,12 +251,12 @@ class Ledger:
     def accountant(self) -> Accountant:
         """All that was spent, at the budget's delta and for its relation; a copy."""
         more = [*islice(self._entries.values(), self._summed, None)]
-        found = total([self._sum, *more, Entry((), self.delta, self.relation)])
+        summed = total([self._sum, *more, Entry((), self.delta, self.relation)])
         self._summed += len(more)
         self._sum = self._sum._replace(
-            spent=tuple(found.spent), order=found.order, plan=tuple(found.plan)
+            spent=tuple(summed.spent), order=summed.order, plan=tuple(summed.plan)
         )
-        return found
+        return summed
 
     @property
     def spent(self) -> float:
@@ -305,13 +305,13 @@ class Ledger:
         # Steps of before that were not taken are lost, and so are those that can not be written.
         self._paid = paid
         with self._joined():
-            left = self._left(noise_multiplier, rate, steps, planned)
-            paid = paid._replace(steps=min(steps, left))
+            allowed = self._left(noise_multiplier, rate, steps, planned)
+            paid = paid._replace(steps=min(steps, allowed))
             if paid.steps or (schedule and not steps):
                 order = self._order(paid, planned)
                 spent = [paid] if paid.steps else []
                 self._add([self._line(spent, order, evaluation, schedule, round_)])
-            self._free, self._paid = paid._replace(steps=left - paid.steps), paid
+            self._free, self._paid = paid._replace(steps=allowed - paid.steps), paid
         return paid.steps
 
     def charge(self, noise_multiplier: float, rate: float) -> None:
@@ -331,13 +331,13 @@ class Ledger:
         self._paid = self._paid._replace(steps=self._paid.steps - 1)
 
     def _left(self, noise_multiplier: float, rate: float, steps: int, planned: int) -> int:
-        wanted = Release(noise_multiplier, max(steps, planned), rate)
-        if _alike(self._free, wanted) and self._free.steps >= steps:
+        release = Release(noise_multiplier, max(steps, planned), rate)
+        if _alike(self._free, release) and self._free.steps >= steps:
             return self._free.steps
         accountant = self.accountant
-        if accountant.epsilon(*wanted) <= self.epsilon:
-            return wanted.steps
-        return accountant.affordable(noise_multiplier, self.epsilon, wanted.steps, rate)
+        if accountant.epsilon(*release) <= self.epsilon:
+            return release.steps
+        return accountant.affordable(noise_multiplier, self.epsilon, release.steps, rate)
 
     def _order(self, paid: Release, planned: int) -> float | None:
         """Return the order for this plan and all later ones, if it is the first on samples."""
@@ -394,11 +394,11 @@ class Ledger:
             yield
 
     def _join(self, path: Path) -> None:
-        found = read_entries(path, self._entries) if path.exists() else {}
-        others = {entry.data for line, entry in found.items() if line not in self._entries}
+        entries = read_entries(path, self._entries) if path.exists() else {}
+        others = {entry.data for line, entry in entries.items() if line not in self._entries}
         others -= {self.data, ""}
         unit = protected(self.data)[1]
-        known = {entry.data for entry in [*found.values(), *self._entries.values()]}
+        known = {entry.data for entry in [*entries.values(), *self._entries.values()]}
         if unit and (units := {protected(data)[1] for data in known} - {unit, ""}):
             raise ValueError(
                 f"the ledger {path} does not protect each {unit}: it has entries for each "
@@ -414,7 +414,7 @@ class Ledger:
                 "; ".join(sorted(others)),
                 self.data,
             )
-        lost = [line for line in self._entries if line not in found]
+        lost = [line for line in self._entries if line not in entries]
         if lost:
             _LOGGER.warning(
                 "the ledger %s lacked %d of the charges of this process: it was put back, or is "
@@ -422,7 +422,7 @@ class Ledger:
                 path,
                 len(lost),
             )
-        self._entries |= found
+        self._entries |= entries
         if len(self._entries) != self._seen:
             self._free = self._free._replace(steps=0)
         self._seen = len(self._entries)

@@ -123,19 +123,19 @@ class Plan:
     @property
     def config(self) -> dict[str, float | int | str]:
         """The parameters of `update-clip-server` that differ from its defaults."""
-        found: dict[str, float | int | str] = {
+        settings: dict[str, float | int | str] = {
             "noise_multiplier": self.noise_multiplier,
             "expected_clients": self.clients,
             "delta": self.delta,
             "max_epsilon": self.epsilon,
         }
         if self.relation != "add-remove":
-            found["relation"] = self.relation
+            settings["relation"] = self.relation
         if self.separation > 1:
-            found |= {"separation": self.separation, "noise": "banded", "rounds": self.rounds}
+            settings |= {"separation": self.separation, "noise": "banded", "rounds": self.rounds}
         if self.evaluation_share:
-            found |= {"evaluation_share": self.evaluation_share, "loss_bound": 3.0}
-        return found | ({"momentum": self.momentum} if self.momentum else {})
+            settings |= {"evaluation_share": self.evaluation_share, "loss_bound": 3.0}
+        return settings | ({"momentum": self.momentum} if self.momentum else {})
 
     def __str__(self) -> str:
         of = "" if self.all_clients is None else f"of {self.all_clients:,} "
@@ -191,8 +191,8 @@ class Plan:
             f"noise of the {len(self.coefficients) - 1} before it",
         ]
         if self.values is not None:
-            kept = 8e-6 * (len(self.coefficients) - 1) * self.values
-            lines.append(f"    which the server keeps in memory: {kept:.3g} MB")
+            megabytes = 8e-6 * (len(self.coefficients) - 1) * self.values
+            lines.append(f"    which the server keeps in memory: {megabytes:.3g} MB")
         return lines
 
 

@@ -72,8 +72,8 @@ class Analysis:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why there is no bound, it is not safe per record, and not non-expansive: sentences."""
-        found = (*_unbounded(self.maps), *_shared(self.maps), *_expands(self.maps))
-        return tuple(dict.fromkeys(found))
+        all_reasons = (*_unbounded(self.maps), *_shared(self.maps), *_expands(self.maps))
+        return tuple(dict.fromkeys(all_reasons))
 
     @property
     def name(self) -> str:
@@ -119,11 +119,11 @@ class Analysis:
             return self.l2_bound * (2.0 if relation == "replace-one" else 1.0)
         if self.noised:
             return None
-        found = math.inf if incoming is None else parameters.non_negative(incoming=incoming)
+        distance = math.inf if incoming is None else parameters.non_negative(incoming=incoming)
         for map_, bound in zip(self.maps, _bounds(self.maps), strict=True):
             # Two outputs lie in a ball, and so are at most its diameter apart.
-            found = min(found * map_.lipschitz if found else 0.0, 2.0 * bound)
-        return None if math.isinf(found) else found
+            distance = min(distance * map_.lipschitz if distance else 0.0, 2.0 * bound)
+        return None if math.isinf(distance) else distance
 
     @property
     def before_noise(self) -> Analysis:
@@ -211,11 +211,11 @@ class Analysis:
 # -- maps in sequence -------------------------------------------------------------------------
 def _bounds(maps: Sequence[Map]) -> list[float]:
     """Return the bound of the output of each map; infinity if there is none."""
-    found, bound = [], math.inf
+    bounds, bound = [], math.inf
     for map_ in maps:
         bound = min(map_.bound, bound if map_.growth == 1.0 else bound * map_.growth)
-        found.append(bound)
-    return found
+        bounds.append(bound)
+    return bounds
 
 
 def _formula(maps: Sequence[Map]) -> str:

@@ -43,8 +43,8 @@ def by_silent(epsilon: Callable[[int], float], clients: int, sites: int) -> dict
 
     None is none that is finite.
     """
-    found = {c: epsilon(c) for c in sorted({0, clients - sites, clients // 2, clients - 1})}
-    return {c: e if math.isfinite(e) else None for c, e in found.items()}
+    epsilons = {c: epsilon(c) for c in sorted({0, clients - sites, clients // 2, clients - 1})}
+    return {c: e if math.isfinite(e) else None for c, e in epsilons.items()}
 
 
 def in_words(costs: Mapping[int, float | None]) -> str:
@@ -113,11 +113,11 @@ class Prices:
         """The server trusted with the noise, the sites, nobody."""
         clients, each, noise = self.plan.clients, self.plan.update_noise, self.plan.noise
         secure = f"{self.sites} of {clients} clients, secure sums"
-        found = [Row("the server", 0.0, noise, 1.0)]
+        table = [Row("the server", 0.0, noise, 1.0)]
         for trusted, sites in ((secure, self.sites), ("nobody, replies in cleartext", 1)):
             times = math.sqrt(clients / sites)
-            found.append(Row(trusted, each / math.sqrt(sites), noise * times, times))
-        return found
+            table.append(Row(trusted, each / math.sqrt(sites), noise * times, times))
+        return table
 
     @property
     def configs(self) -> tuple[Config, Config]:

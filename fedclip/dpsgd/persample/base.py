@@ -71,15 +71,15 @@ def padded(many: int, together: int) -> Iterator[tuple[Host, int]]:
         yield np.minimum(np.arange(start, start + together), start + count - 1), count
 
 
-def spread(factors: Mapping[str, Float64], sound: Host, size: int) -> tuple[Float64, Host]:
+def spread(factors: Mapping[str, Float64], finite: Host, size: int) -> tuple[Float64, Host]:
     """Return factors (names, size) and which are sound; those of records that do not count are 0.
 
     >>> spread({"w": np.ones(2)}, np.array([True, True]), 3)
     (array([[1., 1., 0.]]), array([ True,  True, False]))
     """
-    scales, kept = np.zeros((len(factors), size)), np.zeros(size, dtype=bool)
-    scales[:, : len(sound)], kept[: len(sound)] = [*factors.values()], sound
-    return scales, kept
+    scales, counting = np.zeros((len(factors), size)), np.zeros(size, dtype=bool)
+    scales[:, : len(finite)], counting[: len(finite)] = [*factors.values()], finite
+    return scales, counting
 
 
 def retry_halving(work: Callable[[int, int], None], start: int, stop: int, failed: Failed) -> None:
@@ -117,7 +117,7 @@ class Stack(Protocol):
     def squares(self, names: tuple[str, ...]) -> Float64:
         """Return the squared norms of these tensors, of shape (records, names)."""
 
-    def add(self, totals: dict[str, Array], factors: Mapping[str, Float64], sound: Host) -> None:
+    def add(self, totals: dict[str, Array], factors: Mapping[str, Float64], finite: Host) -> None:
         """Add the gradients, times factors, to float64 arrays of the framework, out of place.
 
         Parameters
@@ -145,13 +145,13 @@ class HostStack:
         with np.errstate(all="ignore"):
             return np.stack([np.einsum("ij,ij->i", r, r) for r in rows], axis=1)
 
-    def add(self, totals: dict[str, Array], factors: Mapping[str, Float64], sound: Host) -> None:
+    def add(self, totals: dict[str, Array], factors: Mapping[str, Float64], finite: Host) -> None:
         for name, factor in factors.items():
             array = self._arrays[name]
             rows = _rows(array)
             # Products, and their sum, are those of float64: the norm was measured in it too.
-            found = factor[sound] @ (rows if sound.all() else rows[sound])
-            totals[name] = totals.get(name, 0.0) + found.reshape(array.shape[1:])
+            total = factor[finite] @ (rows if finite.all() else rows[finite])
+            totals[name] = totals.get(name, 0.0) + total.reshape(array.shape[1:])
 
     def arrays(self) -> Arrays:
         return self._arrays

@@ -189,12 +189,12 @@ class TwoPassStack:
         if (distinct[distinct != 0.0] < _SMALL).any():
             self._stored().add(totals, factors, finite)
             return
-        found = [
+        gradients = [
             jax.tree_util.tree_leaves(self._gradients.weighted(weights, others, records, scale))
             for scale in distinct
         ]
         groups = zip(factors, group.reshape(-1), strict=True)
-        sums = [found[g][self._names.index(name)] for name, g in groups]
+        sums = [gradients[g][self._names.index(name)] for name, g in groups]
         with _float64(True):
             pairs = zip(factors, sums, strict=True)
             start = [totals.get(name, np.zeros(array.shape)) for name, array in pairs]

@@ -223,8 +223,8 @@ def _patches(layer: Convolution, x: Tensor) -> Tensor:
     dims = len(layer.kernel_size)
     x = functional.pad(x, [int(size) for size in layer.padding[::-1] for _ in range(2)])
     settings = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
-    for axis, (size, step, apart) in enumerate(settings, 3):
-        x = x.unfold(axis, (size - 1) * apart + 1, step)[..., ::apart]
+    for axis, (size, step, dilation) in enumerate(settings, 3):
+        x = x.unfold(axis, (size - 1) * dilation + 1, step)[..., ::dilation]
     # (records, images, channels, *places, *kernel)
     return x.movedim(2, 2 + dims).flatten(2 + dims).flatten(1, 1 + dims)
 

@@ -106,9 +106,9 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
         seen[name].append((args, kwargs, out))
         inside[0] = True
         constants = {n: p.detach() for n, p in layer._parameters.items() if p is not None}
-        found = functional_call(layer, constants, args, kwargs)
+        output = functional_call(layer, constants, args, kwargs)
         inside[0] = False
-        return found
+        return output
 
     with ExitStack() as hooks, torch.enable_grad():
         for name, layer in known.items():
@@ -119,8 +119,8 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
     used = [p for layer in known.values() for p in layer.parameters() if p.requires_grad]
     besides: set[int] = set()
     if used and value.requires_grad:
-        found = torch.autograd.grad(value, used, allow_unused=True)
-        besides = {id(p) for p, g in zip(used, found, strict=True) if g is not None}
+        gradients = torch.autograd.grad(value, used, allow_unused=True)
+        besides = {id(p) for p, g in zip(used, gradients, strict=True) if g is not None}
     result = {}
     for name, layer in known.items():
         calls = seen[name]

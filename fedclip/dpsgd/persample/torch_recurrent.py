@@ -99,8 +99,8 @@ class _Recurrent(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, layer: Recurrent, tap: Tensor, x: Tensor) -> Any:
         shared = in_dims[2] is None
         x = x.expand(info.batch_size, *x.shape) if shared else x.movedim(in_dims[2], 0)
-        found = _all_layers(layer, tap.movedim(in_dims[1], 0), x)
-        return found, (0,) * len(found)
+        outputs = _all_layers(layer, tap.movedim(in_dims[1], 0), x)
+        return outputs, (0,) * len(outputs)
 
 
 def _all_layers(layer: Recurrent, taps: Tensor, x: Tensor) -> tuple[Tensor, ...]:
@@ -110,10 +110,10 @@ def _all_layers(layer: Recurrent, taps: Tensor, x: Tensor) -> tuple[Tensor, ...]
     for first in range(0, len(names), 1 + layer.bidirectional):
         outputs = []
         for i in range(first, first + 1 + layer.bidirectional):
-            own = [weights.get(f"{kind}_{names[i]}") for kind in ("weight_ih", "weight_hh")]
+            matrices = [weights.get(f"{kind}_{names[i]}") for kind in ("weight_ih", "weight_hh")]
             biases = [weights.get(f"{kind}_{names[i]}") for kind in ("bias_ih", "bias_hh")]
             output, before, h, c = _direction(
-                layer, x, own, biases, taps[:, i], names[i].endswith("_reverse")
+                layer, x, matrices, biases, taps[:, i], names[i].endswith("_reverse")
             )
             outputs.append(output)
             hidden.append(h)
@@ -126,17 +126,17 @@ def _all_layers(layer: Recurrent, taps: Tensor, x: Tensor) -> tuple[Tensor, ...]
 
 
 def _direction(
-    layer: Recurrent, x: Tensor, own: Any, biases: Any, taps: Tensor, reverse: bool
+    layer: Recurrent, x: Tensor, matrices: Any, biases: Any, taps: Tensor, reverse: bool
 ) -> tuple[Tensor, ...]:
     """Return outputs, the states before each step, and the last state and cell."""
-    inputs = (functional.linear(x, own[0], biases[0]) + taps[:, 0]).unbind(1)
+    inputs = (functional.linear(x, matrices[0], biases[0]) + taps[:, 0]).unbind(1)
     others = taps[:, 1].unbind(1) if taps.shape[1] > 1 else None
     h = c = x.new_zeros(len(x), layer.hidden_size)
     steps = range(len(inputs))
     outputs, before = list[Tensor](), list[Tensor]()
     for t in reversed(steps) if reverse else steps:
         before.append(h)
-        state = functional.linear(h, own[1], biases[1])
+        state = functional.linear(h, matrices[1], biases[1])
         if others is not None:
             h = _gru(inputs[t], state + others[t], h)
         elif isinstance(layer, nn.LSTM):

@@ -94,12 +94,12 @@ class Records:
             else:
                 retry_halving(work, position, position + 1, failed)
         batches = []
-        for found in alike.values():
-            places, records = zip(*found, strict=True)
+        for members in alike.values():
+            places, records = zip(*members, strict=True)
             try:
                 batches.append(_batch(_joined(records), places))
             except Exception:
-                batches += [_batch(record, [place]) for place, record in found]
+                batches += [_batch(record, [place]) for place, record in members]
         return batches
 
 
@@ -115,13 +115,13 @@ def first_records(dataset: Data) -> list[Data]:
         raise ValueError(
             "give valid_data: the model is tried on its records, which nobody protects"
         )
-    found = [*islice(dataset.generate_batches(batch_size=1, drop_remainder=False), 3)]
-    if not found:
+    batches = [*islice(dataset.generate_batches(batch_size=1, drop_remainder=False), 3)]
+    if not batches:
         raise ValueError(
             "valid_data holds no record, and a private client tries the model on its records: keep "
             "some of this site's records for validation"
         )
-    return found
+    return batches
 
 
 def _batch(parts: Data, positions: Positions) -> Batch:
@@ -135,7 +135,7 @@ class _MemoryRecords:
 
     def __init__(self, dataset: InMemoryDataset, like: Data) -> None:
         self._data = (dataset.feats, dataset.target, dataset.weights)
-        self._dtypes = [getattr(one, "dtype", None) for one in like or (None,) * 3]
+        self._dtypes = [getattr(array, "dtype", None) for array in like or (None,) * 3]
         # Weights need not be in both, and are numbers.
         self._dtypes[2] = self._dtypes[2] or np.dtype(np.float64)
         self.plain = all(map(_plain, self._data, self._dtypes))
@@ -178,7 +178,7 @@ class _TorchRecords:
 
 def _leaves(data: object) -> list[Data]:
     if isinstance(data, (list, tuple)):
-        return [leaf for one in data for leaf in _leaves(one)]
+        return [leaf for item in data for leaf in _leaves(item)]
     return [] if data is None else [data]
 
 
@@ -197,14 +197,14 @@ def _joined(parts: Sequence[Data]) -> Data:
         return None
     if isinstance(first, (list, tuple)):
         kind = list if isinstance(first, list) else tuple
-        return kind(_joined(one) for one in zip(*parts, strict=True))
+        return kind(_joined(column) for column in zip(*parts, strict=True))
     if not hasattr(first, "new_empty"):
         return np.concatenate(parts)
     # A tensor of torch, which need not be imported for it.
-    whole = first.new_empty((len(parts), *first.shape[1:]))
+    joined = first.new_empty((len(parts), *first.shape[1:]))
     for i, part in enumerate(parts):
-        whole[i] = part[0]
-    return whole
+        joined[i] = part[0]
+    return joined
 
 
 def _rows(data: Data, positions: object) -> Data:
@@ -217,11 +217,11 @@ def _plain(data: Data, dtype: object) -> bool:
     """Whether no row can fail to be brought to a dtype, whatever it holds."""
     if data is None:
         return True
-    whole = isinstance(dtype, np.dtype) and dtype.kind in "iu"
+    integer = isinstance(dtype, np.dtype) and dtype.kind in "iu"
     # Those of pandas' own are of another dtype once a value is missing.
     return all(
-        isinstance(one, np.dtype) and one.kind in "biufc" and not (whole and one.kind == "f")
-        for one in np.ravel(data.dtypes if hasattr(data, "iloc") else data.dtype)
+        isinstance(kind, np.dtype) and kind.kind in "biufc" and not (integer and kind.kind == "f")
+        for kind in np.ravel(data.dtypes if hasattr(data, "iloc") else data.dtype)
     )
 
 
@@ -231,7 +231,7 @@ def _brought(rows: Data, dtype: object) -> Data:
         return rows
     with np.errstate(all="ignore"):
         wide = rows if rows.dtype.kind in "biufc" else rows.astype(np.float64)
-        found = wide.astype(dtype, copy=False)
-    if dtype.kind in "iu" and wide.dtype.kind == "f" and (found != wide).any():
+        cast = wide.astype(dtype, copy=False)
+    if dtype.kind in "iu" and wide.dtype.kind == "f" and (cast != wide).any():
         raise ValueError(f"{rows.tolist()} where valid_data has {dtype}")
-    return found
+    return cast

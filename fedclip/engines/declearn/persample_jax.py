@@ -52,5 +52,5 @@ def stacks(model: HaikuModel, batch: Data, micro_batch: int, materialise: bool) 
 
 def _loss(model: HaikuModel, trained: Data, fixed: Data, record: Data) -> Array:
     key, data = record
-    alone = jax.tree_util.tree_map(lambda a: jnp.expand_dims(a, 0), data)
-    return model._forward(trained, fixed, key, alone)
+    batch = jax.tree_util.tree_map(lambda a: jnp.expand_dims(a, 0), data)
+    return model._forward(trained, fixed, key, batch)

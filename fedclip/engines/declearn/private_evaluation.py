@@ -69,13 +69,13 @@ class Accuracy(MeanMetric):
     def metric_func(self, y_true: NDArray[np.generic], y_pred: Float64) -> NDArray[np.bool_]:
         """Return which records are right; refuse labels that are not one class for each."""
         several = y_pred.ndim > 1 and y_pred.shape[1] > 1
-        found = y_pred.argmax(axis=1) if several else y_pred.reshape(-1) > self.threshold
-        if found.shape != (y_true.size,):
+        classes = y_pred.argmax(axis=1) if several else y_pred.reshape(-1) > self.threshold
+        if classes.shape != (y_true.size,):
             raise ValueError(
                 f"accuracy is of one class for each record, and labels have shape {y_true.shape} "
                 f"for outputs of shape {y_pred.shape}: leave it out of the metrics"
             )
-        return np.asarray(found == y_true.reshape(-1))
+        return np.asarray(classes == y_true.reshape(-1))
 
 
 class Evaluation:
@@ -108,8 +108,8 @@ class Evaluation:
     def of_record(self, model: AnyModel, record: Data) -> Float64:
         """Return the numbers of a batch of one record, over their bounds."""
         true, predicted, _ = model.compute_batch_predictions(record)
-        found = [float(np.sum(one.metric_func(true, predicted))) for one in self._of]
-        row = np.asarray(found) / self.bounds
+        numbers = [float(np.sum(metric.metric_func(true, predicted))) for metric in self._of]
+        row = np.asarray(numbers) / self.bounds
         return np.where(np.isnan(row), self._worst, np.clip(row, 0.0, 1.0))
 
     def values(self, model: AnyModel, units: Records | Persons, failed: Failed) -> Float64:

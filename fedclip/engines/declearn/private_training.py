@@ -180,15 +180,15 @@ class PrivateTrainingManager(DPTrainingManager):
         steps = steps_of_a_round(len(self.records), batch_cfg, n_epoch, n_steps)
         if steps is None:
             raise ValueError("a round needs n_epoch or n_steps: its steps are paid for")
-        asked = PoissonSampler(len(self.records), batch_cfg["batch_size"])
-        if asked.rate != self._sampler.rate:
+        sampler = PoissonSampler(len(self.records), batch_cfg["batch_size"])
+        if sampler.rate != self._sampler.rate:
             raise ValueError(
                 f"batch_size = {batch_cfg['batch_size']} is not what was announced before the run, "
                 f"{self._sampler.expected:g}: noise is accounted for that, in all rounds"
             )
         z, rate = self.calibration.noise_multiplier, self._sampler.rate
-        left = self.calibration.steps - self._charged
-        allowed = self.ledger.reserve(z, rate, steps, left)
+        remaining = self.calibration.steps - self._charged
+        allowed = self.ledger.reserve(z, rate, steps, remaining)
         self._charged += allowed
         with untold(self.logger, "a private step", UnsupportedModelError):
             for _ in range(allowed):

@@ -169,9 +169,9 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         }
         each = "tensors" if self.mode == "tensor" else "groups of tensors"
         split = f"each of the k {each} of a {unit} is clipped to {limit}/√k"
-        said = how.get(self.mode, split) if isinstance(self.mode, str) else split
+        sentence = how.get(self.mode, split) if isinstance(self.mode, str) else split
         return (
-            f"{said}. To zero out a {unit} moves the sum of a batch by at most {bound}, to "
+            f"{sentence}. To zero out a {unit} moves the sum of a batch by at most {bound}, to "
             f"replace one by twice that; noise of z·{bound} is added to the sum, which is divided "
             "by the expected size of a batch."
         )
@@ -248,11 +248,11 @@ def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
         If there are two, or what stands before is not safe for single records, or its max_norm
         is another one.
     """
-    found = [i for i, module in enumerate(modules) if isinstance(module, SampleClip)]
-    if len(found) > 1:
+    positions = [i for i, module in enumerate(modules) if isinstance(module, SampleClip)]
+    if len(positions) > 1:
         raise ValueError("sample-clip stands in client_opt more than once: leave one")
-    place = found[0] if found else -1
-    marker = modules[place] if found else None
+    place = positions[0] if positions else -1
+    marker = modules[place] if positions else None
     settings = marker if isinstance(marker, SampleClip) else SampleClip()
     if settings.max_norm not in (None, max_norm):
         raise ValueError(
