@@ -25,8 +25,8 @@ from fedclip.core.toml import toml_value
 DOCS = Path(__file__).parent
 PAGES = DOCS / "clippers"
 LISTS = {
-    DOCS.parent / "README.md": "| [`{name}`](docs/clippers/{name}.md) | {summary} |",
-    DOCS / "index.md": "- [`{name}`](clippers/{name}.md): {summary}",
+    PAGES / "index.md": "| [`{name}`]({name}.md) | {summary} |",
+    DOCS / "index.md": "- [`{name}`](clippers/{name}.md)",
 }
 """Pages with a list of all clippers, and the form of its lines."""
 START = "<!-- from the docstring; rewrite it with: python docs/clippers.py -->"

@@ -16,7 +16,7 @@ from mkdocs.structure.files import File
 
 DOCS = Path(__file__).parent
 # Where the list begins.
-PAGES = "<!-- The pages by topic"
+PAGES = "<!-- The pages by kind"
 ROOT = DOCS.parent
 
 
@@ -111,7 +111,7 @@ def on_config(config: Any) -> Any:
     for name in names:
         parts.setdefault(".".join(name.split(".")[:2]), []).append({name: f"api/{name}.md"})
     reference = [pages[0] if len(pages) == 1 else {part: pages} for part, pages in parts.items()]
-    config.nav = [*listed(), {"Reference": reference}]
+    config.nav = [*listed(), {"API": reference}]
     return config
 
 

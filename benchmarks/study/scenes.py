@@ -61,12 +61,12 @@ SOURCES: Mapping[str, Source] = {
 TROUBLES: Mapping[str, str] = {
     "none": "sites alike",
     "sizes": "the largest site has 60 times the records of the smallest",
-    "labels": "each site has a label mix of its own, drawn from Dirichlet(0.3)",
+    "labels": "each site draws its label mix from Dirichlet(0.3)",
     "sizes and labels": "both",
     "units": "the last site has all columns × 100",
     "bursts": "one gradient in a hundred is × 1000",
     "records": "one record in fifty is × 1000, at every site",
-    "hostile": "a site sends its update × -10, which it then clips as the others do",
+    "hostile": "a site multiplies its update by -10, then clips it as it should",
 }
 CLAIMS, CLAIMED = "claims", 10**6
 """Beside these troubles: the hostile site says besides that it took so many steps."""

@@ -19,66 +19,16 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.study import mechanisms, noised, orderings
-from benchmarks.study.cells import Cell, Field, Scores, chosen, worst
+from benchmarks.study.cells import Cell, Scores, chosen, worst
 from benchmarks.study.scenes import CLAIMS, SOURCES, TROUBLES
 from fedclip.cli.ranking import interval
 from fedclip.privacy.correlated import coefficients, error
 
 ROOT = Path(__file__).parents[2]
-PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("study", "choosing"))
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("study", "study-noise"))
 FIGURE = ROOT / "docs" / "images" / "study.png"
 LEVEL = 0.05
 FIXED = "fixed 0.3, every round"
-_, SPIKES, ATTACKS = orderings.FIELDS
-BRANCHES: Mapping[tuple[str, str], Sequence[tuple[str, ...]]] = {
-    ("nothing is unusual", "none"): (
-        ("no clipping; a limit that is learnt costs nothing", "zscore-clip!"),
-        ("a bound that has to be searched for costs next to nothing", "update-clip-server!"),
-    ),
-    ("one site has other units", "units"): (
-        ("`norm-clip`", "norm-clip"),
-        ("a bound on updates", "update, adaptive"),
-        ("`agc`, as it comes", "agc!"),
-        ("not a limit that the site learns itself", "zscore-clip!"),
-        ("nor one that all share, which is late", "mad-clip, shared!"),
-    ),
-    ("gradients explode now and then", "bursts"): (
-        ("`zscore-clip`, as it comes", "zscore-clip!"),
-        ("`norm-clip`, if you know the scale", "norm-clip"),
-        ("`agc`, as it comes", "agc!"),
-    ),
-    ("some records are broken, everywhere", "records"): (
-        ("`norm-clip`: a fixed limit on steps", "norm-clip"),
-        ("`agc`, as it comes", "agc!"),
-        ("`zscore-clip`, as it comes", "zscore-clip!"),
-        ("a bound on updates", "update, adaptive"),
-    ),
-    ("a site may be hostile", "hostile"): (
-        ("a bound on updates", "update, adaptive"),
-        ("the trimmed mean", "trimmed mean"),
-        ("ARC", "arc"),
-        ("not a limit on steps", "norm-clip"),
-    ),
-    ("sites have unlike sizes and labels", "sizes and labels"): (
-        ("no clipping", "none", "update, adaptive"),
-        ("if updates are clipped: weights", "update, weighted", "update, adaptive"),
-        ("... with a cap", "update, weighted, capped", "update, adaptive"),
-        ("not the trimmed mean", "trimmed mean"),
-    ),
-    **{
-        (f"noise, {trouble.removeprefix('noise ')}", trouble): (
-            ("turns", "fixed 0.3, turns", FIXED),
-            ("and banded noise", "fixed 0.3, banded", "fixed 0.3, turns"),
-            ("not a bound that moves", "adaptive, turns", "fixed 0.3, turns"),
-        )
-        for trouble in noised.EPSILONS
-    },
-}
-"""By what is seen, and on which trouble: what to use, mechanism, and, if not "none", against which.
-
-A mechanism as it comes has an exclamation mark, for others the scale is chosen.
-"""
-
 DRAWN = {
     True: (
         *("none", "norm-clip", "zscore-clip", "mad-clip, shared", "update, fixed"),
@@ -97,8 +47,6 @@ class Difference(NamedTuple):
 
     mean: float
     half: float
-    size: float
-    """Mean over standard deviation: Cohen's d of paired values."""
     p: float
 
 
@@ -108,19 +56,16 @@ def difference(ones: Sequence[float], others: Sequence[float]) -> Difference:
     Examples
     --------
     >>> found = difference([0.9, 0.8, 0.9], [0.7, 0.7, 0.7])
-    >>> round(found.mean, 2), round(found.half, 2), round(found.size, 2), round(found.p, 3)
-    (16.67, 14.34, 2.89, 0.038)
+    >>> round(found.mean, 2), round(found.half, 2), round(found.p, 3)
+    (16.67, 14.34, 0.038)
     >>> difference([0.9, 0.8], [0.9, 0.8])
-    Difference(mean=0.0, half=0.0, size=0.0, p=1.0)
+    Difference(mean=0.0, half=0.0, p=1.0)
     """
     points = np.round(100 * (np.asarray(ones) - np.asarray(others)), 9)
     mean, half = interval(points.tolist())
-    spread = float(np.std(points, ddof=1))
-    if spread == 0:
-        return Difference(
-            mean, 0.0, math.copysign(math.inf, mean) if mean else 0.0, float(not mean)
-        )
-    return Difference(mean, half or 0.0, mean / spread, float(stats.ttest_1samp(points, 0).pvalue))
+    if not points.std():
+        return Difference(mean, 0.0, float(not mean))
+    return Difference(mean, half or 0.0, float(stats.ttest_1samp(points, 0).pvalue))
 
 
 def holm(chances: Sequence[float]) -> list[float]:
@@ -189,25 +134,20 @@ class Study:
         corrected = holm([one.p for one in found.values()])
         return {key: (one, p) for (key, one), p in zip(found.items(), corrected, strict=True)}
 
-    def best(self, trouble: str) -> str:
-        """Return the mechanism with the highest mean, tuned where it can be."""
-        names = mechanisms.MECHANISMS
-        return max(names, key=lambda name: (np.mean(self.means(trouble, name)), name == "none"))
-
 
 def _shown(one: Difference, p: float = 1.0) -> str:
-    text = f"{one.mean + 0.0:+.1f} ± {one.half:.1f}"
+    text = f"{one.mean + 0.0:+.1f}±{one.half:.1f}"
     return f"**{text}**" if p < LEVEL else text
 
 
 def _percent(scores: Sequence[float]) -> str:
     mean, half = interval([100 * score for score in scores])
-    return f"{mean:.1f} ± {half or 0.0:.1f}"
+    return f"{mean:.1f}±{half or 0.0:.1f}"
 
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 def _tuned(study: Study) -> Iterator[Sequence[str]]:
@@ -224,26 +164,8 @@ def _tuned(study: Study) -> Iterator[Sequence[str]]:
 def _defaults(study: Study) -> Iterator[Sequence[str]]:
     for name, mechanism in mechanisms.MECHANISMS.items():
         if mechanism.default:
-            cells = []
-            for trouble in TROUBLES:
-                best = study.means(trouble, study.best(trouble))
-                behind = difference(study.means(trouble, name, tuned=False), best)
-                over = _shown(*study.over_none[name, trouble, False])
-                cells.append(f"{over}; {behind.mean + 0.0:.1f}")
+            cells = (_shown(*study.over_none[name, trouble, False]) for trouble in TROUBLES)
             yield f"`{name}`", *cells
-
-
-def _winners(study: Study) -> Iterator[Sequence[str]]:
-    for trouble, what in TROUBLES.items():
-        bare, best = study.means(trouble, "none"), study.best(trouble)
-        if best == "none":
-            yield trouble, what, "none", f"{100 * np.mean(bare):.1f}", "", "", ""
-            continue
-        tuned = mechanisms.MECHANISMS[best].tuned
-        one, p = study.over_none[best, trouble, tuned]
-        accuracies = f"{100 * np.mean(bare):.1f} → {100 * np.mean(study.means(trouble, best)):.1f}"
-        chance = "< .001" if p < 0.001 else f"{p:.3f}".lstrip("0") if p < 1 else "1"
-        yield trouble, what, best, accuracies, _shown(one, p), f"{one.size:.1f}", chance
 
 
 def _noised(study: Study) -> Iterator[Sequence[str]]:
@@ -261,29 +183,6 @@ def _noised(study: Study) -> Iterator[Sequence[str]]:
         yield name, *cells
 
 
-def _ordering(study: Study, field: Field, scale: float) -> Iterator[Sequence[str]]:
-    for name in field.mechanisms:
-        cells = []
-        for trouble, data in field.places:
-            mean, half = interval(study.of(trouble, data, name))
-            cells.append(f"{scale * mean:.1f} ± {scale * (half or 0):.1f}")
-        yield name, *cells
-
-
-def _branches(study: Study) -> Iterator[Sequence[str]]:
-    def scores(trouble: str, name: str) -> list[float]:
-        if trouble not in TROUBLES:
-            return study.noisy(trouble, name)
-        return study.means(trouble, name.removesuffix("!"), not name.endswith("!"))
-
-    for (what, trouble), uses in BRANCHES.items():
-        for use, name, *against in uses:
-            (other,) = against or ["none"]
-            ones = scores(trouble, name)
-            one = difference(ones, scores(trouble, other))
-            yield what, use, _percent(ones), other, _shown(one, one.p)
-
-
 def _instead(study: Study) -> Iterator[Sequence[str]]:
     troubles = (*("sizes", "sizes and labels", "hostile"), CLAIMS)
     bare = {trouble: study.means(trouble, "none", tuned=False) for trouble in troubles}
@@ -297,7 +196,7 @@ def _left(study: Study) -> Iterator[Sequence[str]]:
     for trouble, b in orderings.SEPARATIONS.items():
         bare, banded = (study.of(trouble, "zeros", name) for name in ("independent", "banded"))
         mean, half = interval((np.asarray(banded) / bare).tolist())
-        yield str(b), f"{mean:.3f} ± {half:.3f}", f"{error(coefficients(100, b), 100):.3f}"
+        yield str(b), f"{mean:.3f}±{half:.3f}", f"{error(coefficients(100, b), 100):.3f}"
 
 
 def _count(study: Study) -> str:
@@ -305,19 +204,13 @@ def _count(study: Study) -> str:
     places = len({(cell.trouble, cell.data) for cell in study.scores})
     return (
         f"{len(study.scores):,} runs in {places} federations, {len(study.seeds)} seeds and two for "
-        f"the scales. In {lost} of them the weights ended as no numbers; these count as 0 % right. "
-        f"{len(study.over_none)} comparisons with no clipping are corrected for."
+        f"the scales. In {lost} of them the weights became NaN or infinite; these count as 0 %. "
+        f"{len(study.over_none)} comparisons with no clipping are corrected."
     )
 
 
 TABLES: Mapping[str, Callable[[Study], str]] = {
     "count": _count,
-    "winners": lambda study: _table(
-        ["trouble", "what it is", "best", "accuracy, %", "points", "d", "p"], _winners(study)
-    ),
-    "branches": lambda study: _table(
-        ["what you see", "use", "accuracy, %", "instead of", "points"], _branches(study)
-    ),
     "tuned": lambda study: _table(["", *TROUBLES], _tuned(study)),
     "defaults": lambda study: _table(["", *TROUBLES], _defaults(study)),
     "instead": lambda study: _table(
@@ -332,11 +225,6 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
         _noised(study),
     ),
     "left": lambda study: _table(["rounds apart", "noise left", "in theory"], _left(study)),
-    "attacks": lambda study: _table(
-        ["", *(f"{t.removeprefix('attack ')}, {d}" for t, d in ATTACKS.places)],
-        _ordering(study, ATTACKS, 100.0),
-    ),
-    "spikes": lambda study: _table(["", *SOURCES], _ordering(study, SPIKES, 1.0)),
 }
 
 

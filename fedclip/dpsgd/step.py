@@ -21,7 +21,19 @@ _STATELESS = tuple(mode for mode in MODES if mode != "adaptive")
 
 @dataclass(frozen=True)
 class PrivateMean:
-    """Returns the noisy mean of the clipped gradients of records, in float64, by name."""
+    """Returns the noisy mean of the clipped gradients of records, in float64, by name.
+
+    Notes
+    -----
+    A record moves the sum by at most C, and the divisor is fixed. If each record is in a batch with
+    probability q, independently of the others, a step is a Poisson-sampled Gaussian mechanism. Its
+    privacy loss distribution, rounded upwards, is composed numerically.
+
+    Neighbours are data sets of equal size, in one of which one record counts as zero (zero-out):
+    q and the number of steps are then equal. The pair of distributions is that of adding or
+    removing a record (``REPLACE_SPECIAL`` in dp-accounting). A replaced record costs more. The
+    clipped mean of a person's records is such a record too, with q the probability of a person.
+    """
 
     max_norm: float
     """Bound C on the norm of what a record adds, > 0."""

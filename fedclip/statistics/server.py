@@ -91,6 +91,12 @@ class SharedState:
     """The state that a rule shares with all clients, and its updates.
 
     A client counts at most `max_steps` norms of a group in a round.
+
+    Notes
+    -----
+    Counts that no norms have are excluded, so a malicious client can only choose norms. If it has
+    a share p of the norms, and all of its own lie on one side of the quantile q of all, that is the
+    quantile ``(q - p) / (1 - p)`` or ``q / (1 - p)`` of the others. Any other choice lies between.
     """
 
     def __init__(self, rule: Learning, max_steps: int) -> None:

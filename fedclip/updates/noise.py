@@ -65,6 +65,13 @@ class Budget:
     noise, that of a round grows by their norm. `path` is the ledger; without one, what was spent
     ends with this object.
 
+    Notes
+    -----
+    A client moves the noised sum by at most the bound (a replaced one by twice that), and the
+    divisor is fixed. A secure sum is first projected onto norm m C, which moves no two sums apart.
+    So a round is a Gaussian mechanism of mu = 1 / z. Rounds compose to mu = sqrt(T) / z, also if
+    they depend on earlier releases (Dong, Roth & Su, 2022), and epsilon is then exact.
+
     Raises
     ------
     ValueError

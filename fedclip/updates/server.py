@@ -51,6 +51,12 @@ class UpdateServer:
     TypeError, ValueError
         If a parameter is not as above.
 
+    Notes
+    -----
+    A client moves the average by at most its share of the bound C. Shares ``s_i`` add up to 1, and
+    updates have norm at most C: without client i, whose update is then zero, the mean differs by
+    ``s_i C``. The server measures each reply again, because it cannot know who clipped.
+
     Examples
     --------
     >>> import numpy as np

@@ -311,7 +311,7 @@ def test_the_page_has_the_thresholds() -> None:
         f"by steps is {seeing._ODD['step']:g} or more",
         f"by updates is {seeing._ODD['update']:g} or more",
         f"(without the number of steps: {seeing._ODD_ALONE:g};",
-        f"when another is odd by steps: {seeing._ODD['step']:g})",
+        f"when another is an outlier by steps: {seeing._ODD['step']:g})",
         f"at least {seeing._SMALL:g} times smaller",
         f"largest norm is {seeing._SPIKE:g} times",
         f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",

@@ -3,7 +3,7 @@
 
 `translate.translate` says which clipper of ours gives a peer's numbers. Here the peer itself runs,
 as its users would call it, with random parameters, and gives the same; or, where it has a
-defect, it is left out of what is drawn: docs/peers-defects.md shows it.
+defect, it is left out of what is drawn: docs/developers/peers-defects.md shows it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What other packages test of their clippers, asked of ours in our own words: a sample.
 
-`translate.translate` gives the clipper. docs/coming-from.md has the count of all that was asked.
+`translate.translate` gives the clipper. docs/developers/peers-tests.md has the count.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What torch expects of its own clip functions, asked of fedclip's; docs/torch.md has the table.
+"""What torch expects of its own clip functions, asked of fedclip's.
 
-The expectations are those of torch's test_nn.py, written here anew.
+The expectations are those of torch's test_nn.py, written here anew. docs/developers/peers-tests.md
+counts them.
 """
 
 import math

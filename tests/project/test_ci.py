@@ -52,4 +52,6 @@ def test_the_workflow_runs_every_python_that_the_package_names() -> None:
 
 
 def test_contributing_names_targets_that_there_are() -> None:
-    assert {"lint", "quick", "test", "soak"} <= called("CONTRIBUTING.md") <= targets()
+    assert (
+        {"lint", "quick", "test", "soak"} <= called("docs/developers/contributing.md") <= targets()
+    )

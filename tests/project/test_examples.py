@@ -84,7 +84,7 @@ def test_four_devices_have_the_limits_of_one():
 
 @pytest.mark.slow
 def test_the_example_clips_the_client_in_other_units(tmp_path, monkeypatch):
-    """And README has its numbers."""
+    """And docs/simulate.md has its numbers."""
     folder = shutil.copytree(
         LOOPS.parent / "quickrun", tmp_path / "x", ignore=shutil.ignore_patterns("data", "result")
     )

@@ -87,7 +87,7 @@ def protect(site: Path, policy: Path) -> None:
     resources = json.loads((site / "local" / "resources.json.default").read_text())
     if not (policy.parent / "logs-leave").exists():
         resources["allow_log_streaming"] = False
-    page = (Path(__file__).parents[2] / "docs" / "nvflare.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "nvflare-site.md").read_text(encoding="utf-8")
     if (policy.parent / "short-lists").exists():
         found = re.findall(r'^"class_allow_list": (\[.*?^\])$', page, re.MULTILINE | re.DOTALL)
         resources["class_allow_list"], of_server = map(json.loads, found)

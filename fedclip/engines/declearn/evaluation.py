@@ -74,6 +74,13 @@ class Evaluations:
     noise
         From rows of numbers, one for each client and the loss first, to means with noise, or None
         if they are not paid for. It is set by the module that pays.
+
+    Notes
+    -----
+    Each of a client's k numbers is clipped to a range of 1 and centred. An empty reply moves the k
+    sums by at most ``sqrt(k) / 2``, another client by ``sqrt(k)``. The noise is one more Gaussian
+    mechanism of the round, of multiplier z / s: the squared inverses of update, votes and
+    evaluation add up to ``z^-2``.
     """
 
     metrics: MetricSet

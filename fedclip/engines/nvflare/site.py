@@ -75,8 +75,8 @@ class SitePolicy(Filter):
     -----
     What must not leave, and each error, leaves as one and the same error code.
 
-    It acts on results of tasks, and not on what a job's code sends otherwise; docs/nvflare.md has
-    the table.
+    It acts on results of tasks, and not on what a job's code sends otherwise;
+    docs/nvflare-site.md has the table.
     """
 
     def __init__(self, policy: str) -> None:

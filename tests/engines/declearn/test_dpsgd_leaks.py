@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 torch: Any = require("torch")
 pytest.importorskip("opacus")
 nn = torch.nn
-PAGE = Path(__file__).parents[3] / "docs" / "dp-sgd.md"
+PAGE = Path(__file__).with_name("dpsgd_messages.md")
 
 
 # -- on the wire -------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_a_checkpoint_holds_nothing_of_a_record(folder: Path) -> None:
         assert kept(kind) == right, kind
 
 
-# -- the table in the docs ---------------------------------------------------------------------
+# -- the table of messages ---------------------------------------------------------------------
 # What a server alone sends.
 SERVER = {
     *("CancelTraining", "EvaluationRequest", "GenericMessage", "InitRequest", "MetadataQuery"),
@@ -147,7 +147,7 @@ SERVER = {
 
 def table() -> dict[tuple[str, str], str]:
     """Return the last column of the table of what is sent, by message and field."""
-    text = PAGE.read_text(encoding="utf-8").partition("### What leaves the client")[2]
+    text = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
     fields = ((n, re.findall(r"`(\w+)`", cell) or [""], told.strip()) for n, cell, told in rows)
     return {(name, field): told for name, cells, told in fields for field in cells}

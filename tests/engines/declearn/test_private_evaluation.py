@@ -390,7 +390,7 @@ def test_evaluations_are_told_from_steps_on_whole_batches_and_in_later_runs(tmp_
 
 def test_errors_are_those_of_the_table() -> None:
     """Of mean losses of 1,000 records, at a fifth of epsilon 3: the clip, and noise on two sums."""
-    text = (Path(__file__).parents[3] / "docs" / "dp-sgd.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "dp-sgd-explained.md").read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith("| 1,000 |"))
     told = float(row.split("|")[4].split(",")[0])
     assert benchmark.errors(0.2, 1000, draws=400)[0] == pytest.approx(told, rel=0.15)

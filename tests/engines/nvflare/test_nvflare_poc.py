@@ -130,7 +130,7 @@ def test_a_job_that_would_get_around_the_policy_gets_nothing(case: str, tmp_path
 def test_the_example_without_code_runs_below_a_policy_with_short_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What docs/nvflare.md shows: a script that the site has, and lists of what both allow."""
+    """What docs/nvflare-site.md shows: a script that the site has, and lists of what both allow."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     example, script = import_module("job"), tmp_path / "installed" / "client.py"
     job = example.recipe(1, 3, str(script))
