@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 from fedclip.errors import FedclipWarning, Unchecked, public_names
 from fedclip.privacy import Context
 from fedclip.privacy import guarantees as kinds
-from fedclip.privacy.bounds import look_up
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
+from fedclip.privacy.sensitivity import look_up
 
 __all__ = [
     "FRAMEWORKS",

@@ -1,16 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kind of clipper guarantees: functions for the method ``guarantee`` of clippers."""
+r"""What clippers guarantee of the L2 norm: a function for the method ``guarantee`` of each kind.
+
+====================================  ===============================  ========================
+map                                   largest L2 norm of its output    stretches distances by
+====================================  ===============================  ========================
+L2 limit C                            C, or C √k for k groups          1
+order p <= 2                          C √k                             d^(1/p - 1/2), p >= 1
+order p > 2, of d elements            C d^(1/2 - 1/p)                  d^(1/2 - 1/p)
+maximum, root mean square             C √d                             √d; 1
+mean of absolute values               C d                              √d
+standard deviation, variance          none: the mean is left alone     without limit
+values in [-c, c]                     c √d                             1
+slices, units: r each, u of them      r √u                             1
+brought to a norm N (+ eps)           as a limit at N                  N / eps
+mean 0, deviation 1                   √(d - k)                         1 / eps
+mean taken away                       none of its own                  1
+limit learnt from gradients           that of max_norm                 without limit
+====================================  ===============================  ========================
+
+The bound of several groups is the root of the sum of their squared bounds. Bounds are rounded up,
+so that none is too low. Those of fedclip's clippers hold in every dtype, because they scale to
+a little below the limit; those of declearn's clippers hold in float32 and wider. The stretching of
+distances is that of exact arithmetic.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 from fedclip.core.measures import Order
 from fedclip.core.scopes import resolve
-from fedclip.privacy.maps import Context, Map, Plugin
 from fedclip.privacy.norm_conversions import (
     COARSEST,
     l2_of,
@@ -20,6 +42,69 @@ from fedclip.privacy.norm_conversions import (
     slope,
     stretch,
 )
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each tensor, by name."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Facts about the gradients that a plug-in gets.
+
+    Attributes
+    ----------
+    shapes
+        Shape of each tensor; None if not known.
+    finite
+        Whether the gradients hold no NaN and no infinity, and no norm is beyond float64.
+    """
+
+    shapes: Shapes | None = None
+    finite: bool = False
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What one plug-in guarantees, and why it guarantees no more.
+
+    Attributes
+    ----------
+    name
+        Registered name of the plug-in.
+    bound
+        Largest L2 norm of the output, for any input; infinity if none is known.
+    formula
+        The bound in words. If `bound` is infinite and there is a formula, it needs shapes.
+    lipschitz
+        Largest factor by which it stretches the distance of two inputs, or of two histories of
+        inputs if it has a memory. Infinity if there is none.
+    growth
+        Largest factor by which it stretches the norm of its input.
+    finite
+        Whether the output is finite.
+    noise
+        Whether it adds noise.
+    unbounded, shared, expands
+        Why it has no bound of its own; why its output depends on more than its input record and
+        public values; why it is not non-expansive. Empty if that is not so.
+    """
+
+    name: str
+    bound: float = math.inf
+    formula: str = ""
+    lipschitz: float = math.inf
+    growth: float = math.inf
+    finite: bool = False
+    noise: bool = False
+    unbounded: str = ""
+    shared: str = ""
+    expands: str = ""
+
+
+Plugin: TypeAlias = Any
+"""A clipper, module or regularizer of whatever class, by the names of its parameters."""
+GuaranteeFunction: TypeAlias = Callable[[Plugin, Context], Guarantee]
+"""A function that returns what a plug-in guarantees."""
 
 
 class Piece(NamedTuple):
@@ -117,7 +202,7 @@ def _left_out(names: Sequence[str]) -> str:
 
 
 # -- limits on norms --------------------------------------------------------------------------
-def _limited(clipper: Plugin, limit: float, context: Context) -> Map:
+def _limited(clipper: Plugin, limit: float, context: Context) -> Guarantee:
     """Return the map of a clipper that scales each group down to a limit."""
     ord: Order = clipper.ord
     pieces, noun, note = _scoped(clipper, limit, context)
@@ -129,7 +214,9 @@ def _limited(clipper: Plugin, limit: float, context: Context) -> Map:
         sizes = [p.size for p in pieces or () if p.times]
         lipschitz = max((stretch(ord, n) for n in sizes), default=1.0) if known else math.inf
         oblique = f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
-    result = Map(clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=oblique)
+    result = Guarantee(
+        clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=oblique
+    )
     if note:
         return replace(result, unbounded=note)
     if math.isinf(l2_of(ord, 1.0, 2)):
@@ -148,7 +235,7 @@ def _limited(clipper: Plugin, limit: float, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula)
 
 
-def fixed_limit(clipper: Plugin, context: Context) -> Map:
+def fixed_limit(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of a fixed limit on norms; it may also scale small norms up."""
     limit = math.inf if clipper.max_norm is None else clipper.max_norm
     result = _limited(clipper, limit, context)
@@ -162,7 +249,7 @@ def fixed_limit(clipper: Plugin, context: Context) -> Map:
     )
 
 
-def brought_to_norm(clipper: Plugin, context: Context) -> Map:
+def brought_to_norm(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of a division by the norm."""
     result = _limited(clipper, clipper.norm, context)
     why = "short gradients are scaled up, in every direction"
@@ -183,7 +270,7 @@ def brought_to_norm(clipper: Plugin, context: Context) -> Map:
     )
 
 
-def learnt_limit(clipper: Plugin, context: Context) -> Map:
+def learnt_limit(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of a limit that follows gradients; only `max_norm` bounds it."""
     limit = math.inf if clipper.max_norm is None else clipper.max_norm
     result = _limited(clipper, limit, context)
@@ -196,7 +283,7 @@ def learnt_limit(clipper: Plugin, context: Context) -> Map:
 
 
 # -- limits on values -------------------------------------------------------------------------
-def box(clipper: Plugin, context: Context) -> Map:
+def box(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of fixed limits on values."""
     low = -clipper.max_value if clipper.min_value is None else clipper.min_value
     high = clipper.max_value
@@ -205,7 +292,7 @@ def box(clipper: Plugin, context: Context) -> Map:
     finite = _finite(clipper, context, note)
     # A box that contains 0 only shortens; any other box moves 0 itself.
     growth = 1.0 if low <= 0.0 <= high else math.inf
-    result = Map(clipper.name, lipschitz=1.0, growth=growth, finite=finite)
+    result = Guarantee(clipper.name, lipschitz=1.0, growth=growth, finite=finite)
     if math.isinf(high - low):
         side = "above" if math.isinf(high) else "below"
         return replace(result, unbounded=f"there is no limit {side}")
@@ -220,7 +307,7 @@ def box(clipper: Plugin, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula)
 
 
-def own_percentile(clipper: object, context: Context) -> Map:
+def own_percentile(clipper: object, context: Context) -> Guarantee:
     """Return the map of a limit at a percentile of the gradient that it clips."""
     return replace(
         _followed(clipper, context, ""),
@@ -229,23 +316,23 @@ def own_percentile(clipper: object, context: Context) -> Map:
     )
 
 
-def past_values(clipper: object, context: Context) -> Map:
+def past_values(clipper: object, context: Context) -> Guarantee:
     """Return the map of a limit that follows only the gradients of earlier steps."""
     return _followed(clipper, context, _LEARNT)
 
 
-def present_values(clipper: object, context: Context) -> Map:
+def present_values(clipper: object, context: Context) -> Guarantee:
     """Return the map of a limit that follows all gradients, the one that it clips included."""
     return _followed(clipper, context, f"{_LEARNT} {_PRESENT}")
 
 
-def divided_by_average(clipper: object, context: Context) -> Map:
+def divided_by_average(clipper: object, context: Context) -> Guarantee:
     """Return the map of a division by an average of norms, the current one included."""
     return replace(present_values(clipper, context), growth=math.inf)
 
 
-def _followed(clipper: Plugin, context: Context, learnt: str) -> Map:
-    return Map(
+def _followed(clipper: Plugin, context: Context, learnt: str) -> Guarantee:
+    return Guarantee(
         clipper.name,
         growth=1.0,
         finite=_finite(clipper, context, _scoped(clipper, 1.0, context).note),
@@ -256,9 +343,9 @@ def _followed(clipper: Plugin, context: Context, learnt: str) -> Map:
 
 
 # -- means and deviations ---------------------------------------------------------------------
-def centred(clipper: Plugin, context: Context) -> Map:
+def centred(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map that subtracts the mean."""
-    return Map(
+    return Guarantee(
         clipper.name,
         lipschitz=1.0,
         # An orthogonal projection, plus the rounding of its elements.
@@ -268,7 +355,7 @@ def centred(clipper: Plugin, context: Context) -> Map:
     )
 
 
-def standardised(clipper: Plugin, context: Context) -> Map:
+def standardised(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map that subtracts the mean and divides by the standard deviation."""
     pieces, noun, note = _scoped(clipper, 1.0, context)
     finite = _finite(clipper, context, note)
@@ -276,7 +363,7 @@ def standardised(clipper: Plugin, context: Context) -> Map:
     why = "gradients that vary little are scaled up"
     if not math.isinf(steepest):
         why += f" by up to 1 / eps = {number(steepest)}"
-    result = Map(
+    result = Guarantee(
         clipper.name,
         lipschitz=max(1.0, steepest),
         growth=max(1.0, steepest) * (1.0 + COARSEST),
@@ -295,9 +382,9 @@ def standardised(clipper: Plugin, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula if noun else "√(d - 1) for d elements")
 
 
-def unchanged(clipper: Plugin, context: Context) -> Map:
+def unchanged(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of a plug-in that leaves gradients as they are."""
-    return Map(
+    return Guarantee(
         clipper.name,
         lipschitz=1.0,
         growth=1.0,
@@ -307,7 +394,7 @@ def unchanged(clipper: Plugin, context: Context) -> Map:
 
 
 # -- the regularizers -------------------------------------------------------------------------
-def weight_limit(regularizer: Plugin, context: Context) -> Map:
+def weight_limit(regularizer: Plugin, context: Context) -> Guarantee:
     """Return the map of limits relative to the norms of weights."""
     shapes = context.shapes
     if shapes is not None:
@@ -323,7 +410,7 @@ def weight_limit(regularizer: Plugin, context: Context) -> Map:
     else:
         why = ""
     finite = _finite(regularizer, context, why)
-    result = Map(regularizer.name, lipschitz=1.0, growth=1.0, finite=finite)
+    result = Guarantee(regularizer.name, lipschitz=1.0, growth=1.0, finite=finite)
     if why or not finite:
         return replace(result, unbounded=why or _NAN)
     formula = (
@@ -333,18 +420,20 @@ def weight_limit(regularizer: Plugin, context: Context) -> Map:
     return replace(result, formula=formula)
 
 
-def noise(module: Plugin, context: Context) -> Map:
+def noise(module: Plugin, context: Context) -> Guarantee:
     """Return the map of a plug-in that adds noise."""
-    return Map(module.name, noise=True, unbounded="noise is of any size", expands="it adds noise")
+    return Guarantee(
+        module.name, noise=True, unbounded="noise is of any size", expands="it adds noise"
+    )
 
 
-def unchanged_or_noise(module: Plugin, context: Context) -> Map:
+def unchanged_or_noise(module: Plugin, context: Context) -> Guarantee:
     """Return the map of a module of update clipping: no change of the step, or only noise."""
     noisy = getattr(module, "noise_multiplier", 0.0)
     return noise(module, context) if noisy else unchanged(module, context)
 
 
-def unknown(plugin: Plugin, context: Context) -> Map:
+def unknown(plugin: Plugin, context: Context) -> Guarantee:
     """Return the map of a plug-in that states no guarantee."""
     why = "no bound is known of it"
-    return Map(plugin.name, unbounded=why, shared=why, expands=why)
+    return Guarantee(plugin.name, unbounded=why, shared=why, expands=why)

@@ -62,7 +62,7 @@ from fedclip.engines.declearn import stages as places
 from fedclip.engines.declearn.quorum import unfit
 from fedclip.engines.declearn.senders import NamedClients
 from fedclip.errors import nearest
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
 from fedclip.updates.claims import Claim, voids_of
 from fedclip.updates.tables import server_of, settings_in
 

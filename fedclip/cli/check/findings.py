@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fedclip.core.parameters import Config
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
 
 Section: TypeAlias = Mapping[str, Any]
 Plugins: TypeAlias = Mapping[str, Sequence[Plugin]]

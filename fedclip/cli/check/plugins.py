@@ -20,7 +20,7 @@ from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_value
 from fedclip.errors import nearest
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
 
 Registries: TypeAlias = Mapping[str, Mapping[str, type[Plugin]]]
 

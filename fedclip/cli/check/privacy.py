@@ -30,9 +30,9 @@ from fedclip.engines.declearn.pipeline import analyse
 from fedclip.engines.declearn.sample_clip import SampleClip, unfit
 from fedclip.engines.declearn.secagg import plan
 from fedclip.privacy.accounting import Release, epsilon
-from fedclip.privacy.bounds import look_up
-from fedclip.privacy.maps import Context, Plugin
+from fedclip.privacy.guarantees import Context, Plugin
 from fedclip.privacy.norm_conversions import number
+from fedclip.privacy.sensitivity import look_up
 from fedclip.updates.claims import (
     Claim,
     too_large_delta,

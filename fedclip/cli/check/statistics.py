@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from fedclip.engines.declearn.statistics_server import SharedServer
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
 
 CLIENT, SERVER = "client_opt", "server_opt"
 

@@ -11,9 +11,8 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip.errors import nearest
-from fedclip.privacy.bounds import analyse_plugins
-from fedclip.privacy.maps import Plugin, Shapes
-from fedclip.privacy.sensitivity import Analysis
+from fedclip.privacy.guarantees import Plugin, Shapes
+from fedclip.privacy.sensitivity import Analysis, analyse_plugins
 
 __all__ = ["analyse"]
 

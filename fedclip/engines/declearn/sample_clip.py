@@ -27,9 +27,9 @@ from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.persample.base import Arrays
 from fedclip.engines.declearn.generics import AnyModule, AnyVector
 from fedclip.engines.declearn.pipeline import analyse
-from fedclip.privacy import Context, Map
+from fedclip.privacy import Context, Guarantee
 from fedclip.privacy.accounting import check_evaluation
-from fedclip.privacy.maps import Shapes
+from fedclip.privacy.guarantees import Shapes
 
 __all__ = ["Place", "SampleClip", "place_of", "unfit"]
 
@@ -42,7 +42,7 @@ _LEAST_SHARE = 1e-3
 def unfit(before: Modules, shapes: Shapes | None = None) -> str:
     """Return why one of these modules can not stand before `sample-clip`; "" if all can."""
     for module in before:
-        (known,) = analyse(module, shapes).maps
+        (known,) = analyse(module, shapes).guarantees
         why = known.shared or ("it adds noise" if known.noise else "")
         if why:
             return (
@@ -148,13 +148,13 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         """What becomes of each record, given its norms."""
         return SampleClipping(self.mode, self.gamma, self.quantile, self.rate)
 
-    def guarantee(self, context: Context) -> Map:
+    def guarantee(self, context: Context) -> Guarantee:
         """Return what becomes of each record; the bound is known if it is written here."""
         why = "it clips single records, and no whole gradient comes to it"
         if self.max_norm is None or self.mode == "adaptive":
             unknown = "its bound is the server's sclip_norm, or follows the norms with noise"
-            return Map(self.name, finite=True, unbounded=unknown, expands=why)
-        return Map(self.name, self.max_norm, f"{self.max_norm:g}", finite=True, expands=why)
+            return Guarantee(self.name, finite=True, unbounded=unknown, expands=why)
+        return Guarantee(self.name, self.max_norm, f"{self.max_norm:g}", finite=True, expands=why)
 
     def in_words(self, limit: str, unit: str = "record") -> str:
         """Return what becomes of records, or persons, and of their sum, with a bound of `limit`."""

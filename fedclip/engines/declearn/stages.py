@@ -19,7 +19,7 @@ from types import MappingProxyType
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip.engines.declearn.pipeline import analyse
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
 from fedclip.privacy.norm_conversions import COARSEST, number
 from fedclip.privacy.sensitivity import Analysis
 
@@ -149,7 +149,7 @@ def _aggregate(server: Sequence[object]) -> str:
     if not server:
         return "nothing is clipped."
     analysis = analyse(server)
-    if analysis.noised and not analysis.before_noise.maps:
+    if analysis.noised and not analysis.before_noise.guarantees:
         return f"{analysis.bound_in_words} What follows noise is free, and bounds no sensitivity."
     return f"{analysis.bound_in_words} {analysis.aggregate_in_words}"
 
@@ -158,10 +158,10 @@ def warnings(plugins: Sequence[Plugin]) -> list[str]:
     """Return warnings about plug-ins of an optimizer that may not do what the user expects."""
     plugins = _after_records(plugins)
     texts = []
-    for i, map_ in enumerate(analyse(plugins).maps):
+    for i, map_ in enumerate(analyse(plugins).guarantees):
         before = analyse(plugins[:i], finite=True)
         if not map_.noise and before.formula and map_.growth > 1.0 + COARSEST:
-            clip = next(m.name for m in reversed(before.maps) if m.formula)
+            clip = next(m.name for m in reversed(before.guarantees) if m.formula)
             why = map_.expands or map_.unbounded
             texts.append(
                 f"{map_.name} comes after {clip} and lets its bound be exceeded ({why}): put "
@@ -180,7 +180,7 @@ def before_noise(plugins: Sequence[Plugin]) -> list[str]:
     """Return why noise among the plug-ins of an optimizer gives no guarantee."""
     plugins = _after_records(plugins)
     texts = []
-    for i, map_ in enumerate(analyse(plugins).maps):
+    for i, map_ in enumerate(analyse(plugins).guarantees):
         if map_.noise:
             texts += _unsized(analyse(plugins[:i], finite=True), map_.name)
     return texts
@@ -193,14 +193,14 @@ def _after_records(plugins: Sequence[Plugin]) -> Sequence[Plugin]:
 
 
 def _unsized(before: Analysis, noise: str) -> list[str]:
-    if not before.maps or before.noised:
+    if not before.guarantees or before.noised:
         return []
     if not before.formula:
         return [f"nothing bounds what {noise} is added to: no amount of it gives a guarantee"]
     texts = [
         f"{m.name} is an adaptive rule before {noise} ({m.shared}): it bounds no sensitivity per "
         "record; use a fixed limit"
-        for m in before.maps
+        for m in before.guarantees
         if m.shared and m.lipschitz > 1.0 and m.formula
     ]
     if before.l2_bound is None and "√k" in before.formula:
