@@ -12,11 +12,11 @@ patterns
                                of the norms (Andrew et al., 2021)
 =============================  ==========================================  =================
 
-In each mode the norm of what a record adds is at most C. What is divided by C needs no other
+In each mode the norm of what a record adds is at most C. A step divided by C needs no other
 learning rate when C changes.
 
 The adaptive bound learns from one bit of each record, recentred to ±1/2, so that a record moves
-the sum of the bits by 1/2; that sum has noise of its own, which the budget pays for
+the sum of the bits by 1/2; that sum has separate noise, which the budget pays for
 (`fedclip.privacy.accounting.split_noise`)::
 
     fraction = clamp(1/2 + (sum of bits + noise) / expected batch size, 0, 1)

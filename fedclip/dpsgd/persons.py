@@ -3,12 +3,12 @@ r"""Records by the persons that they are of, so that a step draws persons, each 
 
 ::
 
-    Draw(persons):                    a Poisson sample, in which each person comes by itself
+    Draw(persons):                    a Poisson sample, in which persons are independent
         for each person i of them:
             own = its records, or max_records of them, drawn at random without replacement
             g_i = mean of the gradients of own          (`fedclip.dpsgd.persample.means`)
 
-What is clipped is g_i: whatever all records of a person hold, and however many there are, they
+The means g_i are clipped: whatever all records of a person hold, and however many there are, they
 move the sum of a step by at most the bound. A person with many records has no larger say than one
 with few.
 """
@@ -67,7 +67,7 @@ class Persons:
     Raises
     ------
     OSError
-        If a file can not be read.
+        If a file is not readable.
     TypeError, ValueError
         If there is not one id for each record, or some are missing.
 

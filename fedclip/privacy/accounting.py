@@ -17,7 +17,7 @@ what was released, they may be too low. Rényi's accountant is right at one orde
 before (Feldman & Zrnic, 2021, "Individual privacy accounting via a Rényi filter",
 arXiv:2008.11193).
 
-Let z be the noise multiplier that the accountant counts, and ``sigma_b`` the standard deviation of
+With z the noise multiplier that the accountant counts, and ``sigma_b`` the standard deviation of
 the noise on the sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1). Then::
 
     z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)
@@ -79,7 +79,7 @@ _ORDERS = (
     + [2**k for k in range(6, 13)]
 )
 # Privacy losses are rounded up to a grid within these ends, which follows from `_spread`. A finer
-# grid is tighter and slower: there are about so many points at most.
+# grid is tighter and slower: there are about this many points at most.
 _FINEST, _COARSEST, _POINTS = 1e-5, 1e-3, 1e6
 # With losses beyond this nothing is private, and they would not fit into memory on any grid that
 # the steps call for: sampling is left out of account, which is an upper bound.

@@ -84,7 +84,7 @@ def coefficients(rounds: int, band: int, momentum: float = 0.0) -> tuple[float, 
         noise = _inverse_times(c, sums)
         weighted = remaining * noise
         squares, length = float(weighted @ noise), float(c @ c)
-        # What the noise loses if a coefficient grows.
+        # The noise that is lost if a coefficient grows.
         lost = _inverse_times(c, noise)
         slope = [-2.0 * float(weighted[j:] @ lost[: rounds - j]) for j in steps]
         return math.log(squares * length), np.array(slope) / squares + 2.0 * found / length

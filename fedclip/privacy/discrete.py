@@ -13,7 +13,7 @@ proposal that is made of bits alone::
 u is a number of 64 bits, compared in float64; where that could be wrong, once in about 2^47 times,
 u gets as many more bits, and the bound as many more digits, as it takes.
 
-What the sum is worth
+How much the sum is worth
 ---------------------
 By Poisson's summation formula, for any real c::
 
@@ -30,7 +30,7 @@ By Poisson's summation formula, for any real c::
    (k + 1) v up to that factor with ``r = v k / (k + 1)`` (Kairouz, Liu & Steinke, 2021, "The
    distributed discrete Gaussian mechanism", arXiv:2102.06387, whose tau has ten times ``q``).
 
-Let g be the sum of the logarithms of these factors, for one value (`gap`). For all events, all
+With g the sum of the logarithms of these factors, for one value (`gap`). For all events, all
 releases and D values in all of them, each release chosen in view of those before it: the
 probability is at most ``exp(D g)`` times that with continuous noise, and at least ``exp(-D g)``
 times. Hence the sum has epsilon + 2 D g at ``exp(D g) delta`` where continuous noise has epsilon
@@ -137,7 +137,7 @@ def _below(u: int, k: int, exponent: Fraction, words: Words) -> bool:
     """Whether u and endlessly many bits after it are below 2^k exp(-exponent)."""
     count = 64
     while True:
-        # So many digits leave an error far below 1, which is a unit of the last of so many bits.
+        # These digits leave an error far below 1, the unit of the last bit.
         with localcontext(Context(prec=count + 40)):
             bound = (Decimal(-exponent.numerator) / exponent.denominator).exp() * (1 << k + count)
         if u + 1 < bound - 1:

@@ -14,12 +14,12 @@ values in [-c, c]                     c √d                             1
 slices, units: r each, u of them      r √u                             1
 brought to a norm N (+ eps)           as a limit at N                  N / eps
 mean 0, deviation 1                   √(d - k)                         1 / eps
-mean taken away                       none of its own                  1
+mean taken away                       that of the input                1
 limit learnt from gradients           that of max_norm                 without limit
 ====================================  ===============================  ========================
 
 The bound of several groups is the root of the sum of their squared bounds. Bounds are rounded up,
-so that none is too low. Those of fedclip's clippers hold in every dtype, because they scale to
+never too low. Those of fedclip's clippers hold in every dtype, because they scale to
 a little below the limit; those of declearn's clippers hold in float32 and wider. The stretching of
 distances is that of exact arithmetic.
 """
@@ -72,12 +72,12 @@ class Guarantee:
     name
         Registered name of the plug-in.
     bound
-        Largest L2 norm of the output, for any input; infinity if none is known.
+        Largest L2 norm of the output, for any input; infinity if it is not known.
     formula
         The bound in words. If `bound` is infinite and there is a formula, it needs shapes.
     lipschitz
         Largest factor by which it stretches the distance of two inputs, or of two histories of
-        inputs if it has a memory. Infinity if there is none.
+        inputs if it has a memory. Infinity without such a factor.
     growth
         Largest factor by which it stretches the norm of its input.
     finite
@@ -85,7 +85,7 @@ class Guarantee:
     noise
         Whether it adds noise.
     unbounded, shared, expands
-        Why it has no bound of its own; why its output depends on more than its input record and
+        Why it has no bound; why its output depends on more than its input record and
         public values; why it is not non-expansive. Empty if that is not so.
     """
 
@@ -383,13 +383,13 @@ def standardised(clipper: Plugin, context: Context) -> Guarantee:
 
 
 def unchanged(clipper: Plugin, context: Context) -> Guarantee:
-    """Return the map of a plug-in that leaves gradients as they are."""
+    """Return the guarantee of a plug-in that leaves gradients unchanged."""
     return Guarantee(
         clipper.name,
         lipschitz=1.0,
         growth=1.0,
         finite=context.finite,
-        unbounded="it leaves gradients as they are",
+        unbounded="it leaves gradients unchanged",
     )
 
 

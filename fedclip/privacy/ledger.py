@@ -15,7 +15,7 @@ r"""The ledger of what was spent of a budget: lines that are added to a file, an
 
 Each line stands alone: releases, delta, relation, a fingerprint of the data, time, version of
 fedclip, and an id, by which no two are the same. So lines of a file that was put back, deleted or
-replaced and those of this process are joined, and none is lost or counted twice.
+replaced and those of this process are joined, without losing one or counting it twice.
 
 DP-SGD on a client, the policy of a site and the noise of a server write the same file. A server
 also writes the schedule and the round of each line, which its messages to the clients repeat.
@@ -28,7 +28,7 @@ Nothing is given back. A round that breaks off has paid for all of its steps: wh
 was taken may depend on a record that raised, or took long, and is then nothing to account by.
 
 A crash may cut a line off while it is written; what it was for has not begun then. The next
-writer marks it (`CUT`), so that any other line that can not be read is damage, and refused.
+writer marks it (`CUT`), so that any other unreadable line is damage, and refused.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _OF_THIS_PROCESS: dict[Path, dict[str, Entry]] = {}
 
 
 def read_entries(path: Path, known: Mapping[str, Entry] | None = None) -> dict[str, Entry]:
-    """Return what each line of a ledger says; none is left if the file may have lost `known` ones.
+    """Return the entry of each complete line of a ledger; `known` ones are not read again.
 
     Raises
     ------
@@ -185,7 +185,7 @@ class Ledger:
     Parameters
     ----------
     epsilon, delta
-        The budget; without an epsilon, charges are counted and none is refused.
+        The budget; without an epsilon, charges are counted and never refused.
     path
         A file of lines of JSON, made if it is not there; None: the ledger ends with the process.
     spent
@@ -193,7 +193,7 @@ class Ledger:
     data
         The `fingerprint` of the records, or a name of what else is protected.
     relation
-        What the budget is for, one of `RELATIONS`.
+        The neighbouring data sets, one of `RELATIONS`.
 
     Attributes
     ----------
@@ -203,7 +203,7 @@ class Ledger:
     Raises
     ------
     OSError
-        If the file can not be written.
+        If the file is not writable.
     ValueError
         If the file is not a ledger, or one that protects records where these are persons, or the
         other way round. (It is not touched: what it says was spent, was.)
@@ -212,7 +212,7 @@ class Ledger:
     -----
     Guarantee: `spent` is never less than what this process has charged under this path, and what
     the file has held whenever it was used, whatever becomes of the file in between. What becomes
-    of it while no process uses it can not be seen.
+    of it while no process uses it cannot be seen.
 
     Lines that are of other data are counted like all others, and a warning names them: the same
     people may be in both, after records were added, or with other features.
@@ -239,11 +239,11 @@ class Ledger:
             self._entries = _OF_THIS_PROCESS.setdefault(self.path, self._entries)
         else:
             self._know([self._line(spent)])
-        # What so many of the entries have spent.
+        # The number of entries summed up, and their sum.
         self._summed, self._sum = 0, Entry((), self.delta, self.relation)
         self._seen = 0
         self._free = self._paid = Release(0.0, 0, 0.0)
-        # A file that can not be had is found out now, and not in a round.
+        # An unusable file fails now, and not in a round.
         with self._joined():
             pass
 
@@ -293,7 +293,7 @@ class Ledger:
         schedule: str = "",
         round_: int = 0,
     ) -> int:
-        """Pay for so many steps (or evaluations), as far as they fit; return for how many.
+        """Pay for steps (or evaluations), as far as they fit; return for how many.
 
         A server names the `schedule` and the round; then a line is written for no steps, too.
 
@@ -302,7 +302,7 @@ class Ledger:
         """
         steps = parameters.integer(0, steps=steps)
         paid = Release(noise_multiplier, 0, rate)
-        # Steps of before that were not taken are lost, and so are those that can not be written.
+        # Steps of before that were not taken are lost, and so are those that cannot be written.
         self._paid = paid
         with self._joined():
             allowed = self._left(noise_multiplier, rate, steps, planned)
@@ -380,7 +380,7 @@ class Ledger:
         if self.path is None:
             yield
             return
-        # The file may be replaced by others, so the lock is on one beside it.
+        # The file may be replaced by others, so the lock is on one next to it.
         with ExitStack() as files:
             try:
                 name = f"{self.path.name}.lock"
@@ -408,7 +408,7 @@ class Ledger:
         if others:
             _LOGGER.warning(
                 "the ledger %s is of other data (%s) than these (%s), and all is counted together: "
-                "right if the same people are in both; if not, stop, and name a ledger of its own "
+                "right if the same people are in both; if not, stop, and name a separate ledger "
                 "for each set of records",
                 path,
                 "; ".join(sorted(others)),

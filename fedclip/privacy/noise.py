@@ -150,8 +150,8 @@ def add_noise(
     normals
         The generator: `secure_normals`, or one made by `insecure_normals`.
     exact
-        The values of the arrays before they were rounded to their dtypes. What is rounded before
-        the noise may lie further apart than it did.
+        The values of the arrays before they were rounded to their dtypes. Rounding before the
+        noise may move values further apart.
     """
     result = {}
     for name, array in arrays.items():

@@ -6,7 +6,7 @@ Each plug-in of a pipeline updates the bound and the Lipschitz constant::
     bound     <- min(bound of the plug-in, growth of the plug-in * bound)
     lipschitz <- lipschitz of the plug-in * lipschitz
 
-There are two cases. *Per record*: each record goes through the pipeline by itself, and the outputs
+There are two cases. *Per record*: each record goes through the pipeline alone, and the outputs
 are added up. Only the bound B of an output counts: the sum has a sensitivity of B if a record is
 added or removed, and 2 B if one is replaced. *On an aggregate*: a sum or mean of records goes
 through. Its sensitivity s becomes ``lipschitz * s``, at most ``2 B``. Plug-ins after the noise
@@ -38,7 +38,7 @@ _PLACES = ("record", "aggregate")
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a pipeline guarantees; made by `fedclip.analyse`.
+    """The guarantees of a pipeline; made by `fedclip.analyse`.
 
     Attributes
     ----------
@@ -56,14 +56,14 @@ class Analysis:
     def l2_bound(self) -> float | None:
         """Largest L2 norm of the output of the last map, before the learning rate.
 
-        None if there is none, or if it needs shapes.
+        None if it is unknown, or needs shapes.
         """
         bound = _bounds(self.guarantees)[-1] if self.guarantees else math.inf
         return None if math.isinf(bound) else bound
 
     @property
     def formula(self) -> str:
-        """The bound in words; empty if there is none."""
+        """The bound in words; empty without a bound."""
         return _formula(self.guarantees)
 
     @property
@@ -73,7 +73,7 @@ class Analysis:
 
     @property
     def lipschitz(self) -> float:
-        """Largest factor by which distances are stretched; infinity if there is none."""
+        """Largest factor by which distances are stretched; infinity without a limit."""
         return math.prod(m.lipschitz for m in self.guarantees)
 
     @property
@@ -104,14 +104,14 @@ class Analysis:
     def sensitivity(
         self, relation: str, on: str = "record", incoming: float | None = None
     ) -> float | None:
-        """Return the L2 sensitivity; None if there is none; printed, the analysis says why.
+        """Return the L2 sensitivity, or None without a bound; printed, the analysis says why.
 
         Parameters
         ----------
         relation : {"add-remove", "replace-one"}
             Which data sets are neighbours.
         on : {"record", "aggregate"}, default="record"
-            What goes through the pipeline: each record by itself, and the sum of the outputs has
+            What goes through the pipeline: each record alone, and the sum of the outputs has
             this sensitivity; or an aggregate of records.
         incoming : float or None, default=None
             With "aggregate": the sensitivity of the input, for the same relation.
@@ -149,7 +149,7 @@ class Analysis:
         return f"Before the noise: {before} What follows the noise is free."
 
     def round_bound(self, steps: int) -> float | None:
-        """Return the largest L2 norm of the sum of `steps` local steps; None if there is none.
+        """Return the largest L2 norm of the sum of `steps` local steps; None without a bound.
 
         Parameters
         ----------
@@ -173,7 +173,7 @@ class Analysis:
 
     @property
     def bound_in_words(self) -> str:
-        """The L2 bound, or why there is none, in a sentence."""
+        """The L2 bound, or why it is unknown, in a sentence."""
         shown = "" if self.l2_bound is None else number(self.l2_bound)
         if shown:
             how = "" if self.formula in ("", shown) else f" ({self.formula})"
@@ -223,7 +223,7 @@ class Analysis:
 
 # -- maps in sequence -------------------------------------------------------------------------
 def _bounds(maps: Sequence[Guarantee]) -> list[float]:
-    """Return the bound of the output of each map; infinity if there is none."""
+    """Return the bound of the output of each plug-in; infinity without one."""
     bounds, bound = [], math.inf
     for map_ in maps:
         bound = min(map_.bound, bound if map_.growth == 1.0 else bound * map_.growth)
@@ -232,7 +232,7 @@ def _bounds(maps: Sequence[Guarantee]) -> list[float]:
 
 
 def _formula(maps: Sequence[Guarantee]) -> str:
-    """Return the bound of the last map's output, in words; empty if there is none."""
+    """Return the bound of the last output in words; empty without one."""
     formula, bound = "", math.inf
     for map_ in maps:
         if math.isinf(map_.growth):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gradients of some records, taken together, can be asked for; and who is spared."""
+"""The gradients of some records taken together: norms, sums, sizes, and retries without some."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Batch(tuple[Data, ...]):
 
 
 def at_once(size: int, elements: int) -> int:
-    """Return how many records to take together, each of which holds so many numbers.
+    """Return how many records to take together, each of which holds `elements` words.
 
     >>> at_once(128, 1000), at_once(128, 500_000), at_once(128, 100_000_000)
     (128, 4, 1)
@@ -59,7 +59,7 @@ def at_once(size: int, elements: int) -> int:
 
 
 def padded(many: int, together: int) -> Iterator[tuple[Host, int]]:
-    """Yield the rows of so many records at a time, always as many, and how many of them count.
+    """Yield positions of records, always equally many, and how many of them count.
 
     So that nothing is compiled again, the last one stands for those that are lacking.
 

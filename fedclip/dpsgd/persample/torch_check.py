@@ -92,6 +92,6 @@ def check(module: nn.Module) -> None:
             )
         if isinstance(layer, torch.jit.ScriptModule):
             raise TypeError(
-                f"the layer {name!r} is compiled by torch.jit, and can not be given a copy of its "
+                f"the layer {name!r} is compiled by torch.jit, and cannot be given a copy of its "
                 "weights for each record: give the module as it was before"
             )

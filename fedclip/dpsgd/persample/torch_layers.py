@@ -121,7 +121,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Looked:
-    """Gradients of a table of so many rows: `b` (records, positions, q) goes to the rows `at`."""
+    """Gradients of a table of `size` rows: `b` (records, positions, q) goes to the rows `at`."""
 
     at: Tensor
     b: Tensor
@@ -262,7 +262,7 @@ LAYERS: dict[type[nn.Module], Callable[..., Iterator[Part]]] = {
     nn.LayerNorm: _layer_norm,
     nn.GroupNorm: _group_norm,
 }
-"""What is known of layers, by their exact types."""
+"""Known layers, by their exact types."""
 
 
 def takes(layer: nn.Module) -> bool:

@@ -202,7 +202,7 @@ def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
     """
     # Of several copies, as dropout may leave nothing of one.
     many = torch.utils._pytree.tree_map(lambda x: x.expand(_COPIES, *x.shape[1:]), record)
-    # Of a copy: what a module keeps of a pass under `vmap` can not be copied any more.
+    # Of a copy: what a module keeps of a pass under `vmap` cannot be copied any more.
     chunks = [*record_parts(copy.deepcopy(module), loss, many, _COPIES)]
     single = torch.utils._pytree.tree_map(lambda x: x[0], record)
     first, again = (_plain(module, loss, single, seed) for seed in (0, 1))
@@ -218,7 +218,7 @@ def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
         if largest and (not mean.any() or off > 0.02 * largest):
             raise UnsupportedModelError(
                 f"the gradient of {name!r} for one record is not that of backward(): the model "
-                "uses it in a way that can not be followed, such as "
+                "uses it in a way that cannot be followed, such as "
                 "checkpoint(..., use_reentrant=True): take use_reentrant=False, or do not train it"
             )
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of declearn's datasets by position, for a sampler that draws positions.
 
-A record is a batch of its own: what makes batches of records, such as padding to the longest,
+Each record is one batch: what makes batches of records, such as padding to the longest,
 then lets no record depend on another. Records of one shape are put together afterwards.
 """
 
@@ -41,7 +41,7 @@ class Records:
     TypeError, ValueError
         If the dataset has no length, or no record.
     Exception
-        What the first records raise, if none of them can be read; and whatever a dataset of
+        The exception of the first records, if all of them fail; and whatever a dataset of
         another kind raises while it is read.
     """
 
@@ -70,8 +70,8 @@ class Records:
     def take(self, positions: Positions, failed: Failed | None = None) -> list[Batch]:
         """Return batches: one for each kind of record; none of those that raise.
 
-        Of one kind are those of the same shapes, dtypes and structure. Those that can not be put
-        together, such as sparse ones, are batches of their own.
+        Of one kind are those of the same shapes, dtypes and structure. Those that cannot be put
+        together, such as sparse ones, are separate batches.
 
         Parameters
         ----------
@@ -152,7 +152,7 @@ class _MemoryRecords:
 
 
 class _TorchRecords:
-    """The records of a torch dataset, each made a batch of its own."""
+    """The records of a torch dataset, each made a separate batch."""
 
     def __init__(self, dataset: Data) -> None:
         if not hasattr(dataset.dataset, "__len__"):

@@ -91,7 +91,7 @@ def stacks(
             steps = coef - after
             free = slopes * decay
             if weights is not None:
-                # As declearn does: the whole step counts so many times, with its penalty.
+                # As declearn does: the whole step is multiplied, with its penalty.
                 w = _dense(weights, part)
                 steps, free = steps * w[:, None, None], free * w[:, None]
         yield HostStack(

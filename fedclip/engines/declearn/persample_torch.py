@@ -50,8 +50,8 @@ def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> N
         what = ", ".join(sorted(changed)) or "a gradient is another one after other records"
         raise UnsupportedModelError(
             f"the model carries something from one record to the next ({what}), so that none can "
-            "be clipped by itself: it must not keep what it sees, count, or have random numbers "
-            "of its own"
+            "be clipped alone: it must not keep what it sees, count, or have private random "
+            "numbers"
         )
 
 

@@ -69,7 +69,7 @@ def _plugins(pipeline: object) -> tuple[list[Plugin], float | None, float | None
     if isinstance(pipeline, Mapping):
         return _plugins(Optimizer(**pipeline))
     if isinstance(pipeline, Sequence) and not isinstance(pipeline, str) and not _is_spec(pipeline):
-        return [_plugin(spec) for spec in pipeline], None, 0.0
+        return [_plugin(one) for one in pipeline], None, 0.0
     return [_plugin(pipeline)], None, 0.0
 
 

@@ -14,7 +14,7 @@ r"""Evaluations with noise: each record's numbers clipped, added up, and noised 
 
 A unit more or less moves the sums by at most sqrt(k + 1) / 2: no number in them is further than
 1/2 from zero. What leaves the client follows from the noised sums alone, how many units there are
-too. Each record goes through the model in a batch of its own, so that none depends on another.
+too. Each record goes through the model in a separate batch, so that no record depends on another.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Evaluation:
     Parameters
     ----------
     metrics
-        What the server asks for, the loss among it.
+        The metrics that the server asks for, with the loss.
     loss_bound
         So much of a record's loss counts at most.
 
@@ -113,7 +113,7 @@ class Evaluation:
         return np.where(np.isnan(row), self._worst, np.clip(row, 0.0, 1.0))
 
     def values(self, model: AnyModel, units: Records | Persons, failed: Failed) -> Float64:
-        """Return the numbers of each unit; records that raise are told to `failed`."""
+        """Return the numbers of each unit; records that raise go to `failed`."""
         rows = np.tile(self._worst, (len(units), 1))
         for row, unit in zip(rows, range(len(units)), strict=True):
             for batch in units.take([unit], failed):
@@ -135,7 +135,7 @@ class Evaluation:
 
     @property
     def nothing(self) -> Float64:
-        """What is sent if the budget is spent: the worst numbers, of one unit."""
+        """The reply if the budget is spent: the worst numbers, of one unit."""
         return np.append(self._worst, 1.0)
 
     def states(self, found: Float64) -> dict[str, MeanState]:

@@ -72,7 +72,7 @@ def plan_of(
     manager
         With the model, the optimizer, the data and the metrics.
     message
-        What the server asks for.
+        The request of the server.
     max_budget
         The client's own (epsilon, delta).
     records

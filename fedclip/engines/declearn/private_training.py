@@ -15,7 +15,7 @@
 A unit is a record, or a person with several (`fedclip.dpsgd.persons`).
 The server's seed and generator are not asked: noise and samples come from the operating system's
 secure generator. Nothing but the update leaves a round: a record that raises counts as zero, a
-text that might tell of records stays in the client's log, and no step is paid back.
+text that might describe records stays in the client's log, and no step is paid back.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PrivateTrainingManager(DPTrainingManager):
         Parameters
         ----------
         message
-            What the server asks for.
+            The request of the server.
         max_budget
             The client's own (epsilon, delta), which the server's can only be below.
         path
@@ -93,7 +93,7 @@ class PrivateTrainingManager(DPTrainingManager):
         Raises
         ------
         TypeError, ValueError
-            In words, if what is asked for would not be private, or can not be done.
+            If what is asked for would not be private, or is impossible.
         RuntimeError
             If the model raises for a record that it is tried on.
         """
@@ -214,7 +214,7 @@ class PrivateTrainingManager(DPTrainingManager):
                 "" if allowed else ": this client sends an update of zero",
             )
         epochs = allowed * self._sampler.expected // len(self.records)
-        # An average over no step at all is none: zero counts as the update of one step. The time
+        # Without a step there is no average: zero counts as the update of one step. The time
         # would tell how many records were drawn, and how long they are.
         return {"n_epoch": epochs, "n_steps": max(allowed, 1), "t_spent": 0.0}
 

@@ -35,18 +35,18 @@ __all__ = ["Place", "SampleClip", "place_of", "unfit"]
 
 Modules: TypeAlias = Sequence[AnyModule]
 
-# Below, the accountants of samples take minutes beside noise so large.
+# Below, the accountants of samples take minutes for noise so large.
 _LEAST_SHARE = 1e-3
 
 
 def unfit(before: Modules, shapes: Shapes | None = None) -> str:
-    """Return why one of these modules can not stand before `sample-clip`; "" if all can."""
+    """Return why one of these modules cannot stand before `sample-clip`; "" if all can."""
     for module in before:
         (known,) = analyse(module, shapes).guarantees
         why = known.shared or ("it adds noise" if known.noise else "")
         if why:
             return (
-                f"{module.name} can not stand before sample-clip, where each record goes "
+                f"{module.name} cannot stand before sample-clip, where each record goes "
                 f"through it alone: {why}. Put it after sample-clip"
             )
     return ""
@@ -126,7 +126,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
     evaluation_share: float = parameter(share, default=0.0)
     """Share of the budget's epsilon for noise on evaluations, one in each round, in [0.001, 1).
-    0: what evaluations tell of the validation records has no noise."""
+    0: evaluations of the validation records have no noise."""
     loss_bound: float | None = parameter(limit, default=None)
     """So much of a record's loss counts at most in an evaluation with noise, > 0; required with
     ``evaluation_share``, as is the other way round."""
@@ -180,7 +180,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         """Refuse: what comes here is a whole batch, unclipped and without noise."""
         raise RuntimeError(
             "sample-clip clips records, and this client does not: nothing here is private. Use "
-            "fedclip.PrivateFederatedClient in the place of declearn's FederatedClient, and "
+            "fedclip.PrivateFederatedClient instead of declearn's FederatedClient, and "
             "[run.privacy] on the server"
         )
 
@@ -203,7 +203,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
 @dataclass(frozen=True)
 class Place:
-    """What is done to records, and what to their noisy sum.
+    """The treatment of records, and that of their noisy sum.
 
     Attributes
     ----------
@@ -240,7 +240,7 @@ class Place:
 
 
 def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
-    """Find `sample-clip`, and refuse what can not stand before it, or another bound.
+    """Find `sample-clip`, and refuse what cannot stand before it, or another bound.
 
     Raises
     ------

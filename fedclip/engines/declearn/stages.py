@@ -59,27 +59,27 @@ def _noised(client: Sequence[Plugin], privacy: Mapping[str, object], unit: str) 
     names = [p.name for p in modules]
     if "sample-clip" in names:
         place = names.index("sample-clip")
-        text = str(modules[place].in_words(shown, unit))
+        said = str(modules[place].in_words(shown, unit))
         if place:
-            text += f" Before that, each {unit} goes through {', '.join(names[:place])}."
+            said += f" Before that, each {unit} goes through {', '.join(names[:place])}."
         after = [*weighted, *modules[place + 1 :]]
     else:
         after = modules
-        text = (
+        said = (
             f"declearn clips each tensor of each sample to {shown}, a sample of k tensors to "
             f"{shown}·√k, and adds noise of z·{shown} to the mean of the batch, which has no "
             "bound then."
         )
         if weighted:
-            analysis = analyse(weighted, finite=True)
-            text += f" Before the noise, {analysis.name}: {analysis.aggregate_in_words}"
+            found = analyse(weighted, finite=True)
+            said += f" Before the noise, {found.name}: {found.aggregate_in_words}"
     if after:
-        analysis = analyse(after)
-        text += (
-            f" After the noise, {analysis.bound_in_words} It acts on noise, which [run.privacy] "
-            "adds first: it bounds no sensitivity."
+        found = analyse(after)
+        said += (
+            f" After the noise, {found.bound_in_words} It acts on noise, which [run.privacy] adds "
+            "first: it bounds no sensitivity."
         )
-    return text
+    return said
 
 
 def _step(client: Sequence[object], optim: Mapping[str, object], steps: object) -> str:
@@ -87,29 +87,29 @@ def _step(client: Sequence[object], optim: Mapping[str, object], steps: object) 
         return "nothing is clipped."
     rates = optim.get("lrate"), optim.get("w_decay", 0.0)
     lrate, w_decay = (rate if isinstance(rate, float) else None for rate in rates)
-    analysis = replace(analyse(client), lrate=lrate, w_decay=w_decay)
-    text = analysis.bound_in_words
-    if analysis.noised:
-        text += f" {analysis.record_in_words}"
-    elif analysis.formula:
-        text += " That is the gradient of a batch: it bounds no single sample."
-    return f"{text} {_round(analysis, steps)}".rstrip()
+    found = replace(analyse(client), lrate=lrate, w_decay=w_decay)
+    said = found.bound_in_words
+    if found.noised:
+        said += f" {found.record_in_words}"
+    elif found.formula:
+        said += " That is the gradient of a batch: it bounds no single sample."
+    return f"{said} {_round(found, steps)}".rstrip()
 
 
-def _round(analysis: Analysis, steps: object) -> str:
+def _round(found: Analysis, steps: object) -> str:
     """Return the largest distance that a round moves the model."""
-    if not analysis.formula:
+    if not found.formula:
         return ""
-    if analysis.w_decay != 0.0:
+    if found.w_decay != 0.0:
         return "A round's update has no bound: weight decay adds a multiple of the weights."
     known = None
     if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
         known = steps
-    rate = "the learning rate" if analysis.lrate is None else number(analysis.lrate)
-    if known is None or analysis.lrate is None or analysis.l2_bound is None:
+    rate = "the learning rate" if found.lrate is None else number(found.lrate)
+    if known is None or found.lrate is None or found.l2_bound is None:
         count = "the number of steps" if known is None else str(known)
         return f"A round's update is at most {rate} times {count} times that."
-    total = analysis.round_bound(known)
+    total = found.round_bound(known)
     shown = "" if total is None else number(total)
     return f"A round's update is at most {rate} times {steps} steps times that, {shown}."
 
@@ -123,24 +123,24 @@ def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
         # The server's bound is on the whole update, whatever the groups are.
         limit, scope = adaptive.max_norm, "global"
     spec = {"max_norm": limit, "scope": scope, "exclude": aggregator.exclude}
-    analysis = analyse(["norm-clip", spec])
-    text = analysis.bound_in_words.replace("norm-clip", str(aggregator.name), 1)
-    if not analysis.formula:
-        return text
-    bound = "that bound" if analysis.l2_bound is None else number(analysis.l2_bound)
+    found = analyse(["norm-clip", spec])
+    said = found.bound_in_words.replace("norm-clip", str(aggregator.name), 1)
+    if not found.formula:
+        return said
+    bound = "that bound" if found.l2_bound is None else number(found.l2_bound)
     if adaptive is not None:
-        text = (
+        said = (
             f"{aggregator.name}: the L2 norm is at most the bound C that update-clip-server sends "
             f"in the round, never above {bound}."
         )
         bound = "C"
     if aggregator.shares.kind != "equal":
-        return f"{text} Weighed, no client moves the average by more than its share of that."
+        return f"{said} Weighed, no client moves the average by more than its share of that."
     if aggregator.combining.kind != "mean":
         pull = f"{aggregator.combining.pull} of that, with n replies"
-        return f"{text} Combined by {aggregator.combine!r}, no client moves it by more than {pull}."
+        return f"{said} Combined by {aggregator.combine!r}, no client moves it by more than {pull}."
     return (
-        f"{text} With equal weights, the sensitivity of the sum is {bound} if a client is added or "
+        f"{said} With equal weights, the sensitivity of the sum is {bound} if a client is added or "
         "removed, and twice that if one is replaced."
     )
 
@@ -148,42 +148,42 @@ def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
 def _aggregate(server: Sequence[object]) -> str:
     if not server:
         return "nothing is clipped."
-    analysis = analyse(server)
-    if analysis.noised and not analysis.before_noise.guarantees:
-        return f"{analysis.bound_in_words} What follows noise is free, and bounds no sensitivity."
-    return f"{analysis.bound_in_words} {analysis.aggregate_in_words}"
+    found = analyse(server)
+    if found.noised and not found.before_noise.guarantees:
+        return f"{found.bound_in_words} What follows noise is free, and bounds no sensitivity."
+    return f"{found.bound_in_words} {found.aggregate_in_words}"
 
 
 def warnings(plugins: Sequence[Plugin]) -> list[str]:
     """Return warnings about plug-ins of an optimizer that may not do what the user expects."""
     plugins = _after_records(plugins)
-    texts = []
+    said = []
     for i, map_ in enumerate(analyse(plugins).guarantees):
         before = analyse(plugins[:i], finite=True)
         if not map_.noise and before.formula and map_.growth > 1.0 + COARSEST:
             clip = next(m.name for m in reversed(before.guarantees) if m.formula)
             why = map_.expands or map_.unbounded
-            texts.append(
+            said.append(
                 f"{map_.name} comes after {clip} and lets its bound be exceeded ({why}): put "
                 "the clipper last if what comes out shall be bounded"
             )
-    texts += [
+    said += [
         f"l2-clipping limits each tensor by itself, all k together to {number(p.max_norm)}·√k: "
         "if one limit on the whole gradient is meant, use norm-clip"
         for p in plugins
         if p.name == "l2-clipping"
     ]
-    return texts
+    return said
 
 
 def before_noise(plugins: Sequence[Plugin]) -> list[str]:
     """Return why noise among the plug-ins of an optimizer gives no guarantee."""
     plugins = _after_records(plugins)
-    texts = []
+    said = []
     for i, map_ in enumerate(analyse(plugins).guarantees):
         if map_.noise:
-            texts += _unsized(analyse(plugins[:i], finite=True), map_.name)
-    return texts
+            said += _unsized(analyse(plugins[:i], finite=True), map_.name)
+    return said
 
 
 def _after_records(plugins: Sequence[Plugin]) -> Sequence[Plugin]:
@@ -197,15 +197,15 @@ def _unsized(before: Analysis, noise: str) -> list[str]:
         return []
     if not before.formula:
         return [f"nothing bounds what {noise} is added to: no amount of it gives a guarantee"]
-    texts = [
+    said = [
         f"{m.name} is an adaptive rule before {noise} ({m.shared}): it bounds no sensitivity per "
         "record; use a fixed limit"
         for m in before.guarantees
         if m.shared and m.lipschitz > 1.0 and m.formula
     ]
     if before.l2_bound is None and "√k" in before.formula:
-        texts.append(
+        said.append(
             f"{noise} must be sized on {before.formula}, not on the limit of one of them: if one "
             "limit was meant, use scope = 'global'"
         )
-    return texts
+    return said

@@ -48,7 +48,7 @@ def private_gradients(
     module
         In training mode, on the device of the records.
     loss
-        From what the module puts out and the targets, of one record in a batch of its own, to a
+        From what the module puts out and the targets, of one record in a separate batch, to a
         tensor whose mean is the loss. Parameters that it uses besides have no part in the
         gradients: add those of penalties afterwards.
     inputs, targets
