@@ -46,7 +46,8 @@ class PrivateMean:
     """The tensors that share a norm: "flat", "tensor", "layer", "automatic" or a list of patterns,
     as in `fedclip.dpsgd.clipping`."""
     noise: Noise = _INDEPENDENT
-    """The object that adds noise: Gaussian, from the operating system's secure generator."""
+    """The object that adds noise: Gaussian, from a computationally secure generator, keyed by the
+    operating system."""
 
     def __post_init__(self) -> None:
         """Check the parameters."""

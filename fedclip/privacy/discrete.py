@@ -86,7 +86,7 @@ def draws(variance: int, size: int, words: Words = random_words) -> Integers:
     size
         Number of draws.
     words
-        Returns a number of uniform words of 64 bits; the operating system's secure ones.
+        Returns a number of uniform words of 64 bits; those of the secure generator.
         How many are taken depends on the draws, so that the time taken does as well.
 
     Raises
