@@ -447,8 +447,8 @@ def private_gradients(
 
         (Σ min(1, max_norm / n_i) g_i  +  noise_multiplier max_norm normal) / expected_batch_size
 
-    The gradients of records are compiled, once for a loss; noise comes from a
-    computationally secure generator, keyed by the operating system, so the whole is not compiled. Give it Poisson samples
+    The gradients of records are compiled, once for a loss. Noise comes from a computationally
+    secure generator, keyed by the operating system, and is not compiled. Give it Poisson samples
     (`fedclip.dpsgd.sampling.PoissonSampler`), also those without a record, and account for each
     with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
 

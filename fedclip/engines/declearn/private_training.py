@@ -14,8 +14,9 @@
 
 A unit is a record, or a person with several (`fedclip.dpsgd.persons`).
 The server's seed and generator are not used: noise and samples come from a computationally secure
-generator, keyed by the operating system. Nothing but the update leaves a round: a record that raises counts as zero, a
-text that might describe records stays in the client's log, and no step is paid back.
+generator, keyed by the operating system. Only the update leaves a round. A record that raises
+counts as zero, a text that might describe records stays in the client's log, and no step is paid
+back.
 """
 
 from __future__ import annotations
