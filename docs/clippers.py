@@ -1,9 +1,9 @@
 """Write what the documentation takes from the clippers' docstrings: ``python docs/clippers.py``.
 
-A page in ``docs/clippers/`` has a part written by hand, "When to use it". Above it stands the first
-sentence of the docstring of its class, and below it, between two marks, the rest of the docstring,
-so that page and docstring can not differ.
-``tests/project/test_docs.py`` checks that it is current.
+A page in ``docs/clippers/`` has a part written by hand, "When to use it". Above it is the first
+sentence of the class docstring, and below it, between two marks, the rest of the docstring.
+Parameters and guarantees of many clippers are described once, in ``docs/clippers/index.md``.
+``tests/project/test_docs.py`` checks that the pages are current.
 """
 
 from __future__ import annotations
@@ -19,19 +19,40 @@ import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.core.parameters import signature_of
+from fedclip.clippers import families, sharing
+from fedclip.core.docstrings import kind_of, meanings
+from fedclip.core.parameters import Parameter, signature_of
 from fedclip.core.toml import toml_value
 
 DOCS = Path(__file__).parent
 PAGES = DOCS / "clippers"
 LISTS = {
-    PAGES / "index.md": "| [`{name}`]({name}.md) | {summary} |",
+    PAGES / "index.md": "- [`{name}`]({name}.md): {summary}",
     DOCS / "index.md": "- [`{name}`](clippers/{name}.md)",
 }
 """Pages with a list of all clippers, and the form of its lines."""
-START = "<!-- from the docstring; rewrite it with: python docs/clippers.py -->"
-END = "<!-- end of the docstring -->"
-HEAD = ("| parameter | default | meaning |", "|---|---|---|")
+START = "<!--docs/clippers.py-->"
+END = "<!--end-->"
+ADAPTIVE = "`auto-clip`, `ema-clip`, `mad-clip`, `percentile-norm-clip` and `zscore-clip`"
+COMMON = {
+    "All clippers; `agc` has the last two": ("scope", "keep_memory", "exclude", "on_nonfinite"),
+    'Clippers of norms (`ord="var"` too, except for adaptive limits)': ("ord", "eps"),
+    "`norm-clip`, `normalize` and `centralize`": ("dims", "inverse_dims", "min_size"),
+    f"Adaptive limits: `adaptive-clip`, `growth-clip`, {ADAPTIVE}": ("max_norm", "on_spike"),
+    "All these but `growth-clip`": ("shared", "shared_name"),
+    "All these but `growth-clip` and `adaptive-clip`": (
+        *("warmup", "warmup_norm", "warmup_factor", "include_current", "feedback"),
+    ),
+}
+"""The parameters of many clippers, by the clippers that have them."""
+EVERYWHERE = (
+    "If nothing is clipped, the same object comes back.",
+    "Dtype and shape never change, also of empty and 0-d tensors.",
+    "NaN and infinity never enter the state.",
+)
+"""Guarantees of all clippers, which the index has once."""
+MANY = 14
+"""If a plug-in without common parameters has more, its page has their first sentences."""
 NEW = "# `{name}`\n\n## When to use it\n\nTo be written.\n\n{start}\n{end}\n"
 
 
@@ -59,51 +80,140 @@ def render(kind: str, name: str) -> str:
     cls = plugin(kind, name)
     parts = sections(cls)
     _, _, body = parts[""].partition("\n\n")
-    lines = [START, "", "## How it works", ""]
+    lines = [START, "", "## Rule", ""]
     lines += [f"![{pictures.alternative(name)}](../images/clippers/{name}.svg)", ""]
-    lines += [markdown(body), "", "## Parameters", ""]
-    lines += parameters(cls, parts.get("Parameters", ""))
-    if kind != "regularizer":
-        lines += ["", f"`fedclip list {name}` shows the same; `nan` in TOML is None."]
-    if parts.get("Notes"):
-        lines += ["", "## State, guarantees, edge cases", "", markdown(parts["Notes"])]
-    if parts.get("Examples"):
-        known = f">>> from fedclip import {cls.__name__}"
-        lines += ["", "## Example", "", "```pycon", known, parts["Examples"].strip(), "```"]
+    notes = parts.get("Notes", "")
+    if name.endswith("-clip-server") and name != "update-clip-server":
+        lines += [markdown(notes.partition("\n\n")[0]), ""]
+        lines += ["See [all server modules](index.md#server-modules)."]
+        notes = ""
+    else:
+        lines += [markdown(body), "", "## Parameters", ""]
+        lines += parameters(cls, parts.get("Parameters", "")) or ["None."]
+    for clippers, shared in common_notes().items():
+        if shared in notes:
+            link = f"See [{clippers}](index.md#guarantees)."
+            notes = f"{link}\n\n{notes.replace(shared, '').strip()}"
+    notes = without_common(notes)
+    # The fields of a state interest readers of the docstring only.
+    notes = re.sub(r"\n\nState of each(.+\n?)*", "", notes)
+    if notes:
+        lines += ["", "## Guarantees", "", markdown(notes)]
     if parts.get("References"):
         lines += ["", "## Source", "", markdown(parts["References"])]
     lines += ["", END]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
+def common() -> dict[str, tuple[Parameter, str]]:
+    """Return the parameters of many clippers, and what they mean."""
+    bases: tuple[Any, ...] = (families.SlicedClipper, sharing.HistoryClipper)
+    known = {
+        name: (declared, meanings(base).get(name, ""))
+        for base in bases
+        for name, declared in base.parameters.items()
+    }
+    usual: Any = plugin("module", "zscore-clip")
+    return {**known, "feedback": (usual.parameters["feedback"], meanings(usual)["feedback"])}
+
+
+def common_notes() -> dict[str, str]:
+    """Return the guarantees that docstrings of several clippers have, by these clippers."""
+    adaptive = sections(plugin("module", "zscore-clip"))["Notes"].split("\n\n")
+    copies = sections(plugin("module", "ema-value-clip"))["Notes"].split("\n\n")
+    return {
+        "guarantees of adaptive limits": adaptive[0],
+        "state of clippers with arrays": copies[-1],
+    }
+
+
+def without_common(notes: str) -> str:
+    """Return the notes without the guarantees of all clippers."""
+    for sentence in EVERYWHERE:
+        notes = re.sub(r"\s*" + r"\s+".join(map(re.escape, sentence.split())), "", notes)
+    return notes
+
+
 def parameters(cls: type, text: str) -> list[str]:
-    """Return the parameters as tables: the clipper's own, and those of most clippers."""
-    meanings = {}
+    """Return a list of the clipper's own parameters, and a line that names the common ones."""
+    written = {}
     for entry in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
         head, _, meaning = entry.partition("\n")
         names, _, kind = head.partition(" :")
-        words = meaning.split()
-        if "{" in kind:
-            words.append(f"Values: {re.sub(', default=.*|[{}]', '', kind).strip()}.")
+        values = re.sub(", default=.*|[{}]", "", kind).strip() if "{" in kind else ""
         for name in names.split(","):
-            meanings[name.strip(" *")] = " ".join(words)
-    own: list[str] = []
-    shared: list[str] = []
+            written[name.strip(" *")] = (" ".join(meaning.split()), values)
     known: Any = cls
-    common = [n for n, declared in getattr(cls, "parameters", {}).items() if declared.common]
-    # A counterpart has its clipper's parameters, and says so in one entry for all of them.
-    shown = inspect.signature(known.__init__).parameters if "settings" in meanings else None
-    for name, parameter in (shown or signature_of(cls)).items():
+    declared = getattr(cls, "parameters", {})
+    # A server module has one entry for all parameters of its clipper.
+    formal = inspect.signature(known.__init__).parameters if "settings" in written else None
+    lines: list[str] = []
+    links, many = False, len(written) > MANY and not hasattr(cls, "build")
+    for name, parameter in (formal or signature_of(cls)).items():
         if name == "self":
             continue
-        default = (
-            "" if parameter.default is parameter.empty else f"`{toml_value(parameter.default)}`"
-        )
-        meaning = inline(meanings.get(name, "")).replace("|", "\\|")
-        (shared if name in common else own).append(f"| `{name}` | {default} | {meaning} |")
-    between = ["", "Other clippers have these as well:", ""] if own and shared else []
-    tables = [[*HEAD, *rows] if rows else [] for rows in (own, shared)]
-    return [*tables[0], *between, *tables[1]]
+        if name in declared and is_common(cls, name):
+            links = True
+            continue
+        meaning, values = written.get(name, ("", ""))
+        if name in declared and declared[name].common and "table" not in values:
+            values = ""  # as in the index
+        if many:
+            meaning, values = meaning.partition(". ")[0].rstrip(".") + ".", ""
+        lines.append(described(shown_default(name, parameter.default), meaning, values))
+    if links:
+        also = "Also " * bool(lines)
+        lines += [""] * bool(lines) + [f"{also}[common parameters](index.md#common-parameters)."]
+    if many and not links:
+        lines += ["", f"`fedclip list {known.name}` says more."]
+    return lines
+
+
+def is_common(cls: Any, name: str) -> bool:
+    """Return whether a class has a common parameter as the list of them describes it."""
+    if name not in common():
+        return False
+    usual, meaning = common()[name]
+    own = meanings(cls).get(name, "")
+    return bool(cls.parameters[name].default == usual.default and own == meaning)
+
+
+def shown_default(name: str, default: object) -> str:
+    """Return a parameter with its default, if it has one."""
+    if default is inspect.Parameter.empty:
+        return f"`{name}`"
+    return f"`{name}={'None' if default is None else toml_value(default)}`"
+
+
+def described(shown: str, meaning: str, values: str) -> str:
+    """Return the line of a parameter; with its values, if the meaning does not name them all."""
+    if not all(word in meaning for word in re.findall('"\\w+"', values)):
+        meaning += f" Values: {values}."
+    return f"- {shown}: {inline(meaning)}"
+
+
+def index() -> str:
+    """Return the part of the index that describes common parameters and guarantees."""
+    lines = [START, "", "## Common parameters"]
+    for clippers, names in COMMON.items():
+        lines += ["", f"{clippers}:", ""]
+        for name in names:
+            declared, meaning = common()[name]
+            kind = kind_of(declared)
+            values = kind.replace("{", "").replace("}", "") if "{" in kind else ""
+            meaning = meaning.replace("`{name}-server`", "its server module")
+            lines.append(described(shown_default(name, declared.default), meaning, values))
+    lines += ["", "## Guarantees"]
+    lines += ["", "Of all clippers:", "", " ".join(EVERYWHERE)]
+    for clippers, shared in common_notes().items():
+        heading = f"{clippers[0].upper()}{clippers[1:]}:"
+        lines += ["", heading, "", markdown(without_common(shared))]
+    cls = plugin("module", "zscore-clip-server")
+    parts = sections(cls)
+    lines += ["", "## Server modules", "", markdown(parts[""].partition("\n\n")[2]), ""]
+    lines += parameters(cls, parts["Parameters"].replace("`zscore-clip`", "the clipper"))
+    lines += ["", markdown(parts["Notes"].partition("\n\n")[2])]
+    return "\n".join([*lines, "", END])
 
 
 def markdown(text: str) -> str:
@@ -146,13 +256,19 @@ def inline(text: str) -> str:
 
 def updated(page: str, kind: str, name: str) -> str:
     """Return a page with the docstring's parts as they are now."""
-    before, mark, rest = page.partition(START)
-    if not mark or END not in rest:
-        raise ValueError(f"the page of {name!r} lacks the marks {START!r} and {END!r}")
+    before, rest = marked(page, name)
     title, _, written = before.partition("\n")
     summary = markdown(sections(plugin(kind, name))[""].partition("\n\n")[0])
     written = written[written.index("## ") :]
-    return f"{title}\n\n{summary}\n\n{written}{render(kind, name)}{rest.partition(END)[2]}"
+    return f"{title}\n\n{summary}\n\n{written}{render(kind, name)}{rest}"
+
+
+def marked(page: str, name: str) -> tuple[str, str]:
+    """Return what is before the generated part of a page, and what is after it."""
+    before, mark, rest = page.partition(START)
+    if not mark or END not in rest:
+        raise ValueError(f"the page of {name!r} lacks the marks {START!r} and {END!r}")
+    return before, rest.partition(END)[2]
 
 
 def listed(page: str, row: str) -> str:
@@ -162,6 +278,9 @@ def listed(page: str, row: str) -> str:
     changed, count = re.subn(rf"(^{first}[\w-]+`\]\(.*\n)+", lambda _: rows, page, flags=re.M)
     if count != 1:
         raise ValueError(f"the page has {count} lists of clippers, not one")
+    if START in changed:
+        before, after = marked(changed, "index")
+        changed = f"{before}{index()}{after}"
     return changed
 
 

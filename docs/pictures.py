@@ -81,13 +81,9 @@ def draw_norms(ax: Any, data: Series) -> None:
 def norms_in_words(data: Series) -> str:
     """Say what becomes of the stream."""
     before, after = np.array(data["before"]), np.array(data["after"])
-    steady = np.median(after[20:SPIKE])
-    at_nan = "passes" if np.isnan(after[BAD]) else "becomes zeros" if not after[BAD] else "stays"
     return (
-        f"on {STEPS} gradients. Steady norms near {np.median(before[:SPIKE]):.1f} come out near "
-        f"{steady:.2g}; a spike of {before[SPIKE]:.0f} comes out at {after[SPIKE]:.2g}; when all "
-        f"norms rise tenfold, the first comes out at {after[RISE]:.2g} and the last at "
-        f"{after[-1]:.2g}; a gradient with NaN {at_nan}."
+        f"Norms near {np.median(before[:SPIKE]):.1f} become {np.median(after[20:SPIKE]):.2g}, "
+        f"{before[SPIKE]:.0f} becomes {after[SPIKE]:.2g}."
     )
 
 
@@ -119,9 +115,8 @@ def units_in_words(data: Series) -> str:
     """Say how many units are clipped."""
     clipped = sum(a < b for a, b in zip(data["after"], data["before"], strict=True))
     return (
-        f"on the {len(data['before'])} units of a layer. The {clipped} units whose gradient is "
-        "longer than a tenth of their weights come out at that length; the others stay. Weights "
-        "shorter than 0.001 count as 0.001."
+        f"{clipped} of {len(data['before'])} units have a gradient above a tenth of their weights, "
+        "and come out there."
     )
 
 
@@ -152,8 +147,8 @@ def values_in_words(data: Series) -> str:
         data[f"mean and deviation {key}"] for key in ("before", "after")
     )
     return (
-        f"on a tensor of 2,000 values. Before, their mean is {mean:.2f} and their standard "
-        f"deviation {deviation:.2f}; after, {abs(mean2):.2f} and {deviation2:.2f}."
+        f"Mean {mean:.2f} and standard deviation {deviation:.2f} of 2,000 values become "
+        f"{abs(mean2):.2f} and {deviation2:.2f}."
     )
 
 
@@ -232,16 +227,9 @@ def rounds_in_words(data: Series) -> str:
     )
     before, after = (data[f"{key} {CLIENTS - 1}"][-1] for key in ("before", "after"))
     return (
-        f"in a federation of {CLIENTS} clients whose norms fall from 3 to 0.3; the last client's "
-        f"are fifteen times as long. The limit: {first} in the first round, {tenth} in the "
-        f"tenth, {last} in the last; there the last client's norm of {before:.2g} comes out at "
-        f"{after:.2g}."
+        f"Limits in rounds 1, 10 and {ROUNDS}: {first}, {tenth}, {last}. There {before:.2g} "
+        f"becomes {after:.2g}."
     )
-
-
-def shared_in_words(data: Series) -> str:
-    """Say the same of a limit that is learnt."""
-    return rounds_in_words(data) + " While it warms up, each client goes by its own norms."
 
 
 # -- the records of a batch ---------------------------------------------------------------------
@@ -264,9 +252,8 @@ def records_in_words(data: Series) -> str:
     """Say how many records are clipped."""
     clipped = sum(norm > 1.0 for norm in data["before"])
     return (
-        f"on a batch of 64 records with a bound of 1, before the noise. The {clipped} records "
-        f"whose gradient is longer than 1, up to {max(data['before']):.2g}, come out at 1; the "
-        "others stay."
+        f"{clipped} of 64 records have norms above 1, up to {max(data['before']):.2g}, and come "
+        "out at 1, before noise."
     )
 
 
@@ -282,7 +269,7 @@ class Picture(NamedTuple):
 NORMS = Picture(norms_of, draw_norms, norms_in_words)
 VALUES = Picture(values_of, draw_values, values_in_words)
 UPDATES = Picture(updates_of, draw_rounds, rounds_in_words)
-SHARED = Picture(shared_of, draw_rounds, shared_in_words)
+SHARED = Picture(shared_of, draw_rounds, rounds_in_words)
 OTHERS = {
     "agc": Picture(units_of, draw_units, units_in_words),
     "centralize": VALUES,
@@ -334,7 +321,8 @@ def draw(name: str) -> None:
 def alternative(name: str) -> str:
     """Say in words what the picture shows."""
     settings = ", ".join(f"{key} = {value}" for key, value in SETTINGS.get(name, {}).items())
-    return f"{name} with {settings or 'its defaults'}, {PICTURES[name].words(numbers(name))}"
+    words = PICTURES[name].words(numbers(name))
+    return f"{settings}: {words}" if settings else words
 
 
 if __name__ == "__main__":

@@ -21,12 +21,11 @@ from fedclip.transforms import Transform
 
 
 class AdaptiveClip(SharedClipper):
-    """Limit that moves until a given fraction of norms is at most the limit.
+    """Clip to a limit that adapts until a given share of norms is below it.
 
     ::
 
-        Init(quantile, rate, start_norm, every):
-            limit = start_norm, or the median of the first five norms
+        limit = start_norm, or the median of the first five norms
         Step(grads):
             for each group of tensors:
                 n = norm(group)
@@ -34,45 +33,38 @@ class AdaptiveClip(SharedClipper):
                 unclipped += 1 if n <= limit else 0
                 after `every` steps:
                     b = unclipped / every;  unclipped = 0
-                    limit = clamp(limit * exp(-rate * (b - quantile)), min_norm, max_norm)
+                    limit *= exp(-rate * (b - quantile)), within [min_norm, max_norm]
 
-    This clipper applies the rule to gradients on one machine, without noise. For the updates of a
-    federation and for privacy, see `update-clip-client` and `update-clip-server`.
+    It clips gradients, without noise. For updates, and for privacy, use `update-clip-server`.
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    State: limit, unclipped and count since the last update, of each group, and its last five norms;
-    it goes on from one round of a client to the next, and a run that is saved and resumed gives the
-    same outputs, bit for bit.
+    No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
+    comes back. NaN and infinity never enter the state. The state continues from round to round; a
+    run that is saved and resumed gives the same outputs, bit for bit. The limit depends on the
+    data: only `max_norm` bounds a sensitivity.
 
-    Guarantees: no output norm is above its limit, which is known before the gradient is, nor above
-    `max_norm`; where no norm is over its limit the very same Vector comes back; NaN and infinity
-    are not counted. A spike, however large, moves the limit by one step. For differential privacy
-    only `max_norm` counts: the learnt limit depends on the data, and bounds no sensitivity.
+    A spike of any size moves the limit by one step. A norm of 0 does not count. Tiny norms pull the
+    limit down: from 1e-6 it needs 115 steps to reach 0.1. Prevent that with `min_norm`.
 
-    A norm equal to the limit counts as unclipped, and a norm of 0 is not counted. If norms are
-    tiny for a long time, they pull the limit down, and from 1e-6 it takes 115 steps up to 0.1:
-    set a `min_norm` if that can happen.
+    State of each group: limit, counts since its last change, last five norms.
 
     References
     ----------
-    Andrew, Thakkar, McMahan & Ramaswamy, 2021, "Differentially private learning with adaptive
-    clipping", arXiv:1905.03871.
+    Andrew, Thakkar, McMahan & Ramaswamy, 2021, arXiv:1905.03871.
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = AdaptiveClip(start_norm=0.1)
     >>> for _ in range(100):
-    ...     out = clip.run(NumpyVector({"w": np.array([1.0])}))
-    >>> 0.9 <= clip.last.limit[0] <= 1.1
+    ...     record = clip.observe(1.0)
+    >>> 0.9 <= record.limit[0] <= 1.1
     True
     """
 
@@ -82,19 +74,17 @@ class AdaptiveClip(SharedClipper):
     _common_settings = ("max_norm", *SharedClipper._common_settings)
 
     quantile: float = parameter(unit_interval, default=0.5, kw_only=False)
-    """Target for the fraction of the norms that are at most the limit, in (0, 1)."""
+    """Share of norms that should be at most the limit, in (0, 1)."""
     rate: float = parameter(up_to, 10, default=0.2)
-    """Size of the steps, in (0, 10]: the limit moves by a factor of at most ``exp(rate)``."""
+    """Step size, in (0, 10]: a limit changes by at most a factor ``exp(rate)``."""
     start_norm: float | None = parameter(limit, default=None)
-    """Limit at first, > 0. None: the median of the first five norms; before the fifth norm,
-    `warmup_factor` times the median so far."""
+    """First limit, > 0. None: the median of the first five norms."""
     every: int = parameter(integer, 1, default=1)
-    """Number of steps between two updates of the limit, >= 1."""
+    """Steps between two changes of the limit, >= 1."""
     min_norm: float | None = parameter(positive, default=None)
-    """The limit never falls below this, > 0; None for no such floor."""
+    """Smallest limit, > 0."""
     warmup_factor: float = parameter(at_least_one, default=2.25)
-    """Limit before the first five norms, as a multiple of their median, >= 1; without
-    `start_norm`."""
+    """Without `start_norm`: limit before the fifth norm, in medians so far, >= 1."""
 
     def build(self) -> Transform:
         low = 0.0 if self.min_norm is None else self.min_norm

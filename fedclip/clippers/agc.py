@@ -39,12 +39,10 @@ Outputs: TypeAlias = Mapping[str, Axes]
 
 
 class AGC(Core, Regularizer):
-    """Adaptive gradient clipping: a limit relative to the weights' norm.
+    """Clip gradients relative to the norm of their weights (AGC).
 
     ::
 
-        Init(ratio, min_norm, eps):
-            assign ratio, min_norm, eps
         Step(grads, weights):
             for each unit of each tensor:
                 limit = ratio * (max(norm(weights of the unit), min_norm) + eps)
@@ -52,40 +50,26 @@ class AGC(Core, Regularizer):
                 if n + eps > limit:
                     gradient of the unit *= limit / (n + eps)
 
-    It is a *regularizer* of declearn's, ``Optimizer(regularizers=["agc"])``, because modules do
-    not see the weights; regularizers act on the raw gradient, before all modules.
+    It is a declearn *regularizer*, because modules do not see the weights, and acts before them.
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a
-        gradient, if a pattern matches no tensor, or the weights lack one or differ in shape.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor, or the weights lack one or differ in shape.
 
     Notes
     -----
-    Guarantees, with ``eps=0``: the norm of each unit of the output, in float64, is at most its
-    limit; if all norms are, the very same Vector comes back; with the same weights, applying it
-    twice is applying it once. For fixed weights it is a projection on a product of balls.
+    With ``eps=0``, no output unit is above its limit in float64. If nothing is clipped, the same
+    object comes back. For fixed weights it is a projection.
 
-    ======================  ======================================================
-    input                   output
-    ======================  ======================================================
-    zero gradient           the same object
-    weights of zero         clipped to ``ratio * min_norm``
-    weights not finite      count as zero, with a warning
-    0-d, empty tensor       as any other tensor; dtype and shape are kept
-    sparse gradient         as the dense one that it stands for, with "output"
-    NaN or infinity         as `on_nonfinite` says
-    ======================  ======================================================
-
-    There is no state but `rounds` and `last`, the records that modules have, which declearn
-    does not save with the optimizer. With "output" the record of a tensor is that of its
-    worst unit.
+    Vectors are one unit, in "optax" also tensors with one dimension longer than 1. Weights with NaN
+    or infinity count as zero, with a warning. With "output", sparse gradients count as dense, and
+    records show a tensor's worst unit. declearn does not save the records.
 
     References
     ----------
-    Brock, De, Smith & Simonyan, 2021, "High-performance large-scale image recognition without
-    normalization", arXiv:2102.06171.
+    Brock, De, Smith & Simonyan, 2021, arXiv:2102.06171.
 
     Examples
     --------
@@ -103,33 +87,26 @@ class AGC(Core, Regularizer):
     guarantee = kinds.weight_limit
 
     ratio: float = parameter(positive, default=1.0, kw_only=False)
-    """Largest norm of a gradient relative to that of its weights, > 0. With 1, a step of plain
-    gradient descent changes a unit by at most the learning rate times its norm. The paper uses
-    0.01 for batches of 4096, larger values for smaller ones, and `min_norm` 0.001:
+    """Largest gradient norm, relative to the weights' norm, > 0; the paper's 0.01 is
     ``AGC.preset("nfnets")``."""
     unit: str = parameter(choice, ("output", "tensor", "global", "optax"), default="output")
-    """A unit has its own norm: all weights that lead to one output of a layer; one tensor; all
-    tensors together; or as optax has it: "optax" sums over axis 0 of two or three dimensions and
-    over all but the last of four or more, and a tensor with only one dimension longer than 1 is
-    one unit."""
+    """What shares a norm: weights of one output ("output"), a tensor ("tensor"), or all ("global").
+    "optax": axis 0 of 2 or 3 dimensions, all but the last of 4 or more."""
     axis: int | None = parameter(_check_axis, default=None)
-    """With "output": the axis of the outputs. None for that of the layer, where a loop knows the
-    model; else 0 for arrays of torch and NumPy (scikit-learn), -1 for those of TensorFlow and
-    JAX. Tensors of one dimension or less are one unit."""
+    """Output axis. None: the layer's, if known; else 0 for torch and NumPy, -1 for TensorFlow and
+    JAX."""
     dims: int | Sequence[int] | None = parameter(
         check_dims, default=None, kind="int, list of int or None"
     )
-    """With "output": sum over these dimensions, for layouts that `axis` can not describe. A 0-d
-    tensor counts as one of shape (1,); tensors without these dimensions are left alone."""
+    """Instead of `axis`: sum over these dimensions. Tensors without them do not change."""
     min_norm: float = parameter(positive, default=1.0)
-    """Smaller norms of weights count as this, > 0, so that weights that start at zero can move. 1
-    is about what usual initialisations give a unit."""
+    """Smallest norm of weights, > 0, so that zero weights move."""
     eps: float = parameter(non_negative, default=0.0)
-    """Added to both norms, >= 0; 1e-8 gives the results of smartclip, 0 is exact."""
+    """Added to both norms, >= 0; 1e-8 is smartclip."""
     skip_vectors: bool = parameter(boolean, default=False)
-    """Leave alone tensors of one dimension or less: biases, scales of normalisation layers."""
+    """Skip tensors of one dimension or less."""
     exclude = parameter()
-    """Tensors left alone; the paper leaves out the last layer."""
+    """Tensors to skip; in the paper, the last layer."""
 
     def __post_init__(self) -> None:
         """Check what goes together, and begin without weights."""
@@ -245,7 +222,7 @@ class AGC(Core, Regularizer):
         return replace(slices, limit=self._limits(slices.measure(arrays, xp), xp))
 
     def get_limit(self, weight_norm: float) -> float:
-        """Return the limit of a unit whose weights have this norm.
+        """Return the limit of a unit with weights of this norm.
 
         >>> AGC(0.1).get_limit(2.0)
         0.2
@@ -264,7 +241,7 @@ class AGC(Core, Regularizer):
         return self.ratio * (size + self.eps if self.eps else size)
 
     def axes(self, shape: tuple[int, ...], outputs: Axes = (0,)) -> Axes | None:
-        """Return the dims over which a unit of a tensor of this shape spans; None: left alone.
+        """Return the dimensions that a unit of a tensor of this shape spans; None: not clipped.
 
         >>> AGC().axes((3, 2, 5, 5), outputs=(1,))
         (0, 2, 3)
@@ -274,12 +251,12 @@ class AGC(Core, Regularizer):
 
     @property
     def asks_layers(self) -> bool:
-        """Whether its units follow from the layers of a model."""
+        """Whether its units depend on the layers of a model."""
         return self.unit == "output" and self.axis is None and self.dims is None
 
     @staticmethod
     def usual_outputs(framework: str) -> Axes:
-        """Return the axis of the outputs in a framework's linear layers and convolutions.
+        """Return the output axis of a framework's linear layers and convolutions.
 
         NumPy's arrays are those of scikit-learn.
         """

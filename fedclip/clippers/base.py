@@ -31,18 +31,25 @@ from fedclip.transforms import NormClipping, Transform
 
 
 class Clipper(Core, OptiModule, register=False):
-    """Base of fedclip's clippers: a subclass says in `build` which transform it is made of.
+    """Base of fedclip's clippers: each turns a gradient into a clipped one, and keeps records.
 
-    It declares its parameters as fields, and has those of its bases, besides.
+    Use a subclass such as `fedclip.NormClip`, as a module of a declearn optimizer or in a training
+    loop (`fedclip.loops`).
 
-    A gradient with NaN or infinity is treated as `on_nonfinite` says. "skip": the output is zero,
-    the step is counted, one warning a round. Loops of torch and Keras, and `as_optax` with `inner`,
-    then leave out the optimizer's step; declearn's optimizer steps with zeros. "raise": a
-    `NonFiniteError` that names the tensors. "propagate": each group that holds one becomes NaN. No
-    statistic ever sees such a step.
+    A gradient with NaN or infinity is treated as `on_nonfinite` says:
 
-    With `keep_memory`, large outputs are written to memory that is kept between the steps of a
-    round: at most one gradient's size, and only what nobody holds any more.
+    - "skip": the output is zero, the step is counted, and you get one warning a round. Loops of
+      torch and Keras, and `as_optax` with `inner`, then skip the optimizer's step; declearn's
+      optimizer steps with zeros.
+    - "raise": a `NonFiniteError` names the tensors.
+    - "propagate": each group that holds NaN or infinity becomes NaN.
+
+    No statistic ever learns from such a step.
+
+    With `keep_memory`, large outputs reuse memory between the steps of a round: at most the size of
+    one gradient, and only arrays that nothing else refers to.
+
+    To write a clipper, declare its parameters as fields, and return its transform from `build`.
     """
 
     _common_order: ClassVar[Sequence[str]] = (
@@ -54,10 +61,9 @@ class Clipper(Core, OptiModule, register=False):
     scope: Scope = parameter(
         check_scope, default="global", kind='{"global", "tensor", "layer"} or list of patterns'
     )
-    """Which tensors share a norm, and statistics: all of them, each by itself, those of a layer, or
-    those whose names match a pattern."""
+    """Tensors that share norm and statistics: all, each one, those of a layer, or of a pattern."""
     keep_memory: bool = parameter(boolean, default=True)
-    """Whether to keep the memory of an output for the next one (see `fedclip.Clipper`)."""
+    """Reuse the memory of large outputs between steps."""
 
     def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Register the class with declearn: now, or as soon as declearn is imported."""
@@ -70,7 +76,7 @@ class Clipper(Core, OptiModule, register=False):
 
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: V) -> V:
-        """Return the clipped gradients; the very same object if nothing is clipped."""
+        """Return the clipped gradients; the same object if nothing is clipped."""
         coefs = self._coefs(gradients)
         outputs = self.clip(coefs)
         make: Callable[[dict[str, Array]], V] = type(gradients)
@@ -97,13 +103,13 @@ class Clipper(Core, OptiModule, register=False):
             }
 
     def set_state(self, state: Mapping[str, object]) -> None:
-        """Take over a state that `get_state` of the same clipper returned, on any framework.
+        """Restore a state that `get_state` of the same clipper returned, on any framework.
 
         Raises
         ------
         StateError
-            (a `KeyError` and a `ValueError`) If anything is missing, of a wrong type, not finite,
-            negative, or another clipper's. The clipper then keeps its old state.
+            (a `KeyError` and a `ValueError`) If an entry is missing, of a wrong type, not finite,
+            negative, or from another clipper. The clipper then keeps its old state.
         """
         owner = states.check_owner(state.get("owner") if isinstance(state, Mapping) else None)
         self._take_over(state, self._transform)
@@ -126,14 +132,14 @@ class Clipper(Core, OptiModule, register=False):
         return kinds.unknown(self, context)
 
     def l2_bound(self, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
-        """Return the largest L2 norm of an output for tensors of these shapes; None: no bound.
+        """Return the largest L2 norm of an output for tensors of these shapes; None if unbounded.
 
-        `fedclip.analyse` also says why there is none, and analyses whole optimizers.
+        `fedclip.analyse` also says why there is no bound, and analyses whole optimizers.
         """
         return privacy.analyse_plugins([self], shapes).l2_bound
 
     def sensitivity(self, relation: str, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
-        """Return the L2 sensitivity of a sum of outputs, one for each record; None: there is none.
+        """Return the L2 sensitivity of a sum of outputs, one per record; None if unbounded.
 
         `relation` is "add-remove" or "replace-one".
         """
@@ -143,35 +149,34 @@ class Clipper(Core, OptiModule, register=False):
     def clip(
         self, arrays: Mapping[str, Array], *, backend: Backend | None = None
     ) -> Mapping[str, Array]:
-        """Return the arrays, clipped, by name; the very same mapping if nothing is clipped.
+        """Return the clipped arrays by name; the same mapping if nothing is clipped.
 
         Parameters
         ----------
         arrays
-            Arrays of one framework, on any device. Only a `backend` that works in place, such as
-            that of the torch adapter, changes them.
+            Arrays of one framework by name, on any device. They change in place only if the
+            `backend` works in place, as that of the torch loop does.
         backend
-            The framework of the arrays; None to find it from their type.
+            The framework of the arrays. None: derived from their type.
         """
         return self._clip(arrays, backend)
 
     # -- numbers instead of tensors -----------------------------------------------------------
     def observe(self, norms: float | Mapping[str, float]) -> StepRecord:
-        """Learn norms that are given as numbers, as a step would, and return its record.
+        """Learn from norms that are given as numbers, as a step would, and return its record.
 
         Parameters
         ----------
         norms
-            A number >= 0 is the norm of the whole gradient; a dict holds the norms of tensors by
-            name, which the scope puts together. NaN and infinity are treated as `on_nonfinite`
-            says.
+            A number >= 0 is the norm of the whole gradient. A dict holds the norms of tensors by
+            name, which `scope` groups. NaN and infinity are treated as `on_nonfinite` says.
 
         Raises
         ------
         TypeError
-            If the clipper does not go by norms alone: by values, slices, or means of elements.
+            If the clipper needs more than norms: values, slices, or means of elements.
         ValueError
-            If a norm is negative or no number, or is one though the scope tells tensors apart.
+            If a norm is negative or not a number, or if `scope` needs the norm of each tensor.
         """
         transform = self._transform
         if not isinstance(transform, NormClipping) or transform.ord in MEANS:
@@ -202,7 +207,7 @@ class Clipper(Core, OptiModule, register=False):
     @overload
     def get_limit(self, norms: Mapping[str, float]) -> dict[str, float]: ...
     def get_limit(self, norms: float | Mapping[str, float]) -> float | dict[str, float]:
-        """Return the limit that a step with these norms would have, and learn nothing.
+        """Return the limit that a step with these norms would have; nothing is learnt.
 
         Parameters
         ----------
@@ -212,7 +217,7 @@ class Clipper(Core, OptiModule, register=False):
         Returns
         -------
         float or dict
-            For a number the limit, > 0, infinity for none; for a dict the limits by group.
+            The limit, > 0, infinity for none; for a dict, the limits by group.
 
         Examples
         --------
@@ -225,20 +230,20 @@ class Clipper(Core, OptiModule, register=False):
         return limits if isinstance(norms, Mapping) else limits[ALL]
 
     def statistics(self, group: str = ALL) -> dict[str, Any]:
-        """Return what is known about the norms of a group: mean, count, and so on.
+        """Return the statistics of a group's norms: mean, count, and so on.
 
         Parameters
         ----------
         group
-            Label of a group. Without one, the whole gradient, or the only group that there is.
+            Label of a group. By default the whole gradient, or the only group.
 
         Returns
         -------
         dict
-            The statistics by name. Each clipper that goes by norms adds two: ``threshold``, the
-            norm above which a norm is clipped or a spike, infinity until there is one, and
-            ``ready``, whether it judges by it yet. Empty if other groups are known, and this one
-            is not.
+            The statistics by name. Clippers with a limit on norms add ``threshold`` and ``ready``.
+            A norm above the threshold is clipped or a spike; it is infinity until there is one.
+            ``ready`` says whether the clipper judges by it yet. Empty if this group is unknown but
+            others are known.
         """
         with self.lock:
             learnt = self._statistics()
@@ -254,7 +259,7 @@ class Clipper(Core, OptiModule, register=False):
         return found | ({"count": int(found["count"])} if "count" in found else {})
 
     def set_statistics(self, group: str = ALL, **statistics: float) -> None:
-        """Set statistics of a group, such as its mean; the others stay as they are.
+        """Set statistics of a group, such as its mean; others do not change.
 
         Without a ``count``, the warm-up is over.
         """
@@ -278,11 +283,11 @@ class Clipper(Core, OptiModule, register=False):
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether its step runs on devices and in compiled code, as those of all clippers here."""
+        """Whether its step runs on devices and in compiled code; all clippers of fedclip do."""
         return self._transform.runs_on_device
 
     def transform(self, groups: Groups) -> Transform:
-        """Return what the clipper is made of, for these groups."""
+        """Return the transform that clips these groups."""
         return self._transform
 
     def _made(self, groups: Groups, backend: Backend | None) -> Transform:

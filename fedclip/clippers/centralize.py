@@ -12,7 +12,7 @@ from fedclip.transforms.slice import check_slices
 
 
 class Centralize(SlicedClipper):
-    """Subtract the mean: of each slice, each tensor, or all of them.
+    """Subtract the mean of each slice, of each tensor, or of all tensors.
 
     ::
 
@@ -23,32 +23,22 @@ class Centralize(SlicedClipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    Guarantees: it is an orthogonal projection, so it is linear, and no norm grows (but for the
-    rounding of single elements); what has mean 0 comes back as the same object.
+    It is an orthogonal projection: linear, and no norm grows, except by the rounding of single
+    elements. If all means are 0, the same object comes back.
 
-    ======================  ======================================================
-    input                   output
-    ======================  ======================================================
-    zero gradient           the same object
-    0-d tensor              left alone, unless it shares its mean with others
-    empty tensor            left alone
-    sparse tensor           a dense one, as its zeros do not stay zeros
-    beyond the dtype        the largest finite number, if a difference is above it
-    NaN or infinity         as `on_nonfinite` says
-    ======================  ======================================================
+    0-d tensors do not change, unless they share their mean with others. Sparse tensors become
+    dense. If a difference is beyond the dtype, the largest finite number replaces it.
 
-    In the record of a step, the norm is the largest mean in absolute value, and the limit 0.
-    There is no state but the records of past rounds.
+    In records, the norm is the largest absolute mean, and the limit 0. The state has only records.
 
     References
     ----------
-    Yong, Huang, Hua & Zhang, 2020, "Gradient centralization: a new optimization technique for
-    deep neural networks", arXiv:2004.01461.
+    Yong, Huang, Hua & Zhang, 2020, arXiv:2004.01461.
 
     Examples
     --------
@@ -64,14 +54,14 @@ class Centralize(SlicedClipper):
     guarantee = kinds.centred
 
     inverse_dims = parameter()
-    """Let the slices span all dimensions but `dims`: ``dims=0, inverse_dims=True`` is the
-    gradient centralisation of the paper, for torch's layout of weights."""
+    """Slices span all dimensions except `dims`: ``dims=0, inverse_dims=True`` is the paper's rule
+    for weights in torch's layout."""
     min_size = parameter(default=2)
-    """Leave alone what has fewer elements: by slice, by tensor, or by group."""
+    """Skip slices, tensors or groups with fewer elements."""
     scope = parameter(default="tensor")
     """Which tensors share a mean."""
     exclude = parameter()
-    """Tensors left alone; the paper leaves out those of one dimension."""
+    """Tensors to skip; the paper skips those of one dimension."""
 
     def build(self) -> Transform:
         # Groups have a size here too, so that `min_size` goes with every scope.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every clipper here does with a gradient: groups, state, policy for NaN, records.
+"""Base of all clippers: groups, state, treatment of NaN, and records.
 
 `Clipper` and `AGC` stand on it, of which declearn calls one a module, and the other a regularizer.
 """
@@ -41,10 +41,10 @@ class Core(Documented):
     exclude: str | Sequence[str] | None = parameter(
         check_exclude, default=None, kind="pattern, list of patterns or None"
     )
-    """Names, or patterns of names, of the tensors that are left alone."""
+    """Names or patterns of the tensors that are not clipped."""
     on_nonfinite: str = parameter(choice, ("skip", "raise", "propagate"), default="skip")
-    """What becomes of a gradient with NaN or infinity: it is set to zero and counted, it raises an
-    error, or it passes (see `fedclip.Clipper`)."""
+    """A gradient with NaN or infinity is set to zero and counted ("skip"), raises an error
+    ("raise"), or passes ("propagate")."""
 
     def __post_init__(self) -> None:
         """Build the transform, and begin without statistics."""
@@ -78,7 +78,7 @@ class Core(Documented):
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but the lock, for a copy or a pickle.
 
-        What steps change in place is copied here, while none is under way.
+        Attributes that steps change in place are copied here, between two steps.
         """
         with self.lock:
             changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
@@ -147,9 +147,9 @@ class Core(Documented):
         return found | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the other is of the same class and configuration, whatever it has learnt.
+        """Return whether the other has the same class and configuration; statistics do not matter.
 
-        Clippers have no hash: two that are equal have statistics of their own.
+        Clippers have no hash: two equal ones have different statistics.
         """
         same = type(self) is type(other)
         return config_of(self) == config_of(other) if same else NotImplemented
@@ -166,7 +166,7 @@ class Core(Documented):
             )
 
     def on_round_start(self) -> None:
-        """Begin the records of a new round; the statistics stay."""
+        """Start the records of a new round; statistics continue."""
         self._on_client = True
         with self.lock:
             self._memory.release()
@@ -193,11 +193,11 @@ class Core(Documented):
         return arrays
 
     def _grouped(self, arrays: Mapping[str, Array]) -> Groups:
-        """Return which of some arrays share a norm."""
+        """Return the groups of arrays that share a norm."""
         return resolve(self.scope, self.exclude, tuple(arrays))
 
     def _made(self, groups: Groups, backend: Backend | None) -> Transform:
-        """Return what the clipper is made of, for these groups."""
+        """Return the transform that clips these groups."""
         return self._transform
 
     def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
@@ -266,13 +266,13 @@ class Core(Documented):
 
     @property
     def rounds(self) -> list[RoundRecord]:
-        """What happened in the last rounds, one record a round, and one for each group."""
+        """Records of the last rounds: one a round, and one for each of its groups."""
         with self.lock:
             return self._recorder.rounds()
 
     @property
     def last(self) -> StepRecord | None:
-        """What the last step did, in any round; None before the first."""
+        """Record of the last step, in any round; None before the first."""
         with self.lock:
             return None if self._last is None else StepRecord(*self._last)
 
@@ -376,5 +376,5 @@ class Core(Documented):
             )
 
     def _replaced(self, gradient: Gradient) -> _Clipped:
-        """Return what comes out of a step that is not finite."""
+        """Return the output of a step that is not finite."""
         return gradient.replaced(self.on_nonfinite)

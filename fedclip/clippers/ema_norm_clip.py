@@ -26,41 +26,35 @@ def _check_init(init: object) -> float | str:
 
 
 class EmaNormClip(MeasuredClipper):
-    """Limit on a norm: that of the moving average of the gradient itself.
+    """Limit at the norm of the moving average of the gradient itself.
 
     ::
 
-        Init(decay, max_growth, init, min_norm):
-            e = the first group; or init, for every element
+        e = first gradient; or init, for every element
         Step(grads):
             for each group of tensors:
                 e = decay * e + (1 - decay) * group
                 limit = min(norm(e), max(max_growth * limit before, min_norm))
                 e *= limit / norm(e)
-                n = norm(group)
-                if n > limit:
-                    group *= limit / n
+                group *= min(1, limit / norm(group))
 
-    Gradients that keep pointing the same way pass. Noise averages to a much shorter vector, and is
-    clipped to the length of that average.
+    A gradient that keeps its direction passes. Noise is clipped to the shorter norm of its average.
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor, or its shape is not that of the state.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor, or its shape is not that of the state.
 
     Notes
     -----
-    State: for each tensor, an array of its shape (float64 for float64, else float32) on its device,
-    and its number of steps; as much memory as the model. A run that is saved and resumed gives the
-    same outputs, bit for bit. Besides, for each group, the norm of the average, and the number of
-    steps.
+    With ``ord=2`` no output norm is above its limit, and directions do not change. If nothing is
+    clipped, the same object comes back. No bound is known in advance. NaN and infinity never enter
+    the state. A zero gradient stays zero, and shrinks the average.
 
-    Guarantees, with ``ord=2``: no output norm is above its limit; if nothing is clipped the
-    very same Vector comes back; the direction of a clipped group is kept; NaN and infinity
-    never reach the average, nor does an overflow. There is no bound known in advance. A zero
-    gradient stays zero, and shrinks the average.
+    The state has an array of each tensor's shape on its device (float64 for float64, else float32),
+    and a step count. It needs as much memory as the model. A run that is saved and resumed gives
+    the same outputs, bit for bit.
 
     References
     ----------
@@ -82,23 +76,17 @@ class EmaNormClip(MeasuredClipper):
     _rescale = False
 
     decay: float = parameter(unit_interval, default=0.99, kw_only=False)
-    """Weight of the past in the average, in (0, 1); 0.99 remembers some 100 steps."""
+    """Weight of the past, in (0, 1); 0.99 remembers about 100 steps."""
     max_growth: float | None = parameter(at_least_one, default=1.5)
-    """Largest factor by which the norm of the average may grow in a step, >= 1; None for no
-    such limit."""
+    """Largest growth of the average's norm in a step, a factor >= 1; None for any."""
     init: float | str = parameter(_check_init, default="first", kind='float or "first"')
-    """Where the average starts: at the first gradient, which passes; or with every element at this
-    value. With 0.0 the first output is ``1 - decay`` times the gradient, and outputs grow from
-    there."""
+    """Start at the first gradient, which passes ("first"), or at this value in every element. From
+    0.0 the first output is ``1 - decay`` times the gradient."""
     min_norm: float | None = parameter(positive, default=None)
-    """The average may always grow to this norm, > 0; None for no such floor. From 0 it may grow
-    to any norm."""
+    """Norm to which the average may always grow, > 0. From 0 it may grow to any norm."""
     debias: bool = parameter(boolean, default=False)
-    """Divide the average by ``1 - decay^t``, so that it is not too short for having started at
-    0: at first it is a plain mean. Needs ``init=0.0``."""
+    """Divide the average by ``1 - decay^t``, which corrects its start at 0; needs ``init=0.0``."""
     scope = parameter()
-    """Which tensors share a norm: all of them, each by itself, those of a layer, or those whose
-    names match a pattern."""
     ord = ORD_VAR
 
     def build(self) -> Transform:

@@ -12,30 +12,26 @@ class EmaNormalize(EmaNormClip):
 
     ::
 
-        Init(decay, max_growth, init, min_norm):
-            e = the first group; or init, for every element
+        e = first gradient; or init, for every element
         Step(grads):
             for each group of tensors:
                 e = decay * e + (1 - decay) * group
                 target = min(norm(e), max(max_growth * target before, min_norm))
                 e *= target / norm(e)
-                n = norm(group)
-                if n > 0:
-                    group *= target / n
+                if norm(group) > 0:
+                    group *= target / norm(group)
 
-    It works like `ema-norm-clip`, with the same parameters, but also lengthens short gradients.
+    It has the parameters of `ema-norm-clip`, and also lengthens short gradients.
 
     Notes
     -----
-    State: for each tensor, an array of its shape (float64 for float64, else float32) on its device,
-    and its number of steps; as much memory as the model. A run that is saved and resumed gives the
-    same outputs, bit for bit. Besides, for each group, the norm of the average, and the number of
-    steps.
+    With ``ord=2`` no output norm is above its target, or more than 2e-6 below (half precision: its
+    rounding). Directions do not change. No bound is known in advance. NaN and infinity never enter
+    the state. A zero gradient stays zero, and shrinks the average.
 
-    Guarantees, with ``ord=2``: no output norm is above its target, nor more than 2e-6 below
-    (half precision: its own rounding); the direction is kept; NaN and infinity never reach the
-    average, nor does an overflow. A zero gradient stays zero, and shrinks the average. There
-    is no bound known in advance.
+    The state has an array of each tensor's shape on its device (float64 for float64, else float32),
+    and a step count. It needs as much memory as the model. A run that is saved and resumed gives
+    the same outputs, bit for bit.
 
     References
     ----------

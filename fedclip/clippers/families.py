@@ -41,32 +41,31 @@ def as_tuple(dims: int | Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 class SlicedClipper(Clipper, register=False):
-    """Base of clippers that can treat each slice of a tensor by itself."""
+    """Base of clippers that can treat each slice of a tensor separately."""
 
     dims: int | Sequence[int] | None = parameter(
         check_dims, default=None, kind="int, list of int or None"
     )
-    """Makes each slice of a tensor a group of its own. A slice spans these dimensions; negative
-    ones count from the end. Goes with the scopes "global" and "tensor", which then mean the
-    same."""
+    """Each slice of a tensor is a group, and spans these dimensions; negative ones count from the
+    end. Only with the scopes "global" and "tensor", then equal."""
     inverse_dims: bool = parameter(boolean, default=False)
-    """Let the slices span all dimensions except `dims`."""
+    """Slices span all dimensions except `dims`."""
     min_size: int = parameter(integer, 1, default=1)
-    """Leave alone slices with fewer elements; with the scope "tensor", tensors with fewer."""
+    """Skip slices, or with the scope "tensor" tensors, with fewer elements."""
 
 
 class MeasuredClipper(Clipper, register=False):
     """Base of clippers that measure a norm."""
 
     ord: Order = parameter(check_order, default=2, kind=_orders(_NORMS))
-    """Which norm is measured: 2 is the Euclidean one; `fedclip.core.measures` has the others."""
+    """Order of the norm, see `fedclip.core.measures`; 2 is the Euclidean norm."""
 
 
 class ExactClipper(MeasuredClipper, register=False):
     """Base of clippers that bring a norm to a limit."""
 
     eps: float = parameter(non_negative, default=0.0)
-    """Added to the norm in the factor ``limit / (n + eps)``; 0 is exact."""
+    """Added to the norm in the factor ``limit / (n + eps)``, >= 0; 0 is exact."""
 
 
 class FixedClipper(SlicedClipper, ExactClipper, register=False):
@@ -96,11 +95,10 @@ class LimitedClipper(ExactClipper, register=False):
     """Base of clippers whose limit follows from past norms."""
 
     max_norm: float | None = parameter(limit, default=None)
-    """Fixed limit at every step, in the units of the gradient: the learnt limit is never above it.
-    None for none."""
+    """Largest limit ever, > 0, in units of the gradient."""
     on_spike: str = parameter(choice, ("clip", "skip"), default="clip")
-    """What becomes of a group that is over its limit: it is clipped, or set to zero ("skip"), with
-    which loops of torch and Keras leave out the step of its parameters."""
+    """Clip a group above its limit ("clip"), or set it to zero ("skip"); torch and Keras loops then
+    skip its step."""
 
     def with_rule(self, rule: Callable[..., Rule], **own: object) -> NormClipping:
         """Return the transform that brings norms to the limits of a rule.

@@ -11,17 +11,15 @@ from fedclip.transforms import Transform
 
 
 class GrowthClip(LimitedClipper):
-    """Limit at the norm of the step before, times a factor, plus a step.
+    """Limit how fast a norm may grow from one step to the next.
 
     ::
 
-        Init(mul, add, min_norm, max_decay):
-            previous = none
         Step(grads):
             for each group of tensors:
                 n = norm(group)
-                limit = warmup_norm, at the first step
-                        min(previous * mul, previous + add), afterwards
+                limit = min(previous * mul, previous + add)
+                        (first step: warmup_norm)
                 u = min(n, limit)
                 previous = max(u, previous / max_decay, min_norm)
                 group *= min(1, limit / n)
@@ -29,55 +27,47 @@ class GrowthClip(LimitedClipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    State: the past norm of each group, after clipping; it goes on from one round of a client to the
-    next, and a run that is saved and resumed gives the same outputs, bit for bit.
+    No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
+    comes back. NaN and infinity never enter the state. The state continues from round to round; a
+    run that is saved and resumed gives the same outputs, bit for bit. The limit depends on the
+    data: only `max_norm` bounds a sensitivity.
 
-    Guarantees: no output norm is above its limit, nor above `max_norm`; where no norm is over its
-    limit the very same Vector comes back; NaN and infinity are not remembered. For differential
-    privacy only `max_norm` counts: the learnt limit depends on the data, and bounds no sensitivity.
+    `min_norm` also applies to the first norm. Without it, the step after a norm of 0 is a first
+    step again.
 
-    The first norm counts as at least `min_norm`, too. Without `min_norm`, the step after a norm of
-    0 is a first step again.
+    State of each group: its last norm after clipping.
 
     References
     ----------
-    `ClipNormGrowth` of torchzero, https://github.com/inikishev/torchzero, whose `min_value` also
-    divides every update, which is not done here.
+    `ClipNormGrowth` of torchzero, whose `min_value` also divides every update; here it does not.
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = GrowthClip()
-    >>> for norm in (1.0, 10.0, 10.0):
-    ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
-    ...     print(round(float(out.coefs["w"][0]), 4))
-    1.0
-    1.5
-    2.25
+    >>> [clip.observe(norm).limit[0] for norm in (1.0, 10.0, 10.0)]
+    [inf, 1.5, 2.25]
     """
 
     name = "growth-clip"
     guarantee = kinds.learnt_limit
 
     mul: float | None = parameter(at_least_one, default=1.5, kw_only=False)
-    """Factor by which a norm may grow from one step to the next, >= 1; None for no such limit."""
+    """Factor by which a norm may grow in a step, >= 1; None for no such limit."""
     add: float | None = parameter(positive, default=None)
-    """Amount by which a norm may grow, > 0, in the units of the gradient; None for no such
-    limit. With both, the lower limit holds; with neither, only `warmup_norm` and `max_norm`."""
+    """Amount by which a norm may grow in a step, > 0, in units of the gradient. With `mul`, the
+    lower limit applies; without both, only `warmup_norm` and `max_norm`."""
     min_norm: float | None = parameter(positive, default=None)
-    """Past norms count as at least this, so that a gradient can grow again from 0; None for no
-    such floor."""
+    """Past norms count as at least this, > 0, and can grow again from 0; None for none."""
     max_decay: float | None = parameter(at_least_one, default=2.0)
-    """Factor by which the past norm may fall from one step to the next, >= 1, so that the steps
-    after one small gradient are not all spikes; None lets it fall at once."""
+    """Factor by which the past norm may fall in a step, >= 1: one small gradient does not turn the
+    next ones into spikes. None: any."""
     warmup_norm: float | None = parameter(limit, default=None)
-    """Fixed limit at the first step, which has no step before it; None for none."""
+    """Limit of the first step, > 0; None for none."""
 
     def build(self) -> Transform:
         return self.with_rule(Growth)

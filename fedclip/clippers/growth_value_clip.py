@@ -12,12 +12,11 @@ from fedclip.transforms.past import PastClipping
 
 
 class GrowthValueClip(Clipper):
-    """Limit on every element: by how much it may grow in one step.
+    """Limit how much every element may grow in one step.
 
     ::
 
-        Init(mul, add, min_value, max_decay):
-            p = first gradient, which is not clipped
+        p = first gradient, which is not clipped
         Step(grads):
             for each element x:
                 limit = min(abs(p) + add, max(abs(p), min_value) * mul)
@@ -28,22 +27,20 @@ class GrowthValueClip(Clipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor, or its shape is not that of the state.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor, or its shape is not that of the state.
 
     Notes
     -----
-    State: for each tensor, an array of its shape (float64 for float64, else float32) on its device,
-    and its number of steps; as much memory as the model. A run that is saved and resumed gives the
-    same outputs, bit for bit.
+    No element of the output exceeds its limit in absolute value. Signs do not change. If nothing is
+    clipped, the same object comes back. No bound is known in advance, and the first step has none.
+    NaN and infinity never enter the state.
 
-    Guarantees: no element of the output is above its limit; signs are kept; NaN and infinity
-    never reach the state; if nothing is clipped the very same Vector comes back. There is no
-    bound known in advance, and none on the first step.
+    Sparse gradients count as dense. In records, norm and limit are the largest of all elements.
 
-    A sparse gradient (IndexedSlices, COO) is treated, and if clipped comes back, as the dense
-    one that it stands for. In the record of a step, norm and limit are the largest of all
-    elements.
+    The state has an array of each tensor's shape on its device (float64 for float64, else float32),
+    and a step count. It needs as much memory as the model. A run that is saved and resumed gives
+    the same outputs, bit for bit.
 
     References
     ----------
@@ -66,17 +63,15 @@ class GrowthValueClip(Clipper):
     mul: float | None = parameter(positive, default=1.5, kw_only=False)
     """Largest factor from one output to the next, > 0; None for no such limit."""
     add: float | None = parameter(non_negative, default=None)
-    """Largest difference from one output to the next, >= 0, in the units of the gradient; None
-    for no such limit. With both, the tighter one counts; with none, nothing is clipped."""
+    """Largest difference from one output to the next, >= 0, in gradient units. With `mul`, the
+    tighter one applies; without both, nothing is clipped."""
     min_value: float | None = parameter(positive, default=None)
-    """Past outputs below count as this, > 0, so that an element that was once small can grow
-    again at once. With None an element whose last output was exactly 0 is not limited by
-    `mul`."""
+    """Smaller past outputs count as this, > 0. None: after an output of exactly 0, `mul` does not
+    limit the element."""
     max_decay: float | None = parameter(at_least_one, default=2.0)
-    """Largest factor by which the past output may fall in a step, >= 1, so that a single small
-    gradient does not hold back those after it; None for no such limit."""
+    """Largest factor by which the past output may fall in a step, >= 1; None for any."""
     scope = parameter()
-    """Which tensors are reported on together; every element has its own limit."""
+    """Which tensors share a record; every element has its own limit."""
 
     def build(self) -> Transform:
         return PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay))

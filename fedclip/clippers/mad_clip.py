@@ -14,55 +14,49 @@ from fedclip.transforms import Transform
 class MadClip(HistoryClipper):
     """Limit three median absolute deviations above the median of norms.
 
-    A burst of spikes that fills less than half of the window does not move the limit. If the norms
-    rise for good, the limit follows within half a window.
-
     ::
 
-        Init(mad_factor, window, min_mad, warmup, warmup_factor):
-            history = empty
         Step(grads):
             for each group of tensors:
                 n = norm(group)
                 median = median of history
                 spread = 1.4826 * median of abs(history - median)
-                limit = warmup_factor * median of the last five norms, until there are `warmup`
-                        median + mad_factor * max(spread, min_mad * median), afterwards
+                limit = median + mad_factor * max(spread, min_mad * median)
+                        (warm-up: warmup_factor * median of the last five norms)
                 append min(n, 2 * limit) to history, the last `window` norms
                 group *= min(1, limit / n)
+
+    Spikes in less than half of the window do not move the limit. It follows rising norms within
+    half a window.
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    State: the last norms and the count of each group, and its last five norms once more; it goes on
-    from one round of a client to the next, and a run that is saved and resumed gives the same
-    outputs, bit for bit.
+    No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
+    comes back. NaN and infinity never enter the state. The state continues from round to round; a
+    run that is saved and resumed gives the same outputs, bit for bit. The limit depends on the
+    data: only `max_norm` bounds a sensitivity.
 
-    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
-    same Vector comes back; NaN and infinity never reach the statistics. For differential privacy
-    only `max_norm` counts: the learnt limit depends on the data, and bounds no sensitivity.
+    Equal norms give a limit 30 % above them (``mad_factor * min_mad``). If all norms are 0, the
+    warm-up goes on.
 
-    Norms that are all equal give a limit 30 % above them (``mad_factor * min_mad``); norms that
-    are all 0 give none, and the group stays in warm-up.
+    State of each group: the norms of the window, their count, the last five norms.
 
     References
     ----------
-    Hampel, 1974, "The influence curve and its role in robust estimation",
-    doi:10.1080/01621459.1974.10482962.
+    Hampel, 1974, doi:10.1080/01621459.1974.10482962.
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = MadClip(warmup=3)
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 1.2, 0.9, 20.0):
-    ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
-    >>> round(float(out.coefs["w"][0]), 4)
+    ...     record = clip.observe(norm)
+    >>> round(record.limit[0], 4)
     1.3336
     """
 
@@ -70,14 +64,14 @@ class MadClip(HistoryClipper):
     guarantee = kinds.learnt_limit
 
     mad_factor: float = parameter(positive, default=3.0, kw_only=False)
-    """Number of deviations above the median, > 0; the deviation is scaled by 1.4826, so that it
-    is the standard deviation of normal norms."""
+    """Deviations from median to limit, > 0; 1.4826 makes them standard deviations of normal
+    norms."""
     window: int = parameter(window_size, 3, default=64)
-    """Number of norms that are remembered, from 3 to 65,536."""
+    """Number of norms in the history, 3 to 65,536."""
     min_mad: float = parameter(non_negative, default=0.1)
-    """Least deviation, as a multiple of the median, >= 0: norms that hardly vary can still grow."""
+    """Smallest deviation, as a multiple of the median, >= 0."""
     feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
-    """What the history learns from a spike: twice its limit, its norm, or nothing."""
+    """Learn twice the limit of a spike ("clipped"), its norm ("raw"), or nothing ("none")."""
 
     def build(self) -> Transform:
         return self.with_rule(Mad, history=Window(0.5, self.window))

@@ -15,23 +15,23 @@ from fedclip.transforms import Gradient, NormClipping, Transform
 
 
 class NoOp(MeasuredClipper):
-    """Changes nothing, and measures what a limit would have clipped.
+    """Change nothing, and count what a limit would have clipped.
 
     ::
 
         Step(grads):
-            note the norm of each group, and whether it is above max_norm
+            record the norm of each group, and whether it is above max_norm
             return grads
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    Guarantee: the very same Vector comes back, always.
+    The same object always comes back.
 
     Examples
     --------
@@ -49,16 +49,14 @@ class NoOp(MeasuredClipper):
     guarantee = kinds.unchanged
 
     max_norm: float | None = parameter(limit, default=None, kw_only=False)
-    """A limit to try out, > 0: steps above it are counted as clipped in the records."""
+    """A limit to try out, > 0: records count the steps above it."""
     scope = parameter()
-    """Which tensors share a norm: all of them, each by itself, those of a layer, or those whose
-    names match a pattern."""
     ord = ORD_VAR
     exclude = parameter()
     """Tensors that are not measured."""
     on_nonfinite = parameter(choice, ("propagate", "raise"), default="propagate")
-    """Let NaN and infinity through, counted and warned of once a round, or raise. "skip" would
-    change the gradient."""
+    """Pass NaN and infinity on, count them and warn once a round ("propagate"), or raise an error
+    ("raise")."""
 
     def build(self) -> Transform:
         limit = math.inf if self.max_norm is None else self.max_norm

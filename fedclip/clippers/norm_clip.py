@@ -13,12 +13,10 @@ from fedclip.transforms import Action, Transform
 
 
 class NormClip(FixedClipper):
-    """Fixed limit on a norm: global, by tensor, layer, pattern, or slice.
+    """Clip to a fixed norm: global, by tensor, layer, pattern, or slice.
 
     ::
 
-        Init(max_norm):
-            assign max_norm
         Step(grads):
             for each group of tensors:
                 n = norm(group)
@@ -28,32 +26,21 @@ class NormClip(FixedClipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    Guarantees, with ``ord=2, eps=0``: the output's norm, in float64, is at most `max_norm` and,
-    where it was above, not more than 2e-6 below (half precision: its own rounding); below the
-    limit the very same Vector comes back; the direction of a clipped group is kept; applying
-    it twice is applying it once.
+    With ``ord=2, eps=0``, in float64: no output norm is above `max_norm`, and a clipped one is at
+    most 2e-6 below (half precision: its rounding). Directions do not change. If nothing is clipped,
+    the same object comes back. Clipping twice equals clipping once.
 
-    ====================  ======================================================
-    input                 output
-    ====================  ======================================================
-    zero gradient         the same object
-    norm equal to limit   the same object
-    empty tensor, 0-d     as any other tensor; dtype and shape are kept
-    1e20 in float32       clipped right: what overflows is measured scaled
-    NaN or infinity       as `on_nonfinite` says
-    ====================  ======================================================
-
-    There is no state but the records of past rounds.
+    Dtype and shape never change, also of empty and 0-d tensors. Values that overflow when squared,
+    such as 1e20 in float32, are clipped correctly. The state has only records.
 
     References
     ----------
-    Pascanu, Mikolov & Bengio, 2013, "On the difficulty of training recurrent neural networks",
-    arXiv:1211.5063.
+    Pascanu, Mikolov & Bengio, 2013, arXiv:1211.5063.
 
     Examples
     --------
@@ -70,16 +57,15 @@ class NormClip(FixedClipper):
     guarantee = kinds.fixed_limit
 
     max_norm: float | None = parameter(limit, default=1.0, kw_only=False)
-    """Largest norm of a group, > 0, in the units of the gradient. None (no upper limit) needs
-    `min_norm`."""
+    """Largest norm of a group, > 0, in units of the gradient. None needs `min_norm`."""
     min_norm: float | None = parameter(limit, default=None)
-    """Groups below this norm, unless they are zero, are scaled up to it."""
+    """Scale smaller groups up to this norm, > 0, unless they are zero."""
     scope = parameter()
-    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their own limit;
-    tensors that no pattern names form one more group, limited by `max_norm`."""
+    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups other limits; the other
+    tensors are one group."""
     eps = parameter()
-    """Added to the norm in the factor ``max_norm / (n + eps)``; 1e-6 gives what
-    `torch.nn.utils.clip_grad_norm_` gives, 0 is exact."""
+    """Added to the norm in ``max_norm / (n + eps)``, >= 0; 0 is exact, 1e-6 as in torch's
+    `clip_grad_norm_`."""
 
     def build(self) -> Transform:
         if self.min_norm is None:

@@ -15,8 +15,6 @@ class Normalize(FixedClipper):
 
     ::
 
-        Init(norm, eps):
-            assign norm, eps
         Step(grads):
             for each group of tensors:
                 n = norm(group)
@@ -26,31 +24,22 @@ class Normalize(FixedClipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    Guarantees, with ``ord=2``: the norm of each group of the output, in float64, is at most
-    `norm` and, with ``eps=0``, not more than 2e-6 below (half precision: its own rounding); the
-    direction is kept. The output does not depend on the scale of the gradient (``eps=0``).
+    With ``ord=2``, in float64: no output norm is above `norm`, and with ``eps=0`` at most 2e-6
+    below (half precision: its rounding). Directions do not change. With ``eps=0`` the output does
+    not depend on the gradient's scale.
 
-    ====================  ======================================================
-    input                 output
-    ====================  ======================================================
-    zero gradient         the same object; a zero slice stays zero
-    empty tensor, 0-d     as any other tensor; dtype and shape are kept
-    1e20 in float32       rescaled right: what overflows is measured scaled
-    NaN or infinity       as `on_nonfinite` says
-    ====================  ======================================================
-
-    The record of a step counts groups whose norm was above `norm` as clipped.
-    There is no state but the records of past rounds.
+    A zero gradient comes back as the same object, and a zero slice stays zero. Dtype and shape
+    never change, also of empty and 0-d tensors. Records count norms above `norm` as clipped. The
+    state has only records.
 
     References
     ----------
-    Hazan, Levy & Shalev-Shwartz, 2015, "Beyond convexity: stochastic quasi-convex
-    optimization", arXiv:1507.02030.
+    Hazan, Levy & Shalev-Shwartz, 2015, arXiv:1507.02030.
 
     Examples
     --------
@@ -65,16 +54,15 @@ class Normalize(FixedClipper):
     guarantee = kinds.brought_to_norm
 
     norm: float = parameter(limit, default=1.0, kw_only=False)
-    """Norm that each group is brought to, > 0, in the units of the output."""
+    """Norm of each group of the output, > 0, in units of the output."""
     scope = parameter()
-    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups their own norm;
-    tensors that no pattern names form one more group, brought to `norm`."""
+    """Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups other norms; the other
+    tensors are one group."""
     ord = parameter()
-    """What is measured (see `fedclip.core.measures`). The standard deviation or variance of fewer
-    than two elements is not defined; they are left alone."""
+    """Order of the norm, see `fedclip.core.measures`. With "std" or "var", groups of fewer than two
+    elements do not change."""
     eps = parameter()
-    """Added to the measure in the factor, >= 0: groups whose norm is not much larger than `eps`
-    stay smaller than `norm`, instead of being blown up."""
+    """Added to the norm in the factor, >= 0: norms near or below `eps` stay smaller."""
 
     def build(self) -> Transform:
         return self._fixed(self.norm, Action(self.eps, rescale=True))

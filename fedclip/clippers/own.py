@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a clipper of your own is made of, in one place: bases, parameters, rules, transforms.
+"""Everything for a clipper that you write: bases, parameters, rules, transforms.
 
 ``docs/own-clipper.md`` shows how; `fedclip.testing` checks what comes out.
 """

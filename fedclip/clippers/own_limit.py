@@ -14,7 +14,7 @@ from fedclip.transforms import Action, NormClipping, Transform
 
 
 class OwnLimit(ExactClipper, register=False):
-    """Limit by a function of your own, with the statistics of any clipper on past norms.
+    """Clip to a limit that your function computes, from any clipper's statistics of past norms.
 
     ::
 
@@ -24,22 +24,21 @@ class OwnLimit(ExactClipper, register=False):
                 limit = function(n, past)
                 group *= min(1, limit / n)
 
-    It is made in Python only: declearn's messages and TOML do not carry functions.
+    You can make it in Python only: declearn's messages and TOML cannot carry functions.
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if `limit` is not such a function, or `past` does not go by norms; at a
-        gradient, if it returns no limit.
+        At construction, if `limit` is not such a function, or `past` keeps no statistics of norms;
+        at a gradient, if the function returns no limit.
 
     Notes
     -----
-    No bound is claimed for the output.
+    The output has no guaranteed bound.
 
     Examples
     --------
     >>> import math
-    >>> import numpy as np
     >>> from fedclip import OwnLimit, ZScoreClip
     >>> def halve_spikes(norm, past):
     ...     return norm / 2 if past["ready"] and norm > past["threshold"] else math.inf
@@ -53,14 +52,12 @@ class OwnLimit(ExactClipper, register=False):
     name = "own-limit"
 
     limit: Limit = parameter(kw_only=False)
-    """From the norm of a group and a dict of what is known before it to the limit, > 0;
-    infinity for none. It runs on the host, and may branch on its numbers; compiled code can
-    not."""
+    """A function of a group's norm and a dict of statistics before it. It returns the limit, > 0;
+    infinity for none. It runs on the host, and can branch on numbers; compiled code cannot."""
     past: Clipper | None = parameter(default=None, kw_only=False)
-    """A clipper whose statistics are kept as it keeps them, and handed to `limit`: for
-    `ZScoreClip` its ``mean``, ``variance`` and ``count``; for all that learn from norms also
-    ``threshold`` and ``ready`` (see `Clipper.statistics`). What spikes teach them is decided by
-    its `feedback`. None: the dict is empty."""
+    """A clipper that keeps the statistics for `limit`: for `ZScoreClip` ``mean``, ``variance`` and
+    ``count``; with every clipper on norms also ``threshold`` and ``ready`` (see
+    `Clipper.statistics`). Its `feedback` decides what spikes teach. None: an empty dict."""
 
     def build(self) -> Transform:
         if not callable(self.limit):
@@ -79,7 +76,7 @@ class OwnLimit(ExactClipper, register=False):
         return NormClipping(Own(self.limit, past.rule), self.ord, Action(self.eps))
 
     def get_config(self) -> dict[str, Any]:
-        """Refuse: a function can not be written down."""
+        """Raise an error: a function cannot be written to a configuration."""
         raise TypeError(
             "own-limit holds a function, which no configuration can: make it in Python on each "
             "node that uses it"

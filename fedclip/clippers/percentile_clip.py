@@ -13,12 +13,10 @@ from fedclip.transforms.value import PercentileClipping
 
 
 class PercentileClip(Clipper):
-    """Limit on every element: a percentile of the same gradient's values.
+    """Limit every element at a percentile of the same gradient's values.
 
     ::
 
-        Init(percentile):
-            assign percentile
         Step(grads):
             for each group of tensors:
                 a = sorted absolute values of all n elements
@@ -29,30 +27,19 @@ class PercentileClip(Clipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    The position is computed exactly. A product in floating point, as NumPy takes it, misses it for
-    some sizes: 28 instead of 29 for 29 % of 101 elements.
+    No element of the output exceeds the limit in absolute value. Signs do not change. With "lower",
+    clipping twice equals clipping once. Scaling a gradient by a power of two scales the output. The
+    limit depends on the data, and bounds no sensitivity.
 
-    Guarantees: no element of the output is above the limit in absolute value; signs are kept;
-    with "lower", applying it twice is applying it once; scaling the gradient by a power of two
-    scales the output. The limit depends on the data, and bounds no sensitivity.
-
-    ======================  ======================================================
-    input                   output
-    ======================  ======================================================
-    zero gradient           the same object
-    0-d, empty, constant    the same object
-    sparse tensor           percentile of the rows that it holds, added up if they
-                            repeat; its zeros do not count
-    NaN or infinity         as `on_nonfinite` says
-    ======================  ======================================================
-
-    In the record of a step, the norm is the largest absolute element.
-    There is no state but the records of past rounds.
+    The position is exact; in floating point, 29 % of 101 elements would give 28, not 29. Zero,
+    constant, empty and 0-d tensors do not change. Of a sparse tensor, only the rows that it holds
+    count, repeated rows added up. In records, the norm is the largest absolute element. The state
+    has only records.
 
     References
     ----------
@@ -71,10 +58,10 @@ class PercentileClip(Clipper):
     guarantee = kinds.own_percentile
 
     percentile: float = parameter(number, "a number in [0, 100]", 0, 100, default=95, kw_only=False)
-    """Percentage of the elements that stay unchanged, in [0, 100]. 100 changes nothing, 0
-    brings every element to the size of the smallest."""
+    """Percentage of elements that do not change, in [0, 100]. 100 changes nothing; 0 gives every
+    element the size of the smallest."""
     method: str = parameter(choice, ("lower", "linear"), default="lower")
-    """If the position is between two elements, take the smaller one, or interpolate."""
+    """Between two elements, take the smaller one ("lower") or interpolate ("linear")."""
     scope = parameter(default="tensor")
     """Which tensors share a limit."""
 

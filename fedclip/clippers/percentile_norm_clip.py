@@ -21,61 +21,52 @@ from fedclip.transforms import Transform
 class PercentileNormClip(HistoryClipper):
     """Limit at a percentile of past norms (AutoClip).
 
-    The defaults need no scale, protect from the second step on and follow norms that rise;
-    ``PercentileNormClip.preset("autoclip")`` has the defaults of the paper's code.
-
     ::
 
-        Init(percentile, window):
-            history = empty
         Step(grads):
             for each group of tensors:
                 n = norm(group)
-                limit = warmup_factor * median of the last five norms, until there are `warmup`
-                        percentile of the last `window` norms in history, afterwards
+                limit = percentile of the last `window` norms in history
+                        (warm-up: warmup_factor * median of the last five norms)
                 append min(n, 2 * limit) to history
                 group *= min(1, limit / n)
+
+    ``PercentileNormClip.preset("autoclip")`` has the paper's defaults.
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    State, for each group: the last norms (with "stream" two numbers, with "p2" five markers and
-    their positions) and their count; it goes on from one round of a client to the next, and a run
-    that is saved and resumed gives the same outputs, bit for bit.
+    No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
+    comes back. NaN and infinity never enter the state. The state continues from round to round; a
+    run that is saved and resumed gives the same outputs, bit for bit. The limit depends on the
+    data: only `max_norm` bounds a sensitivity.
 
-    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
-    same Vector comes back; NaN and infinity never reach the statistics. For differential privacy
-    only `max_norm` counts: the learnt limit depends on the data, and bounds no sensitivity.
+    A limit that learns itself cannot rise, so spikes are learnt at twice the limit. A burst of ``(1
+    - percentile / 100) * window`` spikes at most doubles it (with "raw", sets it); lasting ones
+    double it repeatedly.
 
-    Clipped feedback is twice the limit, not the limit itself, so that the limit can rise: if
-    spikes were learnt at the limit, no norm in the history would be above it. A percentile only
-    depends on how many norms are above it, so this changes little until there is a burst of
-    spikes. A burst of ``(1 - percentile / 100) * window`` spikes at most doubles the limit; norms
-    that have grown for good double it again and again.
+    The largest history is half a megabyte a group; the paper's has no end. If all norms are 0, the
+    warm-up goes on.
 
-    The paper's history has no end; here it is that of the last 65,536 steps at most (the preset
-    is the paper's code until then). It takes half a megabyte for each group, in the state too.
-    A history that is all 0 gives no limit, and the group stays in warm-up.
+    State of each group: history (with "stream" two numbers, with "p2" five markers and positions),
+    count.
 
     References
     ----------
-    Seetharaman, Wichern, Pardo & Le Roux, 2020, "AutoClip: adaptive gradient clipping for
-    source separation networks", arXiv:2007.14469.
+    AutoClip: Seetharaman, Wichern, Pardo & Le Roux, 2020, arXiv:2007.14469.
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = PercentileNormClip(50.0, warmup=1)
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 1.0, 20.0):
-    ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
-    >>> round(float(out.coefs["w"][0]), 4)
-    1.0
+    ...     record = clip.observe(norm)
+    >>> record.limit
+    (1.0,)
     """
 
     name = "percentile-norm-clip"
@@ -83,26 +74,20 @@ class PercentileNormClip(HistoryClipper):
     _client_settings = ("rate", "decay")
 
     percentile: float = parameter(up_to, 100, default=95.0, kw_only=False)
-    """Percentage of the past norms that are at most the limit, in (0, 100]. The lower, the more
-    is clipped; the paper suggests 10."""
+    """Percentage of past norms at most the limit, in (0, 100]."""
     history: str = parameter(choice, ("window", "stream", "p2"), default="window")
-    """How to estimate the percentile. "window" takes the last `window` norms, exactly, and
-    interpolates linearly. "stream" is an estimate that each norm moves a little, and that
-    follows norms that rise or fall. "p2" estimates it of all norms, from five numbers."""
+    """The last `window` norms, interpolated ("window"); an estimate that follows them ("stream");
+    or all norms, by five numbers ("p2")."""
     window: int | None = parameter(window_size, 1, default=256)
-    """Number of norms to remember, from 1 to 65,536; None for the largest. Only with
-    ``history="window"``."""
+    """Norms in the "window", 1 to 65,536; None for 65,536."""
     rate: float = parameter(up_to, 1, default=0.02)
-    """Size of the steps of the estimate, in (0, 1]. Only with ``history="stream"``."""
+    """Step size of "stream", in (0, 1]."""
     decay: float = parameter(unit_interval, default=0.99)
-    """Weight of the past in the mean distance that scales these steps, in (0, 1). Only with
-    ``history="stream"``."""
+    """Weight of the past in the step scale of "stream", in (0, 1)."""
     feedback: str = parameter(choice, ("clipped", "raw"), default="clipped")
-    """What the history learns from a spike: twice its limit, or its norm. With "raw" a burst of
-    ``(1 - percentile / 100) * window`` spikes is the new limit."""
+    """Learn twice the limit of a spike ("clipped"), or its norm ("raw")."""
     warmup = parameter()
-    """Number of norms that only fill the history, >= 0. The first one always does, with "p2"
-    the first five."""
+    """Norms that only fill the history, >= 0; at least 1, or 5 with "p2"."""
 
     def build(self) -> Transform:
         if self.percentile == 100.0 and self.history != "window":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bases of clippers that can share one state with all clients of a federation."""
+"""Bases of clippers that can share one state with all clients of a federation."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from fedclip.transforms import Transform
 
 
 class SharedClipper(LimitedClipper, register=False):
-    """Base of the clippers that have a counterpart on the server."""
+    """Base of the clippers that have a server module."""
 
     _common_settings: ClassVar[tuple[str, ...]] = ("warmup", "scope", "exclude", "ord")
-    """The common parameters that the counterpart must have as well, where there are any."""
+    """The common parameters that the server module must have too, if the clipper has them."""
     _client_settings: ClassVar[tuple[str, ...]] = ()
-    """The parameters of its own that the counterpart need not have."""
+    """Its parameters that the server module need not have."""
 
     shared: bool = parameter(boolean, default=False)
-    """Let all clients of a federation share one state, and so one limit. The server's optimizer
-    must then have `{name}-server`. The state does not change during a round."""
+    """All clients of a federation share one limit, fixed during a round. The server's optimizer
+    needs `{name}-server`."""
     shared_name: str | None = parameter(parameters.name, default=None)
-    """Name of this pair of clipper and counterpart, needed if there are several pairs of a
-    kind."""
+    """Name of this pair of clipper and server module, if there are several."""
 
     @classmethod
     def _shared_settings(cls) -> list[str]:
-        """Return the parameters that the counterpart must have as well."""
+        """Return the parameters that the server module must have too."""
         common = [name for name, declared in cls.parameters.items() if declared.common]
         own = [name for name in cls.parameters if name not in (*common, *cls._client_settings)]
         return own + [name for name in cls._common_settings if name in common]
@@ -109,19 +108,16 @@ class HistoryClipper(SharedClipper, register=False):
     """Base of clippers with statistics of the norms themselves."""
 
     include_current: bool = parameter(boolean, default=False)
-    """Let the statistics learn a norm before they judge it, not after; needs
-    ``feedback="raw"``."""
+    """Learn a norm before judging it; needs ``feedback="raw"``."""
     warmup: int = parameter(integer, 0, default=20)
-    """Number of norms, >= 0, after which the statistics set the limit; the first norm never
-    meets a limit of theirs. In a federation, the norms of all clients count, but the first of
-    each."""
+    """Norms, >= 0, before the statistics set the limit; they never limit the first one. Shared:
+    norms of all clients count, except the first of each."""
     warmup_norm: float | None = parameter(parameters.limit, default=None)
-    """Fixed limit during the warm-up, in the units of the gradient; None for none."""
+    """Fixed limit during the warm-up, > 0, in units of the gradient."""
     warmup_factor: float | None = parameter(parameters.at_least_one, default=2.25)
-    """Limit during the warm-up, as a multiple of the median of the last five norms, >= 1. A norm
-    above it is a spike, which the statistics learn as 1.1 medians. The first norms, up to five,
-    fill the median alone (see `fedclip.rules.protection`). None for no limit: the statistics learn
-    all norms as they are."""
+    """Limit during the warm-up, in medians of the last five norms, >= 1. Spikes are learnt as 1.1
+    medians; the first five norms only fill the median. None: no limit; norms are learnt
+    unclipped."""
 
     def __post_init__(self) -> None:
         """Check that a norm is learnt as it was seen."""

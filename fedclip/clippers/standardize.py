@@ -15,8 +15,6 @@ class Standardize(Clipper):
 
     ::
 
-        Init(eps):
-            assign eps
         Step(grads):
             for each group of tensors with two elements or more:
                 group = (group - mean(group)) / (std(group) + eps)
@@ -24,28 +22,17 @@ class Standardize(Clipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    The standard deviation is the unbiased one (n - 1). Mean and deviation are taken in float64.
+    No output is NaN. No element of d exceeds ``sqrt(d)`` in absolute value, except by its rounding.
+    With ``eps=0`` the output does not depend on the gradient's scale.
 
-    Guarantees: no output is NaN; for d elements none is above ``sqrt(d)`` in absolute value
-    (but for its rounding); the output does not depend on the scale of the gradient (``eps=0``).
-
-    ======================  ======================================================
-    input                   output
-    ======================  ======================================================
-    zero gradient           the same object
-    constant tensor         zero
-    one element, empty      left alone
-    sparse tensor           a dense one, as its zeros do not stay zeros
-    NaN or infinity         as `on_nonfinite` says
-    ======================  ======================================================
-
-    In the record of a step, the norm is the standard deviation, and the limit 1.
-    There is no state but the records of past rounds.
+    Mean and standard deviation (unbiased, n - 1) are taken in float64. A constant tensor becomes
+    zero. Tensors of one element or none do not change. Sparse tensors become dense. In records, the
+    norm is the standard deviation, and the limit 1. The state has only records.
 
     References
     ----------
@@ -64,9 +51,8 @@ class Standardize(Clipper):
     guarantee = kinds.standardised
 
     eps: float = parameter(non_negative, default=0.0, kw_only=False)
-    """Added to the standard deviation, >= 0, in the units of the gradient: gradients that vary
-    by less are not blown up to a deviation of 1. 0 for an output that does not depend on the
-    scale of the gradient."""
+    """Added to the standard deviation, >= 0, in units of the gradient: gradients that vary less do
+    not reach a deviation of 1. 0 is exact."""
     scope = parameter(default="tensor")
     """Which tensors share mean and standard deviation."""
 

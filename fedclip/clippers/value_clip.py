@@ -16,12 +16,10 @@ from fedclip.transforms import Transform, ValueClipping
 
 
 class ValueClip(Clipper):
-    """Fixed limit on every element, the same or another on each side.
+    """Clip every element to a fixed range, symmetric or not.
 
     ::
 
-        Init(max_value, min_value = -max_value):
-            assign max_value, min_value
         Step(grads):
             for each element x:
                 x = min(max_value, max(min_value, x))
@@ -29,18 +27,18 @@ class ValueClip(Clipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    Guarantees: no element of the output lies outside the limits; the same Vector comes back if
-    none did before; it is a projection: applying it twice is applying it once, and it
-    brings no two gradients farther apart. For d elements the L2 norm of the output is at most
-    ``max_value * sqrt(d)``; with a limit on one side only there is no bound.
-    Rows of an IndexedSlices that repeat are added up before they are clipped.
-    There is no state but the records of past rounds, whose "norm" is the largest absolute
-    element.
+    No element of the output is outside the range. If nothing is clipped, the same object comes
+    back. It is a projection: clipping twice equals clipping once, and no two gradients move apart.
+    For d elements the L2 norm is at most ``max_value * sqrt(d)``; a range with one open end gives
+    no bound.
+
+    Repeated rows of an IndexedSlices are added up before clipping. In records, the norm is the
+    largest absolute element. The state has only records.
 
     Examples
     --------
@@ -55,14 +53,13 @@ class ValueClip(Clipper):
     guarantee = kinds.box
 
     max_value: float = parameter(default=1.0, kw_only=False)
-    """Largest element, in the units of the gradient; > 0 unless `min_value` is given, with
-    which it may be infinity: no limit above."""
+    """Largest element, in units of the gradient, > 0. With `min_value` it may be any number, or
+    infinity for no upper end."""
     min_value: float | None = parameter(default=None)
-    """Smallest element, <= `max_value`; None means ``-max_value``, minus infinity no limit
-    below."""
+    """Smallest element, at most `max_value`. None: ``-max_value``; minus infinity: no lower end."""
     scope = SCOPE_TABLE
-    """Which tensors are reported on together. A table ``{"head.*" = 0.1}`` gives groups their
-    own symmetric limit; the rest keeps `max_value` and `min_value`."""
+    """Which tensors share a record. A table ``{"head.*" = 0.1}`` sets symmetric limits of groups;
+    the others keep `max_value` and `min_value`."""
 
     def build(self) -> Transform:
         if self.min_value is None:

@@ -19,60 +19,49 @@ from fedclip.transforms import Transform
 class ZScoreClip(HistoryClipper):
     """Limit some standard deviations above the mean of past norms (ZClip).
 
-    The defaults need no scale, protect from the second step on and follow norms that rise;
-    ``ZScoreClip.preset("zclip")`` has the defaults of the paper's code.
-
     ::
 
-        Init(z_max, decay, min_std, warmup, warmup_factor):
-            mean, variance of the first `warmup` norms, as they are learnt
         Step(grads):
             for each group of tensors:
                 n = norm(group)
-                std = max(sqrt(variance), min_std * mean)
-                limit = warmup_factor * median of the last five norms, until there are `warmup`
-                        mean + z_max * std, afterwards
+                limit = mean + z_max * max(sqrt(variance), min_std * mean)
+                        (warm-up: warmup_factor * median of the last five norms)
                 u = min(n, limit)
                 mean = decay * mean + (1 - decay) * u
                 variance = decay * variance + (1 - decay) * (u - mean)^2
                 group *= min(1, limit / n)
 
+    ``ZScoreClip.preset("zclip")`` has the paper's defaults.
+
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or two do not go together; at a gradient, if
-        a pattern matches no tensor.
+        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        if a pattern matches no tensor.
 
     Notes
     -----
-    State: mean, variance and count of each group, and its last five norms; it goes on from one
-    round of a client to the next, and a run that is saved and resumed gives the same outputs, bit
-    for bit.
+    No output norm is above its limit or above `max_norm`. If nothing is clipped, the same object
+    comes back. NaN and infinity never enter the state. The state continues from round to round; a
+    run that is saved and resumed gives the same outputs, bit for bit. The limit depends on the
+    data: only `max_norm` bounds a sensitivity.
 
-    Guarantees: no output norm is above its limit, nor above `max_norm`; without spikes the very
-    same Vector comes back; NaN and infinity never reach the statistics; clippers never share
-    statistics by accident. Without `max_norm` there is no bound known in advance, and with it the
-    limit still depends on the data: only `max_norm` bounds a sensitivity.
+    Equal norms give a limit 25 % above them (``z_max * min_std``). One to three spikes in the
+    warm-up hardly move the statistics. Clippers never share statistics by accident.
 
-    Norms that are all equal give a limit 25 % above them (``z_max * min_std``). A spike during
-    the warm-up hardly moves the statistics, and neither do two or three.
+    State of each group: mean, variance, count, last five norms.
 
     References
     ----------
-    Kumar, Owen, Chowdhury & Güra, 2025, "ZClip: adaptive spike mitigation for LLM
-    pre-training", arXiv:2504.02507.
+    ZClip: Kumar, Owen, Chowdhury & Güra, 2025, arXiv:2504.02507.
 
     Examples
     --------
-    >>> import numpy as np
-    >>> from declearn.model.sklearn import NumpyVector
     >>> clip = ZScoreClip()
     >>> for norm in (1.0, 1.1, 0.9, 1.0, 1.05, 20.0):
-    ...     out = clip.run(NumpyVector({"w": np.array([norm])}))
-    >>> round(float(out.coefs["w"][0]), 3)
-    2.25
-    >>> clip.last.clipped
-    (True,)
+    ...     record = clip.observe(norm)
+    >>> record.limit, record.clipped
+    ((2.25,), (True,))
     """
 
     name = "zscore-clip"
@@ -80,26 +69,23 @@ class ZScoreClip(HistoryClipper):
     _client_settings = ("action",)
 
     z_max: float = parameter(positive, default=2.5, kw_only=False)
-    """Number of standard deviations above which a norm is a spike, > 0."""
+    """Standard deviations from mean to limit, > 0."""
     decay: float = parameter(unit_interval, default=0.97)
-    """Weight of the past in the moving averages, in (0, 1); 0.97 remembers some 33 steps."""
+    """Weight of the past, in (0, 1); 0.97 remembers about 33 steps."""
     action: str = parameter(choice, ("reciprocal", "max", "mean"), default="max")
-    """What a spike is clipped to: ``mean + z_max * std``, ``mean + z_max^2 / z * std`` (the
-    larger the spike, the lower), or ``mean``. With the last two and clipped feedback, norms
-    that have risen for good hardly lift the limit."""
+    """Clip spikes to the limit ("max"), ``mean + z_max^2 / z * std`` ("reciprocal") or ``mean``
+    ("mean"). With the last two, rising norms hardly raise the limit."""
     feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
-    """What the statistics learn from a spike: its limit, its norm, or nothing. With "raw" a
-    burst of spikes pulls the limit up within a few steps."""
+    """Learn a spike at its limit ("clipped"), at its norm ("raw"; a burst then raises the limit
+    soon), or not ("none")."""
     factor: float = parameter(positive, default=1.0)
-    """Multiplies the limit of the action "reciprocal", > 0."""
+    """Factor on the "reciprocal" limit, > 0."""
     estimator: str = parameter(choice, ("zclip", "drytorch", "smartclip"), default="zclip")
-    """How to update mean and variance: as in the paper's code, or as in the package drytorch or
-    smartclip (see `fedclip.rules.moments`)."""
+    """Moments as in "zclip", "drytorch" or "smartclip" (`fedclip.rules.moments`)."""
     std_eps: float = parameter(non_negative, default=0.0)
-    """Added to the standard deviation in the z-score, >= 0, in the units of the gradient."""
+    """Added to the standard deviation in the z-score, >= 0."""
     min_std: float = parameter(non_negative, default=0.1)
-    """Least standard deviation, as a multiple of the mean, >= 0: norms that hardly vary can
-    still grow."""
+    """Smallest standard deviation, as a multiple of the mean, >= 0."""
 
     def build(self) -> Transform:
         self._goes_with("factor", "action", "reciprocal")

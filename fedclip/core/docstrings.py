@@ -42,7 +42,7 @@ class Docstring:
 def docstring_of(cls: Any, text: str) -> str:
     """Return a clipper's docstring, with its parameters after what comes before other sections.
 
-    A clipper without parameters of its own has the sections of the clipper that it is made from.
+    A clipper without additional parameters has the sections of its base.
     """
     text = inspect.cleandoc(text)
     if not cls.parameters:
@@ -88,10 +88,10 @@ def _entry(name: str, parameter: Parameter, meaning: str) -> str:
     shown = f'"{default}"' if isinstance(default, str) else repr(default)
     told = "" if default is inspect.Parameter.empty else f", default={shown}"
     lines = textwrap.wrap(meaning, 92, break_on_hyphens=False)
-    return "\n    ".join([f"{name} : {_kind(parameter)}{told}", *lines])
+    return "\n    ".join([f"{name} : {kind_of(parameter)}{told}", *lines])
 
 
-def _kind(parameter: Parameter) -> str:
+def kind_of(parameter: Parameter) -> str:
     """Return the type of a parameter in words."""
     if parameter.kind:
         return parameter.kind

@@ -12,7 +12,7 @@ For n records, T steps, batches of B and a model of d values::
 
 If evaluations have a share s of the budget, there is one for each round, on all records::
 
-    z_e    = least noise multiplier with which the evaluations alone cost s epsilon
+    z_e    = least noise multiplier with which so many evaluations alone cost s epsilon
     z      = as above, with those evaluations: all together cost at most epsilon
 
 With twice the records, at the same rate and steps, each of the last three is half as large.
@@ -37,7 +37,7 @@ __all__ = ["Calibration", "calibrate", "evaluation_noise", "steps_of_a_round", "
 
 @dataclass(frozen=True)
 class Calibration:
-    """Noise and sampling for a budget; made by `calibrate`.
+    """What a budget comes to; made by `calibrate`.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Calibration:
     expected
         Expected size of a batch, by which each sum is divided.
     unit
-        The unit that is protected, and counted here: a "record", or a "person" with several.
+        What is protected, and counted here: a "record", or a "person" with several.
     evaluations
         The evaluations that the budget pays for besides; none, if they have no share of it.
     """
@@ -88,8 +88,8 @@ class Calibration:
                 f"sampling): {self.expected:g} {self.unit}s on average"
             )
         return (
-            f"each batch is all {self.records:,} {self.unit}s: nothing is sampled, so that "
-            "sampling saves no noise; smaller batches would"
+            f"each batch has all {self.records:,} {self.unit}s, without sampling: smaller batches "
+            "need less noise"
         )
 
     @property
@@ -102,7 +102,7 @@ class Calibration:
         return (Release(self.noise_multiplier, self.steps, self.rate), *self.evaluations)
 
     def evaluating(self, share: float, times: int) -> Calibration:
-        """Return what is left for the steps if evaluations have a share of the budget.
+        """Return what is left for the steps if so many evaluations have a share of the budget.
 
         Parameters
         ----------
@@ -134,23 +134,22 @@ class Calibration:
         return self.noise * math.sqrt(values / self.steps)
 
     def in_words(self, values: int | None = None) -> str:
-        """Return what the noise does to a model with this number of values."""
+        """Return the effect of the noise on a model with this number of values, as text."""
         paid = "steps and evaluations" if self.evaluations else "steps"
         lines = [
             f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.records:,} {self.unit}s, "
             f"{self.steps:,} steps:",
             f"  {self._batches}",
             f"  noise multiplier {self.noise_multiplier:.4g}; all {paid} cost "
-            f"{in_words(self.spent)} by {self.accountant}, for zeroing out one {self.unit} (their "
-            "number is public)",
-            f"  the standard deviation of the noise, where C is the bound on a {self.unit}: "
-            f"{self.noise:.3g} C on each value",
-            "    of the mean gradient, which as a whole is at most C long",
+            f"{in_words(self.spent)} by {self.accountant}, for zeroing out one {self.unit} (the "
+            f"number of {self.unit}s is public)",
+            f"  standard deviation of the noise, where C is the bound on a {self.unit}:",
+            f"    mean gradient: {self.noise:.3g} C on each value; the mean has norm at most C",
         ]
         for z, times, _ in self.evaluations:
             lines.append(
-                f"  {times:,} evaluations are among that, at noise multiplier {z:.4g}: of n "
-                f"validation {self.unit}s, the mean loss has noise of some "
+                f"  this includes {times:,} evaluations at noise multiplier {z:.4g}: with n "
+                f"validation {self.unit}s, the noise on the mean loss is about "
                 f"{evaluation_noise(z):.3g} / n times loss_bound"
             )
         if why := too_few(self.records, self.delta, self.unit):
@@ -161,9 +160,9 @@ class Calibration:
             lines.append("  " + ASK_VALUES)
             return "\n".join(lines)
         lines.append(
-            f"  with {count:,} value{'s' * (count > 1)}, the noise of a step is "
-            f"{self.noise * math.sqrt(count):.3g} C long; in all steps it moves the model by "
-            f"{drift:.3g} of the longest way that it can go"
+            f"  with {count:,} value{'s' * (count > 1)}, the noise of a step has norm "
+            f"{self.noise * math.sqrt(count):.3g} C; the total noise is {100 * drift:.3g} % of the "
+            "largest possible change of the model"
         )
         if drift > 1:
             lines.append(f"  {self.records:,} {self.unit}s are too few for this epsilon")
@@ -190,7 +189,7 @@ def steps_of_a_round(
 def calibrate(
     epsilon_: float, delta: float, records: int, batch_size: int, steps: int, unit: str = "record"
 ) -> Calibration:
-    """Return noise and sampling with which the steps stay within a budget.
+    """Return noise and sampling with which so many steps stay within a budget.
 
     Parameters
     ----------

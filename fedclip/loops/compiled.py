@@ -20,10 +20,10 @@ from fedclip.transforms import Carried, Outcome, SliceClipping, State, Transform
 
 
 class ClipState(NamedTuple):
-    """State of a clipper in compiled code: small arrays, each with a buffer of its own.
+    """State of a clipper in compiled code: small arrays with separate buffers.
 
-    `metrics` gives them as plain numbers; ``optax.tree.get(state, "norm")`` finds a field inside
-    the state of a chain.
+    `metrics` returns them as plain numbers; ``optax.tree.get(state, "norm")`` finds a field in the
+    state of a chain.
 
     Attributes
     ----------
@@ -34,13 +34,13 @@ class ClipState(NamedTuple):
     limit
         Limit of each group at the last step; infinity before the first.
     over
-        Whether each group was over its limit at the last step.
+        Whether each group was above its limit at the last step.
     steps
-        Number of steps, in this round if `on_round_start` has begun one.
+        Number of steps, in this round if `on_round_start` has started one.
     clipped
-        Number of steps at which some group was clipped.
+        Number of steps with a clipped group.
     nonfinite
-        Number of steps that held NaN or infinity.
+        Number of steps with NaN or infinity.
     """
 
     statistics: State
@@ -53,7 +53,7 @@ class ClipState(NamedTuple):
 
 
 def check_compilable(clipper: Clipper | AGC) -> None:
-    """Raise an error for a clipper that compiled code can not follow."""
+    """Raise an error for a clipper that cannot be compiled."""
     from fedclip.clippers.own_limit import OwnLimit
 
     if isinstance(clipper, OwnLimit):

@@ -65,47 +65,47 @@ def as_optax(
     axis_name: str | Sequence[str] | None = None,
     inner: optax.GradientTransformation | None = None,
 ) -> ClipTransformation:
-    """Return the clipper as a gradient transformation.
+    """Return the clipper as an optax gradient transformation.
 
-    It works eagerly, under ``jit`` (compiled once, with donated states too), ``scan`` and
-    ``vmap``, on meshes with automatic or explicit axes, and on pytrees of any kind. Its state is
-    a pytree that any checkpoint library saves. The transformation starts from the clipper's
-    statistics, if they are of the same tensors, and never changes the clipper. (Statistics that
-    were loaded, and are of other tensors, are refused.)
+    It works eagerly and under ``jit``, ``scan`` and ``vmap``, with donated states, on meshes with
+    automatic or explicit axes, and for any pytree. ``jit`` compiles it once. Its state is a pytree
+    that any checkpoint library saves. The transformation starts from the clipper's statistics if
+    they belong to the same tensors, and never changes the clipper. Loaded statistics of other
+    tensors are refused.
 
-    Scopes know a leaf by its path, as in ``enc.w``; if two leaves have the same one, the second
-    is called ``enc.w#1``. A complex number counts by its absolute value. Leaves of dtype float0,
-    the gradients of integers, stay as they are.
+    Scopes name a leaf by its path, as in ``enc.w``; a second leaf with the same path is
+    ``enc.w#1``. Complex numbers count by their absolute value. Leaves of dtype float0, the
+    gradients of integers, do not change.
 
     Parameters
     ----------
     clipper
-        A clipper that compiled code can follow, or its name or (name, config); for `AGC` pass the
+        A clipper that can be compiled, or its name or (name, config). For `AGC`, pass the
         parameters to ``update``.
     max_norm
-        In the place of the clipper's own `max_norm`, a number or a traced array, so that a
-        schedule can set it: ``optax.inject_hyperparams(as_optax)(NormClip(1.0),
-        max_norm=schedule)``. What is negative counts as 0.
+        Replaces the clipper's `max_norm`: a number, or a traced array, so that a schedule can set
+        it: ``optax.inject_hyperparams(as_optax)(NormClip(1.0), max_norm=schedule)``. Negative
+        values count as 0.
     axis_name
-        Inside a `shard_map` the leaves are shards, and norms those of each shard; with the names
-        of the axes along which leaves are split, they are those of the whole, for one more
-        all-reduce. With ``check_vma=False`` every leaf has to be split along all of them.
+        Inside a `shard_map`, leaves are shards, and norms are those of each shard. With the names
+        of the axes that split the leaves, norms are those of the whole leaves, for one more
+        all-reduce. With ``check_vma=False``, all axes must split every leaf.
     inner
-        What steps with the clipped gradient, such as ``optax.adamw(1e-3)``. A step that the
-        clipper skips then returns updates of zero, and the state of `inner` stays. In a chain a
-        skipped step is a gradient of zero, with which Adam still moves, decays and counts.
+        A transformation that uses the clipped gradient, such as ``optax.adamw(1e-3)``. A step that
+        the clipper skips then returns zero updates, and the state of `inner` does not change. In a
+        chain, a skipped step is a zero gradient, with which Adam still moves, decays and counts.
 
     Raises
     ------
     NotImplementedError
-        If compiled code can not follow the clipper; with `axis_name`, if it is not one by L2
-        norms of whole tensors; with `inner`, if ``on_spike="skip"`` and the scope is not "global".
+        If the clipper cannot be compiled; with `axis_name`, if it does not use L2 norms of whole
+        tensors; with `inner`, if ``on_spike="skip"`` and the scope is not "global".
     TypeError
-        If `max_norm` is given and the clipper has none; at an update, if the state is none of
-        `init`'s, or another clipper's, or if a leaf that is not excluded has another dtype, or is
-        complex and the clipper is not one by L2 norms of whole tensors.
+        If `max_norm` is given and the clipper has none. At an update: if the state is not from
+        `init`, or from another clipper; or if a leaf that is not excluded has another dtype, or is
+        complex and the clipper does not use L2 norms of whole tensors.
     ValueError
-        At an update with `AGC`, if it gets no parameters; if the state is of another number of
+        At an update: with `AGC`, if it gets no parameters; if the state has another number of
         groups; or without a state, if the clipper learns from past steps.
 
     Examples
@@ -270,20 +270,20 @@ def _like(leaf: Array, clipped: Array) -> Array:
 def metrics(
     clipper: Clipper | AGC, state: object, params: Tree, prefix: str = ""
 ) -> dict[str, float]:
-    """Return plain numbers for a logger: of the last step, and of all (``round/...``).
+    """Return plain numbers for a logger, of the last step and of all steps (``round/...``).
 
     Parameters
     ----------
     clipper, params
-        What the transformation was made of, which have the names of groups.
+        Clipper and parameters of the transformation; they name the groups.
     state
-        The transformation's state, or one that holds it, such as that of a chain.
+        The transformation's state, or one that contains it, such as that of a chain.
 
     Raises
     ------
     ValueError
-        If there is not exactly one `ClipState` in the state, or it is of other parameters. Of
-        several clippers, the message names the part of the state of each, to be given alone.
+        If the state does not contain exactly one `ClipState`, or belongs to other parameters. For
+        several clippers, the message names the part of each, which you can pass separately.
 
     Examples
     --------
@@ -299,14 +299,12 @@ def metrics(
 
 
 def on_round_start(state: T) -> T:
-    """Return a state at the start of a round, such as an epoch.
-
-    The counts of each clipper in it are 0, their statistics stay.
+    """Return a state at the start of a round, such as an epoch: counts are 0, statistics continue.
 
     Parameters
     ----------
     state
-        A transformation's state, or one that holds any number of them, such as that of a chain.
+        A transformation's state, or one that contains any number of them, such as that of a chain.
     """
     begun: T = jax.tree.map(
         lambda node: compiled.on_round_start(node) if isinstance(node, ClipState) else node,
@@ -317,9 +315,9 @@ def on_round_start(state: T) -> T:
 
 
 def set_state(clipper: Clipper | AGC, state: object, params: Tree) -> None:
-    """Put the statistics of a transformation's state, or of a chain's, into a clipper.
+    """Write the statistics of a transformation's state, or of a chain's, to a clipper.
 
-    A federated client can then continue with what a notebook has learnt; ``get_state`` of the
+    A federated client can then continue from the statistics of a notebook. ``get_state`` of the
     clipper returns them as plain values, and a new transformation starts from them.
 
     Raises
@@ -441,36 +439,35 @@ def private_gradients(
     *,
     micro_batch: int = 128,
 ) -> Tree:
-    """Return the gradients of one step of DP-SGD, as a pytree like the parameters.
+    """Return the gradients of one DP-SGD step, as a pytree like the parameters.
 
     ::
 
         (Σ min(1, max_norm / n_i) g_i  +  noise_multiplier max_norm normal) / expected_batch_size
 
-    The gradients of records are compiled, once for a loss. Noise comes from a computationally
-    secure generator, keyed by the operating system, and is not compiled. Give it Poisson samples
-    (`fedclip.dpsgd.sampling.PoissonSampler`), also those without a record, and account for each
-    with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
+    The gradients of records are compiled once for each loss. Noise comes from the operating
+    system's secure generator, so do not compile the whole function. Draw Poisson samples
+    (`fedclip.dpsgd.sampling.PoissonSampler`), call it for empty samples too, and account for each
+    call with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
 
     Parameters
     ----------
     loss
-        From the parameters and one record (without its first axis) to a number. Give the same
-        function at each step. Random numbers need a key in each record.
+        A function of the parameters and one record (without its first axis) that returns a number.
+        Use one function for all steps. If it needs random numbers, put a key in each record.
     params
         A pytree of arrays.
     batch
-        A pytree of arrays whose first axis is the records; there may be none.
+        A pytree of arrays with the records along the first axis; there may be no record.
     mean
-        How records are clipped, how much noise there is, and what it is divided by: one for all
-        steps.
+        How records are clipped, the noise, and the divisor. Use one for all steps.
     micro_batch
-        How many records are in memory at once, at most.
+        Largest number of records in memory at once.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter is not as above.
+        If a parameter is invalid.
 
     Examples
     --------

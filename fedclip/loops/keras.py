@@ -84,7 +84,7 @@ def _value(variable: Variable) -> Array:
 
 
 class _Hook:
-    """What the optimizer that steps calls where Keras clips.
+    """Called by the inner optimizer where Keras clips.
 
     Keras calls ``_clip_gradients`` on gradients that are unscaled, averaged over accumulated
     steps, and not for variables that they overwrite; `_apply` notes for which variables.
@@ -204,7 +204,7 @@ class _Hook:
 
 
 def _tensors(gradients: Sequence[Array]) -> list[Array]:
-    """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients as they are."""
+    """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients unchanged."""
     return [
         keras.ops.convert_to_tensor(g, sparse=False)
         if isinstance(g, np.ndarray) or hasattr(g, "todense")
@@ -278,26 +278,26 @@ def _none(option: str) -> property:
 
 @keras.saving.register_keras_serializable(package="fedclip")
 class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
-    """A Keras optimizer that clips where the inner one would, for ``model.compile``.
+    """A Keras optimizer that clips gradients before the inner optimizer's step.
 
     ::
 
         unscale the gradients, and average those of accumulated steps
-        clip them                           in the place of clipnorm, global_clipnorm, clipvalue
+        clip them                           instead of clipnorm, global_clipnorm, clipvalue
         weight decay, step, moving averages, constraints
 
-    All but the clip is the inner optimizer's: learning rate and schedule, loss scale, gradient
-    accumulation, weight decay and what is excluded from it, moving averages of the weights.
-    Variables with ``overwrite_with_gradient`` are neither measured nor clipped. `variables` holds
-    the statistics, norms, limits and counts, and ``model.save`` saves them.
+    The inner optimizer does everything else: learning rate and schedule, loss scale, gradient
+    accumulation, weight decay and its exclusions, moving averages of the weights. Variables with
+    ``overwrite_with_gradient`` are neither measured nor clipped. `variables` includes the
+    statistics, norms, limits and counts, and ``model.save`` saves them.
 
     Under a ``tf.distribute`` strategy it clips the sum of the replicas' gradients, for one more
-    all-reduce. (Keras' own clipnorm clips each replica's part.)
+    all-reduce. (Keras' clipnorm clips each replica's part.)
 
     Parameters
     ----------
     inner_optimizer
-        The optimizer that steps, or its name in Keras; from now on it belongs to this one. A
+        The optimizer that makes the step, or its name in Keras; do not use it elsewhere. A
         LossScaleOptimizer may be inside or outside. It may be a ClippedOptimizer, which clips
         second. Do not set its clipnorm, global_clipnorm or clipvalue.
     clipper
@@ -306,12 +306,12 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
     Raises
     ------
     ValueError
-        If the inner optimizer would clip as well, is in another ClippedOptimizer already, or is a
+        If the inner optimizer also clips, is already in another ClippedOptimizer, or is a
         MultiOptimizer.
     TypeError
         If it does not clip where Keras' optimizers do.
     NotImplementedError
-        If compiled code can not follow the clipper.
+        If the clipper cannot be compiled.
 
     Examples
     --------
@@ -338,7 +338,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         self.built = False
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Make the variables of the inner optimizer and of the clipper."""
+        """Create the variables of the inner optimizer and of the clipper."""
         if self.built:
             return
         _check_options(self._hook.stepping)
@@ -354,7 +354,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
     def apply(
         self, grads: Sequence[Array], trainable_variables: Sequence[Variable] | None = None
     ) -> None:
-        """Let the inner optimizer step, with clipped gradients."""
+        """Make the inner optimizer's step with clipped gradients."""
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             self.build(trainable_variables)
@@ -382,7 +382,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: object) -> None:
-        """Let the inner optimizer put its moving averages into the weights."""
+        """Write the inner optimizer's moving averages to the weights."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def exclude_from_weight_decay(self, var_list: object = None, var_names: object = None) -> None:
@@ -445,12 +445,12 @@ class ClipHistory(keras.callbacks.Callback):
     """
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-        """Begin a round."""
+        """Start a round."""
         for optimizer in self._clipped():
             optimizer.on_round_start()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Add what the clipper did in the last step, and in this epoch."""
+        """Add the numbers of the last step, and of this epoch."""
         for optimizer in self._clipped():
             if logs is not None:
                 logs.update(optimizer.metrics("clip/"))

@@ -32,23 +32,23 @@ class ClipCallback(Callback):
 
         trainer = Trainer(callbacks=[ClipCallback(ZScoreClip())])
 
-    It acts in automatic and in manual optimization, once a step, on accumulated and unscaled
-    gradients. Checkpoints hold the clipper's statistics with the optimizer's; from an older
-    checkpoint the clipper starts anew, with a warning. Each epoch is one round of the clipper's
-    records, and loggers get what the last step did, every ``log_every_n_steps``.
+    It clips once a step, in automatic and manual optimization, after accumulation and unscaling.
+    Checkpoints hold the clipper's statistics with the optimizer's. From an older checkpoint, the
+    clipper starts from the beginning, with a warning. An epoch is a round of the clipper's records.
+    Loggers get the numbers of the last step every ``log_every_n_steps``.
 
     Parameters
     ----------
     clipper
-        A clipper of fedclip, or its name or (name, config). With several optimizers each further
-        one gets a copy; or give a list, with one clipper for each optimizer.
+        A clipper of fedclip, or its name or (name, config). With several optimizers, the others get
+        copies; or pass a list with one clipper for each optimizer.
 
     Raises
     ------
     ValueError
-        Before the first step, if the Trainer's ``gradient_clip_val`` is set, if a list has
-        another length than there are optimizers, if a clipper acts elsewhere at the same time, or
-        if a fused optimizer would unscale the gradients after the clip.
+        Before the first step: if the Trainer has a ``gradient_clip_val``, if a list is not as long
+        as the list of optimizers, if the clipper is in use elsewhere, or if a fused optimizer would
+        unscale the gradients after clipping.
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
 
@@ -67,7 +67,7 @@ class ClipCallback(Callback):
         self._handles: list[ClipHandle] = []
 
     def setup(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
-        """Refuse to clip twice, or what can not be clipped."""
+        """Refuse to clip twice, and what cannot be clipped."""
         if stage != "fit":
             return
         if trainer.gradient_clip_val:
@@ -106,21 +106,21 @@ class ClipCallback(Callback):
             self._handles.append(attach(optimizer, clipper, pl_module))
 
     def teardown(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
-        """Let go of the clippers, for another Trainer; what is saved later still has them."""
+        """Release the clippers for another Trainer; later checkpoints still include them."""
         for handle in self._handles:
             handle._release()
 
     def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
-        """Let go of the clippers."""
+        """Release the clippers."""
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_epoch_start(self, trainer: object, pl_module: object) -> None:
-        """Begin a round of the records."""
+        """Start a round of the records."""
         for clipper in self.clippers:
             clipper.on_round_start()
 
     def on_train_batch_end(self, trainer: Theirs, pl_module: Theirs, *args: object) -> None:
-        """Log what the last step did, as often as Lightning logs."""
+        """Log the numbers of the last step, as often as Lightning logs."""
         every = trainer.log_every_n_steps
         if not every or trainer.global_step % every:
             return
@@ -131,7 +131,7 @@ class ClipCallback(Callback):
 
 
 class LightningClipping:
-    """Mixin of a LightningModule that brings a `ClipCallback` with ``self.clipper``.
+    """Mixin of a LightningModule that adds a `ClipCallback` with ``self.clipper``.
 
     ::
 
@@ -140,7 +140,7 @@ class LightningClipping:
                 super().__init__()
                 self.clipper = ZScoreClip()
 
-    The order of the bases does not matter, nor whether the class has a ``configure_callbacks``.
+    The order of the bases does not matter; the class may have a ``configure_callbacks``.
     """
 
     clipper: Spec | list[Spec]
@@ -148,7 +148,7 @@ class LightningClipping:
     _clip_callback: ClipCallback | None = None
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Let the class bring the callback with those that it configures."""
+        """Add the callback to those that the class configures."""
         super().__init_subclass__(**kwargs)
         inner = getattr(cls, "configure_callbacks", None)
         if inner is None:

@@ -16,26 +16,26 @@ __dir__ = public_names(__name__)
 def log(
     record: StepRecord | RoundRecord | None, to: object, step: int, prefix: str = "clip/"
 ) -> None:
-    """Send the numbers of a record's ``as_dict`` to a logger.
+    """Send the numbers of a record to TensorBoard, W&B, MLflow or a Lightning logger.
 
     Parameters
     ----------
     record
-        ``clipper.last``, what ``clip_`` returns, or one of ``clipper.rounds``. Nothing is sent
-        for None, which is ``last`` before the first step.
+        ``clipper.last``, the result of ``clip_``, or one of ``clipper.rounds``. Nothing is sent for
+        None, which ``last`` is before the first step.
     to
-        A ``SummaryWriter`` of TensorBoard; a run of W&B, or the module `wandb` itself; the module
-        `mlflow`; or any logger of Lightning's.
+        A ``SummaryWriter`` of TensorBoard; a W&B run, or the module `wandb`; the module `mlflow`;
+        or any Lightning logger.
     step
         Number of the step, or of the round.
     prefix
-        Put before each name.
+        Prefix of each name.
 
     Raises
     ------
     TypeError
-        If `record` is no record, or `to` has none of the methods ``add_scalar``,
-        ``log_metrics`` and ``log``.
+        If `record` is not a record, or `to` has none of the methods ``add_scalar``, ``log_metrics``
+        and ``log``.
 
     Examples
     --------

@@ -36,7 +36,7 @@ __dir__ = public_names(__name__)
 
 
 class _Seen(NamedTuple):
-    """What a clipper has seen in eager code: variables, and the axes of their outputs."""
+    """Variables that a clipper has seen in eager code, and the axes of their outputs."""
 
     known: Known
     outputs: dict[str, Axes]
@@ -49,20 +49,19 @@ _compiled: ByClipper[CompiledClipper] = ByClipper()
 def clip(
     grads_and_vars: Iterable[tuple[Array, Variable]], clipper: Clipper | AGC
 ) -> list[tuple[Array, Variable]]:
-    """Return (gradient, variable) pairs with the gradients clipped.
+    """Clip the gradients of (gradient, variable) pairs, and return the pairs.
 
-    In eager code the clipper itself acts and learns. In a ``tf.function`` the statistics are
-    variables, which start from those of the clipper. `CompiledClipper.of` returns them, so that
-    you can save them in a checkpoint or read them back into the clipper.
+    In eager code, the clipper itself learns. In a ``tf.function`` the statistics are variables,
+    which start from those of the clipper. `CompiledClipper.of` returns them; save them in a
+    checkpoint, or read them back into the clipper.
 
     Parameters
     ----------
     grads_and_vars
-        Pairs, such as ``zip(tape.gradient(loss, variables), variables)``. Gradients may be None
-        or IndexedSlices.
+        Pairs, such as ``zip(tape.gradient(loss, variables), variables)``. Gradients may be None or
+        IndexedSlices.
     clipper
-        A clipper of fedclip; in a ``tf.function`` one whose ``on_nonfinite`` is "skip" or
-        "propagate".
+        A clipper of fedclip; in a ``tf.function``, one with ``on_nonfinite`` "skip" or "propagate".
 
     Examples
     --------
@@ -110,14 +109,14 @@ def _by_name(
 
 
 class CompiledClipper(Verbs, tf.Module):
-    """A clipper whose statistics are TensorFlow variables, for use in a ``tf.function``.
+    """A clipper with its statistics in TensorFlow variables, for use in a ``tf.function``.
 
     It is a `tf.Module`, so ``tf.train.Checkpoint`` saves and restores it.
 
     Parameters
     ----------
     clipper
-        As for `clip` in a ``tf.function``. Its own statistics are where these start.
+        As for `clip` in a ``tf.function``. The variables start from its statistics.
     """
 
     def __init__(self, clipper: Spec) -> None:
@@ -132,7 +131,7 @@ class CompiledClipper(Verbs, tf.Module):
 
     @classmethod
     def of(cls, clipper: Clipper | AGC) -> CompiledClipper:
-        """Return the compiled form of a clipper; the first call makes it."""
+        """Return the compiled form of a clipper; the first call creates it."""
         return _compiled.get(clipper) or _compiled.set(clipper, cls(clipper))
 
     # What AutoGraph would rewrite branches on no tensor.

@@ -42,29 +42,28 @@ class ClipCallback(TrainerCallback, ExportableState):
 
         Trainer(model, TrainingArguments(max_grad_norm=0), callbacks=[ClipCallback(ZScoreClip())])
 
-    The gradients are accumulated and, with fp16, unscaled. The Trainer's logs get ``limit``,
-    ``clipped`` (1 if the last step was clipped, else 0) and ``clipped_share`` (of the steps of
-    this epoch) beside ``grad_norm``; `attach` puts the callback where TensorBoard and others see
-    them too. Checkpoints hold the clipper's state, and a run that is resumed goes on with it;
-    from an older checkpoint the clipper starts anew, with a warning. An epoch is a round of the
-    clipper's records.
+    Gradients are accumulated and, with fp16, unscaled before. Together with ``grad_norm``, the
+    Trainer's logs get ``limit``, ``clipped`` (1 if the last step was clipped, else 0) and
+    ``clipped_share`` (of the steps of this epoch). Use `attach` if TensorBoard and others should
+    see them too. Checkpoints hold the clipper's state, and a resumed run continues with it. From an
+    older checkpoint, the clipper starts from the beginning, with a warning. An epoch is a round of
+    the clipper's records.
 
     Parameters
     ----------
     clipper
-        A clipper of fedclip, or its name or (name, config) as in a declearn configuration.
-        Averages of whole tensors, as `EmaNormClip` keeps them, are saved as text in
-        ``trainer_state.json``.
+        A clipper of fedclip, or its name or (name, config) as in a declearn configuration. Clippers
+        with arrays, such as `EmaNormClip`, save them as text in ``trainer_state.json``.
 
     Raises
     ------
     ValueError
-        Before the first step, if ``max_grad_norm`` is not 0: its default of 1.0 clips too; or if
-        the clipper acts elsewhere at the same time.
+        Before the first step, if ``max_grad_norm`` is not 0 (the default of 1.0 also clips), or if
+        the clipper is in use elsewhere.
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
     RuntimeError
-        At a step without any gradient: the optimizer has used them up.
+        At a step without gradients: the optimizer has already used them.
     """
 
     def __init__(self, clipper: Spec) -> None:
@@ -80,7 +79,7 @@ class ClipCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Theirs, state: Theirs, control: Theirs, **theirs: Theirs
     ) -> None:
-        """Refuse to clip twice, and take up the state of a checkpoint."""
+        """Refuse to clip twice, and restore the state of a checkpoint."""
         optimizer = theirs["optimizer"]
         if args.max_grad_norm:
             raise ValueError(
@@ -122,19 +121,19 @@ class ClipCallback(TrainerCallback, ExportableState):
         begin(self.clipper, shapes, kind, [*parameters.values()])
 
     def on_train_end(self, *args: object, **theirs: object) -> None:
-        """Let go of the clipper, for another Trainer."""
+        """Release the clipper for another Trainer."""
         release(self.clipper, self)
         self._training = None
         _TRAINING.discard(self)
 
     def on_epoch_begin(self, *args: object, **theirs: object) -> None:
-        """Begin a round of the records, unless the run is resumed within an epoch."""
+        """Start a round of the records, unless the run resumes within an epoch."""
         if not self._within:
             self.clipper.on_round_start()
         self._within = False
 
     def on_pre_optimizer_step(self, *args: object, **theirs: Theirs) -> None:
-        """Unscale the gradients, unless the Trainer has, as it does from 5 on; and clip."""
+        """Unscale the gradients, unless the Trainer has (as from version 5 on), and clip."""
         model, optimizer = theirs["model"], theirs["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
@@ -152,7 +151,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             )
 
     def on_log(self, args: object, state: Theirs, control: object, **theirs: Theirs) -> None:
-        """Add to the Trainer's logs of steps what the last step did."""
+        """Add the numbers of the last step to the Trainer's logs of steps."""
         logs = theirs["logs"]
         if "loss" not in logs or self.clipper.last is None:
             return
@@ -184,9 +183,9 @@ class ClipCallback(TrainerCallback, ExportableState):
 
 
 def attach(trainer: Theirs, clipper: Spec) -> ClipCallback:
-    """Add a `ClipCallback` to a Trainer, before all others, so that they see what it logs.
+    """Add a `ClipCallback` to a Trainer, before all others, so that they see its logs.
 
-    Of the callbacks that are given to a Trainer, those of ``report_to`` come first.
+    If you pass callbacks to a Trainer, those of ``report_to`` come first.
     """
     callback = ClipCallback(clipper)
     trainer.callback_handler.callbacks.insert(0, callback)

@@ -27,7 +27,7 @@ Variable: TypeAlias = Array
 
 
 class Operations(NamedTuple):
-    """What a framework can do with its variables, which have ``assign`` and ``numpy``.
+    """Operations of a framework on its variables, which have ``assign`` and ``numpy``.
 
     ::
 
@@ -163,7 +163,7 @@ class Verbs:
 
     @property
     def last(self) -> StepRecord | None:
-        """What the last step did; None before the first."""
+        """Record of the last step; None before the first."""
         held = self.held
         if not held.variables:
             return None
@@ -174,20 +174,20 @@ class Verbs:
         return StepRecord(held.labels, norms, limits, clipped > 0)
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return plain numbers for a logger: of the last step, and of all (``round/...``)."""
+        """Return plain numbers for a logger, of the last step and of all steps (``round/...``)."""
         held, last = self.held, self.last
         counts = held.numbers()[0] if held.variables else (0, 0, 0)
         every = compiled.counted(counts, f"{prefix}round/", held.round)
         return every if last is None else last.as_dict(prefix) | every
 
     def on_round_start(self) -> None:
-        """Begin a round: what ``round/...`` of `metrics` counts starts from 0; statistics stay."""
+        """Start a round: counts (``round/...`` in `metrics`) are 0, statistics continue."""
         self.held.round += 1
         for counts in self.held.variables[:1]:
             counts.assign(np.zeros_like(counts.numpy()))
 
     def get_state(self) -> Fields:
-        """Return what the clipper's own ``get_state`` would return; nothing for `agc`."""
+        """Return what the clipper's ``get_state`` returns; nothing for `agc`."""
         held, clipper = self.held, self.held.clipper
         if isinstance(clipper, AGC):
             return {}
@@ -198,7 +198,7 @@ class Verbs:
         return state
 
     def set_state(self, state: Fields) -> None:
-        """Take over a state that ``get_state`` of this, or of such a clipper, returned.
+        """Restore a state that ``get_state`` of this, or of such a clipper, returned.
 
         Raises
         ------
@@ -218,7 +218,7 @@ class Verbs:
             held.restart(state["arrays"])
 
     def reset(self) -> None:
-        """Forget all steps, and the state that was loaded."""
+        """Forget all steps, and the loaded state."""
         if self.held.variables:
             self.held.restart({}, fresh=True)
         else:

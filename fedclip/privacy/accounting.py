@@ -17,8 +17,8 @@ what was released, they may be too low. Rényi's accountant is right at one orde
 before (Feldman & Zrnic, 2021, "Individual privacy accounting via a Rényi filter",
 arXiv:2008.11193).
 
-With z the noise multiplier that the accountant counts, and ``sigma_b`` the standard deviation of
-the noise on the sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1). Then::
+With the accountant's noise multiplier z, and the standard deviation ``sigma_b`` of the noise on the
+sum of the bits, each recentred to ±1/2 (Andrew et al., 2021, theorem 1)::
 
     z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)
 
@@ -62,7 +62,7 @@ record's gradient, the sums have the same two distributions (dp-accounting calls
 
 
 def relation_of(relation: str, protects: str) -> str:
-    """Return the name of the relation under which a record, a person or a client is protected.
+    """Return the relation that protects a record, a person or a client.
 
     >>> relation_of("add-remove", "record"), relation_of("add-remove", "client")
     ('zero-out', 'add-remove')
@@ -79,7 +79,7 @@ _ORDERS = (
     + [2**k for k in range(6, 13)]
 )
 # Privacy losses are rounded up to a grid within these ends, which follows from `_spread`. A finer
-# grid is tighter and slower: there are about this many points at most.
+# grid is tighter and slower: there are about so many points at most.
 _FINEST, _COARSEST, _POINTS = 1e-5, 1e-3, 1e6
 # With losses beyond this nothing is private, and they would not fit into memory on any grid that
 # the steps call for: sampling is left out of account, which is an upper bound.
@@ -98,14 +98,14 @@ _LEAST_NOISE, _MOST_NOISE, _HIGHEST_RATE = 1e-150, 1e6, 1.0 - 1e-6
 
 
 class Cost(NamedTuple):
-    """What releases cost, and who says so.
+    """The cost of releases, and the accountant that computed it.
 
     Attributes
     ----------
     epsilon
         An upper bound.
     accountant
-        The accountant that has counted: "closed form", "pld" or "rdp".
+        "closed form", "pld" or "rdp".
     """
 
     epsilon: float
@@ -138,7 +138,7 @@ def epsilon(
     relation: str = "add-remove",
     order: float | None = None,
 ) -> float:
-    """Return the epsilon of all releases together: an upper bound, as `account` does."""
+    """Return an upper bound on the epsilon of all releases together, as `account` does."""
     return account(releases, delta, relation, order).epsilon
 
 
@@ -148,26 +148,25 @@ def account(
     relation: str = "add-remove",
     order: float | None = None,
 ) -> Cost:
-    """Return the epsilon of all releases together, an upper bound, and which accountant says so.
+    """Return an upper bound on the epsilon of all releases together, and the accountant used.
 
     Parameters
     ----------
     releases
         The releases, in any order.
     delta
-        Probability with which the guarantee may fail, in (0, 1).
+        Probability that the guarantee fails, in (0, 1).
     relation
         "add-remove" of one record, or "replace-one", for which noise counts half.
     order
-        Rényi's order, above 1, at which releases of several plans are counted; None if all of them
-        were planned before the first.
+        Rényi order, > 1, for releases of several plans. None: all were planned before the first.
 
     Raises
     ------
     ModuleNotFoundError
         If records are sampled, and dp-accounting is not installed.
     TypeError, ValueError
-        If a parameter is not as above.
+        If a parameter is invalid.
     """
     delta = parameters.unit_interval(delta=delta)
     parameters.choice(RELATIONS, relation=relation)
@@ -261,21 +260,21 @@ def noise_multiplier(
     relation: str = "add-remove",
     besides: tuple[Release, ...] = (),
 ) -> float:
-    """Return the least noise multiplier that keeps a number of steps within a budget.
+    """Return the smallest noise multiplier that keeps a number of steps within a budget.
 
     Parameters
     ----------
     epsilon, delta
-        The budget: epsilon above 0, delta in (0, 1).
+        The budget: epsilon > 0, delta in (0, 1).
     steps, sampling, relation
         As in `Release` and `epsilon`.
     besides
-        Releases without sampling, of noise that is known, which the budget has to pay for too.
+        Unsampled releases with known noise that the same budget pays for.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter is not as above, or `besides` leaves nothing of the budget.
+        If a parameter is invalid, or `besides` uses up the budget.
     ModuleNotFoundError
         If records are sampled, and dp-accounting is not installed.
     """
@@ -461,26 +460,26 @@ def split_evaluation(noise_multiplier: float, share: float) -> tuple[float, floa
 
 
 class Accountant:
-    """Adds up releases, and says what they cost and how many more a budget allows.
+    """Add up releases; report their cost, and how many more a budget allows.
 
-    Sampling of clients is not credited, because amplification needs Poisson samplers, and
-    declearn's are none. The epsilon of rounds is that of a client who takes part every time: an
-    upper bound for everybody. Steps on Poisson samples of records have a `sampling`.
+    Random sampling of clients gets no credit: amplification needs Poisson sampling, which declearn
+    does not do. The epsilon of rounds is that of a client in every round, an upper bound for all
+    clients. Steps on Poisson samples of records have a `sampling`.
 
     Parameters
     ----------
     delta
-        Probability with which the guarantee may fail, in (0, 1).
+        Probability that the guarantee fails, in (0, 1).
     relation
-        "add-remove" of one client, or "replace-one", under which every noise counts half.
+        "add-remove" of one client, or "replace-one", for which noise counts half.
     order
-        Rényi's order, if plans may follow from what was released, as in `account`.
+        Rényi order, if plans may depend on earlier releases, as in `account`.
 
     Attributes
     ----------
     plan
-        The most of each release that the first plan has, if it has more than one kind: within
-        it, nothing follows from what was released.
+        Largest number of each release in the first plan, if it has more than one kind. Within it,
+        no release depends on earlier ones.
     """
 
     plan: Sequence[Release] = ()
@@ -497,15 +496,15 @@ class Accountant:
 
     @property
     def rounds(self) -> int:
-        """Rounds, or steps, counted so far."""
+        """Number of rounds, or steps, so far."""
         return sum(release.steps for release in self.spent)
 
     def epsilon(self, noise_multiplier: float = 0.0, more: int = 0, sampling: float = 1.0) -> float:
-        """Return the epsilon of all rounds counted, plus `more` rounds."""
+        """Return the epsilon of all rounds so far, plus `more` rounds."""
         return self.cost(noise_multiplier, more, sampling).epsilon
 
     def cost(self, noise_multiplier: float = 0.0, more: int = 0, sampling: float = 1.0) -> Cost:
-        """Return the same, and which accountant says so."""
+        """Return the epsilon of `epsilon`, and the accountant used."""
         history = self._with(Release(noise_multiplier, more, sampling))
         return account(history, self.delta, self.relation, order=self.order_of(history))
 

@@ -14,12 +14,12 @@ values in [-c, c]                     c √d                             1
 slices, units: r each, u of them      r √u                             1
 brought to a norm N (+ eps)           as a limit at N                  N / eps
 mean 0, deviation 1                   √(d - k)                         1 / eps
-mean taken away                       that of the input                1
+mean taken away                       none                             1
 limit learnt from gradients           that of max_norm                 without limit
 ====================================  ===============================  ========================
 
 The bound of several groups is the root of the sum of their squared bounds. Bounds are rounded up,
-never too low. Those of fedclip's clippers hold in every dtype, because they scale to
+and never too low. Those of fedclip's clippers hold in every dtype, because they scale to
 a little below the limit; those of declearn's clippers hold in float32 and wider. The stretching of
 distances is that of exact arithmetic.
 """
@@ -49,14 +49,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Context:
-    """Facts about the gradients that a plug-in gets.
+    """Facts about the gradients that a map receives.
 
     Attributes
     ----------
     shapes
-        Shape of each tensor; None if not known.
+        Shape of each tensor; None if unknown.
     finite
-        Whether the gradients hold no NaN and no infinity, and no norm is beyond float64.
+        Whether the gradients have no NaN and no infinity, and no norm is beyond float64.
     """
 
     shapes: Shapes | None = None
@@ -65,28 +65,32 @@ class Context:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What one plug-in guarantees, and why it guarantees no more.
+    """The guarantee of one map, and the reasons why it is not stronger.
 
     Attributes
     ----------
     name
         Registered name of the plug-in.
     bound
-        Largest L2 norm of the output, for any input; infinity if it is not known.
+        Largest L2 norm of the output for any input; infinity if unknown.
     formula
-        The bound in words. If `bound` is infinite and there is a formula, it needs shapes.
+        The bound in words. If `bound` is infinite and there is a formula, the bound needs shapes.
     lipschitz
-        Largest factor by which it stretches the distance of two inputs, or of two histories of
-        inputs if it has a memory. Infinity without such a factor.
+        Largest factor on the distance of two inputs, or of two histories of inputs if the map has a
+        memory; infinity if unbounded.
     growth
-        Largest factor by which it stretches the norm of its input.
+        Largest factor on the norm of the input.
     finite
         Whether the output is finite.
     noise
         Whether it adds noise.
-    unbounded, shared, expands
-        Why it has no bound; why its output depends on more than its input record and
-        public values; why it is not non-expansive. Empty if that is not so.
+    unbounded
+        Why it has no bound; empty if it has one.
+    shared
+        Why its output depends on more than its input record and public values; empty if it does
+        not.
+    expands
+        Why it may increase distances; empty if it does not.
     """
 
     name: str
@@ -147,7 +151,7 @@ class _Scoped(NamedTuple):
 
 
 def _finite(clipper: Plugin, context: Context, unclipped: object) -> bool:
-    """Whether the output is finite; `unclipped` tensors come out unchanged."""
+    """Whether the output is finite, where `unclipped` tensors come out unchanged."""
     return context.finite or (clipper.on_nonfinite != "propagate" and not unclipped)
 
 
@@ -383,13 +387,13 @@ def standardised(clipper: Plugin, context: Context) -> Guarantee:
 
 
 def unchanged(clipper: Plugin, context: Context) -> Guarantee:
-    """Return the guarantee of a plug-in that leaves gradients unchanged."""
+    """Return the map of a plug-in that leaves gradients as they are."""
     return Guarantee(
         clipper.name,
         lipschitz=1.0,
         growth=1.0,
         finite=context.finite,
-        unbounded="it leaves gradients unchanged",
+        unbounded="it leaves gradients as they are",
     )
 
 

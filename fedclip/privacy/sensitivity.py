@@ -6,7 +6,7 @@ Each plug-in of a pipeline updates the bound and the Lipschitz constant::
     bound     <- min(bound of the plug-in, growth of the plug-in * bound)
     lipschitz <- lipschitz of the plug-in * lipschitz
 
-There are two cases. *Per record*: each record goes through the pipeline alone, and the outputs
+There are two cases. *Per record*: each record passes the pipeline separately, and the outputs
 are added up. Only the bound B of an output counts: the sum has a sensitivity of B if a record is
 added or removed, and 2 B if one is replaced. *On an aggregate*: a sum or mean of records goes
 through. Its sensitivity s becomes ``lipschitz * s``, at most ``2 B``. Plug-ins after the noise
@@ -38,7 +38,7 @@ _PLACES = ("record", "aggregate")
 
 @dataclass(frozen=True)
 class Analysis:
-    """The guarantees of a pipeline; made by `fedclip.analyse`.
+    """Bound and sensitivity of a pipeline; `fedclip.analyse` returns it, and `print` explains it.
 
     Attributes
     ----------
@@ -54,9 +54,9 @@ class Analysis:
 
     @property
     def l2_bound(self) -> float | None:
-        """Largest L2 norm of the output of the last map, before the learning rate.
+        """Largest L2 norm of the last map's output, before the learning rate.
 
-        None if it is unknown, or needs shapes.
+        None if there is no bound, or if it needs shapes.
         """
         bound = _bounds(self.guarantees)[-1] if self.guarantees else math.inf
         return None if math.isinf(bound) else bound
@@ -73,12 +73,12 @@ class Analysis:
 
     @property
     def lipschitz(self) -> float:
-        """Largest factor by which distances are stretched; infinity without a limit."""
+        """Largest factor on distances; infinity if unbounded."""
         return math.prod(m.lipschitz for m in self.guarantees)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why there is no bound, it is not safe per record, and not non-expansive: sentences."""
+        """Reasons why there is no bound, records are not safe, or distances increase: sentences."""
         all_reasons = (
             *_unbounded(self.guarantees),
             *_shared(self.guarantees),
@@ -88,38 +88,38 @@ class Analysis:
 
     @property
     def name(self) -> str:
-        """The registered names of the maps, in their order."""
+        """The registered names of the maps, in order."""
         return ", ".join(m.name for m in self.guarantees) or "no module"
 
     @property
     def non_expansive(self) -> bool:
-        """Whether the outputs of any two inputs are at most as far apart as the inputs."""
+        """Whether no two outputs are farther apart than their inputs."""
         return self.lipschitz <= 1.0
 
     @property
     def noised(self) -> bool:
-        """Whether one of the maps adds noise."""
+        """Whether a map adds noise."""
         return any(m.noise for m in self.guarantees)
 
     def sensitivity(
         self, relation: str, on: str = "record", incoming: float | None = None
     ) -> float | None:
-        """Return the L2 sensitivity, or None without a bound; printed, the analysis says why.
+        """Return the L2 sensitivity; None if unbounded, for reasons that `print` gives.
 
         Parameters
         ----------
         relation : {"add-remove", "replace-one"}
             Which data sets are neighbours.
         on : {"record", "aggregate"}, default="record"
-            What goes through the pipeline: each record alone, and the sum of the outputs has
-            this sensitivity; or an aggregate of records.
+            Input of the pipeline: each record separately, and the result is the sensitivity of the
+            sum of outputs; or an aggregate of records.
         incoming : float or None, default=None
             With "aggregate": the sensitivity of the input, for the same relation.
 
         Raises
         ------
         TypeError, ValueError
-            If a parameter is not as above.
+            If a parameter is invalid.
         """
         parameters.choice(RELATIONS, relation=relation)
         if parameters.choice(_PLACES, on=on) == "record":
@@ -138,7 +138,7 @@ class Analysis:
 
     @property
     def before_noise(self) -> Analysis:
-        """The analysis of the maps before the first noise, whose sensitivity the noise covers."""
+        """The analysis of the maps before the first noise, which covers their sensitivity."""
         first = next((i for i, m in enumerate(self.guarantees) if m.noise), len(self.guarantees))
         return replace(self, guarantees=self.guarantees[:first])
 
@@ -159,7 +159,7 @@ class Analysis:
         Raises
         ------
         TypeError, ValueError
-            If `steps` is not as above, or the learning rate is not known.
+            If `steps` is invalid, or the learning rate is unknown.
         """
         parameters.integer(1, steps=steps)
         if self.lrate is None:
@@ -173,7 +173,7 @@ class Analysis:
 
     @property
     def bound_in_words(self) -> str:
-        """The L2 bound, or why it is unknown, in a sentence."""
+        """The L2 bound, or the reasons why no bound exists, in a sentence."""
         shown = "" if self.l2_bound is None else number(self.l2_bound)
         if shown:
             how = "" if self.formula in ("", shown) else f" ({self.formula})"
@@ -184,7 +184,7 @@ class Analysis:
 
     @property
     def record_in_words(self) -> str:
-        """A sentence on records that go through one by one; empty if nothing is guaranteed."""
+        """A sentence on records that pass separately; empty if nothing is guaranteed."""
         if self.noised:
             return self._noise_in_words()
         if self.per_record_safe:
@@ -199,7 +199,7 @@ class Analysis:
 
     @property
     def aggregate_in_words(self) -> str:
-        """A sentence on a sum or mean of records that goes through."""
+        """A sentence on a sum or mean of records that passes."""
         if self.noised:
             return self._noise_in_words()
         if self.non_expansive:
@@ -223,7 +223,7 @@ class Analysis:
 
 # -- maps in sequence -------------------------------------------------------------------------
 def _bounds(maps: Sequence[Guarantee]) -> list[float]:
-    """Return the bound of the output of each plug-in; infinity without one."""
+    """Return the bound of the output of each map; infinity if unbounded."""
     bounds, bound = [], math.inf
     for map_ in maps:
         bound = min(map_.bound, bound if map_.growth == 1.0 else bound * map_.growth)
@@ -232,7 +232,7 @@ def _bounds(maps: Sequence[Guarantee]) -> list[float]:
 
 
 def _formula(maps: Sequence[Guarantee]) -> str:
-    """Return the bound of the last output in words; empty without one."""
+    """Return the bound of the last map's output, in words; empty if unbounded."""
     formula, bound = "", math.inf
     for map_ in maps:
         if math.isinf(map_.growth):
@@ -302,7 +302,7 @@ plug-in of your own."""
 
 
 def look_up(plugin: Plugin, context: Context) -> Guarantee:
-    """Return what a plug-in guarantees: no bound if neither the plug-in nor the table has one."""
+    """Return the guarantee of a plug-in: no bound if neither the plug-in nor the table has one."""
     kind = GUARANTEES.get(plugin.name)
     if kind is not None:
         return kind(plugin, context)
@@ -313,10 +313,9 @@ def look_up(plugin: Plugin, context: Context) -> Guarantee:
 def analyse_plugins(
     plugins: Sequence[Plugin], shapes: Shapes | None = None, *, finite: bool = False
 ) -> Analysis:
-    """Return what plug-ins guarantee together, in the order in which they act.
+    """Return the joint guarantee of plug-ins, in the order in which they act.
 
-    `fedclip.analyse` takes names, configurations and optimizers as well, and describes the
-    parameters.
+    `fedclip.analyse` also takes names, configurations and optimizers, and documents the parameters.
     """
     parameters.boolean(finite=finite)
     known = _checked(shapes)

@@ -17,9 +17,9 @@ from fedclip.core import parameters
 from fedclip.core.measures import Order
 from fedclip.core.scopes import Scope
 from fedclip.core.version import VERSION, Versioned
-from fedclip.engines.declearn.context import CLIENT, under_way
+from fedclip.engines.declearn.context import ROUND, under_way
+from fedclip.engines.declearn.members import UPDATES, blank, sender_of, senders_of
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
-from fedclip.engines.declearn.replies import UPDATES, blank, sender_of, senders_of
 from fedclip.updates.aggregation import Closing, Vetted
 from fedclip.updates.averaging import rounded
 from fedclip.updates.client import UpdateClient
@@ -43,111 +43,86 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
 
     ::
 
-        Client(updates, C):
-            if any value is not finite, or norm(updates) is far out of range:
-                updates = 0
+        Client(update, C):
+            if it has NaN or infinity, or norm(update) is far out of range:
+                update = 0
             for each group of tensors:
                 group *= min(1, limit / norm(group))
-            share updates, steps (if these are the weights) or 1, clipped?, zeroed?
+            share update, weight, clipped?, zeroed?
         Server(replies, C):
-            if a reply (in cleartext) is not finite, above the limit, or malformed:
+            if a reply (in clear text) is not finite, above the limit, or malformed:
                 its update = 0
-            average = sum of updates / number of replies
-            with weights: sum of share * update,  share = weight / sum of weights <= max_share
-            with combine: the longest updates shortened before (ARC), or a trimmed mean
+            average = sum of weight / sum of weights * update
 
     Parameters
     ----------
     max_norm : float or None, default=None
-        Largest norm of a group of the update, > 0. None: the bound comes from
-        `update-clip-server`, each round, through `update-clip-client`.
+        Largest norm of a group of the update, > 0; None takes the bound from `update-clip-server`.
     scope : {"global", "tensor", "layer"}, list of patterns or table, default="global"
-        Which tensors share a norm. `max_norm` is the limit of each group (k groups together may
-        reach ``max_norm * sqrt(k)``), and a table ``{"head.*" = 0.1}`` gives groups their own
-        limits. A bound C from the server is for the whole update: each of k groups gets
-        ``C / sqrt(k)``. With a table, which then has ``"*"`` for the other tensors, a group gets
-        ``C * t / sqrt(sum of t^2)`` for its number t: with ``{"head.*" = 3.0, "*" = 4.0}`` that
-        is 0.6 C and 0.8 C. Noise is scaled to C.
+        Which tensors share a norm: "global", "tensor", "layer", patterns, or a table of limits,
+        ``{"head.*" = 0.1}``. Of a bound C from the server, a group with number t in a table, which
+        then needs ``"*"``, gets ``C * t / sqrt(sum of t^2)``.
     exclude : pattern, list of patterns or None, default=None
-        Tensors that are shared unchanged. With them, the update has no bound.
+        Tensors that are shared unclipped, so that the update has no bound.
     zeroing_norm : float or None, default=None
-        Replace the whole update by zeros if its norm of order `zeroing_ord` is above this.
+        Zero the whole update above this norm of order `zeroing_ord`, > 0.
     zeroing_factor : float or None, default=None
-        Replace the whole update by zeros if it is beyond this multiple of the current bound, > 1.
+        Zero the whole update above this multiple of the bound, > 1.
     zeroing_ord : float or "inf", default="inf"
-        Order of the norm for `zeroing_norm`; TFF offers 1, 2 and "inf".
+        Order of the norm for `zeroing_norm`.
     secagg_range : float or None, default=None
-        Refuse updates with values beyond ± this before they are encrypted, with an error that
-        names the tensor; set it to the `clipval` of the server's secure aggregation. None: under
-        secure aggregation, updates beyond 1e5, declearn's default, are replaced by zeros.
+        Refuse updates with values beyond ± this before encryption: the `clipval` of secure
+        aggregation. None: updates beyond 1e5, declearn's default, are zeroed.
     on_nonfinite : {"skip", "raise"}, default="skip"
-        What happens to an update with NaN or infinity: it is replaced by zeros and counted; or it
-        raises an error, which in declearn ends the training of all clients.
+        Zero and count an update with NaN or infinity ("skip"), or raise an error, which ends the
+        training of all clients ("raise").
     weights : {"equal", "steps"} or table, default="equal"
-        What a client's share in the average is in proportion to: 1; the number of steps that it
-        says it took; or a number > 0 for each client in a public table, ``{"client_0" = 120.0}``,
-        by the name that the server's connection has for it. Not beside noise.
+        A client's weight: 1 ("equal"), its reported number of steps ("steps"), or a number > 0 by
+        client name, ``{"client_0" = 120.0}``. Not together with noise.
     max_share : float or None, default=None
-        Largest share that one client may have, in (0, 1]; the rest is spread over the others in
-        proportion.
+        Largest share of one client, in (0, 1]; the others get the excess, in proportion.
     max_steps : int or None, default=None
-        Count no more steps than that, for ``weights="steps"``. Under secure aggregation, "steps"
-        needs it, and takes no `max_share`.
+        Largest number of steps that counts; secure aggregation with "steps" needs it. It then takes
+        no `max_share`.
     combine : {"mean", "arc", "trimmed"}, default="mean"
-        How the clipped updates become one: their mean; the mean after ARC has brought the longest
-        to the length of the next longest; or, of each coordinate, the mean of all but the
-        `n_hostile` smallest and largest values. In cleartext only, with equal weights, and not
-        beside noise.
+        "mean" of updates; their mean after "arc" shortens the longest; or, by coordinate, without
+        the `n_hostile` smallest and largest values ("trimmed"). The last two need clear text and
+        equal weights, and no noise.
     n_hostile : int or None, default=None
-        Number of clients that may be hostile, >= 1, for "arc" and "trimmed", which need more than
-        twice as many replies. A round with fewer counts as zeros, with a warning.
+        Number of clients that may be malicious, >= 1, for "arc" and "trimmed". A round with at most
+        twice as many replies counts as zeros.
     client : str or None, default=None
-        The name of this client in the table; a server over `fedclip-websockets` sets it for its
-        clients, who need it under secure aggregation.
+        Name of this client in the table; `fedclip-websockets` sets it.
     fedclip : str, default=the version of this fedclip
-        The version that wrote the configuration; a server sets it for its clients.
+        Version that wrote the configuration; a server sets it.
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above; when an update is prepared, if there
-        is no bound, or two (the client reports this to the server, and training ends).
+        At construction, if a parameter is out of range; when an update is prepared, if there is no
+        bound, or two. The client reports that to the server, and training ends.
 
     Notes
     -----
-    Guarantees: the update that leaves a client is finite and within its limit, in float64; an
-    update below the limit is shared as the very same object. A zeroed update keeps its weight, as
-    in TFF, and pulls the average towards 0. Updates are clipped before they are weighed, so that
-    no client moves the average by more than its share of the bound, whatever it claims. A client
-    that took no step shares zeros. Votes on the bound count alike, whatever the weights are.
+    The update that leaves a client is finite and within its limit, in float64; the same object, if
+    it was before. With k groups, each has the limit `max_norm`, or ``C / sqrt(k)`` of a bound C
+    from the server. Updates are clipped before they are weighted, so no client moves the average by
+    more than its share of the bound. Clients without a step share zeros. A zeroed update keeps its
+    weight, and pulls the average to 0. Votes do not depend on weights.
 
-    With f = `n_hostile` of n replies, and against zeros in its place, one client moves the average
-    by at most ``2 f C / n`` with "arc", and ``C / (n - 2 f)`` with "trimmed", where the mean has
-    C / n. "arc" leaves no update longer than the longest of those that are not hostile; what its
-    paper proves needs a robust mean to follow, and not the plain one here. "trimmed" goes beyond
-    their values in no coordinate, and may be as long as ``sqrt(n / (n - f)) C``.
+    In clear text, the server measures each reply, and zeroes invalid ones. Under secure aggregation
+    it projects the sum onto the norm that the clients can reach together.
 
-    In cleartext the server measures each reply again. A malformed reply, or one beyond the limit,
-    counts as a zeroed one, so that a client that does not clip moves the average no more than one
-    that sends nothing. Under secure aggregation the server sees only the sum, and projects it
-    onto the norm that the clients can reach together.
-
-    ====================  ================================================================
-    update                shared
-    ====================  ================================================================
-    zero, empty tensors   the same object
-    norm equal to limit   the same object
-    NaN or infinity       zeros, and 1 more in ``n_zeroed``
-    far out of range      zeros, and 1 more in ``n_zeroed``
-    ====================  ================================================================
+    Compared with zeros, one of n clients moves the "mean" by at most ``C / n``. With f =
+    `n_hostile`, that is ``2 f C / n`` ("arc") or ``C / (n - 2 f)`` ("trimmed"). After "arc", no
+    update is longer than the longest honest one; its paper's proof needs a robust mean. "trimmed"
+    stays within honest values in each coordinate, and may reach the norm ``sqrt(n / (n - f)) C``.
 
     References
     ----------
-    McMahan, Ramage, Talwar & Zhang, 2018, "Learning differentially private recurrent language
-    models", arXiv:1710.06963. The zeroing is that of TensorFlow Federated
-    (`tff.aggregators.zeroing_factory`). "arc" is of Allouah et al., 2024, "Adaptive gradient
-    clipping for robust federated learning", arXiv:2405.14432; "trimmed" of Yin et al., 2018,
-    "Byzantine-robust distributed learning", arXiv:1803.01498.
+    McMahan, Ramage, Talwar & Zhang, 2018, arXiv:1710.06963. Zeroing:
+    `tff.aggregators.zeroing_factory`. "arc": Allouah et al., 2024, arXiv:2405.14432. "trimmed": Yin
+    et al., 2018, arXiv:1803.01498.
 
     Examples
     --------
@@ -232,7 +207,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
         """Clip the update of a round, or zero it, and count it."""
-        round_ = CLIENT.get()
+        round_ = ROUND.get().client
         why = self.unfit(modules=round_ is not None)
         sent = round_.sent if round_ else SentBound(self.max_norm or 0.0)
         if why := why or (self.closing.beside_noise() if sent.private else ""):

@@ -15,10 +15,10 @@ from fedclip.engines.declearn.statistics_server import SharedServer
 class ZScoreClipServer(SharedServer):
     """Keep mean and variance of all clients, for a shared `zscore-clip`.
 
-    A round has N norms with mean m and population variance V; ``D = decay^N``. Until there are
-    `warmup` norms, for whole rounds, the state is mean and variance of all norms so far; afterwards
-    ``mean <- D mean + (1-D) m`` and ``variance <- D variance + (1-D) (V + (m - mean)^2)``.
-    It is exact to 1e-12, for any number of clients.
+    A round has N norms with mean m and population variance V; ``D = decay^N``. Before `warmup`
+    norms, counted in whole rounds, the state is mean and variance of all norms. Afterwards ``mean
+    <- D mean + (1-D) m`` and ``variance <- D variance + (1-D) (V + (m - mean)^2)``, exact to 1e-12
+    for any number of clients.
     """
 
     name = "zscore-clip-server"
@@ -28,8 +28,8 @@ class ZScoreClipServer(SharedServer):
 class EmaClipServer(SharedServer):
     """Keep the average of all clients' norms, for a shared `ema-clip`.
 
-    A round has N norms with mean m. Until there are `warmup` norms, for whole rounds, the mean is
-    the smallest m; afterwards ``mean <- decay^N mean + (1 - decay^N) m``. It is exact to 1e-12.
+    A round has N norms with mean m. Before `warmup` norms, counted in whole rounds, the mean is the
+    smallest m. Afterwards ``mean <- decay^N mean + (1 - decay^N) m``, exact to 1e-12.
     """
 
     name = "ema-clip-server"
@@ -39,8 +39,8 @@ class EmaClipServer(SharedServer):
 class AutoClipServer(SharedServer):
     """Keep median and deviation of all clients, for a shared `auto-clip`.
 
-    Mean and variance are those of all norms, exact to 1e-12. The median, of all norms or of the
-    last rounds that hold `window` norms, comes from a sketch, within 3 %.
+    Mean and variance are those of all norms, exact to 1e-12. A sketch estimates the median, of all
+    norms or of the last rounds with `window` norms, within 3 %.
     """
 
     name = "auto-clip-server"
@@ -50,8 +50,8 @@ class AutoClipServer(SharedServer):
 class PercentileNormClipServer(SharedServer):
     """Keep a percentile of all norms, for a shared `percentile-norm-clip`.
 
-    The percentile, of all norms or of the last rounds that hold `window` norms, comes from a
-    sketch: within 3 % for norms between 1e-8 and 2e5.
+    A sketch estimates the percentile, of all norms or of the last rounds with `window` norms:
+    within 3 % for norms between 1e-8 and 2e5.
     """
 
     name = "percentile-norm-clip-server"
@@ -61,8 +61,8 @@ class PercentileNormClipServer(SharedServer):
 class MadClipServer(SharedServer):
     """Keep median and deviation of all clients, for a shared `mad-clip`.
 
-    Both, of the last rounds that hold `window` norms, come from a sketch: the median within 3 %,
-    and the deviation within 3 % of its norms.
+    A sketch estimates both from the last rounds with `window` norms: the median within 3 %, the
+    deviation within 3 % of its norms.
     """
 
     name = "mad-clip-server"
@@ -72,8 +72,8 @@ class MadClipServer(SharedServer):
 class AdaptiveClipServer(SharedServer):
     """Keep one limit for all clients, for a shared `adaptive-clip`.
 
-    It makes one update a round, from the number of all clients' norms that were at most the limit,
-    once there are `every` norms.
+    The limit changes once a round, by the number of all clients' norms that were at most the limit,
+    as soon as there are `every` norms.
     """
 
     name = "adaptive-clip-server"

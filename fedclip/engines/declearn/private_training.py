@@ -38,9 +38,9 @@ from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.engines.declearn import persample
 from fedclip.engines.declearn.dataset_records import Records
+from fedclip.engines.declearn.members import untold
 from fedclip.engines.declearn.private_evaluation import Evaluation
 from fedclip.engines.declearn.private_plan import Plan, plan_of
-from fedclip.engines.declearn.quorum import untold
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.ledger import Ledger, fingerprint
 from fedclip.privacy.noise import Normals, secure_normals

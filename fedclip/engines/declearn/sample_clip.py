@@ -26,7 +26,7 @@ from fedclip.core.scopes import Groups, check_scope
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.persample.base import Arrays
 from fedclip.engines.declearn.generics import AnyModule, AnyVector
-from fedclip.engines.declearn.pipeline import analyse
+from fedclip.engines.declearn.stages import analyse
 from fedclip.privacy import Context, Guarantee
 from fedclip.privacy.accounting import check_evaluation
 from fedclip.privacy.guarantees import Shapes
@@ -35,12 +35,12 @@ __all__ = ["Place", "SampleClip", "place_of", "unfit"]
 
 Modules: TypeAlias = Sequence[AnyModule]
 
-# Below, the accountants of samples take minutes for noise so large.
+# Below, the accountants of samples take minutes beside noise so large.
 _LEAST_SHARE = 1e-3
 
 
 def unfit(before: Modules, shapes: Shapes | None = None) -> str:
-    """Return why one of these modules cannot stand before `sample-clip`; "" if all can."""
+    """Return why one of these modules cannot precede `sample-clip`; "" if all can."""
     for module in before:
         (known,) = analyse(module, shapes).guarantees
         why = known.shared or ("it adds noise" if known.noise else "")
@@ -61,36 +61,34 @@ def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float
 
 
 class SampleClip(Documented, OptiModule[AuxVar]):
-    """Says how DP-SGD clips records, for `PrivateFederatedClient`.
+    """Set how DP-SGD clips records, for `PrivateFederatedClient`.
 
     ::
 
         Step(batch):
             for each record of the batch:
                 g = gradient of the record
-                g = what stands before sample-clip in the optimizer, applied to g
+                g = the modules before sample-clip, applied to g
                 g *= factor(norm(g))                       (fedclip.dpsgd.clipping)
             grads = (sum of g + noise) / expected batch size
-            apply what stands after sample-clip to grads
+            apply the modules after sample-clip to grads
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above.
+        At construction, if a parameter is out of range.
     RuntimeError
-        If a gradient comes to it outside of `PrivateFederatedClient`: nothing there clips
-        records or adds noise.
+        If a gradient reaches it outside of `PrivateFederatedClient`, where nothing clips records or
+        adds noise.
 
     Notes
     -----
-    The state is the adaptive bound, to which noise has been added; it is None before the first
-    step and in the other modes.
+    The state is the adaptive bound, from noised counts; None in other modes.
 
     References
     ----------
-    Abadi et al., 2016, "Deep learning with differential privacy", arXiv:1607.00133. Bu et al.,
-    2022, "Automatic clipping", arXiv:2206.07136. Andrew et al., 2021, "Differentially private
-    learning with adaptive clipping", arXiv:1905.03871.
+    DP-SGD: Abadi et al., 2016, arXiv:1607.00133. "automatic": Bu et al., 2022, arXiv:2206.07136.
+    "adaptive": Andrew et al., 2021, arXiv:1905.03871.
 
     Examples
     --------
@@ -103,36 +101,32 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     name: ClassVar[str] = "sample-clip"
 
     max_norm: float | None = parameter(positive, default=None, kw_only=False)
-    """Bound C on the norm of a record's gradient, > 0; the start of the bound if
-    ``mode="adaptive"``. None: the server's ``sclip_norm``; another number than the server's is
-    refused."""
+    """Bound C on the norm of a record's gradient, > 0, or first bound of "adaptive". None: the
+    server's ``sclip_norm``, which must not differ."""
     mode: str | Sequence[str] = parameter(
         _mode,
         default="flat",
         kw_only=False,
         kind='{"flat", "tensor", "layer", "automatic", "adaptive"} or list of patterns',
     )
-    """How records are clipped: one norm over all tensors, or one for each group, whose bounds are
-    C / √k; "automatic" and "adaptive" divide the update by C, so that the learning rate need not
-    follow it."""
+    """One norm over all tensors ("flat"), or by "tensor", "layer" or patterns, with bounds C / √k
+    for k groups. "automatic" and "adaptive" divide the update by C."""
     micro_batch: int = parameter(integer, 1, default=128)
-    """How many records are in memory at once, >= 1; fewer, if their gradients are large."""
+    """Records in memory at once, >= 1; fewer if gradients are large."""
     gamma: float = parameter(positive, default=0.01)
-    """Stability constant of "automatic", > 0, in the units of the gradient."""
+    """Stability constant of "automatic", > 0."""
     quantile: float = parameter(unit_interval, default=0.5)
-    """Fraction of the records that the adaptive bound leaves alone, in (0, 1)."""
+    """Share of records that the adaptive bound does not clip, in (0, 1)."""
     rate: float = parameter(positive, default=0.2)
-    """Size of the adaptive bound's steps, in logarithms, > 0."""
+    """Step size of the adaptive bound, in logarithms, > 0."""
 
     evaluation_share: float = parameter(share, default=0.0)
-    """Share of the budget's epsilon for noise on evaluations, one in each round, in [0.001, 1).
-    0: evaluations of the validation records have no noise."""
+    """Share of epsilon for noise on evaluations, in [0.001, 1). 0: no noise."""
     loss_bound: float | None = parameter(limit, default=None)
-    """So much of a record's loss counts at most in an evaluation with noise, > 0; required with
-    ``evaluation_share``, as is the other way round."""
+    """Largest loss of a record in a noised evaluation, > 0; goes with `evaluation_share`."""
 
     bound: float | None = None
-    """The adaptive bound, once there was a step."""
+    """The adaptive bound, after the first step."""
 
     def __post_init__(self) -> None:
         """Check what goes together."""
@@ -180,7 +174,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         """Refuse: what comes here is a whole batch, unclipped and without noise."""
         raise RuntimeError(
             "sample-clip clips records, and this client does not: nothing here is private. Use "
-            "fedclip.PrivateFederatedClient instead of declearn's FederatedClient, and "
+            "fedclip.PrivateFederatedClient in the place of declearn's FederatedClient, and "
             "[run.privacy] on the server"
         )
 
@@ -203,7 +197,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
 @dataclass(frozen=True)
 class Place:
-    """The treatment of records, and that of their noisy sum.
+    """How records are processed, and how their noisy sum is.
 
     Attributes
     ----------
@@ -240,7 +234,7 @@ class Place:
 
 
 def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
-    """Find `sample-clip`, and refuse what cannot stand before it, or another bound.
+    """Return the place of `sample-clip`; refuse modules that cannot precede it, or another bound.
 
     Raises
     ------

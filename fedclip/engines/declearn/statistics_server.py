@@ -18,7 +18,7 @@ from fedclip.core.parameters import Config
 from fedclip.core.scopes import resolve
 from fedclip.engines.declearn.context import under_way
 from fedclip.engines.declearn.generics import AnyVector
-from fedclip.engines.declearn.replies import expect, sender_of
+from fedclip.engines.declearn.members import expect, sender_of
 from fedclip.errors import StateError, Unchecked
 from fedclip.privacy import guarantees as kinds
 from fedclip.privacy.guarantees import Plugin
@@ -32,43 +32,40 @@ _OWN = ("max_steps", "shared_name")
 # The docstring of all counterparts, around the summary and notes of each.
 _DOC = """{summary}
 
-Put it into the server's optimizer; it does not change the server's steps.
+It belongs in the server's optimizer, and does not change the server's steps.
 
 Parameters
 ----------
 max_steps : int, default=10000
-    Largest number of norms of a group that one client counts in a round; the server leaves
-    out higher claims. Set it to the number of steps that a client really takes, to bound the
-    weight of a client that lies.
+    Norms of a group that one client may count in a round, 1 to 2^31; the server excludes higher
+    claims. Set it to a client's number of steps, to bound the weight of a malicious client.
 shared_name : str or None, default=None
     The clipper's `shared_name`, if it has one.
 **settings
-    The parameters of `{clipper}` that its statistics depend on, with the same
-    names and defaults. They must be the same on both sides.
+    Those parameters of `{clipper}` that affect its statistics, equal on both sides.
 
 Notes
 -----
 {notes}
 
-State: the message to the clients, and the counts; a server that is restarted from its
-checkpoint goes on as if uninterrupted. The server leaves out counts that are not valid, and
-logs it.
+State: the message to the clients, and the counts; a restarted server resumes from its
+checkpoint without a difference. The server excludes invalid counts, and logs them.
 """
 
 
 class SharedServer(OptiModule[Any], register=False):
-    """Counterpart of a shared clipper: merges the clients' counts, and sends the state back.
+    """Server module of a shared clipper: merges the clients' counts, and sends the state back.
 
     ::
 
         Round start:
             send the state, the same to every client
         Replies:
-            leave out impossible counts, and log it
-            counts = sum of the rest
+            exclude impossible counts, and log them
+            counts = sum of the others
             state  = rule.merge(state, counts)
         Step:
-            nothing: the server's gradients pass as they are
+            nothing: the server's gradients pass unchanged
     """
 
     clipper: ClassVar[Plugin]

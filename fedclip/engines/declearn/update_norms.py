@@ -20,21 +20,21 @@ from fedclip.updates.protocol import SentBound
 
 
 class UpdateNorms(OptiModule[Any]):
-    """Note the norm of each round's update, which stays on the client.
+    """Record the norm of each round's update; records stay on the client.
 
     ::
 
-        Steps:             nothing; gradients pass as they are
-        End of the round:  the client notes norm(update), before it is shared
+        Steps:             nothing; gradients pass unchanged
+        End of the round:  the client records norm(update), before sharing it
 
-    It is not for configurations: `PersonalFederatedClient`, `fedclip quickrun` and `fedclip
-    simulate` add it to the modules of a client, unless there is `update-clip-client`, which notes
-    the same. `PrivateFederatedClient` does not.
+    You do not configure it. `PersonalFederatedClient`, `fedclip quickrun` and `fedclip simulate`
+    add it to a client without `update-clip-client`, which records the same.
+    `PrivateFederatedClient` does not.
 
     Notes
     -----
-    The records (norm before, bound if there is a fixed one, clipped or not) stay on the client.
-    What is left out: a round without a step, and an update with tensors of integers.
+    A record has the norm, a fixed bound if there is one, and whether the update was clipped. Rounds
+    without a step and updates with integer tensors are not recorded.
 
     Examples
     --------

@@ -3,7 +3,7 @@
 
 Clip once for each optimizer step: after ``backward()`` (the last one, if you accumulate
 gradients), after ``scaler.unscale_(optimizer)`` under AMP, and before ``optimizer.step()``.
-`attach` clips at the right moment by itself.
+`attach` clips at the right moment automatically.
 """
 
 from typing import TYPE_CHECKING

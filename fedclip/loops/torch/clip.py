@@ -29,35 +29,34 @@ _IN_PLACE = TorchInPlace()
 
 
 def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
-    """Clip the gradients of parameters, in place on ``.grad``.
+    """Clip the gradients of parameters in place, and return a record of the step.
 
     Parameters
     ----------
     parameters
-        A model, ``model.named_parameters()``, or a dict. Parameters without a gradient are left
-        out; a parameter with two names (tied weights) counts once, under its first name.
-        ``model.parameters()`` will do for a clipper with the scope "global" or "tensor" and no
-        `exclude`: the parameters are then called "0", "1", ... in their order.
+        A model, ``model.named_parameters()``, or a dict. Parameters without a gradient are skipped.
+        Tied weights count once, under their first name. ``model.parameters()`` is enough for a
+        clipper with the scope "global" or "tensor" and no `exclude`; the names are then "0", "1",
+        and so on.
     clipper
-        Any clipper of fedclip, made once; it keeps its statistics from call to call. `AGC` also
-        measures the parameters. A number is a fixed limit of the norm, as ``NormClip(number)``.
+        Any clipper of fedclip; it keeps its statistics between calls. `AGC` also measures the
+        parameters. A number is a fixed limit, as ``NormClip(number)``.
 
     Returns
     -------
     StepRecord
-        What the step did: norms before clipping, limits, and which groups were clipped; as a
-        ``float()`` the norm of the whole gradient. The numbers stay on the device until you look
-        at them. If there was no gradient, the record has no groups, and the norm is 0.
+        Norms before clipping, limits, and which groups were clipped; as a ``float()`` the norm of
+        the whole gradient. The numbers stay on the device until you read them. Without gradients,
+        the record has no groups, and the norm is 0.
 
     Raises
     ------
     TypeError
-        If the clipper needs names and there are none, if a gradient is not of a floating type, or
-        if the parameters are pieces of FSDP1.
+        If the clipper needs names and there are none, if a gradient is not floating-point, or if
+        the parameters are pieces of FSDP1.
     ValueError
-        If the clipper is attached to an optimizer, or in a Trainer, which clips already; or if it
-        keeps statistics that are of other parameters: a list without names whose members change,
-        or one clipper for two models in turn.
+        If the clipper is attached to an optimizer or a Trainer, which already clips; or if its
+        statistics belong to other parameters, such as those of a second model.
 
     Examples
     --------
@@ -162,29 +161,29 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Clip, and return the norm from before, as `torch.nn.utils.clip_grad_norm_` does.
+    """Clip, and return the norm before clipping, as `torch.nn.utils.clip_grad_norm_` does.
 
     Parameters
     ----------
     parameters
-        As in `clip_`. An iterator without parameters clips nothing, with torch's own warning.
+        As in `clip_`. An empty iterator clips nothing, with torch's own warning.
     max_norm
-        The largest norm, > 0; or any clipper, which keeps its statistics from call to call.
+        The largest norm, > 0; or any clipper, which keeps its statistics between calls.
     norm_type
-        With a number as `max_norm`: the order of the norm, > 0 or "inf".
+        If `max_norm` is a number: the order of the norm, > 0 or "inf".
     error_if_nonfinite
-        With a number as `max_norm`: raise a `NonFiniteError` for NaN or infinity, instead of
-        setting the gradients to zero.
+        If `max_norm` is a number: raise a `NonFiniteError` for NaN or infinity. By default, the
+        gradients become zero.
     foreach
-        Without effect, for calls that were written for torch: tensors are always treated
-        together.
+        Has no effect; tensors are always processed together.
 
     Returns
     -------
     Tensor
-        The norm of the whole gradient before clipping, of shape (), on the gradients' device and
-        in the dtype of the first one, of half precision in float32; NaN if it was not finite, and
-        0 if there was no gradient. Of DTensors it is one, the same on each process.
+        The norm of the whole gradient before clipping, of shape (), on the gradients' device. Its
+        dtype is that of the first gradient, float32 for half precision. It is NaN if the gradient
+        was not finite, and 0 without gradients. For DTensors it is a DTensor, equal on all
+        processes.
 
     Examples
     --------
@@ -246,7 +245,7 @@ def are_apart(gradients: Collection[torch.Tensor]) -> bool:
 
 
 def separate(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
-    """Give each parameter a gradient of its own."""
+    """Give each parameter a separate gradient."""
     for name, gradient in gradients.items():
         parameters[name].grad = gradients[name] = gradient.clone()
 

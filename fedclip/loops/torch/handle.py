@@ -54,9 +54,9 @@ from fedclip.loops.torch.optimizers import (
 
 
 class ClipHandle:
-    """A clipper that acts in every step of an optimizer; made by `attach`.
+    """A clipper that acts in every step of an optimizer; `attach` returns it.
 
-    As a context manager it is removed at the end, with a warning if no step was seen.
+    As a context manager, it removes the clipper at the end, with a warning if there was no step.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class ClipHandle:
         self._others.handles.append(self)
 
     def remove(self) -> None:
-        """Stop clipping, and leave the optimizer as it was."""
+        """Stop clipping, and restore the optimizer."""
         self._others.leave(self)
 
     def _release(self) -> None:
-        """Let the clipper act elsewhere too: this optimizer takes no steps any more."""
+        """Release the clipper for other use: this optimizer takes no more steps."""
         if (optimizer := self._others.optimizer()) is not None:
             release(self.clipper, optimizer)
 
@@ -118,11 +118,11 @@ class ClipHandle:
 
     @property
     def last(self) -> StepRecord | None:
-        """What the last step did."""
+        """Record of the last step."""
         return self.clipper.last
 
     def on_round_start(self) -> None:
-        """Begin a round of the records, such as an epoch; the statistics stay."""
+        """Start a round of the records, such as an epoch; statistics continue."""
         self.clipper.on_round_start()
 
     def get_state(self) -> Fields:
@@ -130,7 +130,7 @@ class ClipHandle:
         return get_state(self.clipper)
 
     def set_state(self, state: Mapping[str, object] | None) -> None:
-        """Take over statistics of this model and optimizer; see `fedclip.loops.owner`."""
+        """Restore statistics of this model and optimizer; see `fedclip.loops.owner`."""
         optimizer = self._others.optimizer()
         if optimizer is None or isinstance(self.clipper, AGC):
             set_state(self.clipper, state)
@@ -423,50 +423,48 @@ def attach(
     clipper: Spec,
     parameters: Parameters | None = None,
 ) -> ClipHandle:
-    """Clip in every ``optimizer.step()``, until the handle's ``remove()`` is called.
+    """Clip in every ``optimizer.step()``, until you call ``remove()`` of the returned handle.
 
     ::
 
         with attach(optimizer, ZScoreClip(), model):
             train(model, optimizer)
 
-    Given a closure, as L-BFGS needs it, it clips each time the optimizer has called the closure.
-    With gradient accumulation it clips once a step; under AMP it clips after the GradScaler has
-    unscaled the gradients. A step is that of your call: where a class's step calls that of the
-    class that it comes from, it clips once, at the begin. Several handles clip one after the
-    other.
+    It clips once a step, with gradient accumulation too, and under AMP after the GradScaler has
+    unscaled the gradients. If you pass a closure, as for L-BFGS, it clips after each call of the
+    closure. If the step of a class calls that of its base class, it clips once, at the start.
+    Several handles clip one after the other.
 
-    The clipper's state is saved and loaded with ``optimizer.state_dict()``, under a key of its
-    own; a state from before there was a clipper starts it anew, with a warning. A copy of the
-    optimizer, or one that was pickled, clips with a copy of the clipper (see `handles`).
+    ``optimizer.state_dict()`` includes the clipper's state. If you load a state without one, the
+    clipper starts from the beginning, with a warning. A copied or pickled optimizer clips with a
+    copy of the clipper (see `handles`).
 
-    Until a first step was seen, a `FedclipWarning` tells of weights that learn without one, at
-    the second round of gradients; and of a wrapper whose state can not hold the clipper's.
+    A `FedclipWarning` reports weights that change before the first step is seen, and a wrapper with
+    a state that cannot hold the clipper's.
 
     Parameters
     ----------
     optimizer
-        Any torch optimizer, or a wrapper that holds one: what Accelerate has prepared, SAM,
-        Lookahead. It clips what the optimizer inside steps with.
+        Any torch optimizer, or a wrapper that holds one, such as Accelerate's, SAM or Lookahead.
+        The gradients that the inner optimizer uses are clipped.
     clipper
         Any clipper of fedclip, or its name or (name, config) as in a declearn configuration.
     parameters
-        The model, which also names what ``add_param_group`` adds later; or as in `clip_`, names
-        for all that the optimizer holds. None for the names that the optimizer was given, or
-        else numbers.
+        The model, which also names parameters from later ``add_param_group`` calls; or, as in
+        `clip_`, names for all parameters of the optimizer. None: the names that the optimizer
+        knows, or else numbers.
 
     Raises
     ------
     ValueError
-        If the optimizer holds none of the parameters, or one without a name, at the first step
-        after ``add_param_group`` too; or if the clipper is attached already, or in a Trainer.
+        If the optimizer holds none of the parameters, or one without a name (also at the first step
+        after ``add_param_group``); or if the clipper is already attached, or in a Trainer.
     TypeError
-        If the clipper needs names and there are none, if the parameters are pieces of FSDP1, if
-        a wrapper has neither torch's hooks nor one optimizer inside, or if the optimizer has no
-        step, as LOMO.
+        If the clipper needs names and there are none; for pieces of FSDP1; for a wrapper with
+        neither torch's hooks nor one inner optimizer; or for an optimizer without a step, such as
+        LOMO.
     RuntimeError
-        At a step, if the gradients are still scaled by a GradScaler, or will be, by a closure
-        that is given to its step.
+        At a step, if the gradients are still scaled by a GradScaler, or a closure would scale them.
 
     Examples
     --------

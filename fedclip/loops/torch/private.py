@@ -33,37 +33,36 @@ def private_gradients(
     *,
     micro_batch: int = 128,
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients of one step of DP-SGD, by the names of the trained parameters.
+    """Return the gradients of one DP-SGD step, by the names of the trained parameters.
 
     ::
 
         (Σ min(1, max_norm / n_i) g_i  +  noise_multiplier max_norm normal) / expected_batch_size
 
-    Each record goes through the module alone; what it remembers of records is refused. Give it
-    Poisson samples (`fedclip.dpsgd.sampling.PoissonSampler`), also those without a record, and
-    account for each with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
+    Each record passes the module separately; layers that remember records are refused. Draw Poisson
+    samples (`fedclip.dpsgd.sampling.PoissonSampler`), call it for empty samples too, and account
+    for each call with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
 
     Parameters
     ----------
     module
         In training mode, on the device of the records.
     loss
-        From what the module puts out and the targets, of one record in a separate batch, to a
-        tensor whose mean is the loss. Parameters that it uses besides have no part in the
-        gradients: add those of penalties afterwards.
+        A function of the module's output and the targets, for one record in a batch of size 1. It
+        returns a tensor; its mean is the loss. Parameters that the loss uses directly get no
+        gradient: add the gradients of penalties afterwards.
     inputs, targets
-        Tensors whose first axis is the records; there may be none.
+        Tensors with the records along the first axis; there may be no record.
     mean
-        How records are clipped, how much noise there is, and what it is divided by: one for all
-        steps.
+        How records are clipped, the noise, and the divisor. Use one for all steps.
     micro_batch
-        How many records are in memory at once, at most.
+        Largest number of records in memory at once.
 
     Raises
     ------
     TypeError, ValueError
-        If a parameter is not as above, a layer, which is named, mixes records, or the gradient of
-        a parameter is not that of a plain backward pass.
+        If a parameter is invalid, a layer mixes records (its name is in the message), or the
+        gradient of a parameter differs from that of a plain backward pass.
 
     Examples
     --------

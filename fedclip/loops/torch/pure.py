@@ -29,15 +29,15 @@ class PureClipping:
         gradients, state = torch.compile(pure.update, fullgraph=True)(gradients, state)
         pure.metrics(state, gradients)
 
-    The state is a `ClipState` of tensors: a few numbers for each group, and for clippers that keep
-    the past of each element as much as the model; save it with the model. It starts from the
-    clipper's statistics, and no step changes the clipper; `set_state` gives them back to it.
+    The state is a `ClipState` of tensors: a few numbers for each group; for clippers with arrays,
+    as much as the model. Save it with the model. It starts from the clipper's statistics. Steps do
+    not change the clipper; `set_state` writes the statistics back.
 
     Parameters
     ----------
     clipper
-        A clipper with ``on_nonfinite`` "skip" or "propagate". Of DTensors, one by norms or
-        values: others need the whole arrays, which `clip_` gathers. `AGC` also needs the weights:
+        A clipper with ``on_nonfinite`` "skip" or "propagate". DTensors need a clipper of norms or
+        values; for others use `clip_`, which gathers the arrays. `AGC` needs the weights:
         ``update(gradients, state, weights)``.
     """
 
@@ -63,7 +63,7 @@ class PureClipping:
         state: ClipState,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[dict[str, torch.Tensor], ClipState]:
-        """Return the clipped gradients, by name, and the state after the step."""
+        """Return the clipped gradients by name, and the state after the step."""
         found = self._kinds.get(tuple(gradients))
         if found is None and not torch.compiler.is_compiling():
             found = self._looked_up(gradients)
@@ -85,18 +85,18 @@ class PureClipping:
     def metrics(
         self, state: ClipState, gradients: Mapping[str, torch.Tensor], prefix: str = ""
     ) -> dict[str, float]:
-        """Return plain numbers for a logger: of the last step, and of all (``round/...``).
+        """Return plain numbers for a logger, of the last step and of all steps (``round/...``).
 
-        Of the gradients, only the names count, and for `AGC` the shapes.
+        Only the names of the gradients count, and for `AGC` their shapes.
         """
         return compiled.of_state(state, self._groups(gradients).labels, prefix)
 
     def on_round_start(self, state: ClipState) -> ClipState:
-        """Return the state at the start of a round: its counts are 0, its statistics stay."""
+        """Return the state at the start of a round: counts are 0, statistics continue."""
         return compiled.on_round_start(state)
 
     def set_state(self, state: ClipState, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Put the statistics of a state into the clipper, from which `init` then starts."""
+        """Write the statistics of a state to the clipper; `init` then starts from them."""
         labels = self._groups(gradients).labels
         compiled.load(self.clipper, state.statistics, labels, gradients)
 

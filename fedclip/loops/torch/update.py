@@ -46,9 +46,9 @@ def attach_update(
 ) -> UpdateHandle:
     """Clip the change of the weights in every ``optimizer.step()``.
 
-    `attach` clips what goes into the optimizer, this what comes out: momentum, adaptive step
-    sizes, weight decay and the learning rate are in it, and limits are in units of the weights.
-    It keeps a copy of the weights during each step. All else is as with `attach`.
+    `attach` clips the gradients that enter the optimizer; this clips the resulting change. It
+    includes momentum, adaptive step sizes, weight decay and the learning rate, and limits are in
+    units of the weights. It copies the weights during each step. Otherwise it works like `attach`.
 
     Examples
     --------
