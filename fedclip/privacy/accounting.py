@@ -79,7 +79,7 @@ _ORDERS = (
     + [2**k for k in range(6, 13)]
 )
 # Privacy losses are rounded up to a grid within these ends, which follows from `_spread`. A finer
-# grid is tighter and slower: there are about so many points at most.
+# grid is tighter and slower: there are about this many points at most.
 _FINEST, _COARSEST, _POINTS = 1e-5, 1e-3, 1e6
 # With losses beyond this nothing is private, and they would not fit into memory on any grid that
 # the steps call for: sampling is left out of account, which is an upper bound.

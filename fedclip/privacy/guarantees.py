@@ -387,13 +387,13 @@ def standardised(clipper: Plugin, context: Context) -> Guarantee:
 
 
 def unchanged(clipper: Plugin, context: Context) -> Guarantee:
-    """Return the map of a plug-in that leaves gradients as they are."""
+    """Return the guarantee of a plug-in that leaves gradients unchanged."""
     return Guarantee(
         clipper.name,
         lipschitz=1.0,
         growth=1.0,
         finite=context.finite,
-        unbounded="it leaves gradients as they are",
+        unbounded="it leaves gradients unchanged",
     )
 
 

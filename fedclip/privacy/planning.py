@@ -7,7 +7,7 @@ For T rounds of m clients, a model of d values, and mu, the largest one that the
     z        = sqrt(T) / mu                            noise_multiplier of a round
     z_delta  = (z^-2 - (2 bits_noise)^-2)^(-1/2)       on the update, after the cost of the votes
     noise    = z_delta / m                             on each value of the average, relative to C
-    z_delta   with z / sqrt(1 - s^2) in the place of z, if evaluations have a share s
+    z_delta   with z / sqrt(1 - s^2) instead of z, if evaluations have a share s
     length   = noise sqrt(d)                           of a round's noise, relative to C
     drift    = length / sqrt(T)                        of the noise of all rounds together, relative
                                                        to T C, the farthest that T updates can go

@@ -41,7 +41,7 @@ __all__ = ["Prices", "Row", "by_silent", "in_words"]
 def by_silent(epsilon: Callable[[int], float], clients: int, sites: int) -> dict[int, float | None]:
     """Return epsilon by how many clients tell their noise: none, all that may, half, all others.
 
-    None is none that is finite.
+    None stands for an infinite one.
     """
     epsilons = {c: epsilon(c) for c in sorted({0, clients - sites, clients // 2, clients - 1})}
     return {c: e if math.isfinite(e) else None for c, e in epsilons.items()}
@@ -62,7 +62,7 @@ def in_words(costs: Mapping[int, float | None]) -> str:
 
 
 class Row(NamedTuple):
-    """What it costs to trust somebody with the noise.
+    """The cost of trusting somebody with the noise.
 
     Attributes
     ----------
@@ -128,7 +128,7 @@ class Prices:
         return {"noise": {name: server[name] for name in agreed}}, server
 
     def epsilon(self, silent: int) -> float:
-        """Return the epsilon of secure sums if so many clients tell the server their noise."""
+        """Return the epsilon of secure sums if `silent` clients tell the server their noise."""
         z = self.plan.noise_multiplier * math.sqrt((self.plan.clients - silent) / self.sites)
         release = accounting.Release(z, self.plan.rounds)
         return accounting.epsilon([release], self.plan.delta, self.plan.relation)

@@ -27,29 +27,32 @@ from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.persample.base import Arrays
 from fedclip.engines.declearn.generics import AnyModule, AnyVector
 from fedclip.engines.declearn.stages import analyse
+from fedclip.errors import Problem
 from fedclip.privacy import Context, Guarantee
 from fedclip.privacy.accounting import check_evaluation
 from fedclip.privacy.guarantees import Shapes
 
-__all__ = ["Place", "SampleClip", "place_of", "unfit"]
+__all__ = ["Place", "SampleClip", "place_of", "problems_before"]
 
 Modules: TypeAlias = Sequence[AnyModule]
 
-# Below, the accountants of samples take minutes beside noise so large.
+# Below, the accountants of samples take minutes for noise so large.
 _LEAST_SHARE = 1e-3
 
 
-def unfit(before: Modules, shapes: Shapes | None = None) -> str:
-    """Return why one of these modules cannot precede `sample-clip`; "" if all can."""
+def problems_before(before: Modules, shapes: Shapes | None = None) -> list[Problem]:
+    """Return why modules cannot precede `sample-clip`; an empty list if all can."""
+    problems = []
     for module in before:
         (known,) = analyse(module, shapes).guarantees
         why = known.shared or ("it adds noise" if known.noise else "")
         if why:
-            return (
+            text = (
                 f"{module.name} cannot stand before sample-clip, where each record goes "
                 f"through it alone: {why}. Put it after sample-clip"
             )
-    return ""
+            problems.append(Problem(text))
+    return problems
 
 
 def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float]:
@@ -174,7 +177,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         """Refuse: what comes here is a whole batch, unclipped and without noise."""
         raise RuntimeError(
             "sample-clip clips records, and this client does not: nothing here is private. Use "
-            "fedclip.PrivateFederatedClient in the place of declearn's FederatedClient, and "
+            "fedclip.PrivateFederatedClient instead of declearn's FederatedClient, and "
             "[run.privacy] on the server"
         )
 
@@ -255,6 +258,6 @@ def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
         )
     groups = settings.clipping.groups([*shapes])
     before = modules[: max(place, 0)]
-    if why := unfit(before, shapes):
-        raise ValueError(why)
+    if problems := problems_before(before, shapes):
+        raise ValueError("; ".join(map(str, problems)))
     return Place(settings, before, [*modules[place + 1 :]], groups)
