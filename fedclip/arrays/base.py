@@ -289,6 +289,14 @@ class Backend(Arithmetic, ABC):
         where `moved` does not hold, for which the call is not made.
         """
 
+    def normal_pairs(self, uniforms: HostView, angles: HostView) -> HostView:
+        """Return two rows of standard normal draws, on the host (Box & Muller, 1958).
+
+        Uniforms in (0, 1], which may be overwritten, and angles in radians are float64.
+        """
+        radius = np.sqrt(-2.0 * np.log(uniforms))
+        return np.stack([radius * np.cos(angles), radius * np.sin(angles)])
+
     @abstractmethod
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         """Return the arrays, or zeros if the condition, of shape (), does not hold."""

@@ -134,6 +134,13 @@ class TorchBackend(Backend):
             result.append(_sparse(value if like.is_cpu else value.to(like.device), like))
         return result
 
+    def normal_pairs(self, uniforms: HostView, angles: HostView) -> HostView:
+        radius, angle = torch.from_numpy(uniforms), torch.from_numpy(angles)
+        radius.log_().mul_(-2.0).sqrt_()
+        draws = torch.stack([angle.cos(), angle.sin()]).mul_(radius)
+        view: HostView = draws.numpy()
+        return view
+
     # -- arithmetic ---------------------------------------------------------------------------
     def asarray(self, values: Any, like: Array | None = None) -> Array:
         device = like.device if like is not None else torch.device("cpu")

@@ -176,7 +176,7 @@ class Clipper(Core, OptiModule, register=False):
             self._warned = -1
 
     # -- what it guarantees -------------------------------------------------------------------
-    def guarantee(self, context: privacy.Context) -> privacy.Map:
+    def guarantee(self, context: privacy.Context) -> privacy.Guarantee:
         """Return what this clipper guarantees (see `fedclip.privacy.guarantees`)."""
         return kinds.unknown(self, context)
 

@@ -28,7 +28,7 @@ from fedclip.core.parameters import unit_interval as unit_interval
 from fedclip.core.parameters import up_to as up_to
 from fedclip.core.scopes import Groups as Groups
 from fedclip.privacy import Context as Context
-from fedclip.privacy import Map as Map
+from fedclip.privacy import Guarantee as Guarantee
 from fedclip.privacy import guarantees as guarantees
 from fedclip.rules import NoState as NoState
 from fedclip.rules import Rule as Rule

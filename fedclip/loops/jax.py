@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -22,7 +22,7 @@ from fedclip.arrays.jax import JaxBackend
 from fedclip.clippers.agc import AGC, Axes, Outputs
 from fedclip.clippers.base import Clipper
 from fedclip.core.scopes import Groups, resolve
-from fedclip.dpsgd.persample.jax_records import JaxStack, micro_batches
+from fedclip.dpsgd.persample.jax_records import RecordGradients
 from fedclip.dpsgd.step import PrivateMean
 from fedclip.loops import compiled
 from fedclip.loops.clippers import Spec, clipper_of, skip_of_all, unique
@@ -481,17 +481,13 @@ def private_gradients(
     leaves, tree = jax.tree.flatten(params)
     names = _names(params)
 
-    def stacks() -> Iterator[JaxStack]:
-        for records, count in micro_batches(batch, micro_batch, sum(leaf.size for leaf in leaves)):
-            grads = jax.tree.leaves(_gradients(loss)(params, records))
-            yield JaxStack(dict(zip(names, grads, strict=True)), count)
-
+    stacks = _gradients(loss).stacks(names, params, (), batch, micro_batch)
     shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
-    found = mean(stacks(), shapes)
+    found = mean(stacks, shapes)
     pairs = zip(names, leaves, strict=True)
     return jax.tree.unflatten(tree, [jnp.asarray(found[n], like.dtype) for n, like in pairs])
 
 
 @functools.lru_cache(maxsize=8)
-def _gradients(loss: Callable[[Tree, Tree], Array]) -> Callable[[Tree, Tree], Tree]:
-    return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))
+def _gradients(loss: Callable[[Tree, Tree], Array]) -> RecordGradients:
+    return RecordGradients(lambda params, others, record: loss(params, record))

@@ -69,7 +69,7 @@ from fedclip.core.parameters import Config
 from fedclip.engines.declearn import stages as places
 from fedclip.engines.declearn.members import quorum_problems
 from fedclip.errors import ToolError, nearest
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
 
 APP = "pyproject.toml"
 """The file with the settings of an app of Flower."""
