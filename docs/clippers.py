@@ -19,7 +19,6 @@ import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.clippers import families, sharing
 from fedclip.core.docstrings import kind_of, meanings
 from fedclip.core.parameters import Parameter, signature_of
 from fedclip.core.toml import toml_value
@@ -33,11 +32,12 @@ LISTS = {
 """Pages with a list of all clippers, and the form of its lines."""
 START = "<!--docs/clippers.py-->"
 END = "<!--end-->"
+SLICES = ("dims", "inverse_dims", "min_size")
 ADAPTIVE = "`auto-clip`, `ema-clip`, `mad-clip`, `percentile-norm-clip` and `zscore-clip`"
 COMMON = {
     "All clippers; `agc` has the last two": ("scope", "keep_memory", "exclude", "on_nonfinite"),
     'Clippers of norms (`ord="var"` too, except for adaptive limits)': ("ord", "eps"),
-    "`norm-clip`, `normalize` and `centralize`": ("dims", "inverse_dims", "min_size"),
+    "`norm-clip`, `normalize` and `centralize`": SLICES,
     f"Adaptive limits: `adaptive-clip`, `growth-clip`, {ADAPTIVE}": ("max_norm", "on_spike"),
     "All these but `growth-clip`": ("shared", "shared_name"),
     "All these but `growth-clip` and `adaptive-clip`": (
@@ -107,14 +107,11 @@ def render(kind: str, name: str) -> str:
 
 def common() -> dict[str, tuple[Parameter, str]]:
     """Return the parameters of many clippers, and what they mean."""
-    bases: tuple[Any, ...] = (families.SlicedClipper, sharing.HistoryClipper)
-    known = {
-        name: (declared, meanings(base).get(name, ""))
-        for base in bases
-        for name, declared in base.parameters.items()
-    }
-    usual: Any = plugin("module", "zscore-clip")
-    return {**known, "feedback": (usual.parameters["feedback"], meanings(usual)["feedback"])}
+    known = {}
+    for name in (name for names in COMMON.values() for name in names):
+        cls: Any = plugin("module", "normalize" if name in SLICES else "zscore-clip")
+        known[name] = (cls.parameters[name], meanings(cls).get(name, ""))
+    return known
 
 
 def common_notes() -> dict[str, str]:
