@@ -19,7 +19,7 @@ import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.core.docstrings import kind_of, meanings
+from fedclip.core.docstrings import meanings
 from fedclip.core.parameters import Parameter, signature_of
 from fedclip.core.toml import toml_value
 
@@ -133,13 +133,7 @@ def without_common(notes: str) -> str:
 
 def parameters(cls: type, text: str) -> list[str]:
     """Return a list of the clipper's own parameters, and a line that names the common ones."""
-    written = {}
-    for entry in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
-        head, _, meaning = entry.partition("\n")
-        names, _, kind = head.partition(" :")
-        values = re.sub(", default=.*|[{}]", "", kind).strip() if "{" in kind else ""
-        for name in names.split(","):
-            written[name.strip(" *")] = (" ".join(meaning.split()), values)
+    written = documented(text)
     known: Any = cls
     declared = getattr(cls, "parameters", {})
     # A server module has one entry for all parameters of its clipper.
@@ -164,6 +158,18 @@ def parameters(cls: type, text: str) -> list[str]:
     if many and not links:
         lines += ["", f"`fedclip list {known.name}` says more."]
     return lines
+
+
+def documented(text: str) -> dict[str, tuple[str, str]]:
+    """Return what a docstring says of parameters: the meaning, and the values if it lists them."""
+    written = {}
+    for entry in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
+        head, _, meaning = entry.partition("\n")
+        names, _, kind = head.partition(" :")
+        values = re.sub(", default=.*|[{}]", "", kind).strip() if "{" in kind else ""
+        for name in names.split(","):
+            written[name.strip(" *")] = (" ".join(meaning.split()), values)
+    return written
 
 
 def is_common(cls: Any, name: str) -> bool:
@@ -196,8 +202,8 @@ def index() -> str:
         lines += ["", f"{clippers}:", ""]
         for name in names:
             declared, meaning = common()[name]
-            kind = kind_of(declared)
-            values = kind.replace("{", "").replace("}", "") if "{" in kind else ""
+            cls = plugin("module", "normalize" if name in SLICES else "zscore-clip")
+            _, values = documented(sections(cls)["Parameters"])[name]
             meaning = meaning.replace("`{name}-server`", "its server module")
             lines.append(described(shown_default(name, declared.default), meaning, values))
     lines += ["", "## Guarantees"]
