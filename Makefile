@@ -47,10 +47,11 @@ soak: $(VENV)/.dev engines-soak  ## run searches and audits that take an hour or
 extras: $(VENV)/.dev  ## install the wheel with each extra into an environment of its own
 	$(PY) -m pytest -m soak tests/project/test_wheel.py
 
-lint: $(VENV)/.dev  ## check format, style and types
+lint: $(VENV)/.dev  ## check format, style, types and prose
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(PY) -m pytest -q tests/project/test_prose.py
 
 format: $(VENV)/.dev  ## rewrite the files in the format that lint asks for
 	$(BIN)/ruff format

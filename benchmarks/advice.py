@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.progress import track
 from sklearn import datasets
 
-from fedclip.cli.editing import rewritten
 from fedclip.cli.ranking import NONE, Ranking
 from fedclip.cli.suggest import advised
+from fedclip.cli.tune import rewritten
 from fedclip.engines.local.simulate import run
 from fedclip.report import read_report
-from fedclip.report.advice import Advice
+from fedclip.report.findings import Advice
 from fedclip.report.results import Result, result_of
 
 _DATA = {
@@ -246,7 +246,7 @@ def write(folder: Path, of: Federation, seed: int) -> tuple[Path, list[str]]:
 
 def trained(config: Path, seed: int) -> tuple[Result, Advice]:
     """Run a federation; return what came of it, and the advice."""
-    done = run(config, seed, quiet=True)
+    done = run(config, seed)
     report = read_report(Path(done.results))
     experiment = min(report.experiments)
     return result_of(report, experiment), advised(report, experiment)

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 import fedclip  # noqa: F401  registers the aggregator
-from fedclip.engines.declearn.replies import note
-from fedclip.engines.declearn.senders import note_senders
+from fedclip.engines.declearn.members import note
+from fedclip.engines.declearn.samplers import note_senders
 
 
 def kinds(clients: int) -> dict[str, dict[str, Any]]:

@@ -99,7 +99,7 @@ def node(name: str, place: Path, attack: tuple[str, float] | None) -> None:
     with (place / f"{name}.txt").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    from fedclip.cli.quickrun import Experiment
+    from fedclip.engines.declearn.experiment import Experiment
 
     experiment = Experiment(place / "config.toml")
     if name == "server":
@@ -114,7 +114,7 @@ def serve(experiment: Any) -> None:
     from declearn.main import FederatedServer
     from declearn.main.config import FLOptimConfig, FLRunConfig
 
-    from fedclip.engines.declearn.serving import guarded
+    from fedclip.engines.declearn.samplers import guarded
 
     network = NetworkServerConfig.from_toml(experiment.toml, False, "network")
     optim = FLOptimConfig.from_toml(experiment.toml, False, "optim")

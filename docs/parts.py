@@ -32,10 +32,12 @@ ALLOWED = {
     "updates": "arrays core errors privacy rules transforms",
     "site": "arrays core errors privacy updates",
     "loops": "arrays clippers core dpsgd errors transforms",
-    "engines/declearn": ("arrays clippers core dpsgd errors privacy rules site statistics updates"),
+    "engines/declearn": (
+        "arrays clippers core dpsgd errors privacy report rules site statistics updates"
+    ),
     "engines/flower": "errors site updates",
     "engines/nvflare": "errors site updates",
-    "engines/local": "core dpsgd engines/declearn engines/flower errors report updates",
+    "engines/local": "core dpsgd engines/declearn engines/flower errors privacy report updates",
 }
 """The rooms that each room may import. `cli`, `testing` and the package itself may import all."""
 

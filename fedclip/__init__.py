@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedclip.clippers import by_name
 from fedclip.engines.declearn.registration import enter, register_when_possible
-from fedclip.errors import hint_at_imports, part_of, public_names
+from fedclip.errors import part_of, public_names
 
 if TYPE_CHECKING:
     from fedclip.clippers.adaptive_clip import AdaptiveClip as AdaptiveClip
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from fedclip.engines.declearn.personal_client import (
         PersonalFederatedClient as PersonalFederatedClient,
     )
-    from fedclip.engines.declearn.pipeline import analyse as analyse
     from fedclip.engines.declearn.private_client import (
         PrivateFederatedClient as PrivateFederatedClient,
     )
-    from fedclip.engines.declearn.round_robin import RoundRobin as RoundRobin
     from fedclip.engines.declearn.sample_clip import SampleClip as SampleClip
-    from fedclip.engines.declearn.senders import NamedClients as NamedClients
+    from fedclip.engines.declearn.samplers import NamedClients as NamedClients
+    from fedclip.engines.declearn.samplers import RoundRobin as RoundRobin
+    from fedclip.engines.declearn.stages import analyse as analyse
     from fedclip.engines.declearn.update_client import UpdateClipClient as UpdateClipClient
     from fedclip.engines.declearn.update_norms import UpdateNorms as UpdateNorms
     from fedclip.engines.declearn.update_server import UpdateClipServer as UpdateClipServer
@@ -79,11 +79,10 @@ _HOMES = {
         "engines.declearn.private_client": "PrivateFederatedClient",
         "engines.declearn.sample_clip": "SampleClip",
         "errors": "FedclipWarning NonFiniteError StateError",
-        "engines.declearn.pipeline": "analyse",
+        "engines.declearn.stages": "analyse",
         "engines.declearn.personal": "PersonalModel",
         "engines.declearn.personal_client": "PersonalFederatedClient",
-        "engines.declearn.round_robin": "RoundRobin",
-        "engines.declearn.senders": "NamedClients",
+        "engines.declearn.samplers": "NamedClients RoundRobin",
         "engines.declearn.aggregator": "ClippedAveraging",
         "engines.declearn.update_client": "UpdateClipClient",
         "engines.declearn.update_norms": "UpdateNorms",
@@ -117,7 +116,7 @@ if not TYPE_CHECKING:
                 if (exc.name or "").partition(".")[0] == "fedclip":
                     raise
                 raise ImportError(
-                    f"fedclip.{name} needs declearn, which can not be imported: {exc}; "
+                    f"fedclip.{name} needs declearn, which cannot be imported: {exc}; "
                     "pip install 'declearn>=2.9.1,<3'",
                     name=exc.name,
                 ) from exc
@@ -135,9 +134,8 @@ def _register() -> None:
     import fedclip.engines.declearn.clipper_servers
     import fedclip.engines.declearn.personal
     import fedclip.engines.declearn.private_evaluation
-    import fedclip.engines.declearn.round_robin
     import fedclip.engines.declearn.sample_clip
-    import fedclip.engines.declearn.senders
+    import fedclip.engines.declearn.samplers
     import fedclip.engines.declearn.update_client
     import fedclip.engines.declearn.update_norms
     import fedclip.engines.declearn.update_server
@@ -148,5 +146,4 @@ def _register() -> None:
     enter()
 
 
-hint_at_imports()
 register_when_possible(_register)

@@ -7,15 +7,48 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, TypeAlias
 
-__all__ = ["FedclipWarning", "NonFiniteError", "StateError", "Unchecked", "nearest"]
+__all__ = [
+    "FedclipWarning",
+    "NonFiniteError",
+    "Problem",
+    "StateError",
+    "ToolError",
+    "Unchecked",
+    "nearest",
+]
 
 Unchecked: TypeAlias = Any
 """What was given, or came from a file or over a wire: anything, until it has been looked at."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why something does not work; a check returns a list of them, empty if all is well.
+
+    Parameters
+    ----------
+    text : str
+        What was given, what is allowed, what to do.
+    where : str
+        The place, such as a TOML section; empty if there is only one.
+
+    Examples
+    --------
+    >>> str(Problem("lrate must be > 0, got -1.0", where="[optim]"))
+    '[optim] lrate must be > 0, got -1.0'
+    """
+
+    text: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.text}".lstrip()
 
 
 class FedclipWarning(UserWarning):
@@ -29,8 +62,24 @@ class NonFiniteError(ValueError, RuntimeError):
     """
 
 
+class ToolError(RuntimeError):
+    """A command cannot do what was asked for; the message says why.
+
+    Parameters
+    ----------
+    message : object
+        What was given, what is allowed, what to do.
+    code : int
+        The exit code of the command.
+    """
+
+    def __init__(self, message: object, code: int = 1) -> None:
+        super().__init__(str(message))
+        self.code = code
+
+
 class StateError(KeyError, ValueError):
-    """A state that a clipper can not load; the state it had stays in place.
+    """A state that a clipper cannot load; the clipper keeps the state that it had.
 
     It is a `KeyError` so that declearn's `Optimizer.set_state` restores the other modules
     too, and a `ValueError` because that is what most of its causes are.
@@ -100,26 +149,6 @@ def elsewhere(name: str, known: Sequence[str] = ()) -> str:
         return f": {ways[name]}"
     match = difflib.get_close_matches(name, [*known, *ways], n=1)
     return f"; did you mean {ways.get(match[0], match[0])!r}?" if match else ""
-
-
-class _Hints:
-    """A finder that comes last, and says where to find what is not where it was looked for."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        """Raise an error if there is something to say about a name in fedclip."""
-        home, _, last = name.rpartition(".")
-        root, *rest = home.split(".")
-        if root == "fedclip" and rest in ([], ["loops"]) and not last.startswith("_"):
-            hint = elsewhere(last, sys.modules["fedclip"].__all__)
-            if hint:
-                raise ImportError(f"{home} has no {last!r}{hint}", name=name)
-
-
-def hint_at_imports() -> None:
-    """Let imports of what is elsewhere say where it is."""
-    if _Hints not in sys.meta_path:
-        sys.meta_path.append(_Hints)
 
 
 def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:

@@ -139,7 +139,7 @@ def to_numpy(gradients: Gradient) -> dict[str, Host]:
 def _as_numpy(value: object) -> Host:
     if _dtype(value) != "bfloat16":
         return np.asarray(value)
-    # torch can not convert bfloat16 to NumPy; a 0-d tensor of TensorFlow needs `.numpy()`.
+    # torch cannot convert bfloat16 to NumPy; a 0-d tensor of TensorFlow needs `.numpy()`.
     for convert in ("float", "numpy"):
         if hasattr(value, convert):
             value = getattr(value, convert)()
@@ -188,14 +188,14 @@ def differences(gradients: Gradient, output: Gradient) -> Iterator[tuple[str, st
     if type(output) is not type(gradients) or list(output.coefs) != list(gradients.coefs):
         yield "same names", f"the output has other names, or is of another kind: {output!r:.100}"
         return
-    for name, given in gradients.coefs.items():
-        found = output.coefs[name]
-        for what, seen, wanted in (
-            ("dtype", found.dtype, given.dtype),
-            ("shape", tuple(map(int, found.shape)), tuple(map(int, given.shape))),
+    for name, before in gradients.coefs.items():
+        after = output.coefs[name]
+        for what, seen, expected in (
+            ("dtype", after.dtype, before.dtype),
+            ("shape", tuple(map(int, after.shape)), tuple(map(int, before.shape))),
         ):
-            if seen != wanted:
-                yield f"same {what}", f"{name!r} came back with the {what} {seen}, not {wanted}"
+            if seen != expected:
+                yield f"same {what}", f"{name!r} came back with the {what} {seen}, not {expected}"
 
 
 # -- checks -----------------------------------------------------------------------------------
@@ -291,8 +291,8 @@ def check_guarantee(factory: Factory) -> None:
     >>> check_guarantee(NormClip)
     """
     clipper, weights = factory(), _weights("numpy")
-    found = look_up(clipper, Context(SHAPES))
-    assert found != kinds.unknown(clipper, Context()), (
+    guarantee = look_up(clipper, Context(SHAPES))
+    assert guarantee != kinds.unknown(clipper, Context()), (
         f"{clipper.name} does not say what it guarantees: write guarantee = kinds.… into its class "
         "(fedclip.privacy.guarantees)"
     )
@@ -301,9 +301,9 @@ def check_guarantee(factory: Factory) -> None:
             gradients = to_vector({name: scale * value for name, value in arrays.items()})
             output = apply(clipper, gradients, weights).coefs.values()
             length = math.hypot(*(float(np.linalg.norm(value)) for value in output))
-            assert length <= found.bound, (
+            assert length <= guarantee.bound, (
                 f"an output of norm {length!r} is above the bound that guarantee states, "
-                f"{found.bound!r}"
+                f"{guarantee.bound!r}"
             )
 
 
@@ -331,7 +331,7 @@ def check_dtype_and_shape(factory: Factory, framework: str = "numpy") -> None:
 def check_nonfinite(factory: Factory) -> None:
     """Check the treatment of NaN and infinity.
 
-    A gradient that holds one becomes zero, stays as it is or raises. No statistic sees it: later
+    A gradient that holds one becomes zero, stays unchanged or raises. No statistic sees it: later
     steps give the same outputs as without it.
 
     Examples
@@ -375,15 +375,15 @@ def check_equivalence(factory: Factory, framework: str) -> None:
     for dtype, tolerance in (("float64", 1e-9), ("float32", 1e-5)):
         # Round first, so that both frameworks see the same numbers.
         steps = [{k: v.astype(dtype) for k, v in s.items()} for s in gradient_stream(14)]
-        oracle, other, moved = factory(), factory(), factory()
-        wanted = _run(oracle, steps)
-        _assert_close(_run(other, steps, framework), wanted, tolerance, framework)
-        if not hasattr(moved, "get_state"):
+        oracle, other, mixed = factory(), factory(), factory()
+        expected = _run(oracle, steps)
+        _assert_close(_run(other, steps, framework), expected, tolerance, framework)
+        if not hasattr(mixed, "get_state"):
             continue
         half = factory()
         _run(half, steps[:7], framework)
-        moved.set_state(half.get_state())
-        _assert_close(_run(moved, steps[7:]), wanted[7:], tolerance, f"a state from {framework}")
+        mixed.set_state(half.get_state())
+        _assert_close(_run(mixed, steps[7:]), expected[7:], tolerance, f"a state from {framework}")
 
 
 def check_state_round_trip(factory: Factory) -> None:
@@ -416,7 +416,7 @@ def check_resume(factory: Factory, steps: int = 14) -> None:
     >>> check_resume(lambda: ZScoreClip(warmup=4))
     """
     stream = gradient_stream(steps)
-    wanted = _run(factory(), stream)
+    expected = _run(factory(), stream)
     clipper = factory()
     for step in range(steps):
         state = json_deserialize(json_serialize(clipper.get_state()))
@@ -425,7 +425,7 @@ def check_resume(factory: Factory, steps: int = 14) -> None:
         # Run to the end from every fourth step only, to save time.
         length = steps if step % 4 == 0 else step + 2
         got = _run(resumed, stream[step:length])
-        _assert_equal(got, wanted[step:length], f"a run resumed at step {step}")
+        _assert_equal(got, expected[step:length], f"a run resumed at step {step}")
         _run(clipper, stream[step : step + 1])
 
 
@@ -564,9 +564,9 @@ def _assert_close(
 ) -> None:
     for step, (a, b) in enumerate(zip(got, wanted, strict=True)):
         for name in b:
-            apart = np.abs(a[name].astype(float) - b[name].astype(float)).max(initial=0.0)
+            difference = np.abs(a[name].astype(float) - b[name].astype(float)).max(initial=0.0)
             largest = np.abs(b[name]).max(initial=0.0)
-            assert apart <= tolerance * max(largest, 1e-30), (
-                f"{what}: {name!r} is off by {apart:.3g} in step {step}; its largest element is "
+            assert difference <= tolerance * max(largest, 1e-30), (
+                f"{what}: {name!r} is off by {difference:.3g} in step {step}; its largest value is "
                 f"{largest:.3g}"
             )

@@ -136,12 +136,11 @@ def checked(tmp_path: Path) -> Callable[[str], Any]:
 def no_round_left_open() -> Iterator[None]:
     """Forget, after a test, the round of update clipping that it has begun, and who has replied."""
     yield
-    from fedclip.engines.declearn.context import CLIENT, SERVER
-    from fedclip.engines.declearn.replies import note
+    from fedclip.engines.declearn.context import change
+    from fedclip.engines.declearn.members import note
 
     note(None, {})
-    for variable in (CLIENT, SERVER):
-        variable.set(None)
+    change(client=None, server=None)
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,8 @@ from scipy.special import expit
 from sklearn import datasets
 from sklearn.linear_model import SGDClassifier
 
-from fedclip.cli.quickrun import draw_from
 from fedclip.core.toml import toml_value
+from fedclip.engines.declearn.experiment import draw_from
 from fedclip.engines.local.crowd import Crowd, Trained
 from fedclip.engines.local.simulate import Simulation
 

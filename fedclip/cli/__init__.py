@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools for users: the command line, checks of configurations, and the demo."""
+"""The command line: checks of configurations, runs, reports, privacy budgets, the demo."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fedclip has registered with declearn, and the installed versions."""
+"""The plug-ins of fedclip, and the installed versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 FILE = Path(__file__).with_name("catalogue.json")
-"""What each plug-in is, in a line; written by ``python docs/clippers.py``."""
+"""One line for each plug-in; written by ``python docs/clippers.py``."""
 
 OLDEST_DECLEARN = (2, 9, 1)
 _WANTED = f"declearn>={'.'.join(map(str, OLDEST_DECLEARN))},<3"
@@ -34,8 +34,8 @@ def is_ours(cls: type) -> bool:
 
 
 def registries() -> dict[str, Mapping[str, type]]:
-    """Return what is registered with declearn, by kind and name."""
-    # Imported here: the versions are told without declearn, too.
+    """Return the plug-ins registered with declearn, by kind and name."""
+    # Imported here: versions are shown without declearn, too.
     from declearn.aggregator import list_aggregators
     from declearn.optimizer import list_optim_modules, list_optim_regularizers
 
@@ -57,18 +57,18 @@ def build(kind: str, name: str, config: Mapping[str, object]) -> Plugin:
 
 
 def catalogue() -> list[Config]:
-    """Return what `FILE` says of each plug-in: no clipper is imported to be listed."""
-    found: list[Config] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    """Return the entries of `FILE`; no clipper is imported."""
+    entries: list[Config] = json.loads(FILE.read_text(encoding="utf-8"))
+    return entries
 
 
 def documentation(kind: str, name: str) -> str:
-    """Return what a plug-in says of itself."""
+    """Return the documentation of a plug-in."""
     # By its class, because most are imported without declearn.
     plain = name.replace("-", "")
     known = [cls for cls in fedclip.__all__ if cls.lower() == plain]
-    found = getattr(fedclip, known[0]) if known else registries()[kind][name]
-    return inspect.getdoc(found) or ""
+    plugin = getattr(fedclip, known[0]) if known else registries()[kind][name]
+    return inspect.getdoc(plugin) or ""
 
 
 def versions() -> Config:
@@ -84,7 +84,7 @@ def versions() -> Config:
 
 
 def fits(declearn: str | None) -> bool:
-    """Whether fedclip works with this version of declearn, of which None is none."""
+    """Whether fedclip works with this version of declearn, None if it is not installed."""
     if declearn is None:
         return False
     numbers = tuple(int(part) for part in declearn.split(".")[:3] if part.isdigit())

@@ -7,20 +7,18 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedclip.cli.output import HtmlFile, JsonFlag, Results, fail, results, say, typed
+from fedclip.cli.output import JsonFlag, Results, fail, results, say, typed
 
 if TYPE_CHECKING:
-    from fedclip.cli.progress import Tell
     from fedclip.cli.ranking import Ranking
     from fedclip.cli.tune import Tuning
-    from fedclip.report import Report
 
 
 def suggest(
@@ -34,25 +32,27 @@ def suggest(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Decide by the norms of a run what to clip first, and say why.
+    """Propose what to clip first, by the norms of a run, and say why.
 
-    The first proposals come as lines of TOML, with the share of each client's norms that they would
-    have clipped, and with what they reveal of the data; `--use NAME` shows another so.
+    The first proposals come with their TOML, the share of each client's norms that they would have
+    clipped, and what they reveal about the data. `--use NAME` shows another proposal in full.
     """
     from fedclip.cli.check.configuration import find_config
-    from fedclip.cli.editing import rewritten
     from fedclip.cli.showing import read
     from fedclip.cli.suggest import advised, in_words
+    from fedclip.cli.tune import rewritten
     from fedclip.errors import nearest
 
     folder = results(folder)
     report = read(folder)
-    found = report.experiments
-    if len(found) > 1:
-        names = ", ".join(str(folder / name) for name in found[:3]) + ", …" * (len(found) > 3)
-        fail(f"{folder} holds {len(found)} experiments: give one of them ({names})")
+    experiments = report.experiments
+    if len(experiments) > 1:
+        names = ", ".join(str(folder / name) for name in experiments[:3]) + ", …" * (
+            len(experiments) > 3
+        )
+        fail(f"{folder} holds {len(experiments)} experiments: give one of them ({names})")
     try:
-        advice = advised(report, min(found))
+        advice = advised(report, min(experiments))
     except (TypeError, ValueError) as exc:
         fail(str(exc))
     proposals = {proposal.name: proposal for proposal in advice.proposals}
@@ -65,7 +65,7 @@ def suggest(
         print(json.dumps(facts))
     if write is not None:
         if not chosen:
-            fail(f"{advice.answer} To write one all the same, name it: --use NAME")
+            fail(f"{advice.answer} To write a proposal anyway, name it: --use NAME")
         file = find_config(write)
         try:
             text = rewritten(file.read_bytes().decode(), proposals[chosen])
@@ -82,15 +82,14 @@ def suggest(
 
 
 def save(file: Path, name: str, text: str) -> None:
-    """Write a configuration with a setting in it, unless it would then not run."""
+    """Write a configuration with a setting; end the command if it would not run."""
     from fedclip.cli.check.configuration import check_config
     from fedclip.cli.showing import write
 
     known = check_config(file).problems
     for fresh in (f for f in check_config(file, text=text).problems if f not in known):
         fail(
-            f"{file} was left unchanged: with {name} it would not run "
-            f"({fresh.where} {fresh.message})"
+            f"{file} was not changed: with {name} it would not run ({fresh.where} {fresh.message})"
         )
     write(file, text, quiet=True)
     say(f"wrote {name} into {file}; check it with  fedclip check {typed(file)}")
@@ -98,7 +97,6 @@ def save(file: Path, name: str, text: str) -> None:
 
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
-    html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank finished runs by the metric of each site.
@@ -111,32 +109,25 @@ def compare(
     from fedclip.cli import showing
     from fedclip.cli.ranking import Ranking
     from fedclip.cli.runner import MARK
-    from fedclip.report.results import result_of
+    from fedclip.report.results import Result, result_of
 
-    showing.can_write(html)
     named: dict[str, Path] = {}
     for folder in folders:
         inner = sorted({mark.parent.parent for mark in folder.glob(f"*/*/{MARK}")}, key=str)
         for path in inner or [folder]:
             name = path.resolve().name
             named[str(path) if name in named else name] = path
-    found = {path.resolve() for path in named.values()}
-    read = [(name, path, showing.read(path, apart=found)) for name, path in named.items()]
-    results = {
-        name: {seed.partition("/")[0]: result_of(report, seed) for seed in report.experiments}
-        for name, _, report in read
-    }
-    show_ranking(Ranking(results, next(iter(results))), read, "fedclip-compare/2", html, as_json)
+    resolved = {path.resolve() for path in named.values()}
+    results: dict[str, dict[str, Result]] = {}
+    for name, path in named.items():
+        report = showing.read(path, apart=resolved)
+        runs = {seed.partition("/")[0]: result_of(report, seed) for seed in report.experiments}
+        results[name] = runs
+    show_ranking(Ranking(results, next(iter(results))), "fedclip-compare/2", as_json)
 
 
-def show_ranking(
-    ranking: Ranking,
-    read: Sequence[tuple[str, Path, Report]],
-    schema: str,
-    html: Path | None,
-    as_json: bool,
-) -> None:
-    """Print a ranking, and write its page."""
+def show_ranking(ranking: Ranking, schema: str, as_json: bool) -> None:
+    """Print a ranking."""
     from fedclip.cli import showing
     from fedclip.cli.ranking import drawn
 
@@ -149,9 +140,6 @@ def show_ranking(
             say(table["caption"])
             typer.echo()
         say(answer)
-    if html is not None:
-        tables[0]["caption"] = f"{answer} {tables[0]['caption']}"
-        showing.save_page(read, html, tables, "Comparison of runs")
 
 
 def tune(
@@ -172,7 +160,6 @@ def tune(
         str, typer.Option(metavar="A,B", help="Sites that count; else all but outliers.")
     ] = "",
     write: Annotated[bool, typer.Option("--write", help="Write the winner into CONFIG.")] = False,
-    html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank values, or what `suggest` proposes, over several seeds.
@@ -180,13 +167,10 @@ def tune(
     The ranking goes by the metric of each site, against no clipping. Several runs go on at a time.
     After an interruption the same command continues.
     """
-    from fedclip.cli import showing
     from fedclip.cli.check.configuration import find_config
     from fedclip.cli.ranking import AS_IS, NONE
-    from fedclip.cli.runner import reports
     from fedclip.cli.tune import Tuning
 
-    showing.can_write(html)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     jobs = jobs or cores or 1
     # Several runs share the cores.
@@ -201,16 +185,15 @@ def tune(
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         fail(f"{config} cannot be tuned: {exc}")
     ranking = tuning.ranking
-    runs = [run for name in ranking.order() for run in tuning.runs[name]]
-    show_ranking(ranking, reports(runs) if html else [], "fedclip-tune/2", html, as_json)
+    show_ranking(ranking, "fedclip-tune/2", as_json)
     if "noise_multiplier" in tuning.text and not as_json:
-        say("This choice is made from the data: the epsilon of a run does not cover it.")
+        say("This choice uses the data, and the epsilon of a run does not cover it.")
     winner = ranking.winner
     fresh = winner not in ("", NONE, AS_IS)
     if write and fresh:
         save(file, winner, tuning.texts[winner])
     elif write:
-        say(f"{typed(file)} was left unchanged", err=True)
+        say(f"{typed(file)} was not changed", err=True)
     elif fresh and not as_json:
         same = "".join(f" {shlex.quote(setting)}" for setting in tuning.settings)
         same += f" --seeds {seeds}" + f" --rounds {rounds}" * bool(rounds) + " --nodes" * nodes
@@ -219,16 +202,14 @@ def tune(
 
 
 def _tuned(tuning: Tuning, jobs: int) -> None:
-    """Run all that is to be tried, and print the progress."""
-    from fedclip.cli.progress import progress
+    """Run all settings, and print the progress."""
+    from fedclip.cli.output import progress
     from fedclip.cli.runner import run_all
 
-    tasks, before = {"tune": tuning.left}, 0
-    tell = progress(tasks)
+    show, before, total = progress("tune"), 0, tuning.left
     for number, wave in enumerate(tuning.waves()):
         todo = [run for run in wave if not run.done]
-        tell_wave = partial(_tell, tell, before)
-        failed = run_all(todo, tuning.command, jobs, tell_wave)
+        failed = run_all(todo, tuning.command, jobs, partial(_shown, show, before, total))
         before += sum(run.rounds for run in todo)
         if failed and not number:
             fail(next(iter(failed.values())))
@@ -244,8 +225,10 @@ def _tuned(tuning: Tuning, jobs: int) -> None:
         if not number:
             names = ", ".join(tuning.runs)
             say(f"{len(tuning.runs)} settings with {tuning.seeds} seeds each: {names}", err=True)
-        tasks["tune"] = before + tuning.left
+        total = before + tuning.left
 
 
-def _tell(tell: Tell, before: int, done: int, text: str) -> None:
-    tell("tune", before + done, text)
+def _shown(
+    show: Callable[[int, int, str], None], before: int, total: int, done: int, text: str
+) -> None:
+    show(before + done, total, text)

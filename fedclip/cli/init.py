@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from fedclip.cli.output import ToolError
+from fedclip.errors import ToolError
 
 PACKAGES = {
     "sklearn": ("sklearn", "scikit-learn"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 import fedclip
-from fedclip.cli import choosing, privacy, site
+from fedclip.cli import choosing, privacy, running, site
 from fedclip.cli.output import (
     Commands,
     ConfigPath,
@@ -27,7 +26,6 @@ from fedclip.cli.output import (
     Results,
     fail,
     results,
-    runnable,
     say,
     typed,
 )
@@ -51,7 +49,7 @@ def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Do not fail on a character that the terminal can not show.
+            # Do not fail on a character that the terminal cannot show.
             stream.reconfigure(errors="backslashreplace")
     app(prog_name="fedclip")
 
@@ -91,7 +89,7 @@ def list_(
         kind = "" if entry["kind"] == "module" else f" ({entry['kind']})"
         typer.secho(entry["name"], bold=True, nl=False)
         typer.echo(f"{kind}  {entry['summary']}")
-    typer.echo("What one does, and its parameters: fedclip list NAME")
+    typer.echo("To read about one of them, and its parameters: fedclip list NAME")
 
 
 @app.command()
@@ -106,7 +104,7 @@ def init(
         typer.Option(help="Train with DP-SGD, and protect each record or each person."),
     ] = None,
 ) -> None:
-    """Write a project of your own, for CSV files at several sites.
+    """Write a project for CSV files at several sites.
 
     It prepares data, trains with a server and clients, and predicts. You edit its files.
     """
@@ -114,7 +112,7 @@ def init(
 
     missing = write_project(folder, model, privacy)
     run = "quickrun" if privacy else "simulate"
-    say(f"{folder} is written. Start with its README.md, or try it with invented records:")
+    say(f"{folder} is written. Start with its README.md, or try it with example data:")
     for line in (
         *(f"pip install {packages}" for packages in missing),
         f"cd {typed(folder)}",
@@ -154,89 +152,20 @@ def _print_check(result: Check) -> None:
     for place in result.places:
         say(f"  {place}")
     levels = [finding.level for finding in result.findings]
-    found = {kind: levels.count(kind) for kind in ("problem", "leak", "note")}
+    counts_by_level = {kind: levels.count(kind) for kind in ("problem", "leak", "note")}
     counts = [
-        f"{n or 'No'} {kind}{'s' * (n > 1)}" for kind, n in found.items() if n or kind == "problem"
+        f"{n or 'No'} {kind}{'s' * (n > 1)}"
+        for kind, n in counts_by_level.items()
+        if n or kind == "problem"
     ]
     typer.echo(f"{', '.join(counts)}.")
 
 
-@app.command()
-def quickrun(
-    config: ConfigPath = Path(),
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show declearn's log too.")] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="Draw batches from this seed.")] = None,
-) -> None:
-    """Check a configuration, then run all of it on this machine."""
-    result = runnable(config, quickrun=True)
-
-    from fedclip.cli.quickrun import run
-
-    clients, results, finished = run(result.path, verbose=verbose, seed=seed)
-    if not finished:
-        fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
-    weights = Path(results, "server", "model_state_best.mpk")
-    say(f"Best weights (lowest mean loss of the healthy sites): {typed(weights)}")
-    spent = any(Path(results).rglob("privacy_spent.json"))
-    also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
-    say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
-
-
-@app.command()
-def simulate(
-    config: ConfigPath = Path(),
-    seed: Annotated[int | None, typer.Option(min=0, help="A seed, not that of [simulate].")] = None,
-    engine: Annotated[
-        Literal["process", "flower"],
-        typer.Option(help="Train in this process, or in those of Flower's simulation."),
-    ] = "process",
-) -> None:
-    """Check a configuration, then run it in one process.
-
-    It has as many clients as the section [simulate] says.
-    """
-    result = runnable(config, simulate=True)
-
-    from fedclip.engines.local.simulate import EARLY, run
-
-    done = run(result.path, seed, engine=engine)
-    see = f"fedclip report {typed(done.results)}"
-    if done.ended:
-        after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
-        if done.ended == EARLY:
-            say(f"fedclip: {after}")
-            return
-        fail(after, code=130 if done.ended == "interrupted" else 1)
-    say(f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s")
-    say(
-        f"Best weights (round {done.best}, lowest mean loss of the healthy sites): "
-        f"{typed(Path(done.results, 'server', 'model_state_best.mpk'))}"
-    )
-    say(f"See  {see}")
-
-
-@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
-def run(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="server.py, client.py, …")],
-    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS")] = None,
-) -> None:
-    """Run a Python script, unedited, with fedclip registered."""
-    import runpy
-    from importlib.util import find_spec
-
-    if not os.path.isfile(script):
-        fail(f"there is no script {str(script)!r}", code=2)
-    if find_spec("declearn") and find_spec("websockets"):
-        from fedclip.engines.declearn.network import watch_plain_clients
-
-        watch_plain_clients()
-    sys.argv = [str(script), *(args or [])]
-    # Like `python SCRIPT`, put the script's folder first, in place of that of `fedclip`.
-    sys.path[0] = str(script.resolve().parent)
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+app.command()(running.quickrun)
+app.command()(running.simulate)
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(
+    running.run
+)
 
 
 @app.command()
@@ -267,12 +196,13 @@ def report(
     else:
         showing.show(result, rounds)
     if html is not None:
-        showing.save_page([("", folder, result)], html)
+        showing.save_page(result, html)
 
 
 # Commands are listed in the order in which they are added.
-for command in (choosing.suggest, choosing.tune, choosing.compare):
-    app.command()(command)
+app.command()(choosing.suggest)
+app.command()(choosing.tune)
+app.command()(choosing.compare)
 
 
 @app.command()
@@ -289,21 +219,21 @@ def translate(
     from fedclip.cli.check.findings import text_of
     from fedclip.core.toml import toml_line, value_of
 
-    given: dict[str, object] = {}
+    values: dict[str, object] = {}
     for item in config or []:
         key, equals, value = item.partition("=")
         if not equals:
             fail(f"{item!r} must be PARAMETER=VALUE", code=2)
-        given[key.strip()] = value_of(value.strip())
+        values[key.strip()] = value_of(value.strip())
     try:
-        kind, name, parameters = translate.translate(package, cls, given)
+        kind, name, parameters = translate.translate(package, cls, values)
         # Build the clipper, so that a line with invalid parameters is refused.
         build(kind, name, parameters)
     except (TypeError, ValueError, OverflowError) as exc:
         text = text_of(exc)
         fail(text if package in text else f"{cls} of {package}: {text}")
     typer.echo(toml_line(kind, name, parameters))
-    for note in translate.notes(package, cls, given):
+    for note in translate.notes(package, cls, values):
         say(f"note: {note}", err=True)
 
 

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all commands print, or check, in the same way."""
+"""Output, progress and checks that all commands share."""
 
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
+import time
 import tomllib
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
+
+from fedclip.errors import ToolError
 
 if TYPE_CHECKING:
     from fedclip.cli.check.findings import Check
@@ -34,19 +41,8 @@ Results = Annotated[
 ]
 
 
-class ToolError(RuntimeError):
-    """What was asked for can not be done; the message says why, in a sentence.
-
-    Whatever raises it ends the command with this sentence, and with its exit code.
-    """
-
-    def __init__(self, message: object, code: int = 1) -> None:
-        super().__init__(str(message))
-        self.code = code
-
-
 class Commands(TyperGroup):
-    """A group of commands, each of which ends in a sentence if it can not do its work."""
+    """A group of commands, each of which ends with a message if it fails."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -65,7 +61,7 @@ class Commands(TyperGroup):
 
 
 def say(text: str, **style: Any) -> None:
-    """Print a line as it is, without markup, because names in it are other people's text."""
+    """Print a line without interpreting markup, because names in it may come from others."""
     from fedclip.report import printable
 
     typer.secho(printable(text), **style)
@@ -77,21 +73,21 @@ def fail(message: object, code: int = 1) -> NoReturn:
 
 
 def typed(path: str | Path) -> str:
-    """Return a path as short as one can type it in a shell from here."""
+    """Return a path as you would type it in a shell, relative to this folder if possible."""
     path, here = Path(path), Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def results(folder: Path | None) -> Path:
-    """Return a folder, or without one that of the results of the configuration here, or this."""
+    """Return a folder; without one, the results of the config.toml here, or this folder."""
     if folder is not None:
         return folder
     try:
         experiment = tomllib.loads(Path("config.toml").read_text("utf-8"))["experiment"]
-        found = Path(experiment["checkpoint"])
+        path = Path(experiment["checkpoint"])
     except (OSError, ValueError, KeyError, TypeError):
         return Path()
-    return found if found.is_dir() else Path()
+    return path if path.is_dir() else Path()
 
 
 def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) -> Check:
@@ -104,3 +100,36 @@ def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) ->
             say(f"fedclip: {finding.where} {finding.message}", err=True)
         fail(f"{result.path} would not run; nothing was started")
     return result
+
+
+def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
+    """Return a function that shows, given rounds done, all rounds and a text, how far a task is.
+
+    On a terminal each line replaces the one before; elsewhere there is one for each twentieth of
+    the task.
+    """
+    from fedclip.report import printable
+
+    over = sys.stderr.isatty()
+    begun, last = time.monotonic(), 0
+
+    def show(done: int, total: int, text: str) -> None:
+        nonlocal begun, last
+        if not done:
+            begun = time.monotonic()
+        early = done < total and not over and done < last + total / 20
+        if quiet or early or done <= last:
+            return
+        last = done
+        line = f"{task}: {done} of {total} rounds done"
+        # A narrow terminal cuts off the end of a line.
+        if done < total:
+            each = (time.monotonic() - begun) / done
+            line += f", about {timedelta(seconds=round(each * (total - done)))} left"
+        line = printable(f"{line}, {text}" if text else line)
+        if over:
+            line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
+        end = "" if over and done < total else "\n"
+        print(line, end=end, file=sys.stderr, flush=True)
+
+    return show

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fedclip privacy``: what a budget costs in noise, before a run, and what a run has spent."""
+"""``fedclip privacy``: the noise for a budget, before a run, and what a run has spent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer(
-    help="What privacy costs in noise, and what was spent.",
+    help="Plan noise for a privacy budget, and read what was spent.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -35,7 +35,7 @@ Values = Annotated[int | None, typer.Option(help="How many values the model has.
 
 @app.callback()
 def root() -> None:
-    """Say what privacy costs in noise, before a run, and what a run has spent."""
+    """Plan noise for a privacy budget, and read what was spent."""
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def plan(
     if model is not None:
         values = _counted(model, values, as_json)
     with in_one_sentence():
-        found = planning.plan(
+        noise_plan = planning.plan(
             *(epsilon, delta, rounds, clients),
             relation=relation,
             values=values,
@@ -82,11 +82,13 @@ def plan(
             momentum=momentum,
             evaluation_share=evaluation_share,
         )
-        if honest is not None and (found.separation > 1 or evaluation_share):
-            what = "clients that take turns" if found.separation > 1 else "evaluations with noise"
+        if honest is not None and (noise_plan.separation > 1 or evaluation_share):
+            what = (
+                "clients that take turns" if noise_plan.separation > 1 else "evaluations with noise"
+            )
             raise ValueError(f"{what} leave the noise to the server: no --honest")
-        prices = Prices(found, 0.75 if honest is None else honest)
-    of_client, of_server = prices.configs if honest is not None else ({}, found.config)
+        prices = Prices(noise_plan, 0.75 if honest is None else honest)
+    of_client, of_server = prices.configs if honest is not None else ({}, noise_plan.config)
     client = toml_line("module", "update-clip-client", of_client)
     server = toml_line("module", "update-clip-server", of_server)
     lines = ["[optim]", 'aggregator = "clipped-averaging"']
@@ -94,42 +96,46 @@ def plan(
     if evaluation_share:
         lines.append("# loss_bound: a little above the logarithm of the number of classes")
     lines.append(server)
-    extra: Config = {"noise": found.noise, "length": found.length, "drift": found.drift}
-    text = str(found)
-    if found.separation == 1 and not evaluation_share:
+    extra: Config = {
+        "noise": noise_plan.noise,
+        "length": noise_plan.length,
+        "drift": noise_plan.drift,
+    }
+    text = str(noise_plan)
+    if noise_plan.separation == 1 and not evaluation_share:
         extra["prices"] = [row._asdict() for row in prices.rows]
         text += f"\n{prices}" + ("" if values is None else f"\n{_range(prices, values)}")
-    _print(found, text, lines, extra, as_json)
+    _print(noise_plan, text, lines, extra, as_json)
 
 
 def _range(prices: Prices, values: int) -> str:
-    """Say which integers secure sums of updates with their noise need."""
+    """Return the clipval and bitsize that secure sums of updates with noise need, as text."""
     from fedclip.engines.declearn import secagg
     from fedclip.updates.client_noise import SiteNoise
 
     site, clients = SiteNoise(**prices.configs[0]["noise"]), prices.plan.clients
     clipval = math.ceil(100 * site.reach(site.max_norm)) / 100
-    bits, suits = 24 + math.ceil(math.log2(clients)), "the most for float32"
+    bits, suits = 24 + math.ceil(math.log2(clients)), "the largest for float32"
     enough = secagg.plan(1.0, clients, values, clipval=clipval, tolerance=0.01).bitsize
     if enough > bits:
         bits, suits = enough, "and a model in float64"
-    needed = f"a clipval of {clipval:g} times max_norm, the largest C, and bitsize {bits}, {suits}"
+    needed = f"clipval = {clipval:g} times max_norm, and bitsize {bits} ({suits})"
     return f"  secure sums need {needed}"
 
 
 def _counted(model: Path, values: int | None, quiet: bool) -> int:
     """Return how many values a model file trains and shares, and print it."""
-    from fedclip.cli.trained import trained
+    from fedclip.engines.declearn.trained import trained
 
     if values is not None:
         fail("give either --values or --model", 2)
     try:
-        found = trained(model)
+        counts = trained(model)
     except Exception as exc:  # the file may raise anything
         fail(exc, 2)
     if not quiet:
-        print(f"{found}.")
-    return found.shared
+        print(f"{counts}.")
+    return counts.shared
 
 
 @app.command()
@@ -161,9 +167,9 @@ def calibrate(
         units = parameters.integer(1, **{f"{unit}s": records if persons is None else persons})
         each = dpsgd.steps_of_a_round(units, {"batch_size": batch_size}, epochs, steps)
         total = parameters.integer(1, rounds=rounds) * (each or 0)
-        found = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
-        found = found.evaluating(evaluation_share, rounds)
-        text = found.in_words(values)
+        calibration = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
+        calibration = calibration.evaluating(evaluation_share, rounds)
+        text = calibration.in_words(values)
     clip: Config = {"mode": "automatic"}
     lines = [
         "[optim.client_opt]",
@@ -183,11 +189,14 @@ def calibrate(
         *([] if steps is None else [f"n_steps = {steps}"]),
     ]
     extra: Config = {
-        **{name: getattr(found, name) for name in ("noise", "spent", "accountant", "sampling")},
-        **({} if values is None else {"drift": found.drift(values)}),
+        **{
+            name: getattr(calibration, name)
+            for name in ("noise", "spent", "accountant", "sampling")
+        },
+        **({} if values is None else {"drift": calibration.drift(values)}),
         "relation": ZERO_OUT,
     }
-    _print(found, text, lines, extra, as_json)
+    _print(calibration, text, lines, extra, as_json)
 
 
 def _print(found: Any, text: str, lines: list[str], extra: Config, as_json: bool) -> None:
@@ -214,16 +223,16 @@ def spent(
     if as_json and csv is not None:
         fail("give either --json or --csv", 2)
     if not path.exists():
-        beside = [found.name for found in path.parent.glob("*")]
+        beside = [budgets.name for budgets in path.parent.glob("*")]
         fail(f"there is no {path}{nearest(path.name, beside)}", 2)
     with in_one_sentence():
-        found = [*read_spent(path)]
-        costs = [one.cost(delta, relation) for one in found]
+        budgets = [*read_spent(path)]
+        costs = [budget.cost(delta, relation) for budget in budgets]
     if as_json:
         print(json.dumps(costs))
     elif csv is not None:
-        each = zip(found, costs, strict=True)
-        rows = (row for one, cost in each for row in csv_rows(one, cost, path))
+        each = zip(budgets, costs, strict=True)
+        rows = (row for budget, cost in each for row in csv_rows(budget, cost))
         write_csv(COLUMNS, rows, table := io.StringIO())
         write(csv, table.getvalue())
     else:
@@ -239,13 +248,13 @@ def audit(
     """Attack the privacy that a configuration claims, with its own model and data."""
     checked = runnable(config, simulate=True)
 
-    from fedclip.cli import audit as attack
+    from fedclip.engines.local import audit as attack
 
-    found = attack.audit(checked.path, seed)
+    attacked = attack.audit(checked.path, seed)
     if as_json:
-        result = found._asdict() | {"fault": found.fault, "audited": found.audited}
+        result = attacked._asdict() | {"fault": attacked.fault, "audited": attacked.audited}
         result |= {name: result[name]._asdict() for name in ("guesses", "membership")}
         print(json.dumps(result))
     else:
-        print(*found.in_words(), sep="\n")
-    raise typer.Exit(int(found.fault or not found.audited))
+        print(*attacked.in_words(), sep="\n")
+    raise typer.Exit(int(attacked.fault or not attacked.audited))

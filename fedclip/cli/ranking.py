@@ -3,7 +3,7 @@
 
 Runs of one seed draw the same, so settings are compared seed by seed. An interval is Student's, of
 95 %: ``mean ± t(0.975, n - 1) · s / √n`` for n values with sample standard deviation s. One value
-has none. Outliers, whose norms are far above the others', have columns but no say.
+has none. Outliers, whose norms are far above those of other clients, are shown but not counted.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Ranking:
 
     def gain(self, name: str, over: str, *sites: str) -> tuple[float, float | None]:
         """Return the mean difference between two settings over the seeds of both, and half."""
-        one, other = self.means(name, *sites), self.means(over, *sites)
-        return _interval(one[seed] - other[seed] for seed in one if seed in other)
+        means, other = self.means(name, *sites), self.means(over, *sites)
+        return _interval(means[seed] - other[seed] for seed in means if seed in other)
 
     def clearly(self, name: str, over: str, *sites: str, alike: bool = False) -> bool:
         """Whether it is better by more than the interval, and not by the same with each seed.
@@ -147,9 +147,9 @@ class Ranking:
 
     @property
     def alike(self) -> bool:
-        """Whether all seeds of the reference came to the same: nothing was drawn."""
+        """Whether all seeds of the reference gave equal results, so nothing was drawn."""
         first, *others = (run.sites for run in self.results[self.reference].values())
-        return bool(others) and all(found == first for found in others)
+        return bool(others) and all(sites == first for sites in others)
 
     @property
     def winner(self) -> str:
@@ -167,10 +167,10 @@ class Ranking:
         of = f"(mean {self.metric} of {_listed(self.counted)}, over {runs})"
         if self.alike:
             ahead = [n for n in others if self._sign * self.gain(n, over)[0] > 0][:1]
-            text = f"No winner: the first seeds of {over} came to the same, so nothing is drawn, "
-            text += "and one run of each has no interval. "
+            text = f"No winner: the first seeds of {over} gave equal results, so batches are not "
+            text += "random, and one run of each setting has no interval. "
             text += "".join(f"{n} is ahead by {self.against(n)} {of}. " for n in ahead)
-            return text + "Let batches be drawn: shuffle = true in [run.training]."
+            return text + "To draw batches at random, set shuffle = true in [run.training]."
         if first and self.lost(over):
             value = shown(*self.mean(first))
             return (
@@ -186,8 +186,8 @@ class Ranking:
         even = [n for n in others if self.clearly(n, over, alike=True)]
         if even:
             return (
-                f"No winner: {even[0]} differs from {over} by the same with all seeds, "
-                f"{self.against(even[0])} {of}: take more seeds, or more records to validate with."
+                f"No winner: {even[0]} differs from {over} by the same amount with all seeds, "
+                f"{self.against(even[0])} {of}: use more seeds, or more validation records."
             )
         text = f"Nothing is better than {over} by more than its interval {of}."
         text += "".join(f" The nearest is {n}: {self.against(n)}." for n in others[:1])
@@ -219,10 +219,10 @@ class Ranking:
 
     def classes(self, name: str) -> tuple[float, float] | None:
         """Return majority share and balanced accuracy of a setting over seeds, if known."""
-        found = [run.classes(self.counted) for run in self.results[name].values()]
-        known = [pair for pair in found if pair]
+        pairs = [run.classes(self.counted) for run in self.results[name].values()]
+        known = [pair for pair in pairs if pair]
         shares, recalls = zip(*known, strict=True) if known else ((), ())
-        full = known and len(known) == len(found)
+        full = known and len(known) == len(pairs)
         return (statistics.fmean(shares), statistics.fmean(recalls)) if full else None
 
     def tables(self) -> list[dict[str, Any]]:
@@ -250,12 +250,12 @@ class Ranking:
         return [dict(zip(("name", "caption", "heads", "rows"), t, strict=True)) for t in tables]
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values; None for what is no number."""
+        """Return plain values, with None instead of NaN and infinity."""
 
         def plain(name: str, *sites: str) -> dict[str, float | None]:
-            found = (*self.mean(name, *sites), *self.gain(name, self.reference, *sites))
+            numbers = (*self.mean(name, *sites), *self.gain(name, self.reference, *sites))
             names = ("mean", "half_width", "difference", "difference_half_width")
-            return {key: _finite(x) for key, x in zip(names, found, strict=True)}
+            return {key: _finite(x) for key, x in zip(names, numbers, strict=True)}
 
         settings = [
             {"name": name, "seeds": [*self.results[name]]}
@@ -270,12 +270,12 @@ class Ranking:
 
 
 def drawn(table: Mapping[str, Any]) -> Table:
-    """Return a table for a terminal; the first column has names, and the last may have."""
-    found = plain_table(table["name"], table["heads"][:1], table["heads"][1:])
-    found.columns[-1].no_wrap, found.columns[-1].overflow = False, "fold"
+    """Return a table for a terminal."""
+    result = plain_table(table["name"], table["heads"][:1], table["heads"][1:])
+    result.columns[-1].no_wrap, result.columns[-1].overflow = False, "fold"
     for row in table["rows"]:
-        found.add_row(*map(Text, map(printable, row)))
-    return found
+        result.add_row(*map(Text, map(printable, row)))
+    return result
 
 
 def _interval(values: Iterable[float]) -> tuple[float, float | None]:

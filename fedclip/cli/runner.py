@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import tomlkit
 
+from fedclip.cli import running
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.editing import relocate
-from fedclip.cli.output import ToolError
+from fedclip.cli.output import say
 from fedclip.core.parameters import Config
-from fedclip.report import Report, read_report
+from fedclip.errors import ToolError
 
 MARK = "run-done.toml"
 _CONFIG, _OUTPUT = "config.toml", "output.txt"
@@ -57,9 +57,23 @@ def planned_run(document: Config, file: Path, folder: Path, rounds: int | None) 
     if rounds is not None:
         document["run"]["rounds"] = rounds
     folder = folder.absolute()
-    relocate(document, file, folder)
+    _relocate(document, file, folder)
     count, seed = document["run"].get("rounds", 0), int(folder.name.rpartition("-")[2])
     return Planned(folder.parent.name, seed, folder, tomlkit.dumps(document), int(count))
+
+
+def _relocate(document: Config, file: Path, folder: Path) -> None:
+    """Change the paths of a configuration so that it works from another folder."""
+    for section in ("data", "model", "experiment"):
+        document.setdefault(section, tomlkit.table())
+    home = file.resolve().parent
+    if not document["data"].get("data_folder"):
+        folders = [path for path in home.glob("data*") if path.is_dir()]
+        if len(folders) == 1:
+            document["data"]["data_folder"] = str(folders[0])
+    if not document["model"].get("model_file"):
+        document["model"]["model_file"] = str(home / "model.py")
+    document["experiment"]["checkpoint"] = str(folder)
 
 
 def refuse(file: Path, planned: Planned, command: str) -> None:
@@ -72,7 +86,7 @@ def refuse(file: Path, planned: Planned, command: str) -> None:
 
 
 def run(planned: Planned, tell: Callable[[int], None], command: str) -> None:
-    """Run one run in a process, from the start; tell how many rounds are done.
+    """Start a run in a process, and report the rounds done.
 
     What `tell` raises ends the process.
 
@@ -89,13 +103,14 @@ def run(planned: Planned, tell: Callable[[int], None], command: str) -> None:
         document["network"]["port"] = free_port()
     config = folder / _CONFIG
     config.write_text(tomlkit.dumps(document), encoding="utf-8")
-    words = [command, str(config), "--seed", str(planned.seed)]
     metrics = folder / ("simulated" * (command == "simulate")) / "server" / "metrics.csv"
     if _FORKED:
         _PROCESSES.set_forkserver_preload(
             ["fedclip.engines.local.simulate", "fedclip.cli.check.configuration"]
         )
-    process = _PROCESSES.Process(target=_run, args=(words, folder / _OUTPUT), daemon=True)
+    process = _PROCESSES.Process(
+        target=_run, args=(command, config, planned.seed, folder / _OUTPUT), daemon=True
+    )
     process.start()
     try:
         while process.is_alive():
@@ -116,7 +131,7 @@ def run(planned: Planned, tell: Callable[[int], None], command: str) -> None:
 def run_all(
     runs: Sequence[Planned], command: str, jobs: int, tell: Callable[[int, str], None]
 ) -> dict[Planned, str]:
-    """Run those that are not done, `jobs` at a time; tell the rounds done, and of which run.
+    """Start the runs that are not done, `jobs` at a time, and report the rounds done.
 
     Returns
     -------
@@ -150,26 +165,19 @@ def run_all(
     return {planned: text for planned, text in zip(todo, messages, strict=True) if text}
 
 
-def reports(runs: Sequence[Planned]) -> list[tuple[str, Path, Report]]:
-    """Return name, folder and report of each setting, without the seeds of other plans."""
-    found = []
-    for folder in dict.fromkeys(planned.folder.parent for planned in runs if planned.done):
-        report = read_report(folder)
-        seeds = {planned.folder.name for planned in runs}
-        chosen = [run for run in report.experiments if run.partition("/")[0] in seeds]
-        found.append((folder.name, folder, report.only(chosen)))
-    return found
-
-
-def _run(words: list[str], output: Path) -> None:
-    """Run a fedclip command in this process, and write its output to a file."""
+def _run(command: str, config: Path, seed: int, output: Path) -> None:
+    """Run ``quickrun`` or ``simulate`` in this process, and write its output to a file."""
     with output.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    from fedclip.cli.main import main
-
-    sys.argv = ["fedclip", *words]
-    main()
+    try:
+        if command == "quickrun":
+            running.quickrun(config, seed=seed)
+        else:
+            running.simulate(config, seed=seed)
+    except ToolError as exc:
+        say(f"fedclip: {exc}", err=True)
+        sys.exit(exc.code)
 
 
 def free_port() -> int:

@@ -6,21 +6,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedclip.cli.output import fail, say
 from fedclip.errors import nearest
-from fedclip.report import (
-    Report,
-    ReportError,
-    Run,
-    page_of,
-    read_report,
-)
-from fedclip.report.advice import Advice
+from fedclip.report import Report, ReportError, page_of, read_report
+from fedclip.report.findings import Advice
 from fedclip.report.results import result_of
 from fedclip.report.rows import experiment_of, site_of
 
@@ -40,7 +34,7 @@ def console() -> Console:
 
 
 def read(folder: Path, apart: Collection[Path] = ()) -> Report:
-    """Read a report, without runs in folders that are read `apart`; else end with a sentence."""
+    """Read a report, without runs in the folders `apart`; end the command if that fails."""
     try:
         result = _newest(_without(apart, folder))
     except ReportError as exc:
@@ -50,22 +44,22 @@ def read(folder: Path, apart: Collection[Path] = ()) -> Report:
         beside = [p.name for p in above.iterdir() if p.is_dir()] if os.path.isdir(above) else []
         fail(f"{exc}{nearest(folder.name, beside)}", code=2)
     for path in result.skipped:
-        say(f"fedclip: skipped {path}, which can not be read (yet)", err=True)
+        say(f"fedclip: skipped {path}, which cannot be read (yet)", err=True)
     return result
 
 
 def _without(apart: Collection[Path], folder: Path) -> Report:
     report = read_report(folder)
-    kept = [
+    names = [
         name for name in report.experiments if not name or (folder / name).resolve() not in apart
     ]
-    return report.only(kept or report.experiments)
+    return report.only(names or report.experiments)
 
 
 def _newest(report: Report) -> Report:
     """Leave out the older runs where a federation lies in the folder of another, and say so."""
-    found = report.experiments
-    if len(found) == 1 or "" not in found:
+    experiments = report.experiments
+    if len(experiments) == 1 or "" not in experiments:
         return report
 
     def written(node: str) -> float:
@@ -74,8 +68,8 @@ def _newest(report: Report) -> Report:
         return (path if path.is_dir() else report.folder).stat().st_mtime
 
     newest = experiment_of(max((*report.nodes, *report.private), key=written))
-    said = f"this is the newest of {len(found)} runs, in {report.folder / newest}"
-    say(f"fedclip: {said}; the others are left out", err=True)
+    text = f"this is the newest of {len(experiments)} runs, in {report.folder / newest}"
+    say(f"fedclip: {text}; the others are left out", err=True)
     return report.only([newest])
 
 
@@ -115,7 +109,7 @@ def _last(report: Report) -> Iterator[str]:
 
 
 def write(file: str | Path, text: str, quiet: bool = False) -> None:
-    """Write a file, or "-" to standard output; end with a sentence if that can not be done."""
+    """Write a file, or "-" to standard output; end the command if that fails."""
     if file == "-":
         sys.stdout.write(text)
         return
@@ -127,7 +121,7 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
         if part != file:
             part.replace(file)
     except (OSError, ValueError) as exc:
-        fail(f"can not write {file}: {exc}")
+        fail(f"cannot write {file}: {exc}")
     if not quiet:
         say(f"wrote {file}")
 
@@ -137,7 +131,7 @@ def can_write(html: Path | None) -> None:
     if html is None:
         return
     if os.path.isdir(html):
-        fail(f"can not write {html}: it is a folder; give a file, such as {html / 'report.html'}")
+        fail(f"cannot write {html}: it is a folder; give a file, such as {html / 'report.html'}")
     for package in ("jinja2", "vl_convert"):
         try:
             import_module(package)
@@ -145,22 +139,9 @@ def can_write(html: Path | None) -> None:
             fail(f"--html needs {package}: pip install jinja2 vl-convert-python")
 
 
-def save_page(
-    reports: Sequence[tuple[str, Path, Report]],
-    file: Path,
-    tables: Sequence[Mapping[str, object]] = (),
-    title: str = "",
-) -> None:
-    """Write one page of all reports, by name and folder, with what they spent of their budgets.
-
-    With names, the experiments of a report are shown as one; without, what is advised comes first.
-    """
-    runs: list[Run] = []
-    for name, folder, report in reports:
-        advice = None if name else _advice(report)
-        runs.append(Run(name, report, _spent(folder), bool(name), advice))
-    title = title or f"Clipping in {Path(os.path.abspath(reports[0][1])).name}"
-    write(file, page_of(runs, title, tables))
+def save_page(report: Report, file: Path) -> None:
+    """Write a report as a page, with what to do first, and what was spent of privacy budgets."""
+    write(file, page_of(report, _spent(report.folder), _advice(report)))
 
 
 def _advice(report: Report) -> Advice | None:
@@ -173,7 +154,7 @@ def _advice(report: Report) -> Advice | None:
         return advised(report, *report.experiments)
     except (ModuleNotFoundError, TypeError, ValueError) as exc:
         # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
-        say(f"fedclip: nothing is advised: {exc}", err=True)
+        say(f"fedclip: no advice: {exc}", err=True)
         return None
 
 
@@ -187,4 +168,4 @@ def _spent(folder: Path) -> dict[str, list[str]]:
     except NothingSpent:
         return {}
     except ValueError as exc:
-        return {"": [f"what was spent can not be said: {exc}"]}
+        return {"": [f"the spent budget is unknown: {exc}"]}

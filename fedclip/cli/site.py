@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fedclip site``: what a site's policy lets out, what it can not force, what is left to spend."""
+"""``fedclip site``: what a policy lets out, what it cannot check, and what budget remains."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ PolicyPath = Annotated[Path, typer.Argument(metavar="FILE", help="The site's pol
 ENGINES = {
     ("declearn", "declearn"): (
         'a client made with policy = "FILE": all messages of the client',
-        "code of a model that is unpickled, as those of torch and Haiku are; other programs of "
-        "the machine",
+        "code in pickled models (torch, Haiku); other programs on this machine",
     ),
     ("Flower", "flwr"): (
-        "fedclip site supernode, in the place of flower-supernode: all replies of apps",
-        "sockets and files of the app: it needs a process of its own, and no other network",
+        "fedclip site supernode, instead of flower-supernode: all replies of apps",
+        "sockets and files of the app: run it in a separate process without other network access",
     ),
     ("NVFlare", "nvflare"): (
-        "SitePolicy in each scope of privacy.json, and allow_log_streaming off: the results of "
+        "SitePolicy in each scope of privacy.json, with allow_log_streaming off: the results of "
         "all tasks",
-        "aux messages, event streams, and code in the process: jobs with byoc are refused, unless "
-        "the policy allows them",
+        "aux messages, event streams and code in the process: it refuses jobs with byoc, unless "
+        "allow_job_code is set",
     ),
 }
-"""Where a policy acts, and what it can not see there, for each engine and its package."""
+"""Where a policy acts, and what it cannot check, for each engine and its package."""
 
 # More than any budget is asked for.
 _MOST = 1_000_000
@@ -50,7 +49,7 @@ _MOST = 1_000_000
 
 @app.command()
 def check(file: PolicyPath) -> None:
-    """Explain a policy: what leaves, what it can not force, and what is left of its budget."""
+    """Explain a policy: what it allows out, what it cannot check, and its remaining budget."""
     from fedclip.cli.catalogue import version
     from fedclip.site.policy import Policy
 
@@ -58,17 +57,17 @@ def check(file: PolicyPath) -> None:
         policy = Policy.read(file)
         lines, problems = [*_explained(policy)], [*_problems(policy)]
     except OSError as exc:
-        fail(f"{exc.filename or file} can not be read: {exc.strerror}")
+        fail(f"cannot read {exc.filename or file}: {exc.strerror}")
     except ValueError as exc:
         fail(exc)
-    say(f"{file} lets out, in all jobs and on all engines together:")
+    say(f"{file} allows these to leave the site, in all jobs and engines together:")
     for line in lines:
         say(f"  {line}")
     for (name, package), (where, unseen) in ENGINES.items():
-        found = version(package)
-        say(f"{name} {found}" if found else f"{name}, which is not installed here")
-        say(f"  acts in      {where}")
-        say(f"  can not see  {unseen}")
+        installed = version(package)
+        say(f"{name} {installed}" if installed else f"{name}, which is not installed here")
+        say(f"  acts in       {where}")
+        say(f"  cannot check  {unseen}")
     for problem in problems:
         say(f"fedclip: {problem}", err=True)
     if problems:
@@ -78,36 +77,36 @@ def check(file: PolicyPath) -> None:
 def _explained(policy: Policy) -> Iterator[str]:
     from fedclip.site.gate import spent
 
-    yield f"updates with an L2 norm of at most {policy.max_norm:g}; zeros for what is not finite"
+    yield f"updates with an L2 norm of at most {policy.max_norm:g}; NaN and infinity become zeros"
     if policy.noise_multiplier:
         std = policy.noise_multiplier * policy.max_norm
-        yield f"with noise of standard deviation {std:g} on each of their values"
+        yield f"Gaussian noise of standard deviation {std:g} is added to each value"
     else:
         yield (
-            "without noise: an update may tell of the data, and a hostile job may write them into "
-            "its digits; whether it was within a server's bound, clipped or zeroed leaves as well"
+            "without noise: an update can reveal data, and a malicious job can encode data in it; "
+            "it also shows whether the update was below the bound, clipped or set to zeros"
         )
     if policy.max_epsilon is not None:
         done = spent(policy)
-        left = done.affordable(policy.noise_multiplier, policy.max_epsilon, _MOST)
+        updates = done.affordable(policy.noise_multiplier, policy.max_epsilon, _MOST)
         yield (
-            f"at most epsilon {policy.max_epsilon:g} at delta {policy.delta:g} together, for any "
-            f"change of this site's data ({policy.relation})"
+            f"budget: epsilon {policy.max_epsilon:g} at delta {policy.delta:g} for all updates, "
+            f"protecting this site's data set ({policy.relation})"
         )
         yield (
-            f"of which {done.rounds:,} updates have spent {done.epsilon():.4g}, says "
-            f"{policy.ledger}; {left:,} more fit"
+            f"spent: epsilon {done.epsilon():.4g} by {done.rounds:,} updates ({policy.ledger}); "
+            f"remaining: {updates:,} updates"
         )
     elif policy.noise_multiplier:
-        yield "without a budget: the noise of many updates averages out"
+        yield "without a budget: averaging many updates removes the noise; set max_epsilon"
     runs = f" and {policy.max_replies or 10_000:,} in all" if policy.ledger else ""
     yield f"at most {policy.max_replies_per_run:,} replies in a run{runs}, refusals included"
     if policy.allow_job_code:
-        yield "whatever the code of NVFlare jobs sends by other ways: allow_job_code is on"
+        yield "anything that code in NVFlare jobs sends directly, as allow_job_code is on"
     names = ", ".join(policy.allow_metrics) or "none"
-    yield f"and these numbers, which nothing limits or counts: {names}"
+    yield f"these metrics, without limit or accounting: {names}"
     if os.name == "nt":
-        yield "who may change the policy or its ledger can not be told on this system"
+        yield "on this system, fedclip cannot check who may change the policy or its ledger"
 
 
 def _problems(policy: Policy) -> Iterator[str]:
@@ -119,9 +118,15 @@ def _problems(policy: Policy) -> Iterator[str]:
     path = Path(policy.ledger)
     limit = policy.max_epsilon
     if limit and not spent(policy).affordable(policy.noise_multiplier, limit, 1):
-        yield "this site's budget is spent: no update leaves any more"
+        yield (
+            "the budget of this site is spent: it sends no more updates; raise max_epsilon to "
+            "continue"
+        )
     if not path.parent.is_dir():
-        yield f"there is no folder {path.parent} for the ledger: make it, for who runs the client"
+        yield (
+            f"the ledger's folder {path.parent} does not exist: create it for the user of the "
+            "client"
+        )
         return
     try:
         check_owned(path)
@@ -131,7 +136,7 @@ def _problems(policy: Policy) -> Iterator[str]:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def supernode(context: typer.Context, file: PolicyPath) -> None:
-    """Run Flower's SuperNode with a policy around it; all other words are flower-supernode's."""
+    """Run Flower's SuperNode with a policy; other arguments go to flower-supernode."""
     # Before flwr is imported, and for the processes that it starts.
     os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1")
     try:

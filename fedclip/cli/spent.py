@@ -1,30 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was spent of a privacy budget, read from ledgers and checkpoints."""
+"""Read the spent privacy budget from ledgers and checkpoints."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fedclip.cli.catalogue import version
 from fedclip.core.parameters import Config
 from fedclip.core.records import SERVED
-from fedclip.privacy.accounting import (
-    ZERO_OUT,
-    Accountant,
-    Release,
-    account,
-    merged,
-    relation_of,
-)
+from fedclip.privacy.accounting import ZERO_OUT, Accountant, Release, account, merged, relation_of
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.privacy.trust_models import by_silent
-from fedclip.privacy.trust_models import in_words as told
-from fedclip.report import ReportError, read_report
+from fedclip.privacy.trust_models import in_words as trust_lines
 from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.store import read, server_in
@@ -33,14 +24,14 @@ _COUNTED_BY = ("fedclip", "dp-accounting")
 
 
 class NothingSpent(ValueError):
-    """A folder in which no privacy budget was spent."""
+    """No file in a folder shows a spent privacy budget."""
 
 
 class Spent(NamedTuple):
-    """What one file says was spent, and whether that protects a record, a person or a client.
+    """The budget that one file shows as spent, for a record, a person or a client.
 
-    A ledger has `entries`, from which its accountant is. Clients are charged for one turn in
-    `separation` rounds. A server may have been given a budget of at most so much, `planned`.
+    A ledger has `entries`. A client takes part at most once in `separation` rounds. `planned` is
+    the budget that a server may spend at most.
     """
 
     where: str
@@ -56,8 +47,8 @@ class Spent(NamedTuple):
     @property
     def evaluated(self) -> list[float]:
         """The noise multipliers that are those of evaluations."""
-        found = (r.noise_multiplier for e in self.entries if e.evaluation for r in e.spent)
-        return [*dict.fromkeys(found)]
+        multipliers = (r.noise_multiplier for e in self.entries if e.evaluation for r in e.spent)
+        return [*dict.fromkeys(multipliers)]
 
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs, and by which accountant; or why it cannot be counted.
@@ -74,9 +65,11 @@ class Spent(NamedTuple):
             name = f"rdp at order {order:.4g}" if ordered else cost.accountant
             # JSON has no infinity.
             finite = math.isfinite(cost.epsilon)
-            found: dict[str, float | str] = {name: cost.epsilon if finite else "no finite epsilon"}
+            epsilons: dict[str, float | str] = {
+                name: cost.epsilon if finite else "no finite epsilon"
+            }
         except ModuleNotFoundError as exc:
-            found = {"epsilon": str(exc)}
+            epsilons = {"epsilon": str(exc)}
         return {
             "evaluated": self.evaluated,
             "where": self.where,
@@ -93,7 +86,7 @@ class Spent(NamedTuple):
                 for e in self.entries
                 for r in e.spent
             ],
-            "epsilons": found if spent else {},
+            "epsilons": epsilons if spent else {},
             "versions": {name: version(name) for name in _COUNTED_BY},
         }
 
@@ -103,8 +96,8 @@ class Spent(NamedTuple):
     ) -> dict[int, float | None]:
         def epsilon(silent: int) -> float:
             times = site.multiplier(silent) / site.noise_multiplier
-            there = [r._replace(noise_multiplier=r.noise_multiplier * times) for r in spent]
-            return account(there, delta, relation).epsilon
+            releases = [r._replace(noise_multiplier=r.noise_multiplier * times) for r in spent]
+            return account(releases, delta, relation).epsilon
 
         return by_silent(epsilon, site.expected_clients, site.sure)
 
@@ -113,15 +106,15 @@ def in_words(cost: Config) -> Iterator[str]:
     """Yield what `Spent.cost` has found, line by line."""
     relation, unit = cost["relation"], cost["protects"]
     verb = {"add-remove": "adding or removing", "replace-one": "replacing", ZERO_OUT: "zeroing out"}
-    yield f"{cost['where']}: what {verb[relation]} one {unit} may change"
+    yield f"{cost['where']}: privacy loss for {verb[relation]} one {unit}"
     if relation == ZERO_OUT:
-        yield f"  zero-out: the number of {unit}s is public, as rate and steps follow from it"
+        yield f"  zero-out: the number of {unit}s is public, because rate and steps depend on it"
     for z, steps, rate in (release.values() for release in cost["releases"]):
         how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
         what = "evaluations" if z in cost["evaluated"] else "steps"
         yield f"  {steps:,} {what} at noise multiplier {z:.4g}, {how}"
     if cost["separation"] > 1:
-        yield f"  for its own turns, one in {cost['separation']} rounds"
+        yield f"  a client takes part in at most one of {cost['separation']} rounds"
     if cost["rounds"]:
         yield f"  in {cost['rounds']:,} rounds of a server"
     if not cost["releases"]:
@@ -135,51 +128,38 @@ def in_words(cost: Config) -> Iterator[str]:
             f"epsilon {value:.4g} at delta {cost['delta']:g}" if sure else value
         )
     if cost["silent"]:
-        yield "  the clients have added the noise:"
-        yield from told(cost["silent"]).split("\n")
+        yield "  the clients added the noise:"
+        yield from trust_lines(cost["silent"]).split("\n")
     if cost["planned"] is not None:
         yield (
-            f"  of at most {cost['planned']:.4g}, as planned: quote that if what clients sent has "
-            "ended the run early"
+            f"  planned: at most epsilon {cost['planned']:.4g}; report this one if the clients' "
+            "data decided when the run ended"
         )
 
 
 COLUMNS = (
     *("where", "protects", "mechanism", "relation", "delta", "turn", "time", "noise_multiplier"),
-    *("sampling", "separation", "steps", "bound", "accountant", "epsilon", "data", "fedclip"),
+    *("sampling", "separation", "steps", "accountant", "epsilon", "data", "fedclip"),
 )
 
 
-def csv_rows(one: Spent, cost: Config, folder: Path) -> Iterator[Config]:
+def csv_rows(one: Spent, cost: Config) -> Iterator[Config]:
     """Yield a row for each turn that was charged, with the epsilon of all until then.
 
     A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
     The last epsilon is what `Spent.cost` says by the same accountant.
     """
-    own = one.accountant
+    accountant = one.accountant
     relation = "add-remove" if cost["relation"] == ZERO_OUT else cost["relation"]
-    so_far = Accountant(cost["delta"], relation, own.order)
-    so_far.plan = own.plan
-    each = [{**r._asdict(), "steps": 1} for r in own.spent for _ in range(r.steps)]
-    rounds = not cost["entries"] and one.separation == 1
-    bounds = _bounds(folder, one.where, len(each)) if rounds else {}
+    so_far = Accountant(cost["delta"], relation, accountant.order)
+    so_far.plan = accountant.plan
+    each = [{**r._asdict(), "steps": 1} for r in accountant.spent for _ in range(r.steps)]
     for turn, row in enumerate(cost["entries"] or each, 1):
         so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
         mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
         mechanism += " on evaluations" * (row["noise_multiplier"] in one.evaluated)
-        more = {"turn": turn, "bound": bounds.get(turn), "mechanism": mechanism}
+        more = {"turn": turn, "mechanism": mechanism}
         yield {**cost, **row, **so_far.cost()._asdict(), **more}
-
-
-def _bounds(folder: Path, server: str, rounds: int) -> Mapping[int, float]:
-    """Return the bounds of a server's rounds, as a node says that has seen all of them."""
-    found: dict[str, dict[int, float]] = {}
-    with suppress(ReportError):
-        report = read_report(folder).only([server.rpartition("/")[0]])
-        for (node, module, round_), limit in report.limits().items():
-            if module.startswith("update-clip"):
-                found.setdefault(node, {})[round_] = limit
-    return next((seen for seen in found.values() if max(seen) == rounds), {})
 
 
 def read_spent(path: Path) -> Iterator[Spent]:
@@ -188,11 +168,11 @@ def read_spent(path: Path) -> Iterator[Spent]:
     Raises
     ------
     ValueError
-        If there is none, or a file is damaged.
+        If no budget was spent, or a file is damaged.
     """
     path = path.parent if path.name == SERVED else path
     folder = path.is_dir()
-    found: list[Spent] = []
+    ledgers: list[Spent] = []
     servers: list[Spent] = []
     known: set[Path | None] = set()
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
@@ -202,8 +182,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
             where = str(config.parent.relative_to(path))
             noise = "correlated " * (len(budget.coefficients) > 1)
             noise += "discrete " * (bound.site is not None) + "Gaussian"
-            kept = budget.separation, budget.max_epsilon, noise, bound.site
-            servers.append(Spent(where, "client", budget.accountant, (), *kept))
+            terms = budget.separation, budget.max_epsilon, noise, bound.site
+            servers.append(Spent(where, "client", budget.accountant, (), *terms))
             known.add(budget.path)
     for file in sorted(path.rglob(FILE)) if folder else [path]:
         if (real := file.resolve()) in known:
@@ -213,20 +193,20 @@ def read_spent(path: Path) -> Iterator[Spent]:
         where = str(file.relative_to(path)) if folder else path.name
         unit = protected(entries[-1].data)[1] or "record"
         protects = "site's data set" if unit == "site" else unit
-        found.append(Spent(where, protects, total(entries), entries))
-    yield from (found := found + servers)
-    if not found:
+        ledgers.append(Spent(where, protects, total(entries), entries))
+    yield from (ledgers := ledgers + servers)
+    if not ledgers:
         raise NothingSpent(
-            f"nothing in {path} has spent a privacy budget: neither a ledger of DP-SGD ({FILE}) "
-            f"nor a checkpoint or {SERVED} of a server with update-clip-server and noise"
+            f"{path} shows no spent privacy budget: it has neither a ledger of DP-SGD ({FILE}), "
+            f"nor a checkpoint or {SERVED} of a server with noise in update-clip-server"
         )
 
 
 def _of_engine(file: Path) -> AdaptiveBound:
     """Return the bound of a server on another engine, and what was spent."""
-    kept = read(file)
-    server = server_in(file.parent, kept.settings)
-    server.set_state(dict(kept.state))
+    stored = read(file)
+    server = server_in(file.parent, stored.settings)
+    server.set_state(dict(stored.state))
     return server.bound
 
 
@@ -237,7 +217,7 @@ def _of_server(folder: Path) -> AdaptiveBound | None:
     """
     try:
         config = json.loads((folder / "optimizer_config.json").read_text(encoding="utf-8"))
-        # Whoever has no budget may have modules that are not known here.
+        # Without noise, the checkpoint may have modules that are not registered here.
         if "'noise_multiplier'" not in str(config):
             return None
         from declearn.main.utils import Checkpointer
@@ -245,9 +225,9 @@ def _of_server(folder: Path) -> AdaptiveBound | None:
         saved = Checkpointer(str(folder))
         optimizer = saved.load_optimizer(load_state=False)
         bounds = (m for m in optimizer.modules if isinstance(m, AdaptiveBound) and m.budget)
-        found = next(bounds, None)
-        for file in sorted(folder.glob("optimizer_state_*.mpk")) if found else ():
+        bound = next(bounds, None)
+        for file in sorted(folder.glob("optimizer_state_*.mpk")) if bound else ():
             saved.load_optimizer(optimizer, file.stem.removeprefix("optimizer_state_"))
     except Exception as exc:  # whatever a damaged file makes declearn raise
-        raise ValueError(f"the checkpoint in {folder} can not be read: {exc!s:.200}") from exc
-    return found
+        raise ValueError(f"cannot read the checkpoint in {folder}: {exc!s:.200}") from exc
+    return bound

@@ -88,8 +88,8 @@ class Calibration:
                 f"sampling): {self.expected:g} {self.unit}s on average"
             )
         return (
-            f"each batch is all {self.records:,} {self.unit}s: nothing is sampled, so that "
-            "sampling saves no noise; smaller batches would"
+            f"each batch has all {self.records:,} {self.unit}s, without sampling: smaller batches "
+            "need less noise"
         )
 
     @property
@@ -134,23 +134,22 @@ class Calibration:
         return self.noise * math.sqrt(values / self.steps)
 
     def in_words(self, values: int | None = None) -> str:
-        """Return what the noise does to a model of so many values."""
+        """Return the effect of the noise on a model with this number of values, as text."""
         paid = "steps and evaluations" if self.evaluations else "steps"
         lines = [
             f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.records:,} {self.unit}s, "
             f"{self.steps:,} steps:",
             f"  {self._batches}",
             f"  noise multiplier {self.noise_multiplier:.4g}; all {paid} cost "
-            f"{in_words(self.spent)} by {self.accountant}, for zeroing out one {self.unit} (their "
-            "number is public)",
-            f"  the standard deviation of the noise, where C is the bound on a {self.unit}: "
-            f"{self.noise:.3g} C on each value",
-            "    of the mean gradient, which as a whole is at most C long",
+            f"{in_words(self.spent)} by {self.accountant}, for zeroing out one {self.unit} (the "
+            f"number of {self.unit}s is public)",
+            f"  standard deviation of the noise, where C is the bound on a {self.unit}:",
+            f"    mean gradient: {self.noise:.3g} C on each value; the mean has norm at most C",
         ]
         for z, times, _ in self.evaluations:
             lines.append(
-                f"  {times:,} evaluations are among that, at noise multiplier {z:.4g}: of n "
-                f"validation {self.unit}s, the mean loss has noise of some "
+                f"  this includes {times:,} evaluations at noise multiplier {z:.4g}: with n "
+                f"validation {self.unit}s, the noise on the mean loss is about "
                 f"{evaluation_noise(z):.3g} / n times loss_bound"
             )
         if why := too_few(self.records, self.delta, self.unit):
@@ -161,9 +160,9 @@ class Calibration:
             lines.append("  " + ASK_VALUES)
             return "\n".join(lines)
         lines.append(
-            f"  with {count:,} value{'s' * (count > 1)}, the noise of a step is "
-            f"{self.noise * math.sqrt(count):.3g} C long; in all steps it moves the model by "
-            f"{drift:.3g} of the longest way that it can go"
+            f"  with {count:,} value{'s' * (count > 1)}, the noise of a step has norm "
+            f"{self.noise * math.sqrt(count):.3g} C; the total noise is {100 * drift:.3g} % of the "
+            "largest possible change of the model"
         )
         if drift > 1:
             lines.append(f"  {self.records:,} {self.unit}s are too few for this epsilon")

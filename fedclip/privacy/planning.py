@@ -46,7 +46,7 @@ from fedclip.privacy.correlated import coefficients, error, grown
 
 __all__ = ["ASK_VALUES", "Plan", "plan", "verdict"]
 
-ASK_VALUES = "give --values, the number of values of the model, to see what that adds up to"
+ASK_VALUES = "give --values, the number of values of the model, to see the effect of the noise"
 
 
 @dataclass(frozen=True)
@@ -145,54 +145,54 @@ class Plan:
             *self._turns_in_words(),
             f"  noise_multiplier {self.noise_multiplier:g}; all rounds together cost "
             f"{in_words(self.spent)}",
-            "  the standard deviation of the noise, where C is the bound on an update:",
-            f"    {self.update_noise:.4g} C on the sum of the updates, {self.bits_noise:.4g} on "
-            "the sum of the votes,",
-            f"    {self.noise:.3g} C on each value of the average, which as a whole is at most C "
-            "long",
+            "  standard deviation of the noise, where C is the bound on an update:",
+            f"    sum of the updates: {self.update_noise:.4g} C on each value",
+            f"    sum of the votes: {self.bits_noise:.4g}",
+            f"    average: {self.noise:.3g} C on each value; the average has norm at most C",
         ]
         if self.evaluation_share:
             _, z = split_evaluation(self.noise_multiplier, self.evaluation_share)
             lines.append(
-                f"    {z / 2 / self.clients:.3g} times loss_bound on the mean loss of each round's "
-                "evaluation, which is among that (with accuracy, √2 times that on both)"
+                f"    mean loss of an evaluation: {z / 2 / self.clients:.3g} loss_bound; with "
+                "accuracy, √2 times that on both; the budget covers it"
             )
         if self.delta * self.clients >= 1:
             lines.append(
-                f"  delta is not below 1 / clients = {1 / self.clients:.3g}: take a hundredth of it"
+                f"  delta must be below 1 / clients = {1 / self.clients:.3g}: use a hundredth of it"
             )
         if self.length is None or self.drift is None:
             lines.append("  " + ASK_VALUES)
             return "\n".join(lines)
         lines.append(
-            f"  with {self.values:,} values, the noise of a round is {self.length:.3g} C long; in "
-            f"all rounds it moves the model by {self.drift:.3g} of the longest way that it can go"
+            f"  with {self.values:,} values, the noise of a round has norm {self.length:.3g} C; "
+            f"the total noise is {100 * self.drift:.3g} % of the largest possible change of the "
+            "model"
         )
         lines.append(f"  {verdict(self.drift, self.clients, 'clients')}")
-        lines.append("  what noise, turns and banded noise cost in trials: docs/study.md")
+        lines.append("  measured cost of noise, participation and correlated noise: docs/study.md")
         return "\n".join(lines)
 
     def _turns_in_words(self) -> list[str]:
-        """Say what turns buy, if clients take turns, or why they do not."""
+        """Return what a schedule saves, if clients take part in some rounds only."""
         if self.all_clients is None:
             return []
         if self.separation == 1:
-            return ["  all clients take part in every round: there are no turns, nothing is saved"]
+            return ["  all clients take part in every round, so a schedule saves nothing"]
         every = _rounded_up(
             noise_multiplier(self.epsilon, self.delta, self.rounds, relation=self.relation)
         )
         less = math.sqrt(self.turns / self.rounds)
         lines = [
-            f"  a client has a turn in {self.separation} rounds (client sampler 'round-robin'), "
-            f"and pays for {self.turns} turns instead of {self.rounds} rounds:",
-            f"    the noise in the model is {less:.3g} of that with noise_multiplier {every:g} for "
+            f"  each client takes part once in {self.separation} rounds (client sampler "
+            f"'round-robin'), and pays for {self.turns} instead of {self.rounds} rounds:",
+            f"    the noise in the model is {less:.3g} times that of noise_multiplier {every:g} in "
             "every round,",
-            f'    and {less * self.share:.3g} with noise = "banded", where each round takes back '
-            f"noise of the {len(self.coefficients) - 1} before it",
+            f'    and {less * self.share:.3g} times with noise = "banded", which is correlated '
+            f"over {len(self.coefficients)} rounds",
         ]
         if self.values is not None:
             kept = 8e-6 * (len(self.coefficients) - 1) * self.values
-            lines.append(f"    which the server keeps in memory: {kept:.3g} MB")
+            lines.append(f"    the server stores {kept:.3g} MB of noise in memory")
         return lines
 
 
@@ -259,30 +259,30 @@ def plan(
 
 
 def in_words(spent: float) -> str:
-    """Return what was spent; of a very small budget, that can be nothing beside delta.
+    """Return the spent epsilon; with a very small budget, delta alone may cover the run.
 
     >>> in_words(7.999), in_words(0.0)
-    ('epsilon 7.999', 'no epsilon: all that they give away is within delta')
+    ('epsilon 7.999', 'epsilon 0: delta covers it')
     """
     if spent:
         return f"epsilon {spent:.4g}"
-    return "no epsilon: all that they give away is within delta"
+    return "epsilon 0: delta covers it"
 
 
 def verdict(drift: float, takers: int, kind: str) -> str:
-    """Return what to expect of noise that adds up to so much of the longest way.
+    """Return what to expect of noise, given its share of the largest possible change.
 
-    >>> verdict(0.5, 100, "clients")[:33]
-    'that is much: with 500 clients it'
+    >>> verdict(0.5, 100, "clients")[:44]
+    'the noise is large: with 500 clients it woul'
     """
     if drift <= 0.1:
-        return "that is little: expect about the accuracy that the bound alone gives"
-    much = "more than the updates can move it" if drift > 1 else "much"
+        return "the noise is small: expect about the accuracy of clipping without noise"
+    much = "larger than the updates" if drift > 1 else "large"
     # An upper bound: the votes of many clients cost less.
     enough = math.ceil(10 * drift * takers)
     return (
-        f"that is {much}: with {enough:,} {kind} it would be a tenth; fewer values to train, or a "
-        "larger epsilon, help as well"
+        f"the noise is {much}: with {enough:,} {kind} it would be 10 %. Training fewer values, or "
+        "a larger epsilon, also helps"
     )
 
 

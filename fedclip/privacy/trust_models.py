@@ -48,15 +48,16 @@ def by_silent(epsilon: Callable[[int], float], clients: int, sites: int) -> dict
 
 
 def in_words(costs: Mapping[int, float | None]) -> str:
-    """Return what `by_silent` has found, and what that rests on, in two lines."""
+    """Return the result of `by_silent`, and its assumption, in two lines."""
     cases = ", ".join(
-        ("infinite" if e is None else f"{e:.4g}") + f" if {c or 'none'}" for c, e in costs.items()
+        ("infinite" if e is None else f"{e:.4g}") + f" if {c or 'no'} clients do"
+        for c, e in costs.items()
     )
     return (
-        f"  epsilon of secure sums: {cases} of them tell the server their noise; in cleartext it "
-        "is the last\n"
-        "  declearn's masks, which hide replies in secure sums, come from no cryptographic "
-        "generator: docs/secure-aggregation.md"
+        "  epsilon with secure sums, by the number of clients that reveal their noise to the "
+        f"server: {cases}; without secure sums it is the last\n"
+        "  declearn's masks for secure sums use no cryptographic generator: see "
+        "docs/secure-aggregation.md"
     )
 
 
@@ -114,7 +115,7 @@ class Prices:
         clients, each, noise = self.plan.clients, self.plan.update_noise, self.plan.noise
         secure = f"{self.sites} of {clients} clients, secure sums"
         found = [Row("the server", 0.0, noise, 1.0)]
-        for trusted, sites in ((secure, self.sites), ("nobody, replies in cleartext", 1)):
+        for trusted, sites in ((secure, self.sites), ("nobody, without secure sums", 1)):
             times = math.sqrt(clients / sites)
             found.append(Row(trusted, each / math.sqrt(sites), noise * times, times))
         return found
@@ -134,8 +135,9 @@ class Prices:
 
     def __str__(self) -> str:
         lines = [
-            '  the same epsilon without trusting the server with the noise (noise_at = "clients"):',
-            f"    {'trusted with noise':34}{'a client adds':>13}{'in the average':>18}",
+            '  the same epsilon if clients add the noise (noise_at = "clients"), by whom you '
+            "trust:",
+            f"    {'trusted to add noise':34}{'a client adds':>13}{'in the average':>18}",
         ]
         for row in self.rows:
             each = f"{row.each:.3g} C" if row.each else "nothing"

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the clippers of an experiment did: read from declearn's checkpoints, while it runs or after.
+"""The records of the clippers in an experiment, read from declearn's checkpoints.
 
 The state of a clipper holds a record of each round, and declearn's `Checkpointer` saves the state
-of every node's optimizer, and loss and metrics after each evaluation. So there is nothing to switch
-on, send or log:
+of every node's optimizer, and loss and metrics after each evaluation. You do not need to switch
+anything on, and may read a run while it goes on.
 
 1. `reading`: every folder below the given one that holds ``optimizer_state_*.mpk`` is a node.
-   `curves` reads the loss and the metrics beside them.
-2. `words`: what the rounds show, in sentences; by `place` and `seeing` whose norms are unlike
-   the others'.
-3. The rest is presentation: `table`, `figure`, `page`, CSV and JSON.
+2. `norms` and `findings`: unusual norms, and what the rounds show, in sentences.
+3. `text` and `page`: tables, CSV, JSON, and a page for a browser.
 
 A damaged file is skipped, and the report names it. Names of nodes, clippers and groups are other
-people's text: they are shown as they are, never read as markup.
+people's text: they are shown unchanged, never read as markup.
 """
 
 from fedclip.core.records import ALL
-from fedclip.report.experiment import Report
-from fedclip.report.page import Run, page_of
+from fedclip.report.page import page_of
 from fedclip.report.reading import Reader, read_report
 from fedclip.report.rows import COLUMNS, ReportError, Row, number, pooled, printable
+from fedclip.report.text import Report
 
 __all__ = [
     "ALL",
@@ -28,7 +26,6 @@ __all__ = [
     "Report",
     "ReportError",
     "Row",
-    "Run",
     "number",
     "page_of",
     "pooled",

@@ -164,24 +164,22 @@
     const at = data.rounds ? "round" : "evaluation";
     const shown = data.experiments.filter((experiment) => experiment.metrics[name]);
     if (shown.length === 1) {
-      const { server, band, clients: own } = shown[0].metrics[name];
+      const { server, clients: own } = shown[0].metrics[name];
       const series = clients(own, name);
       const mean = { points: server, colour: ink,
-        name: own.lines.length ? "average of the clients" : band.length ? "average of the runs" : "" };
-      const runs = { name: "lowest to highest of the runs", points: band, colour: ink, opacity: 0.2 };
-      return chart(element, { title: name, at, bands: [...series.bands, runs],
+        name: own.lines.length ? "average of the clients" : "" };
+      return chart(element, { title: name, at, bands: series.bands,
         lines: [...series.lines, mean] });
     }
-    const bands = [], lines = [];
+    const lines = [];
     shown.forEach((experiment, i) => {
-      const { server, band, clients: own } = experiment.metrics[name];
+      const { server, clients: own } = experiment.metrics[name];
       const colour = colours[i % 8];
       // Without a server's file, as on a client's machine, its only client stands for it.
       const points = server.length ? server : own.lines[0][1];
-      bands.push({ points: band, colour, opacity: 0.18 });
       lines.push({ name: experiment.name, points, colour, dash: dashes[i % 8] });
     });
-    return chart(element, { title: name, at, bands, lines });
+    return chart(element, { title: name, at, lines });
   };
 
   const charts = { metric, norms, share };

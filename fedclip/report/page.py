@@ -2,29 +2,27 @@
 """The report as one page for a browser, which needs no network.
 
 Jinja2 fills the template and escapes all text. Vega draws the charts, from numbers that are
-embedded as JSON; vl-convert brings Vega along. What was found and what is advised comes first. A
+embedded as JSON; vl-convert brings Vega along. Advice and findings come first. A
 few clients have a line each; of many, a band is shown, whose extremes have names. One client's
 rounds are shown if it is chosen.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from fedclip.core.records import RoundRecord
-from fedclip.report.advice import Advice
-from fedclip.report.curves import Curve
-from fedclip.report.experiment import Report
+from fedclip.report.findings import Advice
 from fedclip.report.results import result_of
 from fedclip.report.rows import (
+    SETTERS,
+    Curve,
     Limits,
     Row,
     grouped,
@@ -34,7 +32,7 @@ from fedclip.report.rows import (
     printable,
     site_of,
 )
-from fedclip.report.table import SETTERS
+from fedclip.report.text import Report
 
 # With more rounds than this, of all clients, none can be chosen, as the page would be too large.
 _MOST_ROUNDS = 40_000
@@ -47,23 +45,19 @@ _WEIGHTY = ("diverged", "nonfinite", "unlike")
 _NAMED = 8
 
 
-class Run(NamedTuple):
-    """One experiment of a page: a federation, or several seeds of one."""
-
-    name: str
-    report: Report
-    spent: Mapping[str, Sequence[str]] = MappingProxyType({})
-    """What was spent of privacy budgets, in lines of text, by ledger or server."""
-    together: bool = False
-    """Whether the federations of the report are shown as one, such as several seeds."""
-    advice: Advice | None = None
-    """What is advised; for a report of one federation."""
-
-
-def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, object]] = ()) -> str:
+def page_of(
+    report: Report, spent: Mapping[str, Sequence[str]], advice: Advice | None = None
+) -> str:
     """Return the page.
 
-    `tables` come first on it, each with a caption, heads and rows of text.
+    Parameters
+    ----------
+    report
+        One federation, or several.
+    spent
+        The privacy budget that each ledger or server has spent, in lines of text.
+    advice
+        What to do after the run of one federation; see `fedclip suggest`.
 
     Raises
     ------
@@ -75,23 +69,22 @@ def page_of(runs: Sequence[Run], title: str, tables: Sequence[Mapping[str, objec
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = printable
     template = environment.from_string(_file("page.html"))
-    found = [exp for run in runs for exp in _experiments(run)]
-    metrics = dict.fromkeys(metric for exp in found for metric in exp["metrics"])
+    experiments = _experiments(report, spent, advice)
+    metrics = dict.fromkeys(metric for exp in experiments for metric in exp["metrics"])
     # Loss first: it is there without any metric being asked for.
     chosen = sorted(metrics, key=lambda name: name != "loss")[:_MOST_METRICS]
     return template.render(
-        title=title,
+        title=f"Clipping in {report.folder.resolve().name}",
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        experiments=found,
+        experiments=experiments,
         metrics=chosen,
-        tables=tables,
-        measured=any(exp["clippers"] for exp in found),
-        advised=any(run.advice for run in runs),
+        measured=any(exp["clippers"] for exp in experiments),
+        advised=advice is not None,
         data={
-            "experiments": [{key: exp[key] for key in _DRAWN} for exp in found],
+            "experiments": [{key: exp[key] for key in _DRAWN} for exp in experiments],
             "metrics": chosen,
             # Without records, nothing says in which round an evaluation was.
-            "rounds": any(run.report.rows for run in runs),
+            "rounds": bool(report.rows),
         },
         css=_file("page.css"),
         script=_file("page.js"),
@@ -109,61 +102,48 @@ def _vega() -> str:
 
 
 def _file(name: str) -> str:
-    return (files("fedclip.report") / name).read_text(encoding="utf-8")
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def _experiments(run: Run) -> list[dict[str, Any]]:
+def _experiments(
+    report: Report, spent: Mapping[str, Sequence[str]], advice: Advice | None
+) -> list[dict[str, Any]]:
     """Return each federation of a report, as the template needs it."""
-    report = run.report
-    parts = {e: report.only([e]) for e in report.experiments}
-    if run.together:
-        parts = {"": _merged(report)}
-    found: list[dict[str, Any]] = []
-    for experiment, part in parts.items():
-        alone = len(parts) == 1
-        advice = run.advice if alone else None
-        spent = [s for where, s in run.spent.items() if alone or where.startswith(f"{experiment}/")]
-        found.append(
+    result: list[dict[str, Any]] = []
+    single = len(report.experiments) == 1
+    for experiment in report.experiments:
+        part, advised = report.only([experiment]), advice if single else None
+        lines = [s for where, s in spent.items() if single or where.startswith(f"{experiment}/")]
+        result.append(
             {
-                "name": printable(run.name or experiment or report.folder.resolve().name),
-                "advice": advice,
-                "end": "" if run.together else result_of(part, experiment).in_words(),
-                "findings": _findings(part, advice),
-                "clippers": _clippers(part, advice),
+                "name": printable(experiment or report.folder.resolve().name),
+                "advice": advised,
+                "end": result_of(part, experiment).in_words(),
+                "findings": _findings(part, advised),
+                "clippers": _clippers(part, advised),
                 "metrics": _metrics(part.curves, part.servers),
                 "clients": _nodes(part),
-                "spent": [line for lines in spent for line in lines],
+                "spent": [line for some in lines for line in some],
                 "skipped": len(report.skipped),
             }
         )
-    return found
-
-
-def _merged(report: Report) -> Report:
-    """Return several runs of one federation as if they were one: its nodes have one name in all."""
-    return dataclasses.replace(
-        report,
-        rows=tuple(dataclasses.replace(row, node=site_of(row.node)) for row in report.rows),
-        curves=tuple(curve._replace(node=site_of(curve.node)) for curve in report.curves),
-        servers=frozenset(map(site_of, report.servers)),
-        private=tuple(dict.fromkeys(map(site_of, report.private))),
-    )
+    return result
 
 
 def _findings(report: Report, advice: Advice | None) -> list[str]:
     """Return what the advice rests on, then what else was found."""
-    found = [*advice.findings] if advice else []
+    texts = [*advice.findings] if advice else []
     for finding in sorted(report.findings(), key=lambda finding: finding.kind not in _WEIGHTY):
-        if printable(finding.text) not in found:
-            found.append(": ".join(filter(None, (finding.clipper, finding.text))))
-    return found
+        if printable(finding.text) not in texts:
+            texts.append(": ".join(filter(None, (finding.clipper, finding.text))))
+    return texts
 
 
 def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str, object]:
     """Return a line for each of a few nodes; of many a band, the highest and the lowest.
 
     A point is a round, a value, and maybe more; the median of its values says how high a node is.
-    The band leaves out so many nodes at each end, in each round.
+    The band leaves out the same number of nodes at each end, in each round.
     """
     known = {n: [(p[0], p[1]) for p in some if p[1] is not None] for n, some in points.items()}
     level = {n: statistics.median(v for _, v in some) for n, some in known.items() if some}
@@ -180,35 +160,24 @@ def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str,
 
 
 def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, object]:
-    """Return for each metric the servers' mean by round, a band of several, and the clients' means.
-
-    A round in which any of them is NaN has no mean. What was never a number is not drawn.
-    """
-    found: dict[str, dict[str, dict[int, list[float]]]] = {}
-    for curve in curves:
-        node = "" if curve.node in servers else site_of(curve.node)
-        rounds = found.setdefault(curve.metric, {}).setdefault(node, {})
-        for round_, value in (*curve.points, *((r, math.nan) for r in curve.nonfinite)):
-            rounds.setdefault(round_, []).append(value)
+    """Return the server's points and the series of the clients for each metric with a number."""
     result: dict[str, object] = {}
+    curves = [*curves]
     for metric in dict.fromkeys(curve.metric for curve in curves if curve.points):
-        server = found[metric].pop("", {})
-        result[metric] = {
-            "server": _means(server),
-            "band": [[r, *_ends(v)] for r, v in sorted(server.items()) if v[1:]],
-            "clients": _series({node: _means(rounds) for node, rounds in found[metric].items()}),
+        points = {
+            "" if curve.node in servers else site_of(curve.node): _points(curve)
+            for curve in curves
+            if curve.metric == metric
         }
+        server = points.pop("", [])
+        result[metric] = {"server": server, "clients": _series(points)}
     return result
 
 
-def _ends(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the lowest and the highest; nothing if any of them is NaN."""
-    lost = math.isnan(sum(values))
-    return (None, None) if lost else (_short(min(values)), _short(max(values)))
-
-
-def _means(rounds: Mapping[int, Sequence[float]]) -> list[list[float | None]]:
-    return [[r, _short(sum(values) / len(values))] for r, values in sorted(rounds.items())]
+def _points(curve: Curve) -> list[list[float | None]]:
+    """Return round and value of each evaluation; None where it was NaN or infinite."""
+    values = {**dict(curve.points), **dict.fromkeys(curve.nonfinite)}
+    return [[round_, _short(value)] for round_, value in sorted(values.items())]
 
 
 def _clippers(report: Report, advice: Advice | None) -> list[dict[str, object]]:
@@ -268,16 +237,16 @@ def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[fl
 
 
 def _nodes(report: Report) -> list[list[str]]:
-    """Return a line for each clipper of each node, with its last loss: of several runs the mean."""
+    """Return a line for each clipper of each node, with its last loss."""
     limits = report.limits()
-    last = grouped((c for c in report.curves if c.metric == "loss"), lambda curve: curve.node)
+    last = {curve.node: curve.last[1] for curve in report.curves if curve.metric == "loss"}
     runs = grouped(report.whole, lambda row: (row.node, row.module))
     return [
         [
             printable(site_of(node)) + " (server)" * (node in report.servers and node != "server"),
             printable(module),
             *_cells(pooled(r.record for r in some), known(some[-1:], limits)),
-            number(statistics.fmean(c.last[1] for c in last[node]) if node in last else None),
+            number(last.get(node)),
         ]
         for (node, module), some in runs.items()
     ]

@@ -1,24 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the checkpoints of an experiment, all of them or those that are new."""
+"""Read the checkpoints of an experiment: records, loss and metrics; all files or the new ones.
+
+A node's ``metrics.csv`` has a row for each evaluation, and a server has ``metrics_CLIENT.csv`` for
+each client as well. These rows have a time and no round; the state files of the same time have the
+round.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgpack
 
 from fedclip.core.records import SERVED, read_rounds
-from fedclip.report.curves import Curve, read_confusion, read_curves
-from fedclip.report.experiment import Report
-from fedclip.report.rows import ReportError, Row, experiment_of
+from fedclip.report.rows import Curve, ReportError, Row, experiment_of
+from fedclip.report.text import Report
+
+
+def read_curves(node: str, file: Path, last: int, at: Mapping[str, int]) -> list[Curve]:
+    """Return the curves in one file of metrics; none of a damaged file.
+
+    The node has reached round `last`, and round ``at[stamp]`` at the time of some evaluations.
+    """
+    try:
+        with file.open(newline="", encoding="utf-8", errors="replace") as lines:
+            rows = list(csv.DictReader(lines))
+    except (OSError, ValueError, csv.Error):
+        return []
+    rounds = rounds_of([str(row.get("timestamp")) for row in rows], last, at)
+    curves = []
+    for metric in rows[0] if rows else ():
+        if metric in ("timestamp", None):
+            continue
+        values = [
+            (round_, value)
+            for round_, row in zip(rounds, rows, strict=True)
+            if (value := _float(row.get(metric))) is not None
+        ]
+        points = tuple((round_, value) for round_, value in values if math.isfinite(value))
+        bad = tuple(round_ for round_, value in values if not math.isfinite(value))
+        if values:
+            curves.append(Curve(node, metric, points, bad))
+    return curves
+
+
+def read_confusion(file: Path) -> list[list[float]] | None:
+    """Return the last confusion matrix in a file of metrics; None if it has none."""
+    try:
+        # Each evaluation has a line; the last line is a bracket.
+        line = file.read_text(encoding="utf-8").splitlines()[-2].rstrip(",")
+        (entry,) = json.loads(f"{{{line}}}").values()
+        matrix = [[float(count) for count in row] for row in entry["confusion"]]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return matrix if all(len(row) == len(matrix) for row in matrix) else None
+
+
+def rounds_of(stamps: Sequence[str], last: int, at: Mapping[str, int]) -> list[int]:
+    """Return the round of each evaluation, of which `last` is that of the last one.
+
+    Where no state file says which round it was, evaluations are taken to be evenly spaced.
+
+    Examples
+    --------
+    >>> rounds_of(["10:01", "10:02", "10:03"], 6, {})
+    [2, 4, 6]
+    >>> rounds_of(["10:01", "10:02", "10:03"], 7, {"10:01": 3, "10:02": 6, "10:03": 7})
+    [3, 6, 7]
+    """
+    # Several evaluations within a second have one time, and one file: that of the last of them.
+    known = {i: at[s] for i, s in enumerate(stamps) if s in at and s not in stamps[i + 1 : i + 2]}
+    if stamps:
+        known[len(stamps) - 1] = max(last, len(stamps))
+    result: list[int] = []
+    before, start = -1, 0
+    for place, round_ in sorted(known.items()):
+        each = (round_ - start) / (place - before)
+        result += [start + round(each * (i - before)) for i in range(before + 1, place + 1)]
+        before, start = place, round_
+    return result
+
+
+def _float(text: object) -> float | None:
+    try:
+        # declearn leaves the cell of NaN empty.
+        return float(str(text) or "nan")
+    except ValueError:
+        return None
+
 
 STATES = "optimizer_state_*.mpk"
 LEDGER = "privacy_spent.json"
-"""What a client that trains by DP-SGD has spent; see `fedclip.privacy.ledger`."""
+"""The ledger of a client that trains by DP-SGD; see `fedclip.privacy.ledger`."""
 _STAMP = slice(len("optimizer_state_"), -len(".mpk"))
 
 
@@ -59,39 +138,39 @@ class Reader:
     def read(self) -> Report:
         """Return the report as of now; raise a `ReportError` if there is nothing to report."""
         folder = self.folder
-        kept = [*folder.rglob(STATES), *folder.rglob(SERVED)]
-        for path in sorted({file.parent for file in kept}, key=str):
+        state_files = [*folder.rglob(STATES), *folder.rglob(SERVED)]
+        for path in sorted({file.parent for file in state_files}, key=str):
             label = path.relative_to(folder).as_posix() if path != folder else path.resolve().name
             self._nodes.setdefault(path, _Node(path, label)).update()
         nodes = self._nodes.values()
         if not nodes:
             raise ReportError(
-                f"{folder} holds no {STATES}: run fedclip simulate, or quickrun, "
-                "first; declearn writes them where a checkpoint folder is set (checkpoint = … in "
-                "[experiment], or checkpoint=… for FederatedClient and FederatedServer)"
+                f"{folder} has no {STATES}: run fedclip simulate or quickrun first. declearn "
+                "writes these files if a checkpoint folder is set: checkpoint = … in [experiment], "
+                "or checkpoint=… for FederatedClient and FederatedServer"
             )
-        found = [row for node in nodes for row in node.rows.values()]
+        rows = [row for node in nodes for row in node.rows.values()]
         skipped = [path for node in nodes for path in node.skipped]
         private = tuple(sorted(node.label for node in nodes if node.private))
-        if not found and not private:
+        if not rows and not private:
             files = sum(len(node.seen) for node in nodes)
             if len(skipped) == files:
-                raise ReportError(f"none of the {files} state files in {folder} can be read")
+                raise ReportError(f"cannot read any of the {files} state files in {folder}")
             names = ", ".join(sorted({n for node in nodes for n in node.others})) or "none"
-            broken = f"; {len(skipped)} of its {files} state files can not be read"
+            broken = f"; cannot read {len(skipped)} of {files} state files"
             raise ReportError(
-                f"no records: in {folder} no clipper of fedclip has taken a step (modules there: "
-                f"{names}); the module 'no-op' measures without changing anything"
+                f"{folder} has no records: no clipper of fedclip has taken a step (modules: "
+                f"{names}). Add the module 'no-op', which measures norms and changes nothing"
                 f"{broken if skipped else ''}"
             )
-        found.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
+        rows.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
         servers = frozenset(node.label for node in nodes if node.is_server)
         confusions: dict[str, list[list[float]]] = {}
         for label, file, _ in self._metrics():
             if matrix := read_confusion(file.with_suffix(".json")):
                 confusions.setdefault(label, matrix)
         skipped_, curves = tuple(skipped), self._curves()
-        return Report(folder, tuple(found), skipped_, curves, servers, private, confusions)
+        return Report(folder, tuple(rows), skipped_, curves, servers, private, confusions)
 
     def _curves(self) -> tuple[Curve, ...]:
         """Return the curves of all nodes, and of clients that only their server knows."""
@@ -116,7 +195,7 @@ class Reader:
 
 
 class _Node:
-    """What is known of one node: the rows of its clippers, and which files they come from."""
+    """The rows of the clippers of one node, and the files that they come from."""
 
     def __init__(self, folder: Path, label: str) -> None:
         self.folder, self.label = folder, label

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a run, site by site: the healthy sites, the outliers, and what accuracy is worth.
 
-An outlier is a client whose norms are far above the others'. Numbers for a whole run are means over
-the healthy sites, each on its own validation data. Class counts come from confusion matrices, which
-declearn's classification metrics write.
+An outlier is a client whose norms are far above those of the median client. Numbers for a whole run
+are means over the healthy sites, each on its validation data. Class counts come from confusion
+matrices, which declearn's classification metrics write.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from fedclip.report.experiment import Report
-from fedclip.report.place import places_of
+from fedclip.report.norms import norms_by_stage, outliers_of, unusual_norms
 from fedclip.report.rows import listed, number, pooled, site_of
-from fedclip.report.seeing import outliers_of, seen
+from fedclip.report.text import Report
 
 _HIGHER = ("accuracy", "roc_auc", "f-score", "r2")
 # A site does far worse than the others from this factor of the loss, or half of the accuracy, on.
@@ -55,13 +54,17 @@ class Result(NamedTuple):
         second is the mean over classes of the share of their records that is predicted right.
         """
         chosen = sites or self.healthy
-        found = [np.asarray(self.confusions[s]) for s in chosen if s in self.confusions]
-        if not found or len(found) < len(chosen) or len({one.shape for one in found}) > 1:
+        matrices = [np.asarray(self.confusions[s]) for s in chosen if s in self.confusions]
+        if (
+            not matrices
+            or len(matrices) < len(chosen)
+            or len({matrix.shape for matrix in matrices}) > 1
+        ):
             return None
-        counts = [one.sum(axis=1) for one in found]
+        counts = [matrix.sum(axis=1) for matrix in matrices]
         if not all(count.sum() for count in counts):
             return None
-        total = np.sum(found, axis=0)
+        total = np.sum(matrices, axis=0)
         present = total.sum(axis=1) > 0
         recall = np.diag(total)[present] / total.sum(axis=1)[present]
         shares = np.mean([count / count.sum() for count in counts], axis=0)
@@ -69,31 +72,37 @@ class Result(NamedTuple):
 
     def single(self) -> list[str]:
         """Return the sites that validate on one class only."""
-        found = {s: np.count_nonzero(np.sum(m, axis=1)) for s, m in self.confusions.items()}
-        return [site for site, count in found.items() if count == 1]
+        counts = {s: np.count_nonzero(np.sum(m, axis=1)) for s, m in self.confusions.items()}
+        return [site for site, count in counts.items() if count == 1]
 
     def worse(self) -> dict[str, str]:
         """Return the sites that do far worse than the median one, and by how much as text."""
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for metric, higher in (("loss", False), judged_by(self._metrics())):
-            values = {site: own.get(metric, math.nan) for site, own in self.sites.items()}
+            values = {
+                site: by_metric.get(metric, math.nan) for site, by_metric in self.sites.items()
+            }
             middle = statistics.median(values.values()) if values else math.nan
             for site, value in values.items() if len(values) > 2 and middle > 0 else ():
                 if value <= middle / 2 if higher else value >= _WORSE * middle:
-                    found[site] = f"{metric} {number(value)}, of the median site {number(middle)}"
-        return found
+                    texts[site] = f"{metric} {number(value)}, median client {number(middle)}"
+        return texts
 
-    def told(self) -> list[str]:
+    def findings(self) -> list[str]:
         """Return sentences on sites of one class, and on those that do far worse than others.
 
         Where norms show an outlier, it explains the metrics.
         """
-        single, found = self.single(), {} if self.outliers else self.worse()
-        one = [f"One class only at {listed(single)}, in the validation data."] * bool(single)
-        return one + [f"{s}: {text}: look at its labels and its data." for s, text in found.items()]
+        single, worse = self.single(), {} if self.outliers else self.worse()
+        texts = [f"The validation data of {listed(single)} has only one class."] * bool(single)
+        return texts + [f"{s}: {text}: check its labels and data." for s, text in worse.items()]
 
     def _metrics(self) -> set[str]:
-        return set.intersection(*(set(own) for own in self.sites.values())) if self.sites else set()
+        return (
+            set.intersection(*(set(metrics) for metrics in self.sites.values()))
+            if self.sites
+            else set()
+        )
 
     def in_words(self) -> str:
         """Return the metric and loss of the healthy sites, and those of the outliers, as text."""
@@ -109,8 +118,8 @@ class Result(NamedTuple):
         if len(self.healthy) < len(self.sites):
             text += f", mean of {listed(self.healthy)}"
         for site in (site for site in self.outliers if site in self.sites):
-            own = ", ".join(f"{name} {number(self.sites[site][name])}" for name in names)
-            text += f"; outlier {site}: {own}"
+            values = ", ".join(f"{name} {number(self.sites[site][name])}" for name in names)
+            text += f"; outlier {site}: {values}"
         return text
 
 
@@ -120,24 +129,27 @@ def result_of(report: Report, experiment: str) -> Result:
     for curve in (c for c in report.curves if c.experiment == experiment):
         sites.setdefault(site_of(curve.node), {})[curve.metric] = curve.last[1]
     servers = {site_of(node) for node in report.servers}
-    own = {site: found for site, found in sites.items() if site not in servers}
+    clients = {site: metrics for site, metrics in sites.items() if site not in servers}
     rows = [row for row in report.whole if row.experiment == experiment]
     rows = [row for row in rows if row.node not in report.servers]
     # What measures updates clips none of them.
-    whole = pooled(row.record for row in rows if row.name != "update-norms")
-    shown = own or sites or {"server": {}}
+    total = pooled(row.record for row in rows if row.name != "update-norms")
+    shown = clients or sites or {"server": {}}
     nodes = {site_of(n): m for n, m in report.confusions.items() if _in(n, experiment)}
     return Result(
         shown,
-        outliers_of(seen(places_of(rows))),
-        whole.clipped_share if whole.steps else math.nan,
+        outliers_of(unusual_norms(norms_by_stage(rows))),
+        total.clipped_share if total.steps else math.nan,
         {site: matrix for site, matrix in nodes.items() if site in shown},
     )
 
 
 def best_round(losses: Sequence[Mapping[str, float]], healthy: Collection[str]) -> int:
     """Return the place of the lowest mean loss over the healthy sites, of one entry a round."""
-    means = [statistics.fmean(own.get(site, math.nan) for site in healthy) for own in losses]
+    means = [
+        statistics.fmean(round_losses.get(site, math.nan) for site in healthy)
+        for round_losses in losses
+    ]
     return min(range(len(means)), key=lambda i: (math.isnan(means[i]), means[i], i))
 
 

@@ -7,7 +7,7 @@ import csv
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TextIO, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeAlias, TypeVar
 
 from fedclip.core.records import RoundRecord
 
@@ -19,6 +19,9 @@ COLUMNS = (
     *("norm_min", "norm_p05", "norm_median", "norm_p95", "norm_max"),
     *("limit", "limit_min", "limit_max", "limited_by", "fixed", "learnt", "warmup", "nonfinite"),
 )
+
+SETTERS = {"fixed": "fixed", "learnt": "adaptive", "warmup": "warm-up", "": "-"}
+"""What set a limit, as the column "by" has it."""
 
 Key: TypeAlias = tuple[str, str, int]
 """Node, clipper and round."""
@@ -42,7 +45,7 @@ class Row:
     record: RoundRecord
     adaptive: bool = False
     """Whether the clipper keeps statistics, from which a limit may follow."""
-    place: int = 0
+    index: int = 0
     """Place of the clipper among all modules of the optimizer, from 0."""
 
     @property
@@ -63,13 +66,36 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """Return the row by column name, as in the CSV file."""
         record = self.record
-        own = {
+        computed = {
             "node": self.node,
             "module": self.module,
             "norm_p05": record.norm_quantile(0.05),
             "norm_p95": record.norm_quantile(0.95),
         }
-        return {c: own[c] if c in own else getattr(record, c) for c in COLUMNS}
+        return {c: computed[c] if c in computed else getattr(record, c) for c in COLUMNS}
+
+
+class Curve(NamedTuple):
+    """One metric of one node, round by round."""
+
+    node: str
+    metric: str
+    """Name of the metric, as declearn writes it: "loss", "accuracy", ..."""
+    points: tuple[tuple[int, float], ...]
+    """Pairs of round and value; finite ones only."""
+    nonfinite: tuple[int, ...] = ()
+    """Rounds after which it was NaN or infinite."""
+
+    @property
+    def experiment(self) -> str:
+        """The folder that holds the nodes of one federation."""
+        return experiment_of(self.node)
+
+    @property
+    def last(self) -> tuple[int, float]:
+        """Round and value of the last evaluation; NaN if it was not finite."""
+        rounds = *self.points[-1:], *((round_, math.nan) for round_ in self.nonfinite[-1:])
+        return max(rounds, key=lambda point: point[0])
 
 
 def experiment_of(node: str) -> str:
@@ -84,10 +110,10 @@ def site_of(node: str) -> str:
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Return the items by their keys, in the order in which these come first."""
-    found: dict[K, list[T]] = {}
+    groups: dict[K, list[T]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def known(rows: Iterable[Row], limits: Limits) -> list[float]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as a table for a terminal."""
+"""Tables of reports and rankings for a terminal; only this file needs rich."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedclip.report.rows import Limits, Row, grouped, number, pooled, printable
-
-SETTERS = {"fixed": "fixed", "learnt": "learnt", "warmup": "warm-up", "": "-"}
-"""What set a limit, as the column "by" has it."""
+from fedclip.report.rows import SETTERS, Limits, Row, grouped, number, pooled, printable
 
 
 def plain_table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Table:
@@ -43,9 +40,7 @@ def table_of(title: str, rows: Sequence[Row], limits: Limits, rounds: bool) -> T
     bad = any(row.record.nonfinite for row in rows)
     heads = ["round", "steps", "clipped", "median\nnorm", "max\nnorm", "limit", "by"]
     table = plain_table(
-        title,
-        ["node", *["clipper"] * modules],
-        heads[not rounds :] + ["non-finite"] * bad,
+        title, ["node", *["clipper"] * modules], heads[not rounds :] + ["non-finite"] * bad
     )
     previous = ""
     for row in rows:

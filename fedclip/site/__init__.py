@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a site lets out, whatever a server or a job asks for; for any engine."""
+"""The policy of a site: which updates, numbers and votes may leave it, for any engine."""

@@ -10,19 +10,21 @@
               + normal(0, noise_multiplier * max_norm), from the secure generator
     Numbers:  those that the policy names, if they are finite and plain
     Votes:    the bits that fedclip knows; none where the site adds noise
-    Refusal:  one sentence, the same for all; the site's log says why
+    Refusal:  one sentence, always the same; the site's log has the reason
 
-It knows no engine. What an engine would send besides, it must not send.
+It knows no engine. An engine must send nothing that has not passed the gate.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import numbers
+import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,9 +35,9 @@ from fedclip.arrays import Array, backend_of
 from fedclip.errors import shown
 from fedclip.privacy.accounting import Accountant
 from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
+from fedclip.privacy.locks import locked
 from fedclip.privacy.noise import add_noise, secure_normals
 from fedclip.site.policy import Policy, check_owned
-from fedclip.site.replies import Replies
 from fedclip.updates.averaging import zeros
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import alike, signature
@@ -49,7 +51,7 @@ _LOGGER = logging.getLogger("fedclip.site")
 _CHARGING = threading.Lock()
 
 UNIT = "the updates of a site"
-"""What a ledger of a site says that it protects, where others have a fingerprint of records."""
+"""The protected data in the ledger of a site, where other ledgers have a fingerprint of records."""
 
 # Without a ledger, nothing counts the replies of other processes.
 _MOST_PROCESS = 2**63
@@ -58,15 +60,15 @@ _LARGEST = 2**63
 
 
 REFUSED = "refused by this site, whose log says why"
-"""What leaves in the place of all that does not, whatever the reason."""
+"""This text leaves instead of anything that must not leave, whatever the reason."""
 
 
 class Refused(RuntimeError):
-    """What does not leave; the text is for the site's own log."""
+    """Raised for anything that must not leave; the text is for the site's log only."""
 
 
 def spent(policy: Policy) -> Accountant:
-    """Return what a site has spent, as its ledger says, which is only read.
+    """Return what a site has spent, from its ledger, which is only read.
 
     Raises
     ------
@@ -76,24 +78,95 @@ def spent(policy: Policy) -> Accountant:
     path = Path(policy.ledger or "")
     entries = [*read_entries(path).values()] if policy.ledger and path.exists() else []
     if any(entry.data != UNIT for entry in entries):
-        raise ValueError(f"{path} is a ledger of records: a site needs a ledger of its own")
+        raise ValueError(f"{path} is a ledger of records: give the site another path as ledger")
     # At the delta that is in force now.
     return total([*entries, Entry((), policy.delta or 0.5, policy.relation)])
 
 
-def _beside(array: AnyArray, step: AnyArray) -> AnyArray:
-    """Return an array plus a step, in the array's dtype; rounding makes no step longer.
+def _stepped(array: AnyArray, step: AnyArray) -> AnyArray:
+    """Return an array plus a step, in the array's dtype; rounding never makes the step longer.
 
     Examples
     --------
     >>> weights = np.array([2048.0], np.float16)  # where half precision has even numbers only
-    >>> [float(_beside(weights, np.array([step]))[0]) for step in (1.5, 2.5)]
+    >>> [float(_stepped(weights, np.array([step]))[0]) for step in (1.5, 2.5)]
     [2048.0, 2050.0]
     """
     with np.errstate(all="ignore"):
-        moved = (array + step).astype(array.dtype)
-        longer = abs(moved.astype(float) - array) > abs(step)
-        return np.asarray(np.where(longer, np.nextafter(moved, array), moved))
+        result = (array + step).astype(array.dtype)
+        longer = abs(result.astype(float) - array) > abs(step)
+        return np.asarray(np.where(longer, np.nextafter(result, array), result))
+
+
+_COUNTING = threading.Lock()
+# What was counted under each path: a file that is put back takes nothing from it.
+_OF_THIS_PROCESS: dict[Path, list[str]] = {}
+
+
+class Replies:
+    """A count of replies of any kind: whether and when a reply leaves reveals something, too.
+
+    ::
+
+        Admit(run):                           before an app sees a message
+            lock the file; read its lines, and those that this process knows and it lacks
+            refuse if the run, or all runs together, have had as many as the policy allows
+            add a line; only then may there be a reply
+
+    Parameters
+    ----------
+    per_run, most
+        Largest number of replies in one run, and in all.
+    path
+        The file, with a line for each reply, made if needed; None: the count ends with this object.
+
+    Examples
+    --------
+    >>> replies = Replies(2, 3)
+    >>> [replies.admit(run) for run in ("a", "a", "a", "b", "b")]
+    ['', '', 'max_replies_per_run = 2', '', 'max_replies = 3']
+    """
+
+    def __init__(self, per_run: int, most: int, path: Path | None = None) -> None:
+        self.per_run, self.most, self.path = per_run, most, path
+        key = None if path is None else Path(os.path.realpath(path))
+        self._known = _OF_THIS_PROCESS.setdefault(key, []) if key else list[str]()
+
+    def admit(self, run: str) -> str:
+        """Count one more reply of a run; return the limit that forbids it, or "".
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read or written; then nothing may leave.
+        """
+        name = hashlib.sha256(run.encode()).hexdigest()
+        with _COUNTING, ExitStack() as files:
+            if self.path is not None:
+                lock = self.path.with_name(f"{self.path.name}.lock")
+                files.enter_context(locked(lock, wait=True))
+            lines = self._read()
+            # A file is only added to: one that is shorter was put back.
+            self._known.extend(lines[len(self._known) :])
+            limit = ""
+            if len(self._known) >= self.most:
+                limit = f"max_replies = {self.most}"
+            elif self._known.count(name) >= self.per_run:
+                limit = f"max_replies_per_run = {self.per_run}"
+            else:
+                self._known.append(name)
+            if self.path is not None and (lacking := self._known[len(lines) :]):
+                with self.path.open("a", encoding="ascii") as file:
+                    # After a line that a crash has cut off, and that counts, too.
+                    file.write("\n".join(["", *lacking, ""]))
+                    file.flush()
+                    os.fsync(file.fileno())
+        return limit
+
+    def _read(self) -> list[str]:
+        if self.path is None or not self.path.exists():
+            return []
+        return self.path.read_text("ascii", "replace").split()
 
 
 class Gate:
@@ -107,17 +180,17 @@ class Gate:
     Raises
     ------
     OSError, ValueError
-        If its ledger can not be used, or others may change it.
+        If its ledger cannot be used, or others may change it.
 
     Notes
     -----
     Guarantees: what `update` returns has an L2 norm of at most `max_norm` before noise, in
     float64, and is finite. With a budget, all updates that have left are together (epsilon,
-    delta)-private for any change of the site's data, as far as the ledger is kept
-    (`fedclip.privacy.ledger.Ledger`). Numbers that the policy names have no part in that.
+    delta)-private for any change of the site's data, unless the ledger is lost
+    (`fedclip.privacy.ledger.Ledger`). The budget does not cover numbers that the policy names.
 
-    Without noise, a norm alone does not keep an update from telling of the data, or a hostile job
-    from writing them into its digits.
+    Without noise, a norm does not keep an update from revealing the data, or a malicious job from
+    writing them into its digits.
 
     Examples
     --------
@@ -151,7 +224,7 @@ class Gate:
             self._ledger = Ledger(*limits, path, data=UNIT, relation=policy.relation)
 
     def admit(self, run: object) -> None:
-        """Count a message of a run, before an app sees it: whatever is replied says something.
+        """Count a message of a run, before an app sees it: any reply reveals something.
 
         Raises
         ------
@@ -167,7 +240,7 @@ class Gate:
             raise Refused(f"the policy allows no more replies: {limit}")
 
     def update(self, arrays: Arrays, like: Arrays | None = None) -> Arrays:
-        """Return what may leave of an update; each that has the model's form is charged.
+        """Return the part of an update that may leave; the ledger charges it.
 
         Parameters
         ----------
@@ -175,8 +248,8 @@ class Gate:
             The difference to the model that the round began with, by name; in any framework.
         like
             That model, as the server sent it, or any arrays of its names, shapes and dtypes. None
-            only where the site trusts the code that has named the arrays: a name can be anything.
-            Arrays of whole numbers, which count something, leave as zeros.
+            only where the site trusts the code that named the arrays: a name can be anything.
+            Arrays of whole numbers, which are counters, leave as zeros.
 
         Raises
         ------
@@ -192,16 +265,16 @@ class Gate:
             return {**zeros(arrays), **self._sent(floats, like or arrays)}
 
     def model(self, trained: Arrays, before: Arrays) -> Arrays:
-        """Return what may leave of a trained model: the one before, moved by what may leave.
+        """Return the model before training, plus the part of the update that may leave.
 
         Rounding to the dtype of the model makes no update longer. Arrays of whole numbers are those
-        of the model before. Both are arrays of NumPy; see `update` for what is refused.
+        of the model before training. Both are arrays of NumPy; it refuses what `update` refuses.
         """
         with _read():
             trained, floats = _as_in(before, trained), _floats(before)
-            moves = {n: np.asarray(trained[n], float) - floats[n] for n in floats}
-            left = self._sent(moves, before)
-            return {n: _beside(x, left[n]) if n in left else x for n, x in before.items()}
+            update = {n: np.asarray(trained[n], float) - floats[n] for n in floats}
+            sent = self._sent(update, before)
+            return {n: _stepped(x, sent[n]) if n in sent else x for n, x in before.items()}
 
     def _sent(self, update: Arrays, model: Arrays) -> Arrays:
         std = self.policy.noise_multiplier * self.policy.max_norm
@@ -214,14 +287,12 @@ class Gate:
             sent = add_noise(sent, std, secure_normals)
         return {name: _plainest(array) for name, array in sent.items()}
 
-    def metrics(self, found: Mapping[str, object]) -> dict[str, float]:
-        """Return those numbers that the policy names, as plain ones; the log names the others."""
-        sent = {}
-        for name in self.policy.allow_metrics:
-            if (number := plain(found.get(name))) is not None:
-                sent[name] = number
-        if kept := [name for name in found if name not in sent]:
-            _LOGGER.info("not sent, as the policy does not name them: %s", shown(kept))
+    def metrics(self, values: Mapping[str, object]) -> dict[str, float]:
+        """Return the numbers that the policy names, as plain ones; the log names the others."""
+        numbers_ = {name: plain(values.get(name)) for name in self.policy.allow_metrics}
+        sent = {name: number for name, number in numbers_.items() if number is not None}
+        if withheld := [name for name in values if name not in sent]:
+            _LOGGER.info("not sent, as the policy does not name them: %s", shown(withheld))
         return sent
 
     def votes(self, found: Mapping[str, object]) -> dict[str, int]:
@@ -249,7 +320,7 @@ class Gate:
             # What was reserved is charged, in the file already.
             paid = ledger.reserve(policy.noise_multiplier, 1.0, 1)
         except (OSError, ValueError) as exc:
-            raise Refused(f"this site's ledger can not be used ({exc})") from None
+            raise Refused(f"this site's ledger cannot be used ({exc})") from None
         if not paid:
             cost, most = ledger.accountant.epsilon(policy.noise_multiplier, 1), ledger.epsilon
             digits = 4 if cost > 1.001 * most else 12
@@ -259,7 +330,7 @@ class Gate:
 
 @contextmanager
 def _read() -> Iterator[None]:
-    """Refuse what can not be read or clipped, whatever is raised."""
+    """Refuse an update that cannot be read or clipped, whatever is raised."""
     try:
         yield
     except Refused:
@@ -269,26 +340,26 @@ def _read() -> Iterator[None]:
 
 
 def _as_in(like: Arrays, arrays: Arrays) -> Arrays:
-    """Return the arrays in the order of others; raise if they have not the same form."""
+    """Return the arrays in the order of others; raise if names, shapes or dtypes differ."""
     if not alike(arrays, like):
         raise ValueError(f"names or shapes are {shown(signature(arrays))}")
     for name, array in like.items():
-        wanted, found = (backend_of(a).dtype(a) for a in (array, arrays[name]))
-        if found != wanted:
-            raise ValueError(f"{name!r} is {found}, not {wanted}")
+        expected, dtype = (backend_of(a).dtype(a) for a in (array, arrays[name]))
+        if dtype != expected:
+            raise ValueError(f"{name!r} is {dtype}, not {expected}")
     return {name: arrays[name] for name in like}
 
 
 def _floats(arrays: Arrays) -> dict[str, Array]:
-    """Return all arrays but those of whole numbers, which count something."""
-    whole = ("int", "uint", "bool")
-    return {n: x for n, x in arrays.items() if not backend_of(x).dtype(x).startswith(whole)}
+    """Return all arrays but those of whole numbers, which are counters."""
+    counters = ("int", "uint", "bool")
+    return {n: x for n, x in arrays.items() if not backend_of(x).dtype(x).startswith(counters)}
 
 
 def _plainest(array: Array) -> Array:
     """Return an array of NumPy as nothing but its values, in this machine's order of bytes.
 
-    Engines may send the bytes as they lie, and be read the other way round.
+    Engines may send the bytes in the order of the array, and readers expect this machine's.
     """
     if isinstance(array, np.ndarray):
         return np.asarray(array, array.dtype.newbyteorder("="))
@@ -300,7 +371,7 @@ def plain(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     if isinstance(value, numbers.Integral):
-        whole = int(value)
-        return whole if abs(whole) < _LARGEST else None
+        integer = int(value)
+        return integer if abs(integer) < _LARGEST else None
     number = float(value)
     return number if math.isfinite(number) else None

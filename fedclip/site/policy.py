@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of a site: what may leave it, read from a file that belongs to its operator."""
+"""The policy of a site, read from a file that belongs to its operator."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def _names(allow_metrics: Any) -> tuple[str, ...]:
     if isinstance(allow_metrics, str) or not isinstance(allow_metrics, Sequence):
         got = f"got {allow_metrics!r:.200}"
         raise TypeError(f"allow_metrics must be a list of names of scalars, {got}")
-    return tuple(parameters.name(**{"each of allow_metrics": one}) for one in allow_metrics)
+    return tuple(parameters.name(**{"each of allow_metrics": name}) for name in allow_metrics)
 
 
 def _absolute(ledger: str) -> str:
-    """Return the path, if no job can bend it."""
+    """Return the path, if it means the same file in each folder."""
     path = parameters.name(ledger=ledger)
     if not Path(path).is_absolute():
         raise ValueError(
-            f"ledger must be an absolute path, got {path!r}: another one would be a new budget in "
-            "each folder in which a process was started"
+            f"ledger must be an absolute path, got {path!r}: a relative one would be a new budget "
+            "in each folder in which a process was started"
         )
     return path
 
 
 class Policy(Configured):
-    """What may leave a site, in all jobs and on all engines together; it can not be changed.
+    """What may leave a site, in all jobs and on all engines together; it cannot be changed.
 
     ::
 
@@ -54,23 +54,23 @@ class Policy(Configured):
     noise_multiplier
         Standard deviation of the noise that the site adds itself, in units of `max_norm`, >= 0.
     max_epsilon
-        What all updates together may cost, > 0; None for no budget. It is counted as if another
-        update could stand in the place of each ("replace-one"), so the noise counts half.
+        What all updates together may cost, > 0; None for no budget. The relation is
+        "replace-one", for which the noise counts half.
     delta
         Probability with which that may fail, in (0, 1).
     ledger
-        Absolute path of the file that says what was spent, one for each site. Replies are counted
-        in a second file of that name with ``.replies``.
+        Absolute path of the file of what was spent, one for each site. A second file of that name
+        with ``.replies`` counts the replies.
     allow_metrics
         Names of the only other numbers that may leave.
     max_replies_per_run
         Largest number of messages of one run that are answered, >= 1.
     max_replies
         The same for all runs together, >= 1; it needs `ledger`. None: 10,000 if there is a
-        `ledger`; without one, each process counts the replies of its own runs only.
+        `ledger`; without one, each process counts only the replies of its runs.
     allow_job_code
-        Whether NVFlare jobs may bring code of their own (``byoc``), which can send anything by
-        other ways than the results of tasks.
+        Whether NVFlare jobs may bring code (``byoc``), which can send anything by other ways than
+        the results of tasks.
 
     Raises
     ------
@@ -102,49 +102,49 @@ class Policy(Configured):
         """Refuse what does not go together."""
         budget = ("max_epsilon", "delta", "ledger")
         missing = [name for name in budget if getattr(self, name) is None]
-        # A ledger alone counts replies.
+        # A ledger without a budget counts replies.
         if missing and missing not in ([*budget], [*budget[:2]]):
-            whole = "max_epsilon, delta and ledger are one budget: give all of them or none"
-            raise ValueError(f"{whole}; {' and '.join(missing)} is missing")
+            text = "max_epsilon, delta and ledger are one budget: give all of them or none"
+            raise ValueError(f"{text}; {' and '.join(missing)} is missing")
         if self.max_replies is not None and self.ledger is None:
             raise ValueError("max_replies counts in a file: give ledger an absolute path")
         if self.max_epsilon is None or self.delta is None:
             return
         if not self.noise_multiplier:
             raise ValueError("max_epsilon needs noise: give noise_multiplier > 0")
-        one = epsilon([Release(self.noise_multiplier)], self.delta, self.relation)
-        if one > self.max_epsilon:
+        cost = epsilon([Release(self.noise_multiplier)], self.delta, self.relation)
+        if cost > self.max_epsilon:
             raise ValueError(
                 f"max_epsilon = {self.max_epsilon:g} allows no update: one with noise_multiplier = "
-                f"{self.noise_multiplier:g} costs {one:.4g}; raise either"
+                f"{self.noise_multiplier:g} costs {cost:.4g}; raise either"
             )
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
             was = f"{name} is {vars(self)[name]!r}"
-            raise AttributeError(f"a site's policy can not be changed: {was}")
+            raise AttributeError(f"a site's policy cannot be changed: {was}")
         super().__setattr__(name, value)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Return the policy that a file says, in its section [update].
+        """Return the policy in the section [update] of a file.
 
         Raises
         ------
         OSError
-            If the file can not be read.
+            If the file cannot be read.
         ValueError
-            If it says anything else, or if others than this process's user and root may change it.
+            If it holds anything else, or if others than this process's user and root may change it.
         """
         path = Path(path)
         check_owned(path)
         text = path.read_bytes()
         try:
-            found = tomllib.loads(text.decode())
-            for section in found.keys() - {"update"}:
+            config = tomllib.loads(text.decode())
+            for section in config.keys() - {"update"}:
                 got = f"got {section!r}{nearest(section, ['update'])}"
                 raise ValueError(f"a policy has the section [update] only, {got}")
-            update = found.get("update")
+            update = config.get("update")
             if not isinstance(update, dict) or "max_norm" not in update:
                 raise ValueError("[update] needs max_norm, such as max_norm = 0.5")
             return cls(**update)
@@ -155,40 +155,41 @@ class Policy(Configured):
 def check_owned(path: Path) -> None:
     """Refuse a file that others than root and the user of this process may change or replace.
 
-    Looked at are the file, its lock, and each folder above them, of its name and of what that
-    leads to. On Windows, modes do not say who may change what: nothing is refused there.
+    It checks the file, its lock, and each folder above them, of its name and of the target of each
+    link. On Windows, where modes do not say who may change a file, it refuses nothing.
 
     Raises
     ------
     ValueError
-        The message names the first of them, and the command that puts it right.
+        With the first of them, and the command that corrects its mode or owner.
     """
     if os.name == "nt":
         return
     for name in dict.fromkeys([*_steps(path.absolute()), Path(os.path.realpath(path))]):
         lock = name.with_name(f"{name.name}.lock")
-        for one in (*name.parents, name, lock):
-            if one.exists() and (wrong := _open_to_others(one, 0o077 if one == lock else 0o022)):
-                raise ValueError(f"{path} is not this site's alone: {wrong}")
+        for file in filter(Path.exists, (*name.parents, name, lock)):
+            try:
+                _check_mode(file, 0o077 if file == lock else 0o022)
+            except ValueError as exc:
+                raise ValueError(f"{path} is not this site's alone: {exc}") from None
 
 
 def _steps(path: Path) -> Iterator[Path]:
-    """Yield a path, and what it is after each link on the way is followed."""
+    """Yield a path, and the path after each link on the way is followed."""
     yield path
-    for one in (*reversed(path.parents), path):
-        if one.is_symlink() and one.exists():
-            yield from _steps(one.parent / one.readlink() / path.relative_to(one))
+    for folder in (*reversed(path.parents), path):
+        if folder.is_symlink() and folder.exists():
+            yield from _steps(folder.parent / folder.readlink() / path.relative_to(folder))
             return
 
 
-def _open_to_others(path: Path, bits: int) -> str:
+def _check_mode(path: Path, bits: int) -> None:
     # Of a link itself: its owner decides where it leads.
-    found = path.lstat()
-    if found.st_uid not in (0, os.geteuid()):
-        return f"user {found.st_uid} owns {path}, and not root; run: chown root {path}"
+    status = path.lstat()
+    if status.st_uid not in (0, os.geteuid()):
+        raise ValueError(f"user {status.st_uid} owns {path}, and not root; run: chown root {path}")
     # In a folder with the sticky bit, such as /tmp, only owners replace files; links have no mode.
-    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
-    if sticky or stat.S_ISLNK(found.st_mode) or not found.st_mode & bits:
-        return ""
-    may, mode = ("change", "go-w") if bits == 0o022 else ("lock", "go=")
-    return f"others than its owner may {may} {path}; run: chmod {mode} {path}"
+    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    if status.st_mode & bits and not sticky and not stat.S_ISLNK(status.st_mode):
+        may, mode = ("change", "go-w") if bits == 0o022 else ("lock", "go=")
+        raise ValueError(f"others than its owner may {may} {path}; run: chmod {mode} {path}")

@@ -37,9 +37,9 @@ def _row(written: Config, tables: Config) -> Row:
     while "like" in row:
         package, _, cls = row["like"].partition(".")
         above = tables[package][cls]
-        own = row.get("let", {})
+        changed = row.get("let", {})
         # What a row defines comes first, as the other row's values follow from it.
-        let = {**own, **above.get("let", {}), **own}
+        let = {**changed, **above.get("let", {}), **changed}
         row = {**above, **{k: v for k, v in row.items() if k != "like"}, "let": let}
     gives = row["gives"]
     return Row(
@@ -67,8 +67,8 @@ PEERS: dict[str, dict[str, Row | str]] = {
 
 def _preset(text: str) -> tuple[str, str, Config]:
     package, _, call = text.partition(" ")
-    cls, given = parsed("a preset", call)
-    return package, cls, dict(given)
+    cls, arguments = parsed("a preset", call)
+    return package, cls, dict(arguments)
 
 
 PRESETS = {
@@ -183,12 +183,12 @@ def _translation(
 
 def _chosen(entries: list[Unchecked], names: Config) -> list[str]:
     """Return the texts of the entries that apply, those of ``[texts]`` by their names."""
-    found = []
+    texts = []
     for entry in entries:
         when, text = entry if isinstance(entry, list) else ("True", entry)
         if text.startswith("@"):
             named = _TEXTS[text[1:]]
             when, text = named if isinstance(named, list) else (when, named)
         if eval(when, names):
-            found.append(text)
-    return found
+            texts.append(text)
+    return texts

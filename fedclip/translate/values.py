@@ -29,7 +29,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def signature(text: str) -> Config:
-    """Return parameters with their defaults, as they are written in a call.
+    """Return parameters with their defaults, written as in a call.
 
     Examples
     --------
@@ -46,8 +46,8 @@ def signature(text: str) -> Config:
 def parsed(parameter: str, text: str) -> tuple[str, list[tuple[Unchecked, Unchecked]]]:
     """Return the name of a call, or a name alone, and arguments by number or by name."""
     try:
-        found = ast.parse(text.strip(), mode="eval").body
-        call = found if isinstance(found, ast.Call) else ast.Call(found, [], [])
+        expression = ast.parse(text.strip(), mode="eval").body
+        call = expression if isinstance(expression, ast.Call) else ast.Call(expression, [], [])
         name = ast.unparse(call.func).rpartition(".")[2]
         pairs = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
         return name, [(key, _plain(node)) for key, node in pairs]
@@ -153,11 +153,11 @@ def require(holds: bool, value: float, what: str) -> float:
 
 def only_one(what: str, least: int, **values: object) -> object:
     """Return the value of the one parameter that is not None; None if `least` is 0."""
-    given = {key: value for key, value in values.items() if value is not None}
-    if not least <= len(given) <= 1:
-        found = ", ".join(given) or "none"
-        raise ValueError(f"{what} takes one of {', '.join(values)}, got {found}")
-    return next(iter(given.values()), None)
+    set_values = {key: value for key, value in values.items() if value is not None}
+    if not least <= len(set_values) <= 1:
+        names = ", ".join(set_values) or "none"
+        raise ValueError(f"{what} takes one of {', '.join(values)}, got {names}")
+    return next(iter(set_values.values()), None)
 
 
 def only_none(**values: object) -> None:
@@ -223,25 +223,25 @@ def made(
     if name not in classes:
         raise ValueError(unknown(f"{parameter} cannot be", name, classes) + hint)
     names = dict(enumerate(classes[name]))
-    given = {str(names.get(key, key)): value for key, value in pairs}
-    if len(given) < len(pairs):
+    arguments = {str(names.get(key, key)): value for key, value in pairs}
+    if len(arguments) < len(pairs):
         raise ValueError(f"{parameter} gives a parameter twice: {shown(value)}")
-    return name, given
+    return name, arguments
 
 
 def drytorch_criterion(given: object, classes: Mapping[str, Config], **more: object) -> Config:
     """Return the decay, threshold and action of a criterion, parts of which are in `more`."""
     known = {n: classes[_SHORT.get(n, n)] for n in ("ZStatCriterion", "EMACriterion")}
     known |= {n: classes[_SHORT[n]] for n in ("zstat", "ema")}
-    name, own = made("criterion", given, known, _OWN)
+    name, options = made("criterion", given, known, _OWN)
     threshold = "z_thresh" if "z_thresh" in known[name] else "r_thresh"
     for key, value in more.items():
         key = threshold if key == "thresh" else key
         if value is not None:
-            if key in own:
+            if key in options:
                 raise ValueError(f"{key} of {name} is given twice")
-            own[key] = value
-    values = checked(f"{name} of drytorch", known[name], own)
+            options[key] = value
+    values = checked(f"{name} of drytorch", known[name], options)
     function = values.pop("clipping_function")
     function = getattr(function, "__name__", function)
     actions = {f"{a}{end}": a for a in ("max", "mean", "reciprocal") for end in ("", "_clipping")}
@@ -255,8 +255,8 @@ def drytorch_warmup(given: object, classes: Mapping[str, Config]) -> object:
     clip, none = classes["GradNormClipper"], classes["NoOp"]
     known = {"GradNormClipper": clip, "NoOp": none, "norm1": clip, "noop": none}
     hint = " (docs/coming-from.md shows how to warm up with any other operation)"
-    name, own = made("warmup_clip_strategy", given, known, hint)
-    return checked(f"{name} of drytorch", known[name], own).get("threshold")
+    name, options = made("warmup_clip_strategy", given, known, hint)
+    return checked(f"{name} of drytorch", known[name], options).get("threshold")
 
 
 def local_dp(clipping_norm: float, sensitivity: float, budget: float, delta: float) -> Config:

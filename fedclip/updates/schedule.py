@@ -15,7 +15,6 @@ does not reply, and no reply counts in a later round.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextvars import ContextVar
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -110,7 +109,3 @@ class Schedule:
         """Return who has a turn in a round, from 0 on."""
         apart = self.turns.separation
         return self.clients[round_ % apart :: apart]
-
-
-DUE: ContextVar[Due | None] = ContextVar("fedclip_due", default=None)
-"""What the sampler has drawn for the round that begins; None if it is not by turns."""

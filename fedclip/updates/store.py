@@ -69,6 +69,23 @@ def server_in(folder: Path | None, settings: Mapping[str, object]) -> UpdateServ
     return server_of({"ledger": str(folder / FILE), **settings})
 
 
+def absolute(folder: str | Path | None) -> Path | None:
+    """Return the path of a server's folder, if there is one.
+
+    Raises
+    ------
+    ValueError
+        If the path is relative.
+    """
+    path = None if folder is None else Path(folder)
+    if path is not None and not path.is_absolute():
+        raise ValueError(
+            f"folder must be an absolute path on the server, got {str(folder)!r}: a relative one "
+            "would be a new budget in each folder that a server is started in"
+        )
+    return path
+
+
 class Served:
     """An `UpdateServer` whose state is in a file before anything of a round is released.
 
@@ -77,13 +94,15 @@ class Served:
     settings
         Those of `server_of`.
     folder
-        Where the file is kept, and the ledger of the settings if they name none; made if it is
-        not there. None: nothing is kept, and a budget ends with the process.
+        Absolute path of the folder for the file, and for the ledger if the settings name none. It
+        is made if needed. None: no state outlasts the process; with noise, you get a warning.
+    fallback
+        The folder without `folder`, which ends with the job: with noise, you get the warning, too.
 
     Raises
     ------
     TypeError, ValueError
-        If a setting is unknown or wrong.
+        If a setting is unknown or wrong, or `folder` is a relative path.
     StateError
         If the file is damaged, or was made with noise and these settings add none.
     OSError
@@ -108,21 +127,30 @@ class Served:
     (2, 1.0)
     """
 
-    def __init__(self, settings: Mapping[str, object], folder: str | Path | None = None) -> None:
-        place = None if folder is None else Path(folder)
+    def __init__(
+        self,
+        settings: Mapping[str, object],
+        folder: str | Path | None = None,
+        *,
+        fallback: Path | None = None,
+    ) -> None:
+        place = absolute(folder) or fallback
         self.server: UpdateServer = server_in(place, settings)
         self.settings = dict(settings)
         self.rounds: list[dict[str, Any]] = []
         self.path = None if place is None else place / SERVED
         self.leave: Callable[[], object] = lambda: None
         """Let others serve from the file; the end of this object does so, too."""
+        if folder is None and self.server.bound.budget is not None:
+            text = "noise without a folder: a restart spends the budget again; give folder"
+            self.server.bound.logger.warning(text)
         if self.path is None:
             return
         try:
             lock = locked(self.path.with_name(f"{SERVED}.lock"), wait=False)
         except OSError as exc:
             raise OSError(
-                f"no state can be kept in {folder} ({exc}): a server is running there, or this "
+                f"no state can be kept in {place} ({exc}): a server is running there, or this "
                 "process may not write; give each federation a folder of its own"
             ) from exc
         self.leave = weakref.finalize(self, lock.close)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
 import socket
@@ -19,6 +20,8 @@ from declearn.optimizer import list_optim_modules
 from helpers import ended, free_port, hiding
 from report_runs import call
 from typer.testing import Result
+
+from fedclip.cli.output import progress
 
 Write = Callable[..., Path]
 
@@ -162,8 +165,8 @@ def test_check_counts_notes_and_is_strict_if_asked(write: Write) -> None:
         ("x = [", "config.toml is not valid TOML"),
         ("client_opt = 1", "1 must be a float: write 1.0"),
         ("client_opt = true", "must be a learning rate or a section, got True"),
-        ("client_opt = 'nowhere.toml'", "takes no path here: write the section of"),
-        ("rounds = 1", "holds neither [optim], as a quickrun file does, nor client_opt"),
+        ("client_opt = 'nowhere.toml'", "accepts no path here: write the contents of"),
+        ("rounds = 1", "has neither [optim], as in a quickrun file, nor client_opt"),
         ("data = 1\noptim = 1", "[optim] must be a section, got 1"),
     ],
 )
@@ -239,7 +242,7 @@ def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
 def test_quickrun_that_is_interrupted_points_to_the_report(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fedclip.cli.quickrun
+    import fedclip.engines.declearn.quickrun
 
     async def interrupted(federation: object, seed: object) -> None:
         raise KeyboardInterrupt
@@ -247,11 +250,24 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
     write(config(port=free_port()) + '[experiment]\ncheckpoint = "results/today"\n')
     write_data(tmp_path)
     (tmp_path / "model.py").touch()
-    monkeypatch.setattr(fedclip.cli.quickrun.Federation, "run", interrupted)
+    monkeypatch.setattr(fedclip.engines.declearn.quickrun.Federation, "run", interrupted)
     monkeypatch.chdir(tmp_path)
     result = call("quickrun")
     assert result.exit_code == 130
     assert one_sentence(result).endswith("fedclip report results/today")
+
+
+def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(file, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", file)
+    show = progress("[/red]")
+    for done in (1, 2, 100):
+        show(done, 100, "loss \x1b[31m")
+    *lines, last = file.getvalue().split("\r\x1b[K")[1:]
+    assert (len(lines), "\n" in "".join(lines)) == (2, False)
+    assert all("left, loss" in line for line in lines)
+    assert last == "[/red]: 100 of 100 rounds done, loss \\x1b[31m\n"
 
 
 # ------------------------------------------------------------------------------------- run
@@ -370,22 +386,4 @@ def test_what_can_not_be_written_is_a_sentence(checkpoints: Path, tmp_path: Path
         for file in (tmp_path, tmp_path / LONG):
             result = call("report", checkpoints, option, file)
             assert result.exit_code == 1
-            assert "can not write" in one_sentence(result)
-
-
-@pytest.mark.parametrize(("row", "kind"), [("0.5,1.5", "float64"), ("0.5,1", None)])
-def test_a_quickrun_tells_the_type_of_its_data_where_it_is_one(
-    row: str, kind: str | None, tmp_path: Path
-) -> None:
-    """Models of JAX can not be built without; columns of two types are no reason to raise."""
-    from fedclip.cli.quickrun import Experiment
-
-    folder = tmp_path / "data" / "north"
-    folder.mkdir(parents=True)
-    for of in ("train", "valid"):
-        (folder / f"{of}_data.csv").write_text(f"a,b\n{row}\n{row}\n")
-        (folder / f"{of}_target.csv").write_text("y\n0\n1\n")
-    (tmp_path / "model.py").touch()
-    (tmp_path / "config.toml").write_text("[data]\n")
-    for found in Experiment(tmp_path / "config.toml").data("north"):
-        assert found.get_data_specs().data_type == kind
+            assert "cannot write" in one_sentence(result)

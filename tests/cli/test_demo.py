@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from checkouts import ROOT
 
+from fedclip.cli import demo
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.demo import run, run_demo
-from fedclip.cli.demo.data import FACTOR, SITES, write_data
-from fedclip.cli.demo.results import pulls
-from fedclip.cli.output import ToolError
+from fedclip.cli.demo import FACTOR, SITES, pulls, run_demo, write_data
 from fedclip.cli.ranking import interval
 from fedclip.cli.ranking import shown as in_words
+from fedclip.errors import ToolError
 from fedclip.report import read_report
 
 # What declearn warns of itself, in what all nodes of a federation do.
@@ -84,7 +83,7 @@ def test_it_trains_in_three_ways_and_shows_what_came_out(
 
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
     # The demo may be run again in its folder.
-    run.prepare(folder)
+    demo.prepare(folder)
 
 
 def metrics(folder: Path, rounds: int) -> list[dict[str, str]]:
@@ -96,10 +95,10 @@ def metrics(folder: Path, rounds: int) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 def test_the_bound_comes_down_to_the_majority_as_the_page_says(tmp_path: Path) -> None:
-    run.prepare(tmp_path)
+    demo.prepare(tmp_path)
     write_data(tmp_path / "data" / "seed-0")
-    planned = run.planned(tmp_path, "adaptive-bound", 0, 30, 1.0)
-    assert not run.run_all([planned], "quickrun", 1, lambda done, text: None)
+    planned = demo.planned(tmp_path, "adaptive-bound", 0, 30, 1.0)
+    assert not demo.run_all([planned], "quickrun", 1, lambda done, text: None)
     (found,) = pulls(read_report(planned.folder.parent))
     assert found[:2] == pytest.approx([1, 1])
     assert all(2.0 < pull < 3.5 for pull in found[2:10])
@@ -166,6 +165,6 @@ def test_a_client_that_fails_ends_all_with_a_sentence(
         write_data(folder, seed)
         (folder / "site-b" / "train_data.npy").write_bytes(b"no array")
 
-    monkeypatch.setattr(run, "write_data", torn)
+    monkeypatch.setattr(demo, "write_data", torn)
     with pytest.raises(ToolError, match=r"^no-clipping, seed 0, failed: \w+Error: "):
         run_demo(tmp_path / "demo", seeds=1)

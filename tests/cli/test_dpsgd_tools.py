@@ -134,7 +134,7 @@ def test_a_ledger_is_read_and_its_accountant_named(tmp_path: Path) -> None:
         assert found["epsilons"] == {"pld": ledger.spent}
     text = call("spent", path).stdout
     assert "zeroing out one record" in text
-    assert "the number of records is public, as rate and steps follow from it" in text
+    assert "the number of records is public, because rate and steps depend on it" in text
     assert found["relation"] == "zero-out"
     assert "30 steps at noise multiplier 2, Poisson samples at rate 0.16" in text
     assert f"pld          epsilon {ledger.spent:.4g} at delta 1e-05" in text
@@ -175,7 +175,7 @@ def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> N
 
 def test_a_batch_of_all_records_is_no_sample() -> None:
     text = call(*BUDGET[:-1], 500).stdout
-    assert "each batch is all 400 records: nothing is sampled" in text
+    assert "each batch has all 400 records, without sampling" in text
     assert "Poisson" not in text
     assert json.loads(call(*BUDGET[:-1], 400, "--json").stdout)["sampling"] == "none"
 
@@ -191,7 +191,7 @@ def test_the_accountant_that_counts_is_named(tmp_path: Path) -> None:
     # Delta is less than what rounding may come to.
     made = calibrate(3.0, 1e-13, records=100, batch_size=1, steps=10**3)
     assert made.accountant == "rdp"
-    assert "by rdp, for zeroing out one record (their number is public)" in made.in_words()
+    assert "by rdp, for zeroing out one record (the number of records is public)" in made.in_words()
 
 
 def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
         assert done.exit_code == 2, done.stdout
         assert said in done.stderr
     (tmp_path / "privacy_spent.json").unlink()
-    assert "has spent a privacy budget" in call("spent", tmp_path).stderr
+    assert "shows no spent privacy budget" in call("spent", tmp_path).stderr
 
 
 def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None
     assert [row["relation"] for row in rows] == ["replace-one"] * 6
     assert float(rows[-1]["epsilon"]) == found["epsilons"]["closed form"]
     (tmp_path / "server" / "optimizer_state_26-10-26_00-00-00.mpk").write_bytes(b"\xc1")
-    assert "can not be read" in call("spent", tmp_path).stderr
+    assert "cannot read the checkpoint" in call("spent", tmp_path).stderr
     (tmp_path / "server" / "optimizer_config.json").write_text("[" * 90_000)
     done = call("spent", tmp_path)
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)

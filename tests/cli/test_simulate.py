@@ -15,12 +15,12 @@ from helpers import free_port
 from quickruns import write_config, write_sites
 from report_runs import call
 
-from fedclip.cli.output import ToolError
-from fedclip.cli.quickrun import Federation
 from fedclip.cli.spent import read_spent
-from fedclip.cli.suggest.ranking import read_norms
+from fedclip.cli.suggest import read_norms
+from fedclip.engines.declearn.quickrun import Federation
 from fedclip.engines.local import simulate
 from fedclip.engines.local.simulate import Simulation, run
+from fedclip.errors import ToolError
 from fedclip.report import read_report
 from fedclip.report.results import result_of
 
@@ -58,7 +58,7 @@ def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
     federation = Federation(file)
     asyncio.run(federation.run(seed=5))
     there = read_report(federation.results)
-    here = read_report(run(file, 5, quiet=True).results)
+    here = read_report(run(file, 5).results)
     for site in "abc":
         limits = [row.record.limit for row in there.select(site, "update-clip-client")]
         ours = [row.record.limit for row in here.select(node="clients")]
@@ -137,7 +137,7 @@ def test_an_attacker_that_does_not_clip_counts_as_zeros(
 
 def test_other_aggregators_run_too_and_are_measured(write: Any) -> None:
     file = write(aggregator='"averaging"', client="[]", server="[]")
-    report = read_report(run(file, 0, quiet=True).results)
+    report = read_report(run(file, 0).results)
     # Norms of updates are no norms of steps, and each client's are known.
     step, update = read_norms(report, "")
     assert step.rows == []
@@ -176,9 +176,9 @@ def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(
 ) -> None:
     monkeypatch.setattr(simulate, "_MEASURED", 4)
     client = '[["norm-clip", {max_norm = 1.0, ord = 1}], "update-clip-client"]'
-    run(write(client=client, more="[simulate]\nclients = 9\n"), 0, quiet=True)
+    run(write(client=client, more="[simulate]\nclients = 9\n"), 0)
     file = write(client=client, more="[simulate]\nclients = 5\n", rounds=6)
-    report = read_report(run(file, 0, quiet=True).results)
+    report = read_report(run(file, 0).results)
     assert {row.node for row in report.select(module="norm-clip")} == {"a", "b", "c", "a-1"}
     assert [row.record.steps for row in report.select("a-1", "norm-clip")] == [2] * 6
     step, update = read_norms(report, "")
@@ -228,7 +228,7 @@ def test_turns_over_the_network_are_those_in_one_process(write: Any) -> None:
     federation = Federation(file)
     asyncio.run(federation.run(seed=5))
     there = read_report(federation.results)
-    here = read_report(run(file, 5, quiet=True).results)
+    here = read_report(run(file, 5).results)
     assert {s: len([*there.select(node=s)]) for s in "abc"} == {"a": 3, "b": 2, "c": 3}
     losses = [
         [c.points for c in report.curves if (c.node, c.metric) == ("server", "loss")]
@@ -248,7 +248,7 @@ def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
     assert "3 clients have a turn every 2 rounds" in result.stdout
     with pytest.raises(ToolError, match="3 clients have a turn every 2 rounds"):
         Simulation(write(server=close))
-    with pytest.raises(ToolError, match="leave one out"):
+    with pytest.raises(ToolError, match="remove one of them"):
         Simulation(write(server=TURNS, more="[simulate]\nsampled = 2\n"))
 
 
@@ -256,7 +256,7 @@ def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:
     noise = "noise_multiplier = 1.0, expected_clients = 3, max_epsilon = 8.0"
     file = write(server=f'[["update-clip-server", {{{noise}}}]]', rounds=50)
     # `check`, before the command starts it, says how many rounds there are.
-    done = run(file, 1, quiet=True)
+    done = run(file, 1)
     assert done.rounds == 2
     assert "max_epsilon" in done.ended
     assert (file.parent / "out" / "simulated" / "server" / "model_state_best.mpk").exists()
@@ -265,8 +265,8 @@ def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"more": "[simulate]\nclients = 2\n"}, "the data folder holds 3: each needs one"),
-        ({"more": "[simulate]\nsampled = 4\n"}, "sampled = 4, and there are 3 clients"),
+        ({"more": "[simulate]\nclients = 2\n"}, "the data folder has 3: raise clients"),
+        ({"more": "[simulate]\nsampled = 4\n"}, "sampled = 4 is more than clients = 3"),
         ({"more": "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"}, "DP-SGD"),
         (
             {"aggregator": "{name = 'clipped-averaging', weights = {a = 1.0, b = 2.0}}"},
@@ -286,7 +286,7 @@ def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:
         ),
         (
             {"server": '["adam", "update-clip-server"]'},
-            "update-clip-server must be there once, as the first",
+            "update-clip-server must be the first module",
         ),
         (
             {
@@ -321,7 +321,7 @@ def test_mistakes_in_its_section_are_found_before(write: Any, line: str, text: s
 def test_a_fixed_bound_of_the_aggregator_holds(write: Any) -> None:
     aggregator = '{name = "clipped-averaging", max_norm = 0.01}'
     file = write(aggregator=aggregator, client="[]", server="[]")
-    report = read_report(run(file, 0, quiet=True).results)
+    report = read_report(run(file, 0).results)
     assert {row.record.limit for row in report.select(node="clients")} == {0.01}
     assert {row.record.limited_by for row in report.select(node="clients")} == {"fixed"}
 
@@ -336,15 +336,16 @@ def test_clients_keep_what_their_modules_learn_apart(write: Any) -> None:
     assert states[0]["groups"] != states[1]["groups"]
 
 
-def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any, capsys: Any) -> None:
+def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any) -> None:
     """c has another unit: its loss rises while that of the others falls."""
     changes = {"aggregator": '"averaging"', "client": '["no-op"]', "server": "[]", "rounds": 6}
     file = write(training="n_epoch = 1", **changes)
     for part in ("train", "valid"):
         data = file.parent / "data" / "c" / f"{part}_data.npy"
         np.save(data, np.load(data) * 100)
-    done = run(file, 0)
-    told = capsys.readouterr().err.splitlines()[-1]
+    texts: list[str] = []
+    done = run(file, 0, progress=lambda done, total, text: texts.append(text))
+    told = texts[-1]
     report = read_report(done.results)
     losses = {c.node: dict(c.points) for c in report.curves if c.metric == "loss"}
     rounds = range(1, 7)
@@ -355,7 +356,7 @@ def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any, cap
     assert "mean of a, b; outlier c: accuracy" in told
     assert result_of(report, "").outliers == ["c"]
     shown = call("report", done.results).stdout.splitlines()
-    assert "bound what a client can do" in shown[0]
+    assert "limit the influence of each" in shown[0]
     assert f"loss {healthy[-1]:.3g}" in shown[1]
 
 
@@ -366,7 +367,7 @@ def test_a_run_over_the_network_keeps_the_same_best_weights(write: Any) -> None:
     for part in ("train", "valid"):
         data = file.parent / "data" / "c" / f"{part}_data.npy"
         np.save(data, np.load(data) * 100)
-    here = Path(run(file, 5, quiet=True).results, "server", "model_state_best.mpk")
+    here = Path(run(file, 5).results, "server", "model_state_best.mpk")
     wanted = msgpack_load(str(here))
     asyncio.run((federation := Federation(file)).run(seed=5))
     found = msgpack_load(str(Path(federation.results, "server", here.name)))

@@ -1,5 +1,6 @@
 """The example loops run, and agree."""
 
+import contextlib
 import importlib
 import re
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ended, require
+from helpers import PATIENCE, ended, require
 from report_runs import call
 
 from fedclip.report import read_report
@@ -107,3 +108,28 @@ def test_the_example_clips_the_client_in_other_units(tmp_path, monkeypatch):
         for client in ("client_0", "client_1", "client_2")
     }
     assert shares == pytest.approx({"client_0": 0.09, "client_1": 0.09, "client_2": 1.0}, abs=0.02)
+
+
+@pytest.mark.slow
+def test_a_hospital_in_other_units_is_found_and_its_updates_are_clipped(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(LOOPS.parent / "hospital"))
+    example = importlib.import_module("run")
+    for name in ("run", "tables"):
+        monkeypatch.delitem(sys.modules, name)
+
+    def run(program, *words, folder):
+        if program == "python":
+            command, limit = [sys.executable, *words], {"timeout": PATIENCE}
+            return subprocess.run(command, cwd=folder, check=True, **limit)
+        # Each process of fedclip's would import everything.
+        with contextlib.chdir(folder):
+            done = call(*words)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    named, accuracies = example.play(tmp_path, 20, run)
+    assert named == ["valley"]
+    for site in ("harbour", "north"):
+        before, after = accuracies[site]
+        assert before < 0.8
+        assert after > 0.9

@@ -198,10 +198,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path, st
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.room}-{fault.name}")
 def test_each_mutation_fails_its_test(
-    fault: Fault,
-    run: Callable[[Path, str], Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault, run: Callable[[Path, str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(ROOT / "fedclip", tmp_path / "fedclip")
     # Opacus has a package of that name, too.

@@ -12,7 +12,7 @@ import pytest
 from declearn.dataset import InMemoryDataset
 from declearn.model.sklearn import SklearnSGDModel
 
-from fedclip.engines.local.linear import quicken
+from fedclip.engines.declearn.experiment import vectorize_gradients
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "study" / "results"
 
@@ -80,7 +80,7 @@ def test_the_gradient_is_that_of_the_quick_linear_models(labels: int) -> None:
     gradients = []
     for model in (part("scenes").Linear(), theirs):
         model.initialize(info)
-        quicken(model)
+        vectorize_gradients(model)
         model.set_weights(model.get_weights() + 0.1)
         (batch,) = InMemoryDataset(x, y, seed=0).generate_batches(12)
         gradients.append(model.compute_batch_gradients(batch))

@@ -15,7 +15,7 @@ from declearn.optimizer import Optimizer
 from declearn.secagg.joye_libert import JoyeLibertDecrypter, JoyeLibertEncrypter
 from declearn.secagg.masking import MaskingDecrypter, MaskingEncrypter
 
-from fedclip.engines.declearn.context import SHARED
+from fedclip.engines.declearn.context import change
 
 Update = Any
 
@@ -34,11 +34,11 @@ class Clients:
     def begin(self, i: int, aux: dict[str, Any], weights: Vector, encrypter: object) -> None:
         """Let client `i`, whose model has such weights, do what comes before its first step."""
         model: Any = SimpleNamespace(get_weights=lambda trainable: weights)
-        token = SHARED.set((model, encrypter))
+        change(sharing=(model, encrypter))
         try:
             self.optimizers[i].process_aux_var(aux)
         finally:
-            SHARED.reset(token)
+            change(sharing=None)
         self.optimizers[i].start_round()
 
     def round(

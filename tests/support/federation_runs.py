@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -19,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from helpers import PATIENCE, free_port
 
 N = 3
+MOST = ("min_clients", "max_clients")
 ADAPTIVE: dict[str, Any] = {
     "aggregator": "clipped-averaging",
     "client_opt": {"lrate": 0.5, "modules": ["update-clip-client"]},
@@ -37,16 +39,19 @@ class Run:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
+        self.clients = settings.pop("clients", N)
         self.settings = {
             "protocol": "websockets",
             "network": {"heartbeat": 0.02},
             "port": free_port(),
             "optim": ADAPTIVE,
-            "keys": [Ed25519PrivateKey.generate().private_bytes_raw().hex() for _ in range(N)],
+            "keys": [
+                Ed25519PrivateKey.generate().private_bytes_raw().hex() for _ in range(self.clients)
+            ],
             **settings,
             "run": {
                 "rounds": 4,
-                "register": {"min_clients": N, "max_clients": N, "timeout": PATIENCE},
+                "register": {"timeout": PATIENCE} | dict.fromkeys(MOST, self.clients),
                 "training": {"batch_size": 10},
                 # With all clients, which declearn's secure aggregation over some does not survive.
                 "evaluate": {"batch_size": 60, "frequency": 1000},
@@ -63,7 +68,7 @@ class Run:
         while "clients registration" not in self.said("server") and self.running("server"):
             assert time.monotonic() < end, self.said("server")[-3000:]
             time.sleep(0.02)
-        for i in range(N):
+        for i in range(self.clients):
             self._start(f"client_{i}")
 
     def _start(self, name: str) -> None:
@@ -98,6 +103,18 @@ class Run:
     def state(self) -> dict[str, Any]:
         """Return the state of update-clip-server."""
         return next(s for name, s in self.result()["modules"] if name == "update-clip-server")
+
+    def until(self, text: str, name: str = "server") -> None:
+        """Wait until a node has logged a text."""
+        end = time.monotonic() + PATIENCE
+        while text not in self.said(name):
+            assert time.monotonic() < end, self.said(name)[-3000:]
+            time.sleep(0.02)
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a node, in the second round."""
+        self.until("Initiating training round 2")
+        os.kill(self.processes[name].pid or 0, number)
 
 
 @contextlib.contextmanager

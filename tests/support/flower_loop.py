@@ -126,3 +126,24 @@ class Loop:
     ) -> tuple[dict[str, Any], Any]:
         result = strategy.start(self, record(model), rounds, train_config=ConfigRecord())
         return arrays_of(result.arrays), result
+
+
+def directions(norms: Any, seed: int = 0, size: int = 50) -> Update:
+    """Return updates in random directions, each node's with its norm."""
+
+    def update(node: int, round_: int) -> dict[str, Any]:
+        drawn = np.random.default_rng([seed, node, round_]).normal(size=size)
+        return {"w": norms[node - 1] * drawn / np.linalg.norm(drawn)}
+
+    return update
+
+
+def start(strategy: UpdateClipStrategy, loop: Loop, model: Any, rounds: int) -> list[Any]:
+    """Return the model after each round; the first one is that before."""
+    seen: list[Any] = []
+
+    def look(round_: int, arrays: ArrayRecord) -> None:
+        seen.append(arrays_of(arrays))
+
+    strategy.start(loop, record(model), rounds, evaluate_fn=look)
+    return seen

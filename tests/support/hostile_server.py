@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import websockets
-from declearn.aggregator import AveragingAggregator
+from declearn.aggregator import AveragingAggregator, ModelUpdates
 from declearn.communication.api.backend.actions import Accept, ActionMessage, Join, Ping, Recv, Send
 from declearn.communication.websockets import WebsocketsClient
 from declearn.communication.websockets._tools import (
@@ -21,14 +23,25 @@ from declearn.communication.websockets._tools import (
     send_websockets_message,
 )
 from declearn.dataset import InMemoryDataset
-from declearn.messaging import CancelTraining, InitRequest, Message, SerializedMessage, TrainRequest
+from declearn.messaging import (
+    CancelTraining,
+    Error,
+    InitRequest,
+    Message,
+    SerializedMessage,
+    TrainReply,
+    TrainRequest,
+)
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from declearn.optimizer import Optimizer
 from helpers import PATIENCE
 
 import fedclip
+from fedclip.engines.declearn.messages import ClippedUpdates
+from fedclip.site.gate import REFUSED
 
 D = 200
+C = 0.5
 SECRET = 8191.015625
 """A value of the data that no computation makes; exact in float32 and in float64."""
 WORD = "HIV+"
@@ -132,3 +145,49 @@ def attack(script: Script, policy: Path | None, **settings: Any) -> Wire:
 
     asyncio.run(serve(script, wire, client))
     return wire
+
+
+def policy(folder: Path, **settings: Any) -> Path:
+    lines = [f"{name} = {value!r}" for name, value in {"max_norm": C, **settings}.items()]
+    path = folder / "site.toml"
+    path.write_text("[update]\n" + "\n".join(lines))
+    path.chmod(0o600)
+    return path
+
+
+def leaks(wire: Wire) -> Iterator[str]:
+    """Yield what has left, although a policy with nothing but a norm forbids it."""
+    for kind in ("<d", "<f"):
+        if wire.holds(struct.pack(kind, SECRET)):
+            yield "a value of the data"
+    if wire.holds(WORD.encode()):
+        yield "a word of the data"
+    for message in wire.messages:
+        if isinstance(message, TrainReply):
+            vector, told = message.updates.updates, vars(message).copy()
+            if type(message.updates) not in (ModelUpdates, ClippedUpdates):
+                yield f"an update as {type(message.updates).__name__}"
+            if message.updates.weights != 1:
+                yield "a weight"
+            if (
+                not np.linalg.norm(
+                    np.concatenate(
+                        [np.ravel(a).astype(float) for a in vector.coefs.values()] or [[0.0]]
+                    )
+                )
+                <= C
+            ):
+                yield "an update beyond the bound"
+            if set(message.aux_var) - {"update-clip"}:
+                yield f"auxiliary variables: {set(message.aux_var)}"
+            told.pop("updates"), told.pop("aux_var")
+        elif isinstance(message, Error):
+            told = {}
+            if message != Error(REFUSED):
+                yield f"an error's own words: {message.message}"
+        else:
+            told = vars(message).copy()
+            if told.get("n_steps") == 1 and math.isnan(told["loss"]):
+                told = {}
+        if any(told.values()):
+            yield f"{type(message).__name__} says {told}"

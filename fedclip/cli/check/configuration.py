@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a federation's TOML before it runs: what would go wrong, and where.
+"""Check a federation's TOML before it runs: each problem, with its place.
 
 declearn parses a configuration on the server and sends it to the clients; a name that a client
 does not know ends that client with a `KeyError` and leaves the server waiting for ever. So:
@@ -13,7 +13,7 @@ does not know ends that client with a `KeyError` and leaves the server waiting f
    (`fedclip.cli.check.privacy`).
 
 What belongs together on clients and server is known where it is made, which knows of no file:
-`fedclip.cli.check.statistics` and `fedclip.cli.check.updates`.
+`fedclip.cli.check.plugins` and `fedclip.cli.check.updates`.
 
 The result is always a list of findings, never an error, whatever bytes the file holds.
 """
@@ -24,17 +24,24 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from declearn.dataset.utils import load_data_array
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.optimizer import Optimizer
-from declearn.quickrun import DataSourceConfig, parse_data_folder
 
 import fedclip
 from fedclip.cli.catalogue import is_ours
+from fedclip.cli.check.data import (
+    check_data,
+    check_folder,
+    check_model,
+    known_files,
+    protected,
+    unnamed,
+)
+from fedclip.cli.check.engines import check_app, check_job
 from fedclip.cli.check.findings import (
     Check,
     Section,
@@ -48,23 +55,21 @@ from fedclip.cli.check.findings import (
     registered,
     text_of,
 )
-from fedclip.cli.check.plugins import check_aggregator, check_counterparts, check_optimizer
+from fedclip.cli.check.plugins import (
+    check_aggregator,
+    check_counterparts,
+    check_optimizer,
+    is_shared,
+)
 from fedclip.cli.check.privacy import exposures
-from fedclip.cli.check.settings import SECTIONS, elsewhere, fits, section_faults
-from fedclip.cli.check.statistics import is_shared
-from fedclip.cli.check.updates import Known, update_problems
-from fedclip.cli.output import ToolError
-from fedclip.cli.persons import asked_for, units, unnamed
-from fedclip.cli.trained import trained
+from fedclip.cli.check.settings import SECTIONS, elsewhere, fits, section_problems
+from fedclip.cli.check.updates import update_problems
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn import stages as places
-from fedclip.engines.declearn.quorum import unfit
-from fedclip.engines.declearn.senders import NamedClients
-from fedclip.errors import nearest
+from fedclip.engines.declearn.members import quorum_problems
+from fedclip.errors import ToolError, nearest
 from fedclip.privacy.maps import Plugin
-from fedclip.updates.claims import Claim, voids_of
-from fedclip.updates.tables import server_of, settings_in
 
 APP = "pyproject.toml"
 """The file with the settings of an app of Flower."""
@@ -89,7 +94,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def _is_app(file: Path) -> bool:
-    """Whether a file is there, and is that of an app of Flower: any project has one of its name."""
+    """Whether a file exists and belongs to an app of Flower; any project may have this name."""
     return os.path.isfile(file) and "[tool.flwr." in file.read_text("utf-8", errors="replace")
 
 
@@ -109,121 +114,37 @@ def check_config(
     config = read(check, check.path, "the file", text)
     if config is None:
         return check
-    other = {APP: _check_app, JOB: _check_job}.get(check.path.name)
+    other = {APP: check_app, JOB: check_job}.get(check.path.name)
     if other is not None and not (quickrun or simulate):
         other(check, config)
         return check
     config = _with_files(check, config)
     check.config = config = _without_network(config) if simulate else config
     # A script may have [network] and [run] next to client_opt, but only quickrun has [data].
-    whole = "data" in config and not {"network", "run"}.isdisjoint(config)
-    alone = "run" in config and "client_opt" not in config
-    if quickrun or simulate or "optim" in config or whole or alone:
+    several = "data" in config and not {"network", "run"}.isdisjoint(config)
+    bare = "run" in config and "client_opt" not in config
+    if quickrun or simulate or "optim" in config or several or bare:
         _check_quickrun(check, config)
         run = part_of(config, "run")
         every = part_of(run, "evaluate").get("frequency", 1)
         if run.get("early_stop") is not None and every != 1 and not simulate:
-            text = "declearn looks for a loss after each round, and with frequency = "
-            check.problem("[run.early_stop]", f"{text}{brief(every)} fails: leave one of them out")
+            text = "declearn needs a loss after each round, so it fails with frequency = "
+            check.problem("[run.early_stop]", f"{text}{brief(every)}: remove one of them")
     elif "client_opt" in config:
         run, check.quickrun = part_of(config, "run"), False
         # A section of this name may be anything else.
-        _check_optim(check, config, {} if any(section_faults("run", run)) else run)
+        _check_optim(check, config, {} if any(section_problems("run", run)) else run)
     else:
-        what = "holds neither [optim], as a quickrun file does, nor client_opt, as a file for"
-        check.problem("the file", f"{what} FLOptimConfig does{nearest('client_opt', config)}")
+        what = "has neither [optim], as in a quickrun file, nor client_opt, as in a file for"
+        check.problem("the file", f"{what} FLOptimConfig{nearest('client_opt', config)}")
     return check
-
-
-def _check_app(check: Check, config: Section) -> None:
-    """Check the settings of an app of Flower, as its run configuration gets them."""
-    app: Section = config
-    for key in ("tool", "flwr", "app", "config"):
-        app = part_of(app, key)
-    given = part_of(app, "update-clip")
-    where = "[tool.flwr.app.config.update-clip]"
-    if not given:
-        hint = nearest("update-clip", app)
-        check.problem(where, f"this section is missing: Flower would clip nothing{hint}")
-    for key in [key for key, value in given.items() if isinstance(value, list)]:
-        check.problem(where, f"{key}: Flower takes no lists: write one pattern, or a table")
-    if check.problems:
-        return
-    try:
-        settings = settings_in(dict(_flat(app)))
-    except ValueError as exc:
-        check.problem(where, text_of(exc))
-        return
-    evaluates = app.get("fraction-evaluate") != 0
-    claim = Claim(
-        "flower",
-        None,
-        rounds=as_count(app.get("num-server-rounds")),
-        evaluates=evaluates,
-        keeps_best=False,
-    )
-    sections = {"evaluate": "[tool.flwr.app.config]"}
-    _check_settings(check, settings, claim, where, sections)
-
-
-def _check_job(check: Check, config: Section) -> None:
-    """Check the settings of a job of NVFlare, as a recipe has exported it."""
-    workflows = [part_of(one, "args") for one in _sections(config, "workflows")]
-    named = [(one, str(part_of(one, "aggregator").get("path"))) for one in workflows]
-    ours = [one for one, path in named if path.startswith("fedclip.")]
-    if len(ours) != 1:
-        text = "fedclip clips nothing in this job: give its recipe add_update_clipping(recipe)"
-        check.problem("[workflows]", text)
-        return
-    selects = any(
-        "ModelSelector" in str(one.get("path")) for one in _sections(config, "components")
-    )
-    rounds = as_count(ours[0].get("num_rounds"))
-    claim = Claim("nvflare", None, rounds=rounds, evaluates=selects, keeps_best=selects)
-    settings = part_of(part_of(part_of(ours[0], "aggregator"), "args"), "settings")
-    where = "[workflows.aggregator]"
-    _check_settings(check, settings, claim, where, {"evaluate": "[components]"})
-
-
-def _check_settings(
-    check: Check,
-    settings: Section,
-    claim: Claim,
-    where: str,
-    sections: Mapping[str, str],
-) -> None:
-    """Check a flat table of settings, and what voids the guarantee of its noise."""
-    try:
-        bound = server_of(settings).bound
-    except (TypeError, ValueError) as exc:
-        check.problem(where, text_of(exc))
-        return
-    if bound.budget is None:
-        return
-    for severity, part, text in voids_of(claim._replace(bound=bound)):
-        check.add(severity, sections.get(part, where), text)
-    if claim.rounds:
-        left = min(claim.rounds, bound.rounds_left())
-        cost = bound.budget.cost(left)
-        check.note(
-            where, f"epsilon is {cost:.4g} after {left} rounds, of {claim.rounds} that are planned"
-        )
-
-
-def _flat(table: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield settings and their names as Flower hands them to an app."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def _check_quickrun(check: Check, config: Config) -> None:
     for section in REQUIRED:
         if section not in config:
             hint = nearest(section, config.keys() - SECTIONS.keys())
-            empty = " (it may be empty, but declearn looks for it)" if section == "data" else ""
+            empty = " (declearn needs it, even empty)" if section == "data" else ""
             check.problem(f"[{section}]", f"this section is missing{empty}{hint}")
     for key in config:
         _check_section(check, config, key)
@@ -236,48 +157,35 @@ def _check_quickrun(check: Check, config: Config) -> None:
         _check_optim(check, config["optim"], {} if wrong else run)
     if "fairness" in part_of(config, "optim"):
         text = (
-            "fairness needs a FairnessDataset, and [data] gives arrays: remove it, or run a script"
+            "fairness needs a FairnessDataset, and [data] provides arrays: remove fairness, or run "
+            "a script"
         )
         check.problem("[optim.fairness]", text)
     if isinstance(config.get("run"), dict) and "register" not in run:
-        text = "this section is missing: write in min_clients how many clients to wait for"
+        text = "this section is missing: set min_clients to the number of clients to wait for"
         check.problem("[run.register]", text)
     register = part_of(run, "register")
     if register.get("timeout") and not register.get("max_clients"):
-        text = f"registration lasts {brief(register['timeout'])} s, as there is no max_clients"
+        text = (
+            f"registration always lasts {brief(register['timeout'])} s: set max_clients to end it "
+            "earlier"
+        )
         check.note("[run.register]", text)
     model = part_of(config, "model").get("model_file")
     if isinstance(model, str) and not os.path.isfile(model):
         check.problem("[model]", f"there is no model file {brief(model)}")
     else:
-        _check_model(check, part_of(config, "model"))
+        check_model(check, part_of(config, "model"))
     folder = part_of(config, "experiment").get("checkpoint")
     if isinstance(folder, str):
-        _check_folder(check, str(check.path.parent / folder))
-    told = [f.where for f in check.problems]
-    if isinstance(config.get("data"), dict) and "[data]" not in told:
-        _check_data(check, config["data"], run)
-
-
-def _check_model(check: Check, model: Section) -> None:
-    """Say what the model trains, if it holds more, and what becomes of running statistics."""
-    file = Path(model.get("model_file") or check.path.resolve().parent / "model.py")
-    if not file.is_file():
-        return
-    try:
-        found = trained(file, model.get("model_name") or "model")
-    except Exception:  # the file may need what is on another machine, or shapes from the data
-        return
-    if found.shared < found.values:
-        check.note("[model]", str(found))
-    if found.wrong:
-        check.note("[model]", found.wrong)
-    if found.lacking:
-        check.problem("[model]", found.lacking)
+        check_folder(check, str(check.path.parent / folder))
+    wrong_sections = [f.where for f in check.problems]
+    if isinstance(config.get("data"), dict) and "[data]" not in wrong_sections:
+        check_data(check, config["data"], run)
 
 
 def _with_files(check: Check, config: Config) -> Config:
-    """Return a configuration with what files named in [run] hold, as declearn reads them."""
+    """Return a configuration with the contents of files named in [run], as in declearn."""
     run = dict(part_of(config, "run"))
     for field in dataclasses.fields(FLRunConfig):
         path = run.get(field.name)
@@ -289,7 +197,7 @@ def _with_files(check: Check, config: Config) -> Config:
 
 
 def _without_network(config: Config) -> Config:
-    """Return a configuration as it is in one process, with as many clients as it says."""
+    """Return a configuration for one process, with the number of clients in [simulate]."""
     crowd = part_of(config, "simulate")
     network = {"protocol": "websockets", "host": "127.0.0.1", "port": 1}
     run = {**part_of(config, "run"), "register": {}}
@@ -308,10 +216,10 @@ def _check_section(check: Check, config: Section, key: str) -> None:
     elif not isinstance(config[key], dict):
         check.problem(where, f"must be a section, got {brief(config[key])}")
     elif key != "optim":
-        faults = list(section_faults(key, config[key]))
-        for section, message in faults:
-            check.problem(f"[{section}]", message)
-        if not faults:
+        problems = list(section_problems(key, config[key]))
+        for problem in problems:
+            check.problem(f"[{problem.where}]", problem.text)
+        if not problems:
             _declearn(check, where, SECTIONS[key], config[key])
 
 
@@ -325,96 +233,6 @@ def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
         check.note(where, text)
 
 
-def _sections(config: Section, name: str) -> list[Config]:
-    """Return the sections in a list of a file; none if there is no list."""
-    value = config.get(name)
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def _check_folder(check: Check, folder: str) -> None:
-    """Find a checkpoint folder that no system can make."""
-    try:
-        os.lstat(os.path.join(folder, "server"))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as exc:
-        text = f"can not write to the folder {brief(folder)}: {getattr(exc, 'strerror', exc)}"
-        check.problem("[experiment]", f"checkpoint: {text}")
-
-
-def _check_data(check: Check, data: Section, run: Section) -> None:
-    """Look for the clients' files, if they exist already, and check their number."""
-    try:
-        # Parse again, to count the clients only: errors here are reported elsewhere.
-        files = _files(check, data)
-    except (OSError, ValueError, RuntimeError) as exc:
-        check.problem("[data]", text_of(exc))
-        return
-    if files is None:
-        return
-    if "privacy" in run:
-        for level, text in asked_for(files):
-            check.add(level, "[data]", text)
-    _check_batches(check, files, run)
-    count = len(files)
-    register = run.get("register")
-    low = high = register
-    if isinstance(register, dict):
-        low, high = register.get("min_clients", 1), register.get("max_clients")
-    if isinstance(low, int) and count < low:
-        check.problem("[data]", f"{low} clients are waited for, and the data folder holds {count}")
-    elif isinstance(high, int) and count > high:
-        check.problem("[data]", f"{high} clients are admitted, and the data folder holds {count}")
-
-
-def _check_batches(check: Check, files: Mapping[str, Mapping[str, str]], run: Section) -> None:
-    """Find sites that get no batch, as they have fewer records than one has."""
-    # DP-SGD draws batches by itself.
-    parts = () if "privacy" in run else (("training", "train", True), ("evaluate", "valid", False))
-    for section, of, default in parts:
-        effort = part_of(run, section)
-        size = effort.get("batch_size", 128)
-        if not effort.get("drop_remainder", default) or not isinstance(size, int):
-            continue
-        for site, own in files.items():
-            try:
-                count = len(load_data_array(own[f"{of}_target"]))
-            except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
-                continue
-            if count < size:
-                check.problem(
-                    f"[run.{section}]",
-                    f"{site} gets no batch: it has {count} records in {of}_target, and batch_size "
-                    f"= {size}; write drop_remainder = false, or batch_size = {count}",
-                )
-
-
-def _files(check: Check, data: Section) -> dict[str, dict[str, str]] | None:
-    """Return the files of each client; None if the data is on another machine, or comes later."""
-    folder = check.path.resolve().parent
-    if data.get("data_folder") is None and not any(folder.glob("data*")):
-        return None
-    return parse_data_folder(DataSourceConfig.from_params(**data), str(folder))
-
-
-def _known_files(check: Check) -> dict[str, dict[str, str]]:
-    """Return the files of each client, as far as they can be found."""
-    try:
-        return _files(check, part_of(check.config, "data")) or {}
-    except Exception:  # whatever declearn raises, which is reported elsewhere
-        return {}
-
-
-def _protected(check: Check) -> tuple[int, str] | None:
-    """Return how many records, or persons, the smallest client has; None if it is not known."""
-    if "privacy" not in part_of(check.config, "run"):
-        return None
-    try:
-        return min(map(units, _known_files(check).values()))
-    except Exception:  # whatever a file makes declearn raise, which is reported elsewhere
-        return None
-
-
 def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
@@ -425,11 +243,11 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
             plugins[key] = check_optimizer(check, optim[key], key, where)
         elif key == "client_opt" and key not in check.config:
             check.problem(where, f"the clients' optimizer is missing{nearest(key, optim)}")
-    whole = len(check.problems) == before
+    built = len(check.problems) == before
     if check.quickrun and any(
         p.name == "sample-clip" and p.evaluation_share for p in plugins.get("client_opt", ())
     ):
-        check.problem("[data]", *unnamed(_known_files(check)))
+        check.problem("[data]", *unnamed(known_files(check)))
     aggregator = check_aggregator(check, optim.get("aggregator"), "[optim.aggregator]")
     metrics = part_of(check.config, "experiment").get("metrics")
     setting = Setting(
@@ -440,23 +258,24 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
         _secagg(check),
         "fairness" in optim,
         _clients(check.config),
-        _protected(check) if check.quickrun else None,
+        protected(check) if check.quickrun else None,
         metrics if isinstance(metrics, list) else [],
         _population(check),
         check.quickrun,
         part_of(check.config, "network").get("protocol")
         in ("fedclip-websockets", *["websockets"] * check.quickrun),
+        check.quickrun,
     )
     # If a plug-in could not be built, its counterpart can not be checked.
-    if whole:
+    if built:
         check_counterparts(check, plugins)
         if "aggregator" not in optim or aggregator is not None:
-            _check_updates(check, optim, setting)
+            _check_updates(check, setting)
     least = as_count(part_of(part_of(check.config, "network"), "kwargs").get("min_replies"))
     if least is not None:
         if not check.quickrun and part_of(check.config, "network").get("protocol") == "websockets":
             # In a quickrun file, fedclip's own protocol takes its place.
-            text = "declearn's own websockets takes no min_replies: write 'fedclip-websockets'"
+            text = "declearn's 'websockets' has no min_replies: use 'fedclip-websockets'"
             check.problem("[network]", f"protocol: {text}")
         _check_quorum(check, setting, least)
     for key in (key for key in optim if key not in known):
@@ -479,63 +298,52 @@ def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> Non
     if names:
         check.note(
             "[optim.client_opt]",
-            f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}, and `import "
-            "fedclip` in their script, or `fedclip run` to start it",
+            f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}: import fedclip "
+            "in their script, or start it with `fedclip run`",
         )
 
 
 def _check_quorum(check: Check, setting: Setting, least: int) -> None:
-    """Find out whether a round may go on without some of its clients."""
+    """Check the settings for rounds that go on without some clients."""
     where, name = "[network.kwargs]", getattr(setting.aggregator, "name", "averaging")
     register = part_of(check.config, "run").get("register")
     low = register.get("min_clients", 1) if isinstance(register, dict) else register
     secure = setting.secagg is not None
-    check.problem(where, *unfit(secagg=secure, fairness=setting.fairness, aggregator=name))
+    problems = quorum_problems(secagg=secure, fairness=setting.fairness, aggregator=name)
+    check.problem(where, *map(str, problems))
     clients, registered = setting.clients, as_count(low)
     if clients is not None and least > clients:
-        text = f"min_replies = {least}, and a round has at most {clients} clients: lower it"
+        text = f"min_replies = {least}, but a round has at most {clients} clients: lower it"
         check.problem(where, text)
     elif registered is not None and least > registered:
         check.note(
             where,
-            f"registration may end with {registered} clients, fewer than min_replies = {least}: "
-            "raise min_clients",
+            f"registration may end with {registered} clients, below min_replies = {least}: raise "
+            "min_clients",
         )
     if name == "clipped-averaging":
         if few := setting.aggregator.combining.too_few(least):
-            check.note(where, f"{few} with min_replies: such a round counts as zeros; raise it")
+            check.note(
+                where,
+                f"{few} with min_replies, and such a round changes nothing: raise min_replies",
+            )
     else:
         check.note(
             where,
-            f"fewer clients each move the average further, and {name!r} sets no limit to that: "
-            "clipped-averaging does",
+            f"with fewer replies each client moves the average further, and {name!r} sets no "
+            "limit: use clipped-averaging",
         )
 
 
-def _check_updates(check: Check, optim: Section, setting: Setting) -> None:
+def _check_updates(check: Check, setting: Setting) -> None:
     """Find mistakes that break the bound of the round update."""
-    ours = is_ours(type(setting.aggregator))
-    # `fedclip quickrun` and the demo take both by themselves.
-    vetted = check.quickrun or setting.sampler.get("strategy") == NamedClients.strategy
-    found = update_problems(
-        setting.plugins,
-        setting.aggregator if ours else getattr(setting.aggregator, "name", None),
-        optim,
-        Known(
-            as_count(part_of(check.config, "run").get("rounds")),
-            setting.clients,
-            setting.secagg,
-            check.quickrun,
-            named=check.quickrun or setting.watched or (vetted and setting.secagg is None),
-        ),
-    )
-    for level, section, message in found:
+    for level, section, message in update_problems(setting):
         check.add(level, f"[optim.{section}]", message)
     shared = any(is_shared(p) for chosen in setting.plugins.values() for p in chosen)
-    if (ours or shared) and not vetted:
+    if (is_ours(type(setting.aggregator)) or shared) and not setting.vetted:
         check.note(
             "[client_sampler]",
-            "replies are not vetted, so that one client can end the run: give FederatedServer "
+            "replies are not checked, so one client can end the run: give FederatedServer "
             "client_sampler = {'strategy': 'named-clients'}",
         )
 
@@ -551,7 +359,7 @@ def _population(check: Check) -> int | None:
     simulated = part_of(check.config, "simulate").get("clients")
     if simulated is not None:
         return as_count(simulated)
-    known = registered(part_of(check.config, "run")), len(_known_files(check)) * check.quickrun
+    known = registered(part_of(check.config, "run")), len(known_files(check)) * check.quickrun
     return max(filter(None, known), default=None)
 
 
@@ -563,7 +371,7 @@ def _secagg(check: Check) -> Section | None:
 
 
 def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
-    """Describe what is clipped where, and what that guarantees; report what voids a guarantee."""
+    """Describe the stages of clipping and their guarantees; report what voids a guarantee."""
     plugins, run = setting.plugins, setting.run
     for key, chosen in plugins.items():
         for warning in places.warnings(chosen):
@@ -571,8 +379,8 @@ def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
         for leak in places.before_noise(chosen):
             check.add("leak", f"[optim.{key}]", leak)
     for level, section, message in exposures(setting):
-        own = section.partition(".")[0] in ("run", "secagg", "client_sampler", "experiment")
-        check.add(level, f"[{section}]" if own else f"[optim.{section}]", message)
+        outside = section.partition(".")[0] in ("run", "secagg", "client_sampler", "experiment")
+        check.add(level, f"[{section}]" if outside else f"[optim.{section}]", message)
     check.places = places.in_words(
         plugins.get("client_opt", []),
         plugins.get("server_opt", []),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fedclip.core.parameters import Config
+from fedclip.engines.declearn.samplers import NamedClients
 from fedclip.privacy.maps import Plugin
 
 Section: TypeAlias = Mapping[str, Any]
@@ -20,7 +21,7 @@ Plugins: TypeAlias = Mapping[str, Sequence[Plugin]]
 
 
 class Setting(NamedTuple):
-    """What is known of a federation once its plug-ins were built."""
+    """Facts about a federation whose plug-ins could be built."""
 
     plugins: Plugins
     aggregator: Plugin
@@ -34,16 +35,35 @@ class Setting(NamedTuple):
     protected: tuple[int, str] | None
     """How many records or persons the smallest client has, and which of the two, if known."""
     metrics: Sequence[object] = ()
-    """What is measured besides the loss."""
+    """Metrics besides the loss."""
     population: int | None = None
-    """The number of all clients, as far as it is known."""
+    """The number of all clients, if known."""
     checkpoints: bool = True
     """Whether the server keeps checkpoints, and so evaluates after the last round."""
     watched: bool = True
     """Whether the server has the protocol ``fedclip-websockets``, or `quickrun` gives it that."""
+    quickrun: bool = True
+    """Whether the file is a quickrun file, so that a section that is not in it does not exist."""
+
+    @property
+    def rounds(self) -> int | None:
+        """The number of rounds, if known."""
+        return as_count(self.run.get("rounds"))
+
+    @property
+    def vetted(self) -> bool:
+        """Whether the server checks each reply."""
+        return self.quickrun or self.sampler.get("strategy") == NamedClients.strategy
+
+    @property
+    def named(self) -> bool:
+        """Whether the server knows the sender of each reply, or with secagg clients their names."""
+        return self.quickrun or self.watched or (self.vetted and self.secagg is None)
 
 
 Level = Literal["ok", "note", "leak", "problem"]
+Found: TypeAlias = tuple[Level, str, str]
+"""Level, section (of [optim], or "run.…", "secagg", "client_sampler"), message."""
 
 LONGEST = 120
 
@@ -70,7 +90,7 @@ class Check:
     findings
         In the order of the file.
     places
-        What is clipped where, and what that guarantees: a line for each place.
+        A line for each stage: where clipping happens, and what it guarantees.
     quickrun
         Whether the optimizers are in [optim], as in a quickrun file; else they are alone in it.
     """
@@ -118,7 +138,7 @@ class Check:
 
 
 def part_of(config: Section, name: str) -> Config:
-    """Return a section of a file; an empty one if there is none."""
+    """Return a section of a file; empty if it is missing."""
     value = config.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -144,7 +164,7 @@ def innermost(sampler: Section) -> Section:
 
 
 def brief(value: object, written: Callable[[object], str] = repr) -> str:
-    """Return a value as it is written in Python, or elsewhere, cut off if it is long.
+    """Return a value as written in Python, or elsewhere, cut off if it is long.
 
     Examples
     --------
@@ -167,10 +187,10 @@ def text_of(exc: BaseException) -> str:
 def read_json(check: Check, path: Path, where: str, text: str | None = None) -> Config | None:
     """Parse a file of JSON that holds an object; report what is wrong with it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8") if text is None else text)
-        if isinstance(found, dict):
-            return found
-        check.problem(where, f"{path.name} must hold an object, got a {type(found).__name__}")
+        content = json.loads(path.read_text(encoding="utf-8") if text is None else text)
+        if isinstance(content, dict):
+            return content
+        check.problem(where, f"{path.name} must hold an object, got a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as exc:
         check.problem(where, f"{path.name} is not valid JSON: {text_of(exc)}")
     return None
@@ -192,5 +212,5 @@ def read_toml(check: Check, path: Path, where: str, text: str | None = None) -> 
         hint = ": save it without a byte order mark" if mark else ""
         check.problem(where, f"{path.name} is not valid TOML: {text_of(exc)}{hint}")
     except OSError as exc:
-        check.problem(where, f"{path} can not be read: {exc.strerror}")
+        check.problem(where, f"cannot read {path}: {exc.strerror}")
     return None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks optimizers and aggregators: looks up and builds each plug-in of a configuration."""
+"""Check optimizers and aggregators: look up and build each plug-in of a configuration."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from declearn.aggregator import Aggregator, list_aggregators
@@ -14,13 +14,71 @@ from declearn.utils import access_types_mapping
 
 from fedclip.cli.catalogue import is_ours
 from fedclip.cli.check.findings import Check, Plugins, Section, brief, text_of
-from fedclip.cli.check.settings import argument_faults, fits
-from fedclip.cli.check.statistics import is_shared, shared_problems
+from fedclip.cli.check.settings import argument_problems, fits
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_value
-from fedclip.errors import nearest
+from fedclip.engines.declearn.statistics_server import SharedServer
+from fedclip.errors import Problem, nearest
 from fedclip.privacy.maps import Plugin
+
+CLIENT, SERVER = "client_opt", "server_opt"
+
+
+def is_shared(plugin: object) -> bool:
+    """Whether a plug-in is a clipper with ``shared = true``, or the counterpart of one."""
+    return isinstance(plugin, SharedServer) or getattr(plugin, "_sharing", None) is not None
+
+
+def shared_problems(plugins: Mapping[str, Iterable[Plugin]]) -> Iterator[Problem]:
+    """Yield each problem, with its section, ``client_opt`` or ``server_opt``.
+
+    Parameters
+    ----------
+    plugins
+        The modules of ``client_opt`` and ``server_opt``.
+    """
+    both = [p for p in plugins.get(CLIENT, ()) if is_shared(p)]
+    clients = [p for p in both if not isinstance(p, SharedServer)]
+    # A shared clipper in the server's optimizer is an ordinary clipper, not a counterpart.
+    servers = [p for p in plugins.get(SERVER, ()) if isinstance(p, SharedServer)]
+    clippers = {p.aux_name: p for p in clients}
+    counterparts = {p.aux_name: p for p in servers}
+    for plugin in both:
+        if isinstance(plugin, SharedServer):
+            yield Problem(f"{plugin.name} belongs in {SERVER}", CLIENT)
+    sides: tuple[tuple[str, list[Plugin]], ...] = ((CLIENT, clients), (SERVER, [*servers]))
+    for side, chosen in sides:
+        names = [str(p.aux_name) for p in chosen]
+        for twice in sorted({name for name in names if names.count(name) > 1}):
+            text = (
+                f"{names.count(twice)} modules exchange {twice!r}, and only the last would receive "
+                "messages"
+            )
+            yield Problem(f"{text}; give each pair a different shared_name", side)
+    for name, clipper in clippers.items():
+        other = counterparts.get(name)
+        if other is None:
+            lacks = f"{SERVER} lacks {clipper.name + '-server'!r}{_named(clipper)}"
+            text = f"{clipper.name} has shared = true, and {lacks}"
+            yield Problem(f"{text}: each client would clip by its own statistics", CLIENT)
+        elif not isinstance(clipper, other.clipper):
+            yield Problem(f"{name!r} is {clipper.name}'s, and {other.name}'s in {SERVER}", CLIENT)
+        else:
+            for key, expected in other.settings.items():
+                if (actual := getattr(clipper, key)) != expected:
+                    text = f"{clipper.name} has {key} = {actual!r}, its counterpart in {SERVER}"
+                    yield Problem(f"{text} {expected!r}: write the same in both", CLIENT)
+    for name, counterpart in counterparts.items():
+        if name not in clippers:
+            where = f"shared = true{_named(counterpart)} in {CLIENT}"
+            text = f"{counterpart.name} needs {counterpart.clipper.name!r} with {where}"
+            yield Problem(f"{text}: the run would end in its first round", SERVER)
+
+
+def _named(plugin: Plugin) -> str:
+    return f" with shared_name = {plugin.shared_name!r}" if plugin.shared_name else ""
+
 
 Registries: TypeAlias = Mapping[str, Mapping[str, type[Plugin]]]
 
@@ -28,7 +86,7 @@ Registries: TypeAlias = Mapping[str, Mapping[str, type[Plugin]]]
 def check_optimizer(check: Check, value: object, key: str, where: str) -> list[Plugin]:
     """Check one optimizer in any of the forms it may take; return the plug-ins it holds."""
     if isinstance(value, str):
-        text = f"declearn takes no path here: write the section of {brief(value)} itself"
+        text = f"declearn accepts no path here: write the contents of {brief(value)} in this file"
         check.problem(where, text)
         return []
     if fits(value, float):
@@ -100,7 +158,7 @@ def _build(
         unknown = [key for key in config if key not in allowed]
         faults = [f"unknown parameter {brief(k)}{nearest(k, allowed)}{takes}" for k in unknown]
     if not is_ours(cls):
-        faults += argument_faults(cls, config)
+        faults += argument_problems(cls, config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -121,7 +179,7 @@ def _build(
 def _check_plugin(
     check: Check, spec: object, field: str, registries: Registries, where: str
 ) -> Plugin:
-    """Look up and build one plug-in; return it, or None if it can not be built."""
+    """Look up and build one plug-in; return it, or None if it cannot be built."""
     match spec:
         case str() as name:
             config: Config = {}
@@ -145,7 +203,7 @@ def _check_plugin(
 
 
 def check_aggregator(check: Check, value: object, where: str) -> Plugin:
-    """Check the aggregator; return it, or None where there is none, or none that can be built."""
+    """Check the aggregator; return it, or None if it is missing or cannot be built."""
     if value is None:
         return None
     config = dict(value) if isinstance(value, dict) else {"name": value}
@@ -163,20 +221,20 @@ def check_counterparts(check: Check, plugins: Plugins) -> None:
 
     declearn's server hangs on a variable without a receiver.
     """
-    for side, problem in shared_problems(plugins):
-        check.problem(f"[optim.{side}]", problem)
+    for problem in shared_problems(plugins):
+        check.problem(f"[optim.{problem.where}]", problem.text)
     for side, other in (("client_opt", "server_opt"), ("server_opt", "client_opt")):
         sent = {plugin.aux_name for plugin in plugins.get(side, ()) if _sends(plugin)}
         received = {getattr(plugin, "aux_name", None) for plugin in plugins.get(other, ())}
         for aux in sorted(sent - received):
-            mine = next(p for p in plugins[side] if getattr(p, "aux_name", None) == aux)
+            sender = next(p for p in plugins[side] if getattr(p, "aux_name", None) == aux)
             candidates = [
                 name
                 for name, cls in list_optim_modules().items()
-                if getattr(cls, "aux_name", None) == aux and not isinstance(mine, cls)
+                if getattr(cls, "aux_name", None) == aux and not isinstance(sender, cls)
             ]
             what = f" ({', '.join(map(repr, candidates))})" if candidates else ""
-            text = f"{mine.name} exchanges {aux!r} with a counterpart{what}, and {other} has none"
+            text = f"{sender.name} exchanges {aux!r} with a counterpart{what}, and {other} has none"
             check.problem(f"[optim.{side}]", f"{text}: the run would hang")
 
 
@@ -191,5 +249,5 @@ def _sends(plugin: Plugin) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return plugin.collect_aux_var() is not None
-    except Exception:  # a module, such as scaffold-client, that can not say before its first step
+    except Exception:  # a module, such as scaffold-client, that cannot say before its first step
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what voids a privacy guarantee in a configuration of declearn, before a run.
+"""Find settings of declearn that void a privacy guarantee, before a run.
 
 What voids the guarantee of central noise on every engine is listed in
 `fedclip.updates.claims`; this adds what only declearn has. For a configuration without
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip.cli.check.findings import (
+    Found,
     Plugins,
     Section,
     Setting,
@@ -23,27 +23,19 @@ from fedclip.cli.check.findings import (
     part_of,
     registered,
 )
-from fedclip.cli.check.statistics import is_shared
-from fedclip.engines.declearn.evaluation import unfit as unfit_for_noise
+from fedclip.cli.check.plugins import is_shared
+from fedclip.engines.declearn.evaluation import noise_problems
 from fedclip.engines.declearn.messages import DECLEARN_RANGE
-from fedclip.engines.declearn.pipeline import analyse
 from fedclip.engines.declearn.sample_clip import SampleClip, unfit
 from fedclip.engines.declearn.secagg import plan
+from fedclip.engines.declearn.stages import analyse
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Context, Plugin
 from fedclip.privacy.norm_conversions import number
-from fedclip.updates.claims import (
-    Claim,
-    too_large_delta,
-    too_large_epsilon,
-    voids_of,
-)
+from fedclip.updates.claims import Claim, too_large_delta, too_large_epsilon, voids_of
 
 CLIENT, SERVER = "client_opt", "server_opt"
-
-Found = tuple[Literal["problem", "leak", "note"], str, str]
-"""Level, section (of [optim], or "run.…", "secagg", "client_sampler"), message."""
 
 # The section of each part of the list in `fedclip.updates.claims`.
 _SECTIONS = {
@@ -56,17 +48,17 @@ _SECTIONS = {
 _ABSURD = 10.0
 
 _WEIGHTS = (
-    "agc limits by the norms of the weights, which are private from the second local step on: it "
-    "bounds no sensitivity"
+    "agc sets its limit by the norms of the weights, which depend on private data after the first "
+    "local step: it bounds no sensitivity"
 )
 _UNITS = (
-    "agc takes axis 0 for outputs in torch and scikit-learn, else the last: put transposed "
-    "convolutions, and embeddings of torch, into exclude, or use unit = 'tensor'"
+    "agc expects outputs on axis 0 in torch and scikit-learn, and on the last axis elsewhere: "
+    "exclude transposed convolutions and torch's embeddings, or set unit = 'tensor'"
 )
 _NOISED = (
-    "evaluations have noise, for {share:g} of {whole} and losses of at most {bound:g}: loss and "
-    "accuracy, best weights and an early stop are covered for each {unit}. What declearn asks of "
-    "the {data} before the run (classes, shape, dtype) is not, nor {numbers}"
+    "noise on evaluations takes {share:g} of {whole}; losses are clipped to {bound:g}. This covers "
+    "loss, accuracy, best weights and early stopping, for each {unit}. It does not cover what "
+    "declearn asks about the {data} before the run (classes, shape, dtype), and {numbers}"
 )
 _OF_RECORDS = {
     "whole": "epsilon",
@@ -78,20 +70,20 @@ _OF_CLIENTS = {
     "whole": "mu (the root of the sum of noise_multiplier⁻² over all rounds)",
     "unit": "client, against all but the server",
     "data": "data",
-    "numbers": "are the numbers of samples and steps, which the server knows",
+    "numbers": "the numbers of samples and steps, which the server knows",
 }
 _NOT_WATCHED = (
-    "evaluation_share needs the server's protocol 'fedclip-websockets', which receives evaluations "
-    "before they are added up and written: without it, the run ends before its first round"
+    "evaluation_share needs protocol = 'fedclip-websockets' on the server, which adds noise to "
+    "evaluations before they are summed and saved. Without it, the run ends before round 1"
 )
 _NO_EVALUATION = (
-    "where clients take turns, declearn's secure aggregation does not survive a round with all of "
-    "them: set the evaluation's frequency above the number of rounds, and no checkpoint"
+    "separation > 1 draws some clients a round, and declearn's secure aggregation fails when an "
+    "evaluation asks all of them: set frequency above the number of rounds, and no checkpoint"
 )
 
 
 def exposures(setting: Setting) -> Iterator[Found]:
-    """Yield what voids a guarantee that the configuration seems to give."""
+    """Yield the settings that void a guarantee of the configuration."""
     plugins, run, aggregator = setting.plugins, setting.run, setting.aggregator
     server = plugins.get(SERVER, ())
     central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
@@ -116,8 +108,8 @@ def exposures(setting: Setting) -> Iterator[Found]:
     for side, chosen in plugins.items():
         for text in _own_noise(side, chosen, per_record if side == CLIENT else averaged):
             yield "leak", side, text
-    own = any(look_up(p, Context()).noise for side in plugins.values() for p in side)
-    if central is not None or per_record or own:
+    noise_module = any(look_up(p, Context()).noise for side in plugins.values() for p in side)
+    if central is not None or per_record or noise_module:
         if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):
             yield "note", CLIENT, _WEIGHTS
         markers = [p for p in plugins.get(CLIENT, ()) if isinstance(p, SampleClip)]
@@ -147,12 +139,15 @@ def exposures(setting: Setting) -> Iterator[Found]:
 
 # -- noise on the average ---------------------------------------------------------------------
 def _unnoised(module: Plugin, server: Sequence[Plugin]) -> Iterator[Found]:
-    """Check which statistics go out besides the noised average."""
+    """Check which statistics are sent in addition to the noised average."""
     for plugin in server:
         if plugin is module or not _tells(plugin):
             continue
         if plugin.name in (module.unnoised or ()):
-            text = f"{plugin.name} goes out without noise, as unnoised says: epsilon is not of it"
+            text = (
+                f"{plugin.name} is sent without noise, as unnoised allows: epsilon does not cover "
+                "it"
+            )
             yield "leak", SERVER, text
         else:
             yield "problem", SERVER, module.refusal_of(plugin.name)
@@ -162,7 +157,7 @@ def _unnoised(module: Plugin, server: Sequence[Plugin]) -> Iterator[Found]:
 
 
 def _chooses(sampler: object) -> bool:
-    """Whether a client sampler, or one inside it, goes by what clients have sent."""
+    """Whether a client sampler, or one inside it, selects by data of the clients."""
     match sampler:
         case {"strategy": "criterion"}:
             return True
@@ -174,7 +169,7 @@ def _chooses(sampler: object) -> bool:
 
 
 def _tells(plugin: Plugin) -> bool:
-    """Whether a module of the server sends to clients what it has learnt from them."""
+    """Whether a module of the server sends statistics of the clients back to them."""
     return bool(getattr(plugin, "aux_name", None)) and plugin.name != "update-clip-server"
 
 
@@ -184,17 +179,17 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
     modules = [p for p in plugins.get(CLIENT, ()) if not isinstance(p, Regularizer)]
     places = [i for i, p in enumerate(modules) if isinstance(p, SampleClip)]
     if any(isinstance(p, SampleClip) for p in plugins.get(SERVER, ())):
-        text = "sample-clip clips records, which clients have: put it in client_opt"
+        text = "sample-clip clips the records of a client: move it to client_opt"
         yield "problem", SERVER, text
     if len(places) != 1:
         if places:
-            yield "problem", CLIENT, "sample-clip stands there more than once: leave one"
+            yield "problem", CLIENT, "sample-clip is listed more than once: keep one"
         return
     marker = modules[places[0]]
     if why := unfit(modules[: places[0]]):
         yield "problem", CLIENT, why
     if fairness:
-        text = "fairness rounds have no noise, and private clients refuse them: leave fairness out"
+        text = "fairness rounds add no noise, so private clients refuse them: remove fairness"
         yield "problem", CLIENT, text
     privacy = run.get("privacy")
     if not isinstance(privacy, Mapping):
@@ -202,40 +197,47 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
         yield ("problem" if run else "note"), CLIENT, text
         return
     if marker.max_norm not in (None, privacy.get("sclip_norm")):
-        own = f"sample-clip has max_norm = {marker.max_norm!r}: leave that out"
-        text = f"sclip_norm = {privacy.get('sclip_norm')!r}, and {own}"
+        second = f"sample-clip has max_norm = {marker.max_norm!r}: remove max_norm"
+        text = f"sclip_norm = {privacy.get('sclip_norm')!r}, and {second}"
         yield "problem", "run.privacy", text
     training = part_of(run, "training")
     if training.get("n_epoch", 1) is None and training.get("n_steps") is None:
         text = "noise for a budget needs a number of steps: set n_epoch or n_steps"
         yield "problem", "run.training", text
     elif training.get("timeout") is not None:
-        text = "with timeout, steps tell of records: clients refuse such rounds; leave timeout out"
+        text = (
+            "with timeout, the number of steps depends on the records, so clients refuse: remove "
+            "timeout"
+        )
         yield "problem", "run.training", text
     text = (
-        "this is what the server asks of each client. A PrivateFederatedClient with max_budget = "
-        "(epsilon, delta) stays within its own; `fedclip quickrun` starts clients without one"
+        "this budget is what the server asks for. To enforce a client's own limit, start it as "
+        "PrivateFederatedClient(max_budget=(epsilon, delta)); `fedclip quickrun` sets none"
     )
     yield "note", "run.privacy", text
 
 
 def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
-    """Say what evaluations with noise cover, and check what they are asked for."""
+    """Describe evaluations with noise, and check the requested metrics."""
     run, of_records = setting.run, isinstance(plugin, SampleClip)
-    told = {"share": plugin.evaluation_share, "bound": plugin.loss_bound}
-    told |= _OF_RECORDS if of_records else _OF_CLIENTS
-    yield "note", "run.evaluate", _NOISED.format(**told)
+    values = {"share": plugin.evaluation_share, "bound": plugin.loss_bound}
+    values |= _OF_RECORDS if of_records else _OF_CLIENTS
+    yield "note", "run.evaluate", _NOISED.format(**values)
     names = [m[0] if isinstance(m, list) and m else m for m in setting.metrics]
-    if why := unfit_for_noise(map(str, names)):
-        yield "problem", "experiment", why
+    if problems := noise_problems(map(str, names)):
+        yield "problem", "experiment", str(problems[0])
     elif not of_records:
         asked = registered(run) or 0
-        if why := unfit_for_noise([], setting.secagg is not None, asked, plugin.expected_clients):
-            yield "problem", SERVER, why
+        secure = setting.secagg is not None
+        for problem in noise_problems([], secure, asked, plugin.expected_clients):
+            yield "problem", SERVER, str(problem)
         if not setting.watched:
             yield "problem" if run else "note", SERVER, _NOT_WATCHED
     if (frequency := part_of(run, "evaluate").get("frequency", 1)) != 1:
-        text = f"frequency = {frequency!r} spares no noise, which is for each round: leave it out"
+        text = (
+            f"frequency = {frequency!r} saves no budget, as noise is planned for each round: "
+            "remove it"
+        )
         yield "note", "run.evaluate", text
 
 
@@ -244,25 +246,25 @@ def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
     limit = privacy.get("sclip_norm")
     shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
     text = (
-        "declearn clips each tensor of a sample by itself: a sample's gradient reaches "
-        f"{shown}·√k for k tensors, and noise of z·{shown} is for less. With sample-clip in "
-        "client_opt and fedclip.PrivateFederatedClient, the whole record is clipped"
+        "declearn clips each tensor of a sample separately: with k tensors, a sample's gradient "
+        f"has norm up to {shown}·√k, and noise of z·{shown} is too small for that. To clip the "
+        "whole record, add sample-clip to client_opt and use fedclip.PrivateFederatedClient"
     )
     yield "note", where, text
     if not privacy.get("use_csprng"):
-        text = "noise is drawn from a generator that can be predicted"
+        text = "noise comes from a predictable random generator"
         if privacy.get("seed") is not None:
-            text += ", and the server, which sends the seed, can subtract it"
+            text += ", and the server knows its seed and can subtract the noise"
         yield "problem", where, f"{text}: set use_csprng = true"
     if part_of(run, "training").get("poisson") is False:
-        text = "poisson = false, and epsilon is that of Poisson samples: leave poisson out"
+        text = "poisson = false, but epsilon is computed for Poisson sampling: remove poisson"
         yield "problem", "run.training", text
 
 
 def _budget(privacy: Section, run: Section, protected: tuple[int, str] | None) -> Iterator[Found]:
     where = "run.privacy"
     if privacy.get("accountant") == "gdp":
-        text = "accountant = 'gdp' is no upper bound on epsilon: take 'prv' or 'rdp'"
+        text = "accountant = 'gdp' gives no upper bound on epsilon: use 'prv' or 'rdp'"
         yield "problem", where, text
     size = part_of(run, "training").get("batch_size")
     least, unit = protected or (size, "record")
@@ -272,12 +274,12 @@ def _budget(privacy: Section, run: Section, protected: tuple[int, str] | None) -
             if text := too_large_epsilon(spent, "each client's budget", "calibrate"):
                 yield "problem", where, text
             if not 0.0 < delta < 1.0:
-                text = f"budget is [epsilon, delta], and delta must be in (0, 1), got {delta:g}"
+                text = f"budget = [epsilon, delta]: delta must be in (0, 1), got {delta:g}"
                 yield "problem", where, text
             elif type(least) is int and (text := too_large_delta(delta, least, of, unit)):
                 yield "problem", where, text
             elif delta >= 1e-3:
-                text = f"delta = {delta:g} has to be far below 1 / number of {unit}s of a client"
+                text = f"delta = {delta:g} must be far below 1 / (number of {unit}s of a client)"
                 yield "leak", where, text
 
 
@@ -292,24 +294,29 @@ def _own_noise(side: str, plugins: Sequence[Plugin], bounded: bool) -> Iterator[
         if not look_up(plugin, Context()).noise or not isinstance(std, float):
             continue
         if not getattr(plugin, "safe_mode", True):
-            text = f"{plugin.name} draws from a generator that can be predicted"
+            text = f"{plugin.name} uses a predictable random generator"
             yield f"{text}: set safe_mode = true"
         if not plugins[:i] and not bounded:
-            text = f"nothing bounds what {plugin.name} is added to"
-            yield f"{text}: no amount of it gives a guarantee"
+            text = (
+                f"no module before {plugin.name} bounds its input, so its noise gives no guarantee"
+            )
+            yield f"{text}: put a clipper before it"
         before = analyse(plugins[:i], finite=True)
         least = _least_bound(plugins[:i])
         if least and before.formula:
             spent = math.inf if std <= 0 else epsilon([Release(std / least)], 1e-5)
             if spent > _ABSURD:
                 yield (
-                    f"{plugin.name} of deviation {std:g} is too little for a sensitivity of "
-                    f"{before.formula}: one step alone costs epsilon = {spent:.4g} at delta = 1e-5"
+                    f"{plugin.name} with standard deviation {std:g} is too small for a sensitivity "
+                    f"of {before.formula}: one step costs epsilon = {spent:.4g} at delta = 1e-5"
                     + (", and more with more tensors" if before.l2_bound is None else "")
                 )
         for other in plugins[:i]:
             if is_shared(other) and side == CLIENT:
-                yield f"{other.name} is shared, and sends statistics from before {plugin.name}"
+                yield (
+                    f"{other.name} is shared, and sends statistics taken before {plugin.name} adds "
+                    "noise"
+                )
         for other in plugins if side == SERVER else ():
             if _tells(other):
                 yield f"{other.name} sends its statistics without the noise of {plugin.name}"
@@ -331,7 +338,7 @@ def _resolution(secagg: Section | None, limit: float | None, run: Section) -> It
     clients = part_of(run, "register").get("max_clients")
     clipval, bitsize = secagg.get("clipval", DECLEARN_RANGE), secagg.get("bitsize", 64)
     try:
-        found = plan(
+        integers = plan(
             min(float(limit), float(clipval)),
             clients if type(clients) is int else 2,
             1,
@@ -342,11 +349,11 @@ def _resolution(secagg: Section | None, limit: float | None, run: Section) -> It
         )
     except (TypeError, ValueError):
         return  # declearn, or the check of the aggregator, says so
-    each = found.norm_added
+    each = integers.norm_added
     if each * 1e3 > 0.01 * limit:
         text = (
-            f"clipval = {clipval:g} with bitsize = {bitsize} rounds to {found.step:.3g}: that adds "
-            f"up to {each:.3g}·√d to an update of norm {limit:g} and d values, {each * 1e3:.3g} "
-            "for a million; lower clipval, or raise bitsize"
+            f"clipval = {clipval:g} with bitsize = {bitsize} rounds values to multiples of "
+            f"{integers.step:.3g}. For an update of norm {limit:g} with a million values this adds "
+            f"up to {each * 1e3:.3g} to the norm: lower clipval, or raise bitsize"
         )
         yield ("problem" if each > limit else "note"), "secagg", text

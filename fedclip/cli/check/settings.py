@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""declearn's own settings: unknown keys, missing ones, values of another type or out of range.
+"""Check declearn's settings: unknown or missing keys, wrong types, values out of range.
 
 declearn's dataclasses and the constructors of its plug-ins say which settings there are, and of
 which type. So the checks fit the version of declearn that is installed.
@@ -14,7 +14,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from declearn.communication import NetworkServerConfig, list_available_protocols
 from declearn.main.config import FLOptimConfig, FLRunConfig
@@ -23,7 +23,7 @@ from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig
 from fedclip.cli.check.findings import Section, brief
 from fedclip.core import parameters
 from fedclip.engines.local.crowd import SimulateConfig
-from fedclip.errors import Unchecked, nearest
+from fedclip.errors import Problem, Unchecked, nearest
 
 SECTIONS: dict[str, Any] = {
     "network": NetworkServerConfig,
@@ -34,62 +34,59 @@ SECTIONS: dict[str, Any] = {
     "experiment": ExperimentConfig,
     "simulate": SimulateConfig,
 }
-"""The sections of a quickrun file, and what declearn makes of each; of the last, fedclip does."""
+"""The sections of a quickrun file, each with the class that reads it."""
 
-# A Python caller may give it, and a file can not.
+# A Python caller may pass it, and a file cannot.
 _NOT_IN_TOML = ("logger",)
 
 _KWARGS: Mapping[str, Callable[..., float]] = {
     "patience": parameters.positive,
     "min_replies": functools.partial(parameters.integer, 1),
 }
-"""What fedclip's own protocol takes, and how it is checked."""
-
-Faults: TypeAlias = Iterator[tuple[str, str]]
-"""The section, as in ``run.training``, and what is wrong in it."""
+"""The parameters of fedclip's network protocol, each with its check."""
 
 
-def section_faults(section: str, values: Section) -> Faults:
-    """Yield what is wrong with the settings of one section of a quickrun file."""
-    yield from _faults(section, SECTIONS[section], values)
+def section_problems(section: str, values: Section) -> Iterator[Problem]:
+    """Yield the problems of one section of a quickrun file, each with its section."""
+    yield from _problems(section, SECTIONS[section], values)
     register = values.get("register")
     if section == "network":
-        yield from ((section, text) for text in _network(values))
+        yield from (Problem(text, section) for text in _network(values))
     if isinstance(values.get("privacy"), Mapping):
-        yield from (("run.privacy", text) for text in _privacy(values["privacy"]))
+        yield from (Problem(text, "run.privacy") for text in _privacy(values["privacy"]))
     if isinstance(register, Mapping):
         low, high = register.get("min_clients", 1), register.get("max_clients")
         if isinstance(low, int) and isinstance(high, int) and 0 < high < low:
-            yield "run.register", f"max_clients = {high} is below min_clients = {low}"
+            yield Problem(f"max_clients = {high} is below min_clients = {low}", "run.register")
 
 
-def _faults(section: str, cls: Any, values: Section) -> Faults:
+def _problems(section: str, cls: Any, values: Section) -> Iterator[Problem]:
     fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in _NOT_IN_TOML}
     for key, value in values.items():
         if key not in fields:
             home = elsewhere(key, section)
             what = f"; write it in [{home}]" if home else nearest(key, fields)
             what = what or f" (it takes: {', '.join(fields)})"
-            yield section, f"declearn knows no {brief(key)} here{what}"
+            yield Problem(f"declearn knows no {brief(key)} here{what}", section)
             continue
         hint = fields[key].type
         inner = next((t for t in _types(hint) if dataclasses.is_dataclass(t)), None)
         if inner and isinstance(value, Mapping):
-            yield from _faults(f"{section}.{key}", inner, value)
+            yield from _problems(f"{section}.{key}", inner, value)
         elif inner and not isinstance(value, str) and not (key == "register" and fits(value, int)):
             # A string is the path of a file. A number of clients may stand for a section.
-            yield section, f"{key} must be a section, got {brief(value)}"
+            yield Problem(f"{key} must be a section, got {brief(value)}", section)
         elif not fits(value, hint) and not (key == "timeout" and fits(value, float)):
-            yield section, f"{key} must be {_words(hint)}, got {brief(value)}{_nan(value)}"
+            yield Problem(f"{key} must be {_words(hint)}, got {brief(value)}{_nan(value)}", section)
         elif text := _out_of_range(key, value, hint):
-            yield section, f"{key} {text}"
+            yield Problem(f"{key} {text}", section)
     # declearn has a default for these, or fills them in from another setting.
     filled = {"register", *getattr(cls, "autofill_fields", ())}
     filled |= set() if section == "run.training" else {"batch_size"}
     for name, field in fields.items():
         free = field.default is field.default_factory is dataclasses.MISSING
         if free and name not in values and name not in filled:
-            yield section, f"{name} is missing"
+            yield Problem(f"{name} is missing", section)
 
 
 def _types(hint: object) -> tuple[object, ...]:
@@ -135,7 +132,7 @@ def _network(values: Mapping[str, object]) -> Iterator[str]:
 
 
 def _privacy(values: Mapping[str, object]) -> Iterator[str]:
-    """Yield what declearn refuses in words of its own."""
+    """Yield problems that declearn would report less clearly."""
     budget, limit = values.get("budget"), values.get("sclip_norm")
     if isinstance(limit, (int, float)) and not 0 < limit < math.inf:
         yield f"sclip_norm must be a finite number > 0, got {brief(limit)}"
@@ -158,7 +155,7 @@ def elsewhere(key: str, section: str) -> str | None:
     return homes.pop() if len(homes) == 1 else None
 
 
-def argument_faults(cls: Any, config: Section) -> Iterator[str]:
+def argument_problems(cls: Any, config: Section) -> Iterator[str]:
     """Yield what is wrong with the parameters of one of declearn's own plug-ins.
 
     Their constructors check few of them. All numbers that they take are sizes, rates or shares,

@@ -33,17 +33,17 @@ def main() -> None:
     parser.add_argument("name", help="the site, as you named it for prepare.py")
     parser.add_argument("--server", default="ws://127.0.0.1:8765", help="address of the server")
     parser.add_argument("--certificate", help="of the authority that signed the server's")
-    given = parser.parse_args()
-    data, results = HERE / "data" / given.name, HERE / "results" / given.name
+    options = parser.parse_args()
+    data, results = HERE / "data" / options.name, HERE / "results" / options.name
     if not data.is_dir():
-        parser.error(f"{data} is missing: run prepare.py, with --site {given.name}")
-    if given.server.startswith("wss:") != bool(given.certificate):
+        parser.error(f"{data} is missing: run prepare.py, with --site {options.name}")
+    if options.server.startswith("wss:") != bool(options.certificate):
         parser.error("TLS needs both an address wss://… and --certificate")
     set_device_policy(gpu=False)
-    setup_client_loggers(given.name, logging.INFO, str(results / "logs.txt"))
+    setup_client_loggers(options.name, logging.INFO, str(results / "logs.txt"))
     client = FederatedClient(
         netwk=NetworkClientConfig(
-            "websockets", given.server, given.name, certificate=given.certificate
+            "websockets", options.server, options.name, certificate=options.certificate
         ),
         train_data=read_data(data, "train"),
         valid_data=read_data(data, "valid"),

@@ -11,8 +11,6 @@ inputs = len(columns["number"]) + sum(map(len, columns["text"].values()))
 
 torch.manual_seed(0)
 network = torch.nn.Sequential(
-    torch.nn.Linear(inputs, 32),
-    torch.nn.ReLU(),
-    torch.nn.Linear(32, len(columns["classes"])),
+    torch.nn.Linear(inputs, 32), torch.nn.ReLU(), torch.nn.Linear(32, len(columns["classes"]))
 )
 model = TorchModel(network, loss=torch.nn.CrossEntropyLoss())

@@ -25,26 +25,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("predictions.csv"))
     for name, usual in (("encoding", "utf-8"), ("separator", ","), ("decimal", ".")):
         parser.add_argument(f"--{name}", default=usual, help=f"of the file; usually {usual!r}")
-    given = parser.parse_args()
-    files = sorted(given.run.glob("model_state_*.mpk"))
-    files = [file for file in files if (file.stem == "model_state_best") == given.best]
+    options = parser.parse_args()
+    files = sorted(options.run.glob("model_state_*.mpk"))
+    files = [file for file in files if (file.stem == "model_state_best") == options.best]
     if not files:
-        parser.error(f"{given.run} holds no such weights: give --run another folder")
-    columns = read_columns(given.encoding, given.separator, given.decimal)
+        parser.error(f"{options.run} holds no such weights: give --run another folder")
+    columns = read_columns(options.encoding, options.separator, options.decimal)
     names = [name for name in columns.names if name != columns.target]
-    cells, values = read_records(given.file, names, columns)
+    cells, values = read_records(options.file, names, columns)
     label = files[-1].stem.removeprefix("model_state_")
-    Checkpointer(str(given.run)).load_model(model, timestamp=label)
+    Checkpointer(str(options.run)).load_model(model, timestamp=label)
     batch = (values.astype(np.float32), np.zeros(len(cells), dtype=np.int64), None)
     _, scores, _ = model.compute_batch_predictions(batch)
     several = scores.ndim > 1 and scores.shape[1] > 1
-    found = scores.argmax(axis=1) if several else (scores.reshape(-1) > 0).astype(int)
+    predictions = scores.argmax(axis=1) if several else (scores.reshape(-1) > 0).astype(int)
     classes = [*columns.classes]
-    with given.out.open("w", encoding="utf-8", newline="") as lines:
+    with options.out.open("w", encoding="utf-8", newline="") as lines:
         writer = csv.writer(lines)
         writer.writerow([columns.identifier, columns.target])
-        writer.writerows([row[0], classes[i]] for row, i in zip(cells, found, strict=True))
-    print(f"{len(cells)} predictions by {files[-1]} are in {given.out}")
+        writer.writerows([row[0], classes[i]] for row, i in zip(cells, predictions, strict=True))
+    print(f"{len(cells)} predictions by {files[-1]} are in {options.out}")
 
 
 if __name__ == "__main__":

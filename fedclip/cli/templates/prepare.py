@@ -3,7 +3,7 @@
     python prepare.py records.csv --site north    writes data/north/
     python prepare.py --example                   does this for three sites of invented records
 
-Each row is read by itself: what other rows hold changes neither its numbers nor whether it trains
+Each row is read independently: other rows change neither its numbers nor whether it trains
 or validates. Keep it so if you edit this file: with privacy, the guarantee rests on it.
 """
 
@@ -63,20 +63,20 @@ def read_columns(encoding: str = "utf-8", separator: str = ",", decimal: str = "
     """Return the content of columns.toml, or stop at what is wrong in it."""
     file = HERE / "columns.toml"
     try:
-        found = Columns(encoding, separator, decimal, **tomllib.loads(file.read_text("utf-8")))
-        if not found.identifier:
+        columns = Columns(encoding, separator, decimal, **tomllib.loads(file.read_text("utf-8")))
+        if not columns.identifier:
             raise ValueError("`identifier` names no column, and row numbers are not identifiers")
-        if twice := [name for name in found.names if found.names.count(name) > 1]:
+        if twice := [name for name in columns.names if columns.names.count(name) > 1]:
             raise ValueError(f"column {twice[0]!r} is declared twice")
-        if found.unit not in ("record", "person") or not 0 < found.validation < 1:
+        if columns.unit not in ("record", "person") or not 0 < columns.validation < 1:
             raise ValueError('`unit` is "record" or "person", `validation` is between 0 and 1')
-        for name, about in found.number.items():
+        for name, about in columns.number.items():
             known = {*about} == {*NUMBER} and all(abs(about[key]) < 1e30 for key in NUMBER[1:])
             if not known or about["scale"] <= 0:
                 raise ValueError(f"{name} has unit, centre, scale (above 0) and fill")
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         sys.exit(f"{file}: {error}.")
-    return found
+    return columns
 
 
 def read_cells(file: Path, columns: Columns) -> list[list[str]]:
@@ -111,17 +111,19 @@ def encode(name: str, cell: str, columns: Columns) -> list[float]:
             raise ValueError(f"{cell!r} is too large. Correct it")
         return [(value - about["centre"]) / about["scale"]]
     texts = {**columns.text, columns.target: columns.classes}.get(name, {})
-    found = [cell in (text, *spellings) for text, spellings in texts.items()]
-    if texts and not missing and sum(found) != 1:
+    matches = [cell in (text, *spellings) for text, spellings in texts.items()]
+    if texts and not missing and sum(matches) != 1:
         raise ValueError(f"{cell!r} is not in {[*texts]}. Correct it, or add it to columns.toml")
-    place = found.index(True) if any(found) else -1
-    return [*map(float, [place] if name == columns.target else found)]
+    place = matches.index(True) if any(matches) else -1
+    return [*map(float, [place] if name == columns.target else matches)]
 
 
 def read_records(file: Path, names: list[str], columns: Columns) -> tuple[list[Any], NDArray[Any]]:
     """Return cells and their numbers, row by row, or stop and show what is wrong."""
     header, *rows = read_cells(file, columns)
-    wrong = {f"column {one!r}: it is there twice": [1] for one in header if header.count(one) > 1}
+    wrong = {
+        f"column {head!r}: it is there twice": [1] for head in header if header.count(head) > 1
+    }
     for name in sorted({*names} - {*header}):
         wrong[f"column {name!r}: it is missing. Add it"] = [1]
     for name in sorted({*header} - {*columns.names}):
@@ -139,8 +141,8 @@ def read_records(file: Path, names: list[str], columns: Columns) -> tuple[list[A
                     values[-1] += encode(name, cell, columns)
                 except ValueError as error:
                     wrong.setdefault(f"column {name!r}: {error}", []).append(number)
-    for text, found in [*wrong.items()][:12]:
-        print(f"{file}, row {found[0]}, {text}. ({len(found)} rows)", file=sys.stderr)
+    for text, numbers in [*wrong.items()][:12]:
+        print(f"{file}, row {numbers[0]}, {text}. ({len(numbers)} rows)", file=sys.stderr)
     if wrong or not cells:
         sys.exit(f"{file}: {len(wrong)} problems in {len(cells)} records. Nothing is written.")
     return cells, np.array(values)
@@ -180,7 +182,7 @@ def write_site(file: Path, site: str, columns: Columns) -> None:
             counts[-1][f"missing {name}"] = sum(columns.is_missing(name, row[i]) for row in here)
         counts[-1]["duplicate rows"] = len(here) - len({*map(tuple, here)})
     print(f"\n{site:30}{'train':>8}{'valid':>8}")
-    print(*(f"{one:30}{counts[0][one]:8}{counts[1][one]:8}" for one in counts[0]), sep="\n")
+    print(*(f"{label:30}{counts[0][label]:8}{counts[1][label]:8}" for label in counts[0]), sep="\n")
     print(f"{'left out, without target':30}{(targets < 0).sum():8}")
     if not counts[1]["records"]:
         print("No record validates: this site reports no accuracy, and no private client runs.")
@@ -213,12 +215,14 @@ def main() -> None:
     parser.add_argument("--example", action="store_true", help="invent records of three sites")
     for name, usual in (("encoding", "utf-8"), ("separator", ","), ("decimal", ".")):
         parser.add_argument(f"--{name}", default=usual, help=f"of the file; usually {usual!r}")
-    given = parser.parse_args()
-    columns = read_columns(given.encoding, given.separator, given.decimal)
-    if given.example:
+    options = parser.parse_args()
+    columns = read_columns(options.encoding, options.separator, options.decimal)
+    if options.example:
         write_example(columns)
-    elif given.file and re.fullmatch(r"(?!(server|clients|simulated)$)[\w-]+", given.site, re.A):
-        write_site(given.file, given.site, columns)
+    elif options.file and re.fullmatch(
+        r"(?!(server|clients|simulated)$)[\w-]+", options.site, re.A
+    ):
+        write_site(options.file, options.site, columns)
     else:
         parser.error("give FILE and --site NAME, or --example")
 

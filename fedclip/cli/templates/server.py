@@ -1,4 +1,4 @@
-"""The server, on a machine of its own: it holds the model, and no records.
+"""The server, on a separate machine: it holds the model and no records.
 
     python server.py                                                       for a try on one machine
     python server.py --host 0.0.0.0 --certificate server.crt --key server.key
@@ -29,9 +29,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--certificate", help="of this server, for TLS")
     parser.add_argument("--key", help="the private key of the certificate")
-    given = parser.parse_args()
-    local = given.host in ("127.0.0.1", "localhost")
-    if bool(given.certificate) != bool(given.key) or not (local or given.certificate):
+    options = parser.parse_args()
+    local = options.host in ("127.0.0.1", "localhost")
+    if bool(options.certificate) != bool(options.key) or not (local or options.certificate):
         parser.error("other machines need TLS: give --certificate and --key")
     set_device_policy(gpu=False)
     config, results = str(HERE / "config.toml"), HERE / "results" / "server"
@@ -39,10 +39,10 @@ def main() -> None:
     # This protocol names a client that is gone; NamedClients leaves out replies that are no update.
     network = NetworkServerConfig(
         protocol="fedclip-websockets",
-        host=given.host,
-        port=given.port,
-        certificate=given.certificate,
-        private_key=given.key,
+        host=options.host,
+        port=options.port,
+        certificate=options.certificate,
+        private_key=options.key,
     )
     server = FederatedServer(
         model,

@@ -17,9 +17,9 @@ from fedclip.core import parameters
 from fedclip.core.measures import Order
 from fedclip.core.scopes import Scope
 from fedclip.core.version import VERSION, Versioned
-from fedclip.engines.declearn.context import CLIENT, under_way
+from fedclip.engines.declearn.context import ROUND, under_way
+from fedclip.engines.declearn.members import UPDATES, blank, sender_of, senders_of
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
-from fedclip.engines.declearn.replies import UPDATES, blank, sender_of, senders_of
 from fedclip.updates.aggregation import Closing, Vetted
 from fedclip.updates.averaging import rounded
 from fedclip.updates.client import UpdateClient
@@ -207,7 +207,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
         """Clip the update of a round, or zero it, and count it."""
-        round_ = CLIENT.get()
+        round_ = ROUND.get().client
         why = self.unfit(modules=round_ is not None)
         sent = round_.sent if round_ else SentBound(self.max_norm or 0.0)
         if why := why or (self.closing.beside_noise() if sent.private else ""):

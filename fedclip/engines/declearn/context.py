@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection, in declearn, between a module and the aggregator of one node.
+"""What the parts of one node of declearn share about the current round.
 
-declearn passes auxiliary variables only to modules, and the round update only to the aggregator;
-neither gets a reference to the other, and a process may hold many nodes. It calls them one after
-the other, without waiting in between::
+declearn passes auxiliary variables only to modules, and the round's update only to the aggregator.
+Neither gets a reference to the other, and a process may hold many nodes. declearn calls them one
+after the other, without waiting in between::
 
     client:  module.process_aux_var -> steps -> aggregator.prepare_for_sharing
                                                              -> module.collect_aux_var
     server:  module.collect_aux_var ... module.process_aux_var -> aggregator.finalize_updates
                                                              -> module.run
 
-So a context variable that one of them sets is visible in the next. Every asyncio task and every
+So one of them writes to a context variable, and the next one reads it. Every asyncio task and every
 thread has its own context, and so has every client, even if all of them share a process.
 """
 
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from fedclip.arrays import Float64
@@ -27,14 +27,15 @@ from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.client import Outcome
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.protocol import SentBound
+from fedclip.updates.schedule import Due
 
 if TYPE_CHECKING:
     from fedclip.engines.declearn.generics import AnyModel, AnyVector
 
 
 @dataclass
-class ClientRound:
-    """One round of one client; the outcome is None until the aggregator has seen the update.
+class ClientPart:
+    """One round of a client; the outcome is None until the aggregator has clipped the update.
 
     Attributes
     ----------
@@ -54,8 +55,8 @@ class ClientRound:
 
 
 @dataclass
-class ServerRound:
-    """One round of the server's module, which lasts no longer than the module itself.
+class ServerPart:
+    """One round of the server's module, which lasts no longer than the module.
 
     Attributes
     ----------
@@ -77,17 +78,56 @@ class ServerRound:
     trouble: str = ""
 
 
-CLIENT: ContextVar[ClientRound | None] = ContextVar("fedclip_client_round", default=None)
-"""The client's round, from `process_aux_var` to `collect_aux_var` of the module."""
-SHARED: ContextVar[tuple[AnyModel, object] | None] = ContextVar("fedclip_shared", default=None)
-"""The model of which a client shares updates, and what encrypts them, None in cleartext."""
-SERVER: ContextVar[ServerRound | None] = ContextVar("fedclip_server_round", default=None)
-"""The server's round, from `collect_aux_var` to `run` of the module."""
+@dataclass(frozen=True)
+class RoundContext:
+    """What is known of the current round; a part that is not under way is None.
+
+    Attributes
+    ----------
+    client
+        The client's round, from `process_aux_var` to `collect_aux_var` of its module.
+    server
+        The server's round, from `collect_aux_var` to `run` of its module.
+    sharing
+        The model of which a client shares updates, and what encrypts them: None in cleartext.
+    participation
+        What the sampler has drawn for the round that begins; None without turns.
+    members, expected, senders, evaluations
+        The clients of the run; the messages that server modules expect; who has sent the replies;
+        the evaluations that get noise.
+    """
+
+    client: ClientPart | None = None
+    server: ServerPart | None = None
+    sharing: tuple[AnyModel, object] | None = None
+    participation: Due | None = None
+    members: Any = None
+    expected: Any = None
+    senders: Any = None
+    evaluations: Any = None
 
 
-def under_way(counted: bool) -> tuple[ServerRound, AdaptiveBound] | None:
+_NOTHING = RoundContext()
+ROUND: ContextVar[RoundContext] = ContextVar("fedclip_round", default=_NOTHING)
+"""The only context variable of fedclip: the parts of one node read it, and replace it."""
+
+
+def change(**parts: Any) -> None:
+    """Replace parts of the round's context; the other parts stay.
+
+    Examples
+    --------
+    >>> change(members={"a"})
+    >>> ROUND.get().members
+    {'a'}
+    >>> change(members=None)
+    """
+    ROUND.set(replace(ROUND.get(), **parts))
+
+
+def under_way(counted: bool) -> tuple[ServerPart, AdaptiveBound] | None:
     """Return the server's round and its module, before or after the votes are `counted`."""
-    round_ = SERVER.get()
+    round_ = ROUND.get().server
     module = None if round_ is None else round_.module()
     # A run that has ended may have left its round.
     if round_ is None or module is None or round_.counted != counted:

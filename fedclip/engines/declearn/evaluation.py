@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vets the evaluations of clients before declearn adds them up, where one would end the run.
+"""Checks the evaluations of clients before declearn adds them up, where one would end the run.
 
-An evaluation that can not be counted is missing: the loss and the metrics of the round are those
-of the others. If there is none, the loss counts as infinite: never the best one, and for early
-stopping a round without progress.
+An evaluation that cannot be counted is left out of the round's loss and metrics. If no evaluation
+counts, the loss is infinite: never the best one, and for early stopping a round without progress.
 
-With central noise on evaluations, all that goes on from here is one mean, with noise
-(`Evaluations`).
+With central noise on evaluations, only one mean with noise goes on from here (`Evaluations`).
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
 
 import numpy as np
 from declearn.messaging import EvaluationReply
@@ -22,8 +19,8 @@ from declearn.metrics import MetricSet, MetricState
 from declearn.metrics._mean import MeanState
 
 from fedclip.core.measures import Float64
-from fedclip.engines.declearn.quorum import plain
-from fedclip.errors import Unchecked
+from fedclip.engines.declearn.members import one_line
+from fedclip.errors import Problem, Unchecked
 
 # Sums, and squares of sums, of values beyond this would overflow.
 _LARGEST = 1e100
@@ -36,32 +33,36 @@ _LONGEST = 1 << 16
 def counted(
     replies: Mapping[str, EvaluationReply], metrics: MetricSet, *, together: bool = True
 ) -> tuple[dict[str, EvaluationReply], dict[str, str]]:
-    """Return the evaluations that can be counted, and why the others can not, by client.
+    """Return the evaluations that can be counted, and by client why the others cannot.
 
     Parameters
     ----------
     replies
-        What clients have sent: anything may be in any field.
+        What clients have sent; any field may hold anything.
     metrics
-        The metrics that the clients were told to compute.
+        The metrics that the clients were asked to compute.
     together
-        Whether they are added up, and those left out that do not go with others; not so before
+        Whether they are added up, which leaves out those that do not fit the others. False before
         noise, where no client may decide about another.
     """
-    faults = {client: _fault(reply, metrics) for client, reply in replies.items()}
-    sound = {client: reply for client, reply in replies.items() if not faults[client]}
-    while together and (why := _trouble(sound.values(), metrics)):
-        # One by one they can be counted; find the one without which the rest can be added up.
-        others = ({c: r for c, r in sound.items() if c != client} for client in sound)
-        kept = next((rest for rest in others if not _trouble(rest.values(), metrics)), {})
-        faults |= dict.fromkeys(sound.keys() - kept.keys(), why)
-        sound = kept
-    return sound, {client: fault for client, fault in faults.items() if fault}
+    valid, faults = dict(replies), dict[str, str]()
+    for client, reply in replies.items():
+        if fault := _error(_check, reply, metrics):
+            faults[client] = fault
+            del valid[client]
+    while together and (fault := _error(_check_sum, valid.values(), metrics)):
+        # One by one they can be counted; find the one without which the others can be added up.
+        subsets = ({c: r for c, r in valid.items() if c != client} for client in valid)
+        fits = (s for s in subsets if not _error(_check_sum, s.values(), metrics))
+        subset = next(fits, {})
+        faults |= dict.fromkeys(valid.keys() - subset.keys(), fault)
+        valid = subset
+    return valid, faults
 
 
 @dataclasses.dataclass
 class Evaluations:
-    """How the evaluations of a run are told: one by one, or as a mean with noise.
+    """How the evaluations of a run are published: one by one, or as a mean with noise.
 
     Attributes
     ----------
@@ -73,7 +74,7 @@ class Evaluations:
         Whether the server sees a secure sum only.
     noise
         From rows of numbers, one for each client and the loss first, to means with noise, or None
-        if they are not paid for. It is set by the module that pays.
+        if the budget does not cover them. The module that accounts for the noise sets it.
 
     Notes
     -----
@@ -89,28 +90,30 @@ class Evaluations:
     noise: Callable[[Float64], Float64 | None] | None = None
 
     @property
-    def _others(self) -> list[str]:
-        """What is measured besides the loss."""
+    def _names(self) -> list[str]:
+        """The metrics, without the loss."""
         return [name for name in self.metrics.get_states() if name != "loss"]
 
-    def unfit(self, expected: int) -> str:
-        """Return why evaluations of so many expected clients can have no noise; "" if they can."""
-        return unfit(self._others, self.secure, self.clients, expected)
+    def problems(self, expected: int) -> list[Problem]:
+        """Return why the evaluations of `expected` clients cannot have noise."""
+        return noise_problems(self._names, self.secure, self.clients, expected)
 
     def mean(self, replies: Mapping[str, EvaluationReply]) -> EvaluationReply:
         """Return the mean of evaluations that can be counted, with noise, as one reply."""
         assert self.noise is not None
-        names = self._others
+        names = self._names
         rows = [[r.loss, *(_mean(r.metrics.get(name)) for name in names)] for r in replies.values()]
-        found = self.noise(np.array(rows, dtype=np.float64).reshape(-1, 1 + len(names)))
-        if found is None:
+        means = self.noise(np.array(rows, dtype=np.float64).reshape(-1, 1 + len(names)))
+        if means is None:
             return nothing(self.metrics)
-        states = {n: MeanState(float(x), 1.0) for n, x in zip(["loss", *names], found, strict=True)}
+        states = {n: MeanState(float(x), 1.0) for n, x in zip(["loss", *names], means, strict=True)}
         return EvaluationReply(states["loss"].num_sum, 1, 0.0, {**states})
 
 
-def unfit(metrics: Iterable[str], secure: bool = False, clients: int = 0, expected: int = 0) -> str:
-    """Return why there can be no noise on evaluations; "" if there can.
+def noise_problems(
+    metrics: Iterable[str], secure: bool = False, clients: int = 0, expected: int = 0
+) -> list[Problem]:
+    """Return why evaluations cannot have noise.
 
     Parameters
     ----------
@@ -120,45 +123,53 @@ def unfit(metrics: Iterable[str], secure: bool = False, clients: int = 0, expect
         Where the server adds it: whether it sees secure sums, how many clients it asks, and by
         which number their sum is divided.
     """
+    problems = []
     if other := [name for name in metrics if name != "accuracy"]:
-        text = f"the server asks for {', '.join(other)} too: leave that out of its metrics"
-        return f"evaluation_share puts noise on the loss and on 'accuracy', and {text}"
-    if secure:
-        text = (
-            "secure aggregation hides the evaluations of single clients, which have to be clipped"
+        problems.append(
+            "evaluation_share puts noise on the loss and on 'accuracy', and the server asks for "
+            f"{', '.join(other)} too: leave that out of its metrics"
         )
-        return f"{text}: leave evaluation_share out"
+    if secure:
+        problems.append(
+            "secure aggregation hides the evaluations of single clients, which have to be clipped: "
+            "leave evaluation_share out"
+        )
     if clients > expected:
-        return (
+        problems.append(
             f"evaluations ask all {clients} clients, and their sum is divided by expected_clients "
             f"= {expected}: raise it, or leave evaluation_share out"
         )
-    return ""
+    return [Problem(text) for text in problems]
 
 
-def clipped(reply: EvaluationReply, clipval: float) -> tuple[list[str], str]:
-    """Return what of an evaluation a secure sum would clip, and why it must not be sent.
+def beyond_range(reply: EvaluationReply, clipval: float) -> list[str]:
+    """Return which numbers of an evaluation a secure sum would clip to the range ±`clipval`.
 
-    declearn clips each number to ± `clipval` in silence, and ends at NaN. Losses that are clipped
-    are still the worst ones; counts that are, of records, would make any mean a wrong one. What is
-    said tells nothing of the numbers.
+    declearn clips without a warning, and ends at NaN. A clipped loss is still the worst one; a
+    clipped count of records would make each mean wrong.
+
+    Raises
+    ------
+    ValueError
+        If the evaluation must not be sent: a count is beyond the range, a number is NaN, or
+        declearn cannot sum a metric securely. The message reveals none of the numbers.
     """
     numbers: list[tuple[str, Unchecked]] = [("loss", reply.loss)]
     for name, state in reply.metrics.items():
         try:
             fields = state.prepare_for_secagg()[0]
         except NotImplementedError as exc:
-            return [], str(exc)
+            raise ValueError(str(exc)) from exc
         numbers += [(field if field in _COUNTS else name, x) for field, x in fields.items()]
     if any(np.isnan(number).any() for _, number in numbers):
-        return [], "an evaluation gives NaN, of which there is no secure sum"
+        raise ValueError("an evaluation gives NaN, which a secure sum cannot hold")
     beyond = list(dict.fromkeys(name for name, x in numbers if np.any(np.abs(x) > clipval)))
-    if not _COUNTS.intersection(beyond):
-        return beyond, ""
-    return [], (
-        f"an evaluation is on more records than the range ±{clipval:g} of secure aggregation "
-        "holds: raise clipval, or evaluate on fewer, with n_steps in [run.evaluate]"
-    )
+    if _COUNTS.intersection(beyond):
+        raise ValueError(
+            f"an evaluation is on more records than the range ±{clipval:g} of secure aggregation "
+            "holds: raise clipval, or evaluate on fewer, with n_steps in [run.evaluate]"
+        )
+    return beyond
 
 
 def _mean(state: MetricState | None) -> float:
@@ -168,10 +179,6 @@ def _mean(state: MetricState | None) -> float:
     return float(state.num_sum) / float(state.divisor)
 
 
-EVALUATIONS: ContextVar[Evaluations | None] = ContextVar("fedclip_evaluations", default=None)
-"""Those of the run that a server is in, for the module that pays for noise on them."""
-
-
 def nothing(metrics: MetricSet) -> EvaluationReply:
     """Return the result of a round without an evaluation: an infinite loss, metrics of NaN."""
     reply = EvaluationReply(math.inf, 1, 0.0, {"loss": MeanState(math.inf, 1.0)})
@@ -179,71 +186,85 @@ def nothing(metrics: MetricSet) -> EvaluationReply:
         # declearn's own result of no evaluation would be an accuracy, or an error, of 0.
         fields = dataclasses.asdict(metric.build_initial_states())
         blank = metric.state_cls(**{name: value * math.nan for name, value in fields.items()})
-        if not _trouble([EvaluationReply(math.inf, 1, 0.0, {metric.name: blank})], metrics):
+        empty = EvaluationReply(math.inf, 1, 0.0, {metric.name: blank})
+        if not _error(_check_sum, [empty], metrics):
             reply.metrics[metric.name] = blank
     return reply
 
 
-def _fault(reply: Unchecked, metrics: MetricSet) -> str:
-    """Return why an evaluation can not be counted; "" if it can."""
+def _error(check: Callable[..., None], *args: object) -> str:
+    """Return the text of what a check raises; "" if it raises nothing."""
     try:
-        if fault := _number(reply.loss):
-            return f"its loss {fault}"
-        steps, states = reply.n_steps, reply.metrics
-        if type(steps) is not int or not 0 < steps <= 2**53:
-            return f"its number of steps is {_brief(steps)}"
-        if not isinstance(states, Mapping):
-            return f"its metrics are of type {type(states).__name__}"
-        wanted = {**metrics.get_states(), "loss": MeanState()}
-        if states and states.keys() != wanted.keys():
-            return f"its metrics are {_brief(list(states))}, not {_brief(list(wanted))}"
-        for name, state in states.items():
-            if fault := _state_fault(state, wanted[name]):
-                return f"its metric {name!r} {fault}"
-        if states and not states["loss"].divisor > 0:
-            return f"its loss is divided by {states['loss'].divisor!r}"
-    except Exception as exc:  # it may be anything, and must not end the run
-        return f"it can not be read ({type(exc).__name__})"
-    return _trouble([reply], metrics)
+        check(*args)
+    except _Fault as exc:
+        return str(exc)
+    except Exception as exc:  # a reply may hold anything, and must not end the run
+        return f"it cannot be read ({type(exc).__name__})"
+    return ""
 
 
-def _state_fault(state: object, like: MetricState) -> str:
+class _Fault(ValueError):
+    """Why an evaluation cannot be counted, about the client's reply."""
+
+
+def _check(reply: Unchecked, metrics: MetricSet) -> None:
+    """Refuse an evaluation that cannot be counted."""
+    _check_number("its loss", reply.loss)
+    steps, states = reply.n_steps, reply.metrics
+    if type(steps) is not int or not 0 < steps <= 2**53:
+        raise _Fault(f"its number of steps is {_brief(steps)}")
+    if not isinstance(states, Mapping):
+        raise _Fault(f"its metrics are of type {type(states).__name__}")
+    asked = {**metrics.get_states(), "loss": MeanState()}
+    if states and states.keys() != asked.keys():
+        raise _Fault(f"its metrics are {_brief(list(states))}, not {_brief(list(asked))}")
+    for name, state in states.items():
+        _check_state(f"its metric {name!r}", state, asked[name])
+    if states and not states["loss"].divisor > 0:
+        raise _Fault(f"its loss is divided by {states['loss'].divisor!r}")
+    _check_sum([reply], metrics)
+
+
+def _check_state(what: str, state: object, like: MetricState) -> None:
     if type(state) is not type(like):
-        return f"is of type {type(state).__name__}"
+        raise _Fault(f"{what} is of type {type(state).__name__}")
     # Of some metrics, arrays are as long as the client's data asks for.
     fixed = type(like).aggregate is MetricState.aggregate
     shapes = set()
     for field in dataclasses.fields(like):
         value, other = getattr(state, field.name), getattr(like, field.name)
-        if isinstance(other, np.ndarray):
-            if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiu":
-                return f"has a {field.name} that is no array of numbers"
+        where = f"{what} has a {field.name}"
+        if not isinstance(other, np.ndarray):
+            _check_number(f"{where} that", value)
+        elif not isinstance(value, np.ndarray) or value.dtype.kind not in "fiu":
+            raise _Fault(f"{where} that is no array of numbers")
+        else:
             shapes.add(value.shape)
             wrong = value.shape != other.shape if fixed else value.size > _LONGEST
             if wrong or value.ndim != other.ndim or not len(value):
-                return f"has a {field.name} of shape {value.shape}"
+                raise _Fault(f"{where} of shape {value.shape}")
             if not np.all(np.abs(value) <= _LARGEST):
-                return f"has a {field.name} with NaN, or numbers beyond reason"
-        elif fault := _number(value):
-            return f"has a {field.name} that {fault}"
+                raise _Fault(f"{where} with NaN, or numbers beyond ±{_LARGEST:g}")
         if field.name in _COUNTS and np.any(value < 0):
-            return f"has a {field.name} below 0"
-    return "" if fixed or len(shapes) < 2 else "has arrays of different lengths"
+            raise _Fault(f"{where} below 0")
+    if not fixed and len(shapes) > 1:
+        raise _Fault(f"{what} has arrays of different lengths")
 
 
-def _number(value: object) -> str:
+def _check_number(what: str, value: object) -> None:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number)):
-        return f"is no number, but {_brief(value)}"
-    return "" if abs(float(value)) <= _LARGEST else f"is {float(value)!r}"
+        raise _Fault(f"{what} is no number, but {_brief(value)}")
+    if not abs(float(value)) <= _LARGEST:
+        raise _Fault(f"{what} is {float(value)!r}")
 
 
 def _brief(value: object) -> str:
-    text = plain(repr(value), 61)
+    text = one_line(repr(value), 61)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _trouble(replies: Iterable[EvaluationReply], metrics: MetricSet) -> str:
-    """Return why declearn can not add up evaluations, or save the result; "" if it can."""
+def _check_sum(replies: Iterable[EvaluationReply], metrics: MetricSet) -> None:
+    """Refuse evaluations that declearn cannot add up, or whose result it cannot save."""
     totals = metrics.get_states()
     try:
         with np.errstate(all="ignore"):
@@ -254,6 +275,6 @@ def _trouble(replies: Iterable[EvaluationReply], metrics: MetricSet) -> str:
             trial.set_states(totals)
             for value in trial.get_result().values():
                 np.asarray(value, dtype=np.float64)
-    except Exception as exc:  # each metric raises errors of its own
-        return f"its metrics can not be added up ({type(exc).__name__}: {plain(exc, 100)})"
-    return ""
+    except Exception as exc:  # each metric raises errors of its kind
+        why = f"{type(exc).__name__}: {one_line(exc, 100)}"
+        raise _Fault(f"its metrics cannot be added up ({why})") from exc

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server over websockets that knows who sends what, and does not wait for ever; its clients too.
+"""A websockets server and client that wait for a limited time, and name the client at fault.
 
-declearn's server waits for ever for the reply of a client that has died, and for its connections
-when it stops; what it can not decode ends the run without a name. This server reads each message
-under the name of its sender. Clients may use declearn's plain ``websockets``.
+declearn's server waits forever for the reply of a client that has died, and for its connections
+when it stops; a message that it cannot decode ends the run without a name. This server reads each
+message under the name of its sender. Clients may use declearn's plain ``websockets``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ from declearn.utils._register import REGISTRIES
 
 from fedclip.core import parameters
 from fedclip.engines.declearn.aggregator import ClippedAveraging
-from fedclip.engines.declearn.context import SERVER
-from fedclip.engines.declearn.evaluation import EVALUATIONS, Evaluations, counted, nothing
-from fedclip.engines.declearn.quorum import MEMBERS, WHO, Members, plain, told, unfit
-from fedclip.engines.declearn.senders import note_senders
+from fedclip.engines.declearn.context import change
+from fedclip.engines.declearn.evaluation import Evaluations, counted, nothing
+from fedclip.engines.declearn.members import (
+    WHO,
+    Members,
+    one_line,
+    quorum_problems,
+    summary,
+)
+from fedclip.engines.declearn.samplers import note_senders
 from fedclip.errors import Unchecked
 
 if TYPE_CHECKING:
@@ -51,21 +57,20 @@ _REPLIES: Mapping[type[Message], tuple[type[Message], ...]] = {
     messaging.TrainRequest: (messaging.TrainReply, SecaggTrainReply),
     messaging.EvaluationRequest: (messaging.EvaluationReply, SecaggEvaluationReply),
 }
-"""What may answer a request; the messages of declearn's set-up protocols follow other rules."""
-
+"""Replies to a request, by secure aggregation; messages of declearn's set-up follow other rules."""
 
 _Joined: TypeAlias = actions.Accept | actions.Reject
 _Sent: TypeAlias = actions.Send | actions.Reject
 
 
 class _Patience:
-    """Seconds to wait; time in which this process was busy with other things hardly counts."""
+    """Seconds to wait; time in which this process was busy with other work hardly counts."""
 
     def __init__(self, seconds: float) -> None:
         self.left, self._last = seconds, time.monotonic()
 
     def spent(self) -> bool:
-        """Count the time since the last call, a second at most; return whether none is left."""
+        """Count the time since the last call, a second at most; return whether time is up."""
         now = time.monotonic()
         self.left -= min(now - self._last, 1.0)
         self._last = now
@@ -73,67 +78,69 @@ class _Patience:
 
 
 class _Received(SerializedMessage[Message]):
-    """A message that has been decoded once, and need not be decoded again."""
+    """A message that is decoded already."""
 
     def __init__(self, message: Message) -> None:
         super().__init__(type(message), b"", 0)
         self.message = message
 
     def deserialize(self) -> Message:
-        """Return the message."""
         return self.message
 
 
 def _who(name: str | None) -> str:
-    return f"client {name!r}" if name else "somebody who has not registered"
+    return f"client {name!r}" if name else "a client that has not registered"
 
 
 class _Handler(MessagesHandler):
-    """declearn's handler, which takes no message that nobody has asked for."""
+    """declearn's handler, which leaves out messages that the server has not asked for."""
 
     async def handle_message(self, bin_msg: bytes, context: object) -> actions.ActionMessage:
-        """Return the answer to what a client, or a stranger, has sent."""
         reply = await super().handle_message(bin_msg, context)
         if isinstance(reply, actions.Reject) and reply.flag == flags.INVALID_MESSAGE:
-            who = _who(self.registered_clients.get(context))
-            _LOGGER.warning("%s sent what is no message", who)
+            sender = _who(self.registered_clients.get(context))
+            _LOGGER.warning("%s sent bytes that are no message", sender)
         return reply
 
     async def _handle_join_request(self, message: actions.Join, context: object) -> _Joined:
         name: Unchecked = message.name
-        sound = isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name)
-        message.version = plain(message.version, 60)
-        if not sound or not 0 < len(name.encode()) <= 200:
+        printable = isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name)
+        message.version = one_line(message.version, 60)
+        if not printable or not 0 < len(name.encode()) <= 200:
             # The server's checkpoint has files of this name.
             _LOGGER.warning("refused a client whose name no file can have: %.60r", name)
             return actions.Reject("a client's name must be printable text that a file can have")
         if self.registration_status == flags.REGISTRATION_CLOSED:
-            _LOGGER.warning("refused %r: registration is over, for those that have left too", name)
+            _LOGGER.warning(
+                "refused %r: registration is over, also for clients that have left", name
+            )
         reply = await super()._handle_join_request(message, context)
         names = list(self.registered_clients.values())
         if len(set(names)) < len(names):
             # declearn numbers clients of one name, and may come to the name of another client.
-            twice = self.registered_clients.pop(context)
-            _LOGGER.warning("refused a client %r, which would be taken for %r", name, twice)
+            duplicate = self.registered_clients.pop(context)
+            _LOGGER.warning("refused a client %r, which would be taken for %r", name, duplicate)
             return actions.Reject("this name is taken: choose another")
         return reply
 
     async def _handle_drop_request(self, message: actions.Drop, context: object) -> actions.Ping:
-        message.reason = plain(message.reason or "", 300)
+        message.reason = one_line(message.reason or "", 300)
         return await super()._handle_drop_request(message, context)
 
     async def _handle_recv_request(self, message: actions.Recv, context: object) -> _Sent:
         reply = await super()._handle_recv_request(message, context)
         name = self.registered_clients.get(context)
-        # What came before the request is no answer to it, but a duplicate, or late.
+        # A message that came before the request is a duplicate, or late.
         asked = isinstance(reply, actions.Send) and name
         if asked and self.incoming_messages.pop(asked, None) is not None:
-            _LOGGER.warning("left out a message of client %r that nobody has asked for", name)
+            _LOGGER.warning(
+                "left out a message of client %r that the server has not asked for", name
+            )
         return reply
 
 
 def _check_sums(request: messaging.InitRequest, query: SecaggSetupQuery) -> None:
-    """Refuse secure sums that can not hold the noise of the clients, before they are set up."""
+    """Refuse secure sums that cannot hold the noise of the clients, before they are set up."""
     kind = "joye-libert" if "jls" in query.typekey else "masking"
     secagg, model = {"secagg_type": kind, **vars(query)}, request.model
     for module in request.optim.modules:
@@ -143,19 +150,19 @@ def _check_sums(request: messaging.InitRequest, query: SecaggSetupQuery) -> None
 
 
 class WatchfulWebsocketsServer(WebsocketsServer):
-    """declearn's websockets server, which names who is at fault, and waits for a limited time.
+    """declearn's websockets server, with limited waiting and the names of clients at fault.
 
     It is registered as the protocol ``fedclip-websockets``; clients may use that or ``websockets``.
 
     ::
 
         for each reply, as it arrives:
-            it can not be decoded, or answers something else: a fault, under the client's name
+            it cannot be decoded, or answers something else: a fault, under the client's name
             an error that the client reports: logged
-            an evaluation that can not be counted: left out
-        a client leaves, is silent for `patience`, or sends what is no reply:
+            an evaluation that cannot be counted: left out
+        a client leaves, is silent for `patience`, or sends no proper reply:
             min_replies is None: the run ends, and names it
-            otherwise: it is gone; the round goes on while min_replies others have replied
+            otherwise: it has left; the round goes on while min_replies others have replied
 
     Parameters
     ----------
@@ -163,8 +170,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         Seconds that a client may take to answer, a round of training included, > 0.
     min_replies : int or None, default=None
         The least number of replies with which a round goes on without the clients that have left,
-        >= 1. None: all clients are needed. It takes no secure aggregation, no fairness, and no
-        aggregator that adds updates up without dividing.
+        >= 1. None: all clients are needed. It does not go with secure aggregation, with fairness,
+        or with an aggregator that adds updates up without dividing.
     **settings
         The parameters of declearn's `WebsocketsServer`.
 
@@ -174,15 +181,15 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         If a parameter is not as above.
     RuntimeError
         While a run goes on: when a client is missing that is needed; before its first step, if
-        `min_replies` can not be had. It names the clients. The others are told, and end as well.
+        `min_replies` cannot be reached. It names the clients. The server sends the reason to all
+        other clients, which end as well.
 
     Notes
     -----
     A client that reports an error in training is left out of that round, and takes part in the
-    next. A client that left can not come back: declearn admits nobody after registration. Samplers
-    choose among those that are there, if they are wrapped by `NamedClients`, and never replace a
-    client in its round.
-    No evaluation ends a run, without `min_replies` too, unless under secure aggregation.
+    next. A client that left cannot come back: declearn admits no client after registration.
+    Samplers that `NamedClients` wraps choose among the present clients, and never replace a client
+    in its round. No evaluation ends a run, unless under secure aggregation.
     """
 
     protocol: ClassVar[str] = "fedclip-websockets"
@@ -218,7 +225,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 await serving
             self.handler.registered_clients.pop(socket, None)
             for lost in self.members.present - self.handler.client_names:
-                # This client is gone, and will not collect its message.
+                # It will not collect its message.
                 self.handler.outgoing_messages.pop(lost, None)
                 self._leave(lost, f"the connection of {WHO} has ended")
 
@@ -226,12 +233,12 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         try:
             await super()._handle_connection(socket)
         except (asyncio.CancelledError, Exception) as exc:
-            # Cancelled while it closes the connection after an error, it tells of the error.
+            # Cancelled while it closes the connection after an error: log the error.
             fault = exc.__context__ if isinstance(exc, asyncio.CancelledError) else exc
             if fault is not None:
-                who = _who(self.handler.registered_clients.get(socket))
-                why = f"{type(fault).__name__}: {plain(fault, 300)}"
-                _LOGGER.error("the connection of %s ends with an error: %s", who, why)
+                sender = _who(self.handler.registered_clients.get(socket))
+                why = f"{type(fault).__name__}: {one_line(fault, 300)}"
+                _LOGGER.error("the connection of %s ends with an error: %s", sender, why)
 
     @property
     def client_names(self) -> set[str]:
@@ -239,34 +246,32 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         return set(self.handler.client_names - self.members.gone.keys())
 
     def _leave(self, name: str, why: str) -> None:
-        """Go on without a client; one that is still connected is told why."""
+        """Go on without a client, and send it the reason if it is still connected."""
         if self.members.leave(name, why) and self.min_replies and not self._ending:
-            _LOGGER.warning("%s; the run goes on without it", told({name: why}))
+            _LOGGER.warning("%s; the run goes on without it", summary({name: why}))
             if name in self.handler.client_names:
                 self._expelled.add(name)
-                reason = f"the server goes on without {name!r}: {told({name: why})}"
+                reason = f"the server goes on without {name!r}: {summary({name: why})}"
                 self.handler.outgoing_messages[name] = CancelTraining(reason).serialize()
 
     async def wait_for_clients(self, *args: Any, **settings: Any) -> None:
-        """Wait for clients to register; those who leave afterwards can not come back."""
+        """Wait for clients to register; those that leave afterwards cannot come back."""
         await super().wait_for_clients(*args, **settings)
         self._ending = False
         self._expelled.clear()
         self.members = Members(self.handler.client_names, self.min_replies)
-        MEMBERS.set(self.members)
         # A run that has failed, in this task, has left its round open.
-        SERVER.set(None)
+        change(members=self.members, server=None)
         if (self.min_replies or 0) > len(self.members.names):
-            few = (
-                f"{len(self.members.names)} clients have registered: lower it, or raise min_clients"
+            raise RuntimeError(
+                f"min_replies = {self.min_replies}, and {len(self.members.names)} clients have "
+                "registered: lower it, or raise min_clients in [run.register]"
             )
-            raise RuntimeError(f"min_replies = {self.min_replies}, and {few} in [run.register]")
 
     async def stop(self) -> None:
         """Stop serving; close connections that the clients do not end in time."""
         self._ending = True
-        MEMBERS.set(None)
-        EVALUATIONS.set(None)
+        change(members=None, evaluations=None)
         names, gone = self.handler.registered_clients, self.members.gone
         if polite := {t for t, socket in self._handlers.items() if names.get(socket) not in gone}:
             await asyncio.wait(polite, timeout=_GRACE)
@@ -282,13 +287,13 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         fault: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """Stop; if the run has failed, tell the clients why first."""
+        """Stop; if the run has failed, send the clients the reason first."""
         if fault is not None:
             cause = fault
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             # Of several errors that follow from one another, the first names the client.
-            texts = dict.fromkeys(plain(e, 500) or type(e).__name__ for e in (fault, cause))
+            texts = dict.fromkeys(one_line(e, 500) or type(e).__name__ for e in (fault, cause))
             why = ": ".join(texts)
             _LOGGER.error("the run has ended: %s", why)
             reason = CancelTraining(f"the server has ended: {why}").serialize()
@@ -317,11 +322,12 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self._begun, secure = request, request.secagg is not None
         clients = len(self.members.names)
         self._evaluated = Evaluations(MetricSet(request.metrics), clients, secure)
-        EVALUATIONS.set(self._evaluated)
+        change(evaluations=self._evaluated)
         aggregator = request.aggrg
-        reasons = unfit(secagg=secure, fairness=request.fairness, aggregator=aggregator.name)
-        if self.min_replies is not None and reasons:
-            raise RuntimeError(reasons[0])
+        fairness, name = request.fairness, aggregator.name
+        if self.min_replies is not None:
+            for problem in quorum_problems(secagg=secure, fairness=fairness, aggregator=name):
+                raise RuntimeError(problem.text)
         if isinstance(aggregator, ClippedAveraging):
             shares, combining = aggregator.shares, aggregator.combining
             if why := (
@@ -337,13 +343,13 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         """Send a message, and wait until it is collected: `patience` seconds by default."""
         farewell = isinstance(message, (CancelTraining, Error, StopTraining))
         if not farewell:
-            # One that has left a message has said why, which is read with the others'.
+            # A client that has left a message has said why; it is read with those of the others.
             self._check_present(self.handler.incoming_messages)
         if client not in self.client_names:
             return
         aggregator = getattr(message, "aggrg", None)
         if isinstance(aggregator, ClippedAveraging):
-            # Its share goes by the name of its connection, not by what it would say.
+            # Its share goes by the name of its connection, not by a name in its messages.
             message = replace(cast(Any, message), aggrg=aggregator.addressed(client))
         short = farewell and not isinstance(message, StopTraining)
         limit = timeout or (min(_GRACE, self.patience) if short else self.patience)
@@ -363,23 +369,23 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     async def wait_for_messages(
         self, clients: set[str] | None = None
     ) -> dict[str, SerializedMessage[Message]]:
-        """Return a message of each client, or of enough of them; raise if they will not come."""
+        """Return a message of each client, or of enough of them; raise if too few will come."""
         asked = self.client_names if clients is None else clients
         replies: dict[str, Message] = {}
         faults: dict[str, str] = {}
         incoming, patience = self.handler.incoming_messages, _Patience(self.patience)
         if self.min_replies is None:
-            # Who has left before anybody asks is not asked for, and may have said why.
+            # A client that left before the server asks may have said why.
             asked = asked | (self.members.gone.keys() & incoming.keys())
         while True:
             # Read messages before checking connections: the last message may say why one ended.
-            # One that was sent away may still send an answer, too late.
+            # An expelled client may still send an answer, too late.
             for name in sorted((asked & incoming.keys()) - self._expelled):
                 try:
                     replies[name] = self._read(name, incoming.pop(name))
                 except Exception as exc:  # anything may be in a message
                     faults[name] = f"client {WHO} sent {exc}"
-                    _LOGGER.error("%s", told({name: faults[name]}))
+                    _LOGGER.error("%s", summary({name: faults[name]}))
             heard = replies.keys() | faults.keys()
             missing = asked - heard - self.members.gone.keys()
             if not missing or (self.min_replies is None and self.members.gone.keys() - heard):
@@ -395,7 +401,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             chosen = self._evaluations(replies)
         else:
             chosen = self._replies(asked, replies, faults)
-        # In the order of the names asked for: by it declearn's key exchange tells clients apart.
+        # In the order of the names asked for, by which declearn's key exchange knows the clients.
         names = [*(name for name in asked if name in chosen), *(chosen.keys() - asked)]
         chosen = {name: chosen[name] for name in names}
         note_senders({n: m for n, m in chosen.items() if isinstance(m, messaging.TrainReply)})
@@ -405,40 +411,40 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         return any(isinstance(self._asked.get(name), kind) for name in clients)
 
     def _read(self, name: str, data: bytes) -> Message:
-        """Return a message; raise an error that says what a client has sent, if it is no reply."""
+        """Return a message; if it is no proper reply, raise an error that says what it is."""
         asked = self._asked.get(name)
         try:
             message: Message = SerializedMessage.from_bin_message(data).deserialize()
         except Exception as exc:
-            why = f"{type(exc).__name__}: {plain(exc, 200)}"
-            raise ValueError(f"what can not be decoded ({why})") from exc
+            why = f"{type(exc).__name__}: {one_line(exc, 200)}"
+            raise ValueError(f"bytes that cannot be decoded ({why})") from exc
         if isinstance(message, Error):
-            message.message = plain(message.message, 1000)
+            message.message = one_line(message.message, 1000)
             _LOGGER.error("client %r reports an error: %s", name, message.message)
             return message
-        if wanted := _REPLIES.get(type(asked)) if asked else None:
-            kind = wanted[-1 if self._evaluated.secure else 0]
+        if kinds := _REPLIES.get(type(asked)) if asked else None:
+            kind = kinds[-1 if self._evaluated.secure else 0]
             if not isinstance(message, kind):
-                raise TypeError(f"{type(message).__name__} in the place of {kind.__name__}")
+                raise TypeError(f"{type(message).__name__} instead of {kind.__name__}")
         if isinstance(message, messaging.MetadataReply) and isinstance(
             asked, messaging.MetadataQuery
         ):
             try:
                 aggregate_clients_data_info({name: message.data_info}, set(asked.fields))
             except Exception as exc:
-                raise ValueError(f"metadata that can not be used: {plain(exc, 300)}") from exc
+                raise ValueError(f"metadata that cannot be used: {one_line(exc, 300)}") from exc
         return message
 
     def _replies(
         self, asked: set[str], replies: dict[str, Message], faults: dict[str, str]
     ) -> dict[str, Message]:
-        """Return the replies with which the run goes on; raise if it can not."""
+        """Return the replies with which the run goes on; raise if there are too few."""
         if self.min_replies is None:
             if faults:
-                raise RuntimeError(f"{told(faults)}; the run can not go on without it")
-            # For an error that a client reports, declearn ends the run in words of its own.
+                raise RuntimeError(f"{summary(faults)}; the run cannot go on without it")
+            # For an error that a client reports, declearn ends the run itself.
             return replies
-        sound = {n: m for n, m in replies.items() if not isinstance(m, Error)}
+        valid = {n: m for n, m in replies.items() if not isinstance(m, Error)}
         for name, message in replies.items():
             if isinstance(message, Error):
                 why = f"client {WHO} reports an error: {message.message:.300}"
@@ -448,44 +454,43 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 faults[name] = why
         for name in faults.keys() - replies.keys():
             self._leave(name, faults[name])
-        missing = {n: why for n, why in (self.members.gone | faults).items() if n not in sound}
-        if refusal := self.members.refusal(len(sound), len(asked), missing):
-            raise RuntimeError(f"{refusal}; the run can not go on")
-        return sound
+        missing = {n: why for n, why in (self.members.gone | faults).items() if n not in valid}
+        if refusal := self.members.refusal(len(valid), len(asked), missing):
+            raise RuntimeError(f"{refusal}; the run cannot go on")
+        return valid
 
     def _evaluations(self, replies: dict[str, Message]) -> dict[str, Message]:
-        """Return the evaluations that count; none of them ends the run."""
+        """Return the evaluations that count; no evaluation ends the run."""
         sent = {n: m for n, m in replies.items() if isinstance(m, messaging.EvaluationReply)}
         noise = self._evaluated.noise
-        sound, faults = counted(sent, self._evaluated.metrics, together=noise is None)
+        valid, faults = counted(sent, self._evaluated.metrics, together=noise is None)
         for name, why in faults.items():
             _LOGGER.warning("left out the evaluation of client %r: %s", name, why)
         if noise is not None:
-            return {"all clients": self._evaluated.mean(sound)}
-        if sound:
-            return dict(sound)
+            return {"all clients": self._evaluated.mean(valid)}
+        if valid:
+            return dict(valid)
         _LOGGER.error(
-            "no client has sent an evaluation that counts: the loss of this round is taken as "
-            "infinite, and its metrics say nothing"
+            "no client has sent an evaluation that counts: the loss of this round is infinite, and "
+            "its metrics are NaN"
         )
         return {"nobody": nothing(self._evaluated.metrics)}
 
     def _check_present(self, heard: Container[str] = ()) -> None:
         """Raise if a client has left, and all are needed, unless its last message was heard."""
-        gone = {n: why for n, why in self.members.gone.items() if n not in heard}
-        if gone and self.min_replies is None:
-            silent = any(why == self._silence() for why in gone.values())
-            why = "its log says why; a client that does not import fedclip ends at the start"
-            if silent:
-                why = "if rounds take longer, raise patience in [network.kwargs]"
-            raise RuntimeError(f"{told(gone)}, and the run can not go on without it: {why}")
+        lost = {n: why for n, why in self.members.gone.items() if n not in heard}
+        if lost and self.min_replies is None:
+            advice = "see its log; a client that does not import fedclip ends at the start"
+            if self._silence() in lost.values():
+                advice = "if rounds take longer, raise patience in [network.kwargs]"
+            raise RuntimeError(f"{summary(lost)}, and the run cannot go on without it: {advice}")
 
     def _silence(self) -> str:
         return f"no answer from {WHO} in {self.patience:g} s"
 
 
 class WatchfulWebsocketsClient(WebsocketsClient):
-    """declearn's websockets client, which does not wait for ever for a server that is frozen.
+    """declearn's websockets client, which waits for a frozen server for a limited time.
 
     It is registered as the protocol ``fedclip-websockets``; ``fedclip run`` gives it to scripts
     that name ``websockets`` too.
@@ -494,9 +499,9 @@ class WatchfulWebsocketsClient(WebsocketsClient):
     ----------
     patience : float or None, default=10800.0
         Seconds without a message from the server after which the client ends, > 0; None to wait
-        for ever. A server waits up to its own `patience`, 3600 by default, for the slowest client
-        to collect a request, and as long for its answer: with three times as much, it is the
-        server that ends first, and says why.
+        without a limit. A server waits up to its `patience`, 3600 by default, for the slowest
+        client to collect a request, and as long for its answer. With three times as much, the
+        server ends first, and sends the reason.
     **settings
         The parameters of declearn's `WebsocketsClient`.
 
@@ -528,7 +533,7 @@ class WatchfulWebsocketsClient(WebsocketsClient):
         try:
             while not answer.done():
                 if patience.spent():
-                    # Who is frozen does not take part in closing a connection.
+                    # A frozen process does not take part in closing a connection.
                     cast(Any, self._socket).transport.abort()
                     self._socket = None
                     raise RuntimeError(
@@ -542,5 +547,5 @@ class WatchfulWebsocketsClient(WebsocketsClient):
 
 
 def watch_plain_clients() -> None:
-    """Let clients of the protocol ``websockets`` be watchful too, in this process."""
+    """Make clients of the protocol ``websockets`` in this process wait for a limited time, too."""
     REGISTRIES["NetworkClient"].register(WatchfulWebsocketsClient, "websockets", repl=True)

@@ -3,8 +3,8 @@
 
 ::
 
-    server:  shares the trained weights that no pattern of `personal` matches, and keeps its own
-             values of the others as they are
+    server:  shares the trained weights that no pattern of `personal` matches, and never changes
+             its values of the others
     client:  trains all weights (`PersonalFederatedClient`), and shares the same ones
 """
 
@@ -25,6 +25,7 @@ from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import check_exclude, matched, within
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
+from fedclip.errors import Problem
 
 BATCHNORM = "batchnorm"
 """Stands for all tensors of the layers that keep running statistics."""
@@ -50,55 +51,61 @@ def chosen(personal: Sequence[str], names: Collection[str]) -> frozenset[str]:
     >>> sorted(chosen(["batchnorm", "head"], names))
     ['bn.running_mean', 'bn.weight', 'head.weight']
     """
-    found: set[str] = set()
+    matches: set[str] = set()
     if BATCHNORM in personal:
         layers = {match[1] or "" for name in names if (match := STATISTICS.match(name))}
         if not layers:
             why = "personal has 'batchnorm', and no layer of the model keeps running statistics"
             raise ValueError(f"{why}; the names are {listed(names)}")
-        found = {n for n in names if n[: len(n) - len(re.split(r"[./]", n)[-1])] in layers}
+        matches = {n for n in names if n[: len(n) - len(re.split(r"[./]", n)[-1])] in layers}
     patterns = [pattern for pattern in personal if pattern != BATCHNORM]
-    found |= matched("personal", patterns, [*names]).keys()
-    # A wildcard may match one name as it is, and another without its wrappers: both stay.
+    matches |= matched("personal", patterns, [*names]).keys()
+    # A wildcard may match one name in full, and another without its wrappers: both stay.
     wild = [pattern for pattern in patterns if pattern not in names]
-    return frozenset(found.union(*(within(pattern, [*names]) for pattern in wild)))
+    return frozenset(matches.union(*(within(pattern, [*names]) for pattern in wild)))
 
 
-def astray(model: AnyModel) -> str:
-    """Return what goes wrong with running statistics, which declearn never sends; "" if nothing."""
+def statistics_problems(model: AnyModel) -> list[Problem]:
+    """Return what goes wrong with running statistics, which declearn never sends."""
     net = model.model if isinstance(model, PersonalModel) else model
     names, bare = net.get_weights().coefs, net.typekey in BARE
-    own, held = frozenset[str](), set[str]()
+    personal, held = frozenset[str](), set[str]()
     if isinstance(model, PersonalModel):
-        own, held = model.own, {f"{layer}." for layer in model.held}
+        personal, held = model.own, {f"{layer}." for layer in model.held}
         if bare:
             # Keras' frozen layers keep their statistics, and the wrapper has sent them.
-            still = names.keys() - net.get_weights(trainable=True).coefs.keys()
-            held = {re.split(r"[^./]*$", n)[0] for n in still if not STATISTICS.match(n)}
-    found = {m[1] or "" for n in names if n not in own and (m := STATISTICS.match(n))} - held
-    if not found:
-        return ""
-    layers = [layer[:-1] for layer in found]
-    frozen = "PersonalModel(model) keeps them" if bare else "give it frozen_batchnorm='eval'"
-    return (
-        f"running statistics are never sent ({listed(layers)}): each client has its own, and the "
-        "server's model those that it began with, so that its checkpoints are wrong. Let these "
-        f"layers stay at each site, PersonalModel(model, 'batchnorm'); for frozen ones, {frozen}"
-    )
+            frozen = names.keys() - net.get_weights(trainable=True).coefs.keys()
+            held = {re.split(r"[^./]*$", n)[0] for n in frozen if not STATISTICS.match(n)}
+    shared = [match for n in names if n not in personal and (match := STATISTICS.match(n))]
+    layers = {match[1] or "" for match in shared} - held
+    if not layers:
+        return []
+    advice = "PersonalModel(model) keeps them" if bare else "give it frozen_batchnorm='eval'"
+    return [
+        Problem(
+            f"running statistics are never sent ({listed([layer[:-1] for layer in layers])}): each "
+            "client computes different ones, and the server's model keeps the initial ones, so its "
+            "checkpoints are wrong. Keep these layers at each site, PersonalModel(model, "
+            f"'batchnorm'); for frozen ones, {advice}"
+        )
+    ]
 
 
-def unsent(model: AnyModel) -> str:
-    """Return which weights a client would not have as the server has them; "" if all are sent."""
+def frozen_problems(model: AnyModel) -> list[Problem]:
+    """Return which frozen weights a client would not get from the server."""
     if model.typekey not in BARE:
-        return ""
+        return []
     names, trained = (model.get_weights(trainable=only).coefs for only in (False, True))
-    found = [n for n in names if n not in trained and not STATISTICS.match(n)]
-    if not found:
-        return ""
-    return (
-        f"{listed(found)} are frozen, and declearn sends Keras' and Haiku's models without their "
-        "weights: each client would have random ones. Wrap the model, PersonalModel(model)"
-    )
+    frozen = [n for n in names if n not in trained and not STATISTICS.match(n)]
+    if not frozen:
+        return []
+    return [
+        Problem(
+            f"{listed(frozen)} are frozen, and declearn sends Keras' and Haiku's models without "
+            "their weights: each client would have random ones. Wrap the model, "
+            "PersonalModel(model)"
+        )
+    ]
 
 
 def part(vector: AnyVector, names: Iterable[str]) -> AnyVector:
@@ -107,25 +114,25 @@ def part(vector: AnyVector, names: Iterable[str]) -> AnyVector:
 
 
 def merged(model: AnyModel, own: Collection[str], shared: AnyVector) -> AnyVector:
-    """Return all trained weights of a model: the shared ones as given, the others as they are.
+    """Return all trained weights of a model: the shared ones as given, the others unchanged.
 
     Raises
     ------
     TypeError, ValueError
         If these are not all but the model's `own`.
     """
-    mine: AnyVector = model.get_weights(trainable=True)
-    if not isinstance(shared, type(mine)):
-        given = type(shared).__name__
-        raise TypeError(f"weights must be a {type(mine).__name__}, got {given}")
-    if kept := shared.coefs.keys() & own:
-        raise ValueError(f"weights for {listed(kept)} were sent, which stay on each client")
-    if differing := shared.coefs.keys() ^ (mine.coefs.keys() - own):
+    weights: AnyVector = model.get_weights(trainable=True)
+    if not isinstance(shared, type(weights)):
+        got = type(shared).__name__
+        raise TypeError(f"weights must be a {type(weights).__name__}, got {got}")
+    if personal := shared.coefs.keys() & own:
+        raise ValueError(f"weights for {listed(personal)} were sent, which stay on each client")
+    if differing := shared.coefs.keys() ^ (weights.coefs.keys() - own):
         raise ValueError(
             f"what is shared and what was sent differ in {listed(differing)}: is a layer "
             "frozen, or named otherwise, on one side only?"
         )
-    return type(mine)({**mine.coefs, **shared.coefs})
+    return type(weights)({**weights.coefs, **shared.coefs})
 
 
 def listed(names: Collection[str]) -> str:
@@ -137,7 +144,7 @@ def listed(names: Collection[str]) -> str:
 class PersonalModel(AnyModel):
     """A declearn model with tensors that stay on each client: they are trained, and not shared.
 
-    Give it to the server in the place of the model that it wraps. Clients take part with
+    Give it to the server instead of the model that it wraps. Clients take part with
     `PersonalFederatedClient`, or with `PrivateFederatedClient`.
 
     Parameters
@@ -149,21 +156,21 @@ class PersonalModel(AnyModel):
         the word ``"batchnorm"`` stands for all tensors of layers that keep running statistics.
         None, if the wrapper is for `frozen_batchnorm`, or for frozen layers of Keras or Haiku.
     frozen_batchnorm : {"eval"} or None, default=None
-        In networks of torch: "eval" lets frozen BatchNorm normalise by its statistics and leave
-        them as they are, as in evaluation. None: they move with each step, though the layer is
-        frozen. (Keras' frozen layers do the former by themselves.)
+        In networks of torch: with "eval", frozen BatchNorm normalises by its statistics and does
+        not change them, as in evaluation. None: they move with each step, though the layer is
+        frozen. (Keras' frozen layers always behave as with "eval".)
 
     Raises
     ------
     TypeError, ValueError
-        If a pattern matches no tensor, or they match none that is trained, or all: here, or, for
-        a model that learns its shapes from the clients' data, when it does.
+        If a pattern matches no tensor, or the patterns match no trained tensor, or all of them. A
+        model that learns its shapes from the clients' data raises it then.
 
     Notes
     -----
-    Clients start with the server's values of their own layers. In the server's model these never
-    change, so what it computes is no one's model: each site's own is in the site's checkpoints,
-    and its metrics are those that the site reports.
+    Clients start with the server's values of their personal layers. In the server's model these
+    never change, so the server's model fits no client: each site's model is in the site's
+    checkpoints, and its metrics are those that the site reports.
 
     declearn's configurations of Keras' and Haiku's models have no weights. This one brings those
     that are never sent afterwards: personal and frozen ones, and running statistics; and which
@@ -187,7 +194,7 @@ class PersonalModel(AnyModel):
         )
         self.bare = model.typekey in BARE
         if not self.personal and self.frozen_batchnorm is None and not self.bare:
-            raise ValueError("personal names no tensor: use the model as it is, without a wrapper")
+            raise ValueError("personal names no tensor: use the model without this wrapper")
         if model.typekey == "tensorflow" and model.required_data_info:
             raise ValueError(
                 "the Keras model has no shapes yet, and its tensors would be named otherwise on "
@@ -206,8 +213,8 @@ class PersonalModel(AnyModel):
         held = hold_statistics(network) if hasattr(network, "named_modules") else []
         if not held:
             raise ValueError(
-                "frozen_batchnorm='eval' is for frozen BatchNorm in a network of torch, and there "
-                "is none in this model: freeze it first, or leave it out (Keras needs no option)"
+                "frozen_batchnorm='eval' is for frozen BatchNorm in a network of torch, which this "
+                "model has not: freeze it first, or leave it out (Keras needs no option)"
             )
         return held
 
@@ -221,10 +228,10 @@ class PersonalModel(AnyModel):
         if not self.personal:
             return
         trained = self.model.get_weights(trainable=True).coefs.keys()
-        kept = trained & self.own
-        if not kept or kept == trained:
-            how = "nothing would be shared" if kept else "what it matches is never shared, anyway"
-            text = f"matches {'all' if kept else 'none'} of what is trained, {listed(trained)}"
+        personal = trained & self.own
+        if not personal or personal == trained:
+            how = "nothing would be shared" if personal else "what it matches is never shared"
+            text = f"matches {'all' if personal else 'none'} of what is trained, {listed(trained)}"
             raise ValueError(f"personal={self.personal} {text}: {how}")
         for name, other in tied(self.get_wrapped_model()):
             if (name in self.own) != (other in self.own):
@@ -263,13 +270,13 @@ class PersonalModel(AnyModel):
     def get_config(self, allow_bin: bool = False) -> Config:
         """Return the model and the patterns; declearn encodes a model that is within another."""
         model = self.model if allow_bin else self.model.get_config()
-        own: Config
-        own = {"personal": self.personal, "frozen_batchnorm": self.frozen_batchnorm, "unsent": None}
+        config: Config = {**super().get_config(), "model": model, "personal": self.personal}
+        config |= {"frozen_batchnorm": self.frozen_batchnorm, "unsent": None}
         if self.bare and not self.required_data_info:
             trained, weights = self.model.get_weights(trainable=True), self.get_weights()
-            left = [n for n in weights.coefs if n in self.own or n not in trained.coefs]
-            own |= {"trained": [*trained.coefs], "unsent": part(weights, left)}
-        return {**super().get_config(), "model": model, **own}
+            unsent = [n for n in weights.coefs if n in self.own or n not in trained.coefs]
+            config |= {"trained": [*trained.coefs], "unsent": part(weights, unsent)}
+        return config
 
     @classmethod
     def from_config(cls, config: Config, allow_bin: bool = False) -> Self:
@@ -289,7 +296,7 @@ class PersonalModel(AnyModel):
         """Refuse: all weights are trained, and declearn would share what it trains."""
         raise RuntimeError(
             "a model with personal layers is trained by fedclip.PersonalFederatedClient, or "
-            "fedclip.PrivateFederatedClient: use it in the place of FederatedClient"
+            "fedclip.PrivateFederatedClient: use it instead of FederatedClient"
         )
 
     def compute_batch_predictions(self, batch: Batch) -> tuple[HostView, HostView, HostView | None]:
@@ -302,7 +309,7 @@ class PersonalModel(AnyModel):
 
     @property
     def required_data_info(self) -> set[str]:
-        """What the model has to know of the data."""
+        """The fields of the data's description that the model needs."""
         return self.model.required_data_info
 
     @property

@@ -33,7 +33,7 @@ from fedclip.dpsgd.persample import part
 from fedclip.dpsgd.persample.base import Data, Failed, Float64, spare
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.dataset_records import Records
-from fedclip.engines.declearn.evaluation import unfit
+from fedclip.engines.declearn.evaluation import noise_problems
 from fedclip.engines.declearn.generics import AnyModel
 from fedclip.privacy.noise import Normals, noised
 
@@ -99,8 +99,8 @@ class Evaluation:
         named: dict[str, Any] = {metric.name: metric for metric in metrics.metrics}
         # First the loss, which is in each of declearn's sets.
         named = {"loss": named.pop("loss"), **named}
-        if why := unfit([*named][1:]):
-            raise ValueError(why)
+        for problem in noise_problems([*named][1:]):
+            raise ValueError(problem.text)
         self._of = [*named.values()]
         self.bounds = np.array([bounds[name] for name in named])
         self._worst = np.array([float(name == "loss") for name in named])

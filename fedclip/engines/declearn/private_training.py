@@ -38,8 +38,8 @@ from fedclip.dpsgd.persample.base import Data, Float64
 from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.engines.declearn.dataset_records import Records, first_records
+from fedclip.engines.declearn.members import untold
 from fedclip.engines.declearn.private_evaluation import Evaluation
-from fedclip.engines.declearn.quorum import untold
 from fedclip.engines.declearn.sample_clip import place_of
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.ledger import Ledger, fingerprint

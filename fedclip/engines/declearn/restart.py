@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restarts a node after a crash, from the newest round that was saved completely.
 
-declearn names its files by local time, which is set back: by somebody, or at the end of summer
-time. Which round is the newest, the files themselves say.
+declearn names its files by local time, which may be set back, as at the end of summer time. So the
+newest round follows from the contents of the files.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def load_round(folder: str | Path) -> SavedRound:
     ::
 
         pairs = models and optimizers of the same name, that are of the same round
-        newest = the pair whose optimizer has reached the highest round, by its own counters;
-                 without any, the one that comes last in metrics.csv, to which rounds are appended
+        newest = the pair whose optimizer has reached the highest round, by its counters;
+                 without counters, the last one in metrics.csv, to which rounds are appended
 
     A server that is killed, or whose disk is full, may leave a model without its optimizer, or
     half a file. The newest model and the newest optimizer may then be from different rounds: with
@@ -55,13 +55,13 @@ def load_round(folder: str | Path) -> SavedRound:
     Raises
     ------
     StateError
-        If there is no such round; the message says what was found.
+        If there is no such round; the message lists the files and their faults.
 
     Notes
     -----
     The log has a warning for each round that is left out because a part of it is missing, damaged
-    or of another round. Of several runs in one folder the highest round counts, as it has spent
-    most.
+    or of another round. Of several runs in one folder the highest round counts, which has spent
+    the most.
     The best model, which declearn saves at the end of a run, belongs to no round. declearn names
     files by the second, and writes the model first: if the model of a pair is the younger file, the
     pair mixes two rounds of the same second, and is left out. In a copy of the folder, the order of
@@ -73,8 +73,7 @@ def load_round(folder: str | Path) -> SavedRound:
     saved = Checkpointer(str(folder))
     models, optimizers = _files(path, "model"), _files(path, "optimizer")
     faults: dict[str, str] = {}
-    found = _reached(optimizers, faults)
-    for reached, timestamp in found:
+    for reached, timestamp in _reached(optimizers, faults):
         try:
             if timestamp not in models:
                 raise StateError("its model is missing")
@@ -93,8 +92,8 @@ def load_round(folder: str | Path) -> SavedRound:
             _LOGGER.warning(text, name, faults[name])
         _LOGGER.info("going on from round %d, saved as %s", reached[0] or reached[1], timestamp)
         return SavedRound(model, optimizer, timestamp)
-    told = "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items())[:5])
-    why = told or f"it has {len(models)} models and {len(optimizers)} optimizers"
+    listed = "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items())[:5])
+    why = listed or f"it has {len(models)} models and {len(optimizers)} optimizers"
     raise StateError(f"{str(folder)!r} holds no round whose model and optimizer both load: {why}")
 
 
@@ -106,7 +105,7 @@ def _files(folder: Path, kind: str) -> dict[str, Path]:
 
 def _reached(files: Mapping[str, Path], faults: dict[str, str]) -> list[tuple[Reached, str]]:
     """Return how far optimizers have come, the furthest first; note damaged files."""
-    found, places = [], _places(next(iter(files.values())).parent) if files else {}
+    reached, rows = [], _rows(next(iter(files.values())).parent) if files else {}
     for timestamp, file in files.items():
         try:
             # Values that declearn wraps, such as vectors, stay wrapped.
@@ -114,17 +113,17 @@ def _reached(files: Mapping[str, Path], faults: dict[str, str]) -> list[tuple[Re
         except Exception as exc:  # a file cut short or damaged may hold anything in any place
             faults[timestamp] = _why(exc)
         else:
-            found.append(((rounds, steps, places.get(timestamp, 0)), timestamp))
-    return sorted(found, reverse=True)
+            reached.append(((rounds, steps, rows.get(timestamp, 0)), timestamp))
+    return sorted(reached, reverse=True)
 
 
-def _places(folder: Path) -> dict[str, int]:
+def _rows(folder: Path) -> dict[str, int]:
     """Return the row of each timestamp in the metrics, which are written last of a round."""
     try:
         lines = (folder / "metrics.csv").read_text(errors="replace").splitlines()
     except OSError:
         return {}
-    return {line.partition(",")[0]: place for place, line in enumerate(lines)}
+    return {line.partition(",")[0]: row for row, line in enumerate(lines)}
 
 
 def _round_of(state: Unchecked) -> tuple[int, int]:

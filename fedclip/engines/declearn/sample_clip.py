@@ -26,7 +26,7 @@ from fedclip.core.scopes import Groups, check_scope
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.persample.base import Arrays
 from fedclip.engines.declearn.generics import AnyModule, AnyVector
-from fedclip.engines.declearn.pipeline import analyse
+from fedclip.engines.declearn.stages import analyse
 from fedclip.privacy import Context, Map
 from fedclip.privacy.accounting import check_evaluation
 from fedclip.privacy.maps import Shapes

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a declearn client sends passes here, and leaves as the policy of its site allows.
+"""The policy of a site in declearn: it passes on what the policy allows of a client's messages.
 
 ::
 
-    TrainReply          its update, through the gate; votes; numbers that are named, else 0
-    EvaluationReply     loss and steps, and means, if they are named; else a loss of NaN
-    MetadataReply       if each field is named, and of numbers, or a dtype
+    TrainReply          its update, through the gate; votes; numbers that the policy names, else 0
+    EvaluationReply     loss and steps, and means, if the policy names them; else a loss of NaN
+    MetadataReply       if the policy names each field, and it is of numbers, or a dtype
     InitReply,
     PrivacyReply        they are empty
-    anything else       one error, the same for all; the site's log says why
+    anything else       one error, always the same; the site's log has the reason
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GatedNetwork(NetworkClient, register=False):
     inner
         The network client that it sends with.
     gate
-        What lets out, or refuses.
+        The gate that lets updates, numbers and votes out, or refuses them.
     """
 
     def __init__(self, inner: NetworkClient, gate: Gate) -> None:
@@ -56,7 +56,7 @@ class GatedNetwork(NetworkClient, register=False):
 
     @staticmethod
     def _setup_ssl_context(certificate: str | None = None) -> None:
-        """Return nothing: the network client within has a context of its own."""
+        """Return nothing: the inner network client has its context."""
 
     async def start(self) -> None:
         """Connect to the server."""
@@ -67,11 +67,11 @@ class GatedNetwork(NetworkClient, register=False):
         await self._inner.stop()
 
     async def register(self) -> bool:
-        """Tell the server the name of this client, and the version of declearn."""
+        """Send the server the name of this client, and the version of declearn."""
         return await self._inner.register()
 
     async def recv_message(self, timeout: float | None = None) -> messaging.SerializedMessage[Any]:
-        """Return the next message of the server; it is counted, as it may be replied to.
+        """Return the next message of the server; the gate counts it, as it may be replied to.
 
         Raises
         ------
@@ -87,7 +87,7 @@ class GatedNetwork(NetworkClient, register=False):
         raise Refused("a client behind a gate sends messages, and no bytes")
 
     async def send_message(self, message: messaging.Message) -> None:
-        """Send what may leave of a message, or else that this site refuses."""
+        """Send what may leave of a message, or the error that this site refuses."""
         kind = type(message)
         try:
             if kind not in self._known:
@@ -106,29 +106,29 @@ class GatedNetwork(NetworkClient, register=False):
         Refused
             With a sentence for the site's log.
         """
-        if why := self._unfit(aggregator):
-            raise Refused(why)
+        self._check_aggregator(aggregator)
         for module in modules:
             if module.aux_name not in (None, AUX_NAME):
                 raise Refused(f"a site's policy does not know what {module.name!r} shares")
             if getattr(module, "site", None) is not None:
                 raise Refused("a site's policy would clip the noise that update-clip-client adds")
 
-    def _unfit(self, aggregator: Any) -> str:
-        """Return why the updates of an aggregator can not leave; "" if they can."""
+    def _check_aggregator(self, aggregator: Any) -> None:
+        """Refuse an aggregator whose updates cannot leave."""
         if type(aggregator) is AveragingAggregator:
             equal = not aggregator.steps_weighted
         elif type(aggregator) is not ClippedAveraging:
             known = "a site's policy knows the aggregators 'averaging' and 'clipped-averaging'"
-            return f"{known}, not {type(aggregator).__name__}"
+            raise Refused(f"{known}, not {type(aggregator).__name__}")
         elif self._gate.policy.noise_multiplier:
-            return (
+            raise Refused(
                 "this site's noise takes updates beyond the bound of clipped-averaging, where "
                 f"they count as zeros: set {_AVERAGING}"
             )
         else:
             equal = aggregator.shares.kind != "steps"
-        return "" if equal else f"this site's updates have no weights by steps: set {_AVERAGING}"
+        if not equal:
+            raise Refused(f"this site's updates have no weights by steps: set {_AVERAGING}")
 
     def _training(self, reply: messaging.TrainReply) -> messaging.TrainReply:
         shared, votes = reply.updates, reply.aux_var.get(AUX_NAME)
@@ -153,30 +153,32 @@ class GatedNetwork(NetworkClient, register=False):
     def _evaluation(self, reply: messaging.EvaluationReply) -> messaging.EvaluationReply:
         named = self._gate.policy.allow_metrics
         if not {"loss", "n_steps"} <= {*named} or plain(reply.loss) is None:
-            # A mean with it is none, and says so; fedclip's server leaves it out.
+            # A mean with NaN is NaN; fedclip's server leaves this evaluation out.
             return messaging.EvaluationReply(math.nan, 1, 0.0)
         means: dict[str, Any] = {n: _mean(s) for n, s in reply.metrics.items() if n in named}
-        # A server takes all of them or none.
-        whole = len(means) == len(reply.metrics) and None not in means.values()
+        # A server takes all of them, or no metric.
+        complete = len(means) == len(reply.metrics) and None not in means.values()
         numbers = self._numbers(reply, "loss", "n_steps", "t_spent")
-        return messaging.EvaluationReply(**numbers, metrics=means if whole else {})
+        return messaging.EvaluationReply(**numbers, metrics=means if complete else {})
 
     def _metadata(self, reply: messaging.MetadataReply) -> messaging.MetadataReply:
         named = self._gate.policy.allow_metrics
         if others := [name for name in reply.data_info if name not in named]:
-            raise Refused(f"the server asks for {', '.join(others)}, which this site does not tell")
+            raise Refused(
+                f"the server asks for {', '.join(others)}, which its policy does not name"
+            )
         return messaging.MetadataReply(
             {name: _described(value) for name, value in reply.data_info.items()}
         )
 
     def _numbers(self, reply: messaging.Message, *names: str) -> dict[str, Any]:
         """Return those fields of a reply that the policy names, and 0 for the others."""
-        found = self._gate.metrics({name: getattr(reply, name) for name in names})
-        return {name: found.get(name, 0) for name in names}
+        numbers = self._gate.metrics({name: getattr(reply, name) for name in names})
+        return {name: numbers.get(name, 0) for name in names}
 
 
 def _mean(state: object) -> MeanState | None:
-    """Return the state of a metric that is a mean of numbers; None if it is another."""
+    """Return the state of a metric that is a mean of numbers; None for another one."""
     if type(state) is not MeanState:
         return None
     total, divisor = plain(state.num_sum), plain(state.divisor)
@@ -184,11 +186,11 @@ def _mean(state: object) -> MeanState | None:
 
 
 def _described(value: Any) -> Any:
-    """Return what a data set says of itself: a number, several, or the name of a dtype."""
+    """Return a field of a data set's description: a number, several, or the name of a dtype."""
     if isinstance(value, str):
         return np.dtype(value).name
     if isinstance(value, (list, tuple, set)):
-        return type(value)(None if one is None else _described(one) for one in value)
+        return type(value)(None if item is None else _described(item) for item in value)
     if (number := plain(value)) is None:
-        raise Refused("a site tells nothing of its data but numbers and dtypes")
+        raise Refused("the description of a site's data holds numbers and dtypes only")
     return number

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes in sentences what a federation's configuration clips, where, and what that guarantees.
+"""The guarantees of a declearn pipeline, and what a whole configuration clips at each stage.
 
 ==========  ===============  ============================================================
-place       section          what is clipped
+stage       section          what is clipped
 ==========  ===============  ============================================================
 step        ``client_opt``   the gradient of one batch, at each local step
 update      ``aggregator``   one client's update of a round, before it is shared
@@ -16,14 +16,94 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
+from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
-from fedclip.engines.declearn.pipeline import analyse
-from fedclip.privacy.maps import Plugin
+from fedclip.errors import nearest
+from fedclip.privacy.bounds import analyse_plugins
+from fedclip.privacy.maps import Plugin, Shapes
 from fedclip.privacy.norm_conversions import COARSEST, number
 from fedclip.privacy.sensitivity import Analysis
 
-__all__ = ["before_noise", "in_words", "warnings"]
+__all__ = ["analyse", "before_noise", "in_words", "warnings"]
+
+
+def analyse(
+    pipeline: object,
+    shapes: Shapes | None = None,
+    *,
+    finite: bool = False,
+) -> Analysis:
+    """Return what a clipper, a list of them, or an optimizer guarantees.
+
+    Parameters
+    ----------
+    pipeline
+        A module or regularizer; its registered name; its name and configuration; a list of
+        these, in the order in which they act; a declearn `Optimizer`, or its configuration.
+    shapes : dict of tuples or None, default=None
+        Shape of each tensor, by name. Without shapes, the result has formulas, and only the
+        bounds that do not depend on them.
+    finite : bool, default=False
+        Assume that gradients hold no NaN and no infinity. declearn's own clippers, and those
+        with ``on_nonfinite="propagate"``, bound nothing else.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `pipeline` or `shapes` is not as above, or a pattern of a scope matches no tensor.
+
+    Examples
+    --------
+    >>> from fedclip import NormClip
+    >>> shapes = {"w": (4, 3), "b": (4,)}
+    >>> result = analyse(NormClip(max_norm=0.5), shapes)
+    >>> result.l2_bound, result.per_record_safe, result.non_expansive
+    (0.5, True, True)
+    >>> result.sensitivity("replace-one"), result.sensitivity("add-remove", "aggregate", 0.01)
+    (1.0, 0.01)
+    >>> print(analyse(["norm-clip", "yogi"], shapes).reasons[0])
+    yogi: no bound is known of it
+    """
+    plugins, lrate, w_decay = _plugins(pipeline)
+    result = analyse_plugins(plugins, shapes, finite=finite)
+    return replace(result, lrate=lrate, w_decay=w_decay)
+
+
+def _plugins(pipeline: object) -> tuple[list[Plugin], float | None, float | None]:
+    """Return the plug-ins in the order in which they act, the learning rate, the weight decay."""
+    if isinstance(pipeline, Optimizer):
+        config = pipeline.get_config()
+        rates = (config[key] for key in ("lrate", "w_decay"))
+        lrate, decay = (r if isinstance(r, float) else None for r in rates)
+        return [*pipeline.regularizers, *pipeline.modules], lrate, decay
+    if isinstance(pipeline, Mapping):
+        return _plugins(Optimizer(**pipeline))
+    if isinstance(pipeline, Sequence) and not isinstance(pipeline, str) and not _is_spec(pipeline):
+        return [_plugin(item) for item in pipeline], None, 0.0
+    return [_plugin(pipeline)], None, 0.0
+
+
+def _is_spec(value: Sequence[object]) -> bool:
+    return len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Mapping)
+
+
+def _plugin(value: object) -> Plugin:
+    if isinstance(value, (OptiModule, Regularizer)):
+        return value
+    name, config = (value, {}) if isinstance(value, str) else ("", {})
+    if isinstance(value, (list, tuple)) and _is_spec(value):
+        name, config = value
+    if not name:
+        raise TypeError(
+            "a pipeline is a module, a regularizer, a name, [name, {parameter = value}], a list "
+            f"of these, an Optimizer or its configuration; got {value!r}"
+        )
+    known: dict[str, Plugin] = {**list_optim_regularizers(), **list_optim_modules()}
+    if name not in known:
+        raise ValueError(f"no module or regularizer is called {name!r}{nearest(name, known)}")
+    return known[name].from_config(dict(config))
 
 
 def in_words(
@@ -36,7 +116,7 @@ def in_words(
     privacy: Mapping[str, object] | None = None,
     unit: str = "record",
 ) -> list[str]:
-    """Return one line for each place: what is clipped there.
+    """Return one line for each stage: what is clipped there.
 
     The plug-ins are in the order in which they act, and the aggregator is given if it is fedclip's.
     The section `optim` of the client, a fixed number of local `steps` and the section [run.privacy]
@@ -58,28 +138,28 @@ def _noised(client: Sequence[Plugin], privacy: Mapping[str, object], unit: str) 
     modules = [p for p in client if not isinstance(p, Regularizer)]
     names = [p.name for p in modules]
     if "sample-clip" in names:
-        place = names.index("sample-clip")
-        said = str(modules[place].in_words(shown, unit))
-        if place:
-            said += f" Before that, each {unit} goes through {', '.join(names[:place])}."
-        after = [*weighted, *modules[place + 1 :]]
+        i = names.index("sample-clip")
+        text = str(modules[i].in_words(shown, unit))
+        if i:
+            text += f" Before that, each {unit} goes through {', '.join(names[:i])}."
+        after = [*weighted, *modules[i + 1 :]]
     else:
         after = modules
-        said = (
+        text = (
             f"declearn clips each tensor of each sample to {shown}, a sample of k tensors to "
             f"{shown}·√k, and adds noise of z·{shown} to the mean of the batch, which has no "
             "bound then."
         )
         if weighted:
-            found = analyse(weighted, finite=True)
-            said += f" Before the noise, {found.name}: {found.aggregate_in_words}"
+            analysis = analyse(weighted, finite=True)
+            text += f" Before the noise, {analysis.name}: {analysis.aggregate_in_words}"
     if after:
-        found = analyse(after)
-        said += (
-            f" After the noise, {found.bound_in_words} It acts on noise, which [run.privacy] adds "
-            "first: it bounds no sensitivity."
+        analysis = analyse(after)
+        text += (
+            f" After the noise, {analysis.bound_in_words} It acts on noise, which [run.privacy] "
+            "adds first: it bounds no sensitivity."
         )
-    return said
+    return text
 
 
 def _step(client: Sequence[object], optim: Mapping[str, object], steps: object) -> str:
@@ -87,29 +167,29 @@ def _step(client: Sequence[object], optim: Mapping[str, object], steps: object) 
         return "nothing is clipped."
     rates = optim.get("lrate"), optim.get("w_decay", 0.0)
     lrate, w_decay = (rate if isinstance(rate, float) else None for rate in rates)
-    found = replace(analyse(client), lrate=lrate, w_decay=w_decay)
-    said = found.bound_in_words
-    if found.noised:
-        said += f" {found.record_in_words}"
-    elif found.formula:
-        said += " That is the gradient of a batch: it bounds no single sample."
-    return f"{said} {_round(found, steps)}".rstrip()
+    analysis = replace(analyse(client), lrate=lrate, w_decay=w_decay)
+    text = analysis.bound_in_words
+    if analysis.noised:
+        text += f" {analysis.record_in_words}"
+    elif analysis.formula:
+        text += " That is the gradient of a batch: it bounds no single sample."
+    return f"{text} {_round(analysis, steps)}".rstrip()
 
 
-def _round(found: Analysis, steps: object) -> str:
+def _round(analysis: Analysis, steps: object) -> str:
     """Return the largest distance that a round moves the model."""
-    if not found.formula:
+    if not analysis.formula:
         return ""
-    if found.w_decay != 0.0:
+    if analysis.w_decay != 0.0:
         return "A round's update has no bound: weight decay adds a multiple of the weights."
     known = None
     if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
         known = steps
-    rate = "the learning rate" if found.lrate is None else number(found.lrate)
-    if known is None or found.lrate is None or found.l2_bound is None:
+    rate = "the learning rate" if analysis.lrate is None else number(analysis.lrate)
+    if known is None or analysis.lrate is None or analysis.l2_bound is None:
         count = "the number of steps" if known is None else str(known)
         return f"A round's update is at most {rate} times {count} times that."
-    total = found.round_bound(known)
+    total = analysis.round_bound(known)
     shown = "" if total is None else number(total)
     return f"A round's update is at most {rate} times {steps} steps times that, {shown}."
 
@@ -123,24 +203,24 @@ def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
         # The server's bound is on the whole update, whatever the groups are.
         limit, scope = adaptive.max_norm, "global"
     spec = {"max_norm": limit, "scope": scope, "exclude": aggregator.exclude}
-    found = analyse(["norm-clip", spec])
-    said = found.bound_in_words.replace("norm-clip", str(aggregator.name), 1)
-    if not found.formula:
-        return said
-    bound = "that bound" if found.l2_bound is None else number(found.l2_bound)
+    analysis = analyse(["norm-clip", spec])
+    text = analysis.bound_in_words.replace("norm-clip", str(aggregator.name), 1)
+    if not analysis.formula:
+        return text
+    bound = "that bound" if analysis.l2_bound is None else number(analysis.l2_bound)
     if adaptive is not None:
-        said = (
+        text = (
             f"{aggregator.name}: the L2 norm is at most the bound C that update-clip-server sends "
             f"in the round, never above {bound}."
         )
         bound = "C"
     if aggregator.shares.kind != "equal":
-        return f"{said} Weighed, no client moves the average by more than its share of that."
+        return f"{text} Weighed, no client moves the average by more than its share of that."
     if aggregator.combining.kind != "mean":
         pull = f"{aggregator.combining.pull} of that, with n replies"
-        return f"{said} Combined by {aggregator.combine!r}, no client moves it by more than {pull}."
+        return f"{text} Combined by {aggregator.combine!r}, no client moves it by more than {pull}."
     return (
-        f"{said} With equal weights, the sensitivity of the sum is {bound} if a client is added or "
+        f"{text} With equal weights, the sensitivity of the sum is {bound} if a client is added or "
         "removed, and twice that if one is replaced."
     )
 
@@ -148,42 +228,42 @@ def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
 def _aggregate(server: Sequence[object]) -> str:
     if not server:
         return "nothing is clipped."
-    found = analyse(server)
-    if found.noised and not found.before_noise.maps:
-        return f"{found.bound_in_words} What follows noise is free, and bounds no sensitivity."
-    return f"{found.bound_in_words} {found.aggregate_in_words}"
+    analysis = analyse(server)
+    if analysis.noised and not analysis.before_noise.maps:
+        return f"{analysis.bound_in_words} What follows noise is free, and bounds no sensitivity."
+    return f"{analysis.bound_in_words} {analysis.aggregate_in_words}"
 
 
 def warnings(plugins: Sequence[Plugin]) -> list[str]:
     """Return warnings about plug-ins of an optimizer that may not do what the user expects."""
     plugins = _after_records(plugins)
-    said = []
+    texts = []
     for i, map_ in enumerate(analyse(plugins).maps):
         before = analyse(plugins[:i], finite=True)
         if not map_.noise and before.formula and map_.growth > 1.0 + COARSEST:
             clip = next(m.name for m in reversed(before.maps) if m.formula)
             why = map_.expands or map_.unbounded
-            said.append(
-                f"{map_.name} comes after {clip} and lets its bound be exceeded ({why}): put "
-                "the clipper last if what comes out shall be bounded"
+            texts.append(
+                f"{map_.name} comes after {clip} and can exceed its bound ({why}): put the clipper "
+                "last if you need a bound on the result"
             )
-    said += [
-        f"l2-clipping limits each tensor by itself, all k together to {number(p.max_norm)}·√k: "
-        "if one limit on the whole gradient is meant, use norm-clip"
+    return texts + [
+        f"l2-clipping limits each tensor separately, all k together to {number(p.max_norm)}·√k: "
+        "for one limit on the whole gradient, use norm-clip"
         for p in plugins
         if p.name == "l2-clipping"
     ]
-    return said
 
 
 def before_noise(plugins: Sequence[Plugin]) -> list[str]:
     """Return why noise among the plug-ins of an optimizer gives no guarantee."""
     plugins = _after_records(plugins)
-    said = []
-    for i, map_ in enumerate(analyse(plugins).maps):
-        if map_.noise:
-            said += _unsized(analyse(plugins[:i], finite=True), map_.name)
-    return said
+    return [
+        text
+        for i, map_ in enumerate(analyse(plugins).maps)
+        if map_.noise
+        for text in _unsized(analyse(plugins[:i], finite=True), map_.name)
+    ]
 
 
 def _after_records(plugins: Sequence[Plugin]) -> Sequence[Plugin]:
@@ -197,15 +277,15 @@ def _unsized(before: Analysis, noise: str) -> list[str]:
         return []
     if not before.formula:
         return [f"nothing bounds what {noise} is added to: no amount of it gives a guarantee"]
-    said = [
+    texts = [
         f"{m.name} is an adaptive rule before {noise} ({m.shared}): it bounds no sensitivity per "
         "record; use a fixed limit"
         for m in before.maps
         if m.shared and m.lipschitz > 1.0 and m.formula
     ]
     if before.l2_bound is None and "√k" in before.formula:
-        said.append(
-            f"{noise} must be sized on {before.formula}, not on the limit of one of them: if one "
-            "limit was meant, use scope = 'global'"
+        texts.append(
+            f"{noise} must be sized on {before.formula}, not on the limit of one of them: for one "
+            "limit, use scope = 'global'"
         )
-    return said
+    return texts

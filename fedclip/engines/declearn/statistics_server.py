@@ -18,7 +18,7 @@ from fedclip.core.parameters import Config
 from fedclip.core.scopes import resolve
 from fedclip.engines.declearn.context import under_way
 from fedclip.engines.declearn.generics import AnyVector
-from fedclip.engines.declearn.replies import expect, sender_of
+from fedclip.engines.declearn.members import expect, sender_of
 from fedclip.errors import StateError, Unchecked
 from fedclip.privacy import guarantees as kinds
 from fedclip.privacy.maps import Plugin

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.core.version import VERSION, Versioned
-from fedclip.engines.declearn.context import CLIENT, SHARED, ClientRound
+from fedclip.engines.declearn.context import ROUND, ClientPart, change
 from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
 from fedclip.engines.declearn.update_norms import UpdateNorms
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
@@ -86,12 +86,12 @@ class UpdateClipClient(Versioned, UpdateNorms):
             raise TypeError(f"noise must be a table, got {noise!r:.200}")
         self.site = None if noise is None else SiteNoise(**noise)
         self.noise = None if self.site is None else self.site.get_config()
-        self._round: ClientRound | None = None
+        self._round: ClientPart | None = None
 
     def process_aux_var(self, aux_var: object) -> None:
         """Receive the bound of this round."""
         self._round = None
-        CLIENT.set(None)
+        change(client=None)
         if not isinstance(aux_var, UpdateClipBound):
             got = f"got {type(aux_var).__name__}: another module uses the name {AUX_NAME!r}"
             raise TypeError(f"update-clip-client takes its bound from update-clip-server, {got}")
@@ -106,15 +106,15 @@ class UpdateClipClient(Versioned, UpdateNorms):
             why = self.site.refusal(aux_var.noise, sent)
         if why and (self.site or aux_var.noise):
             raise ValueError(f"update-clip-client: {why}; nothing is shared")
-        self._round = ClientRound(sent)
+        self._round = ClientPart(sent)
         if self.site is not None:
             self._round = self._noised(sent, self.site)
-        CLIENT.set(self._round)
+        change(client=self._round)
 
     @staticmethod
-    def _noised(sent: SentBound, site: SiteNoise) -> ClientRound:
+    def _noised(sent: SentBound, site: SiteNoise) -> ClientPart:
         """Return a round with noise, if what is shared can hold it: before the first step."""
-        known = SHARED.get()
+        known = ROUND.get().sharing
         if known is None:
             raise ValueError(
                 "update-clip-client: noise is for what encrypts the replies, which a "
@@ -124,7 +124,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
         if encrypter is None:
             raise ValueError(f"update-clip-client: {UNENCRYPTED}; nothing is shared")
         weights = model.get_weights(trainable=True).coefs
-        return ClientRound(sent, site, encrypter, site.step(weights, sent.bound, encrypter))
+        return ClientPart(sent, site, encrypter, site.step(weights, sent.bound, encrypter))
 
     def on_round_start(self) -> None:
         """Begin a round; the server must have sent a bound."""
@@ -138,7 +138,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
     def collect_aux_var(self) -> UpdateClipVotes | None:
         """Return this client's vote; None outside of a round, which begins with a bound."""
         round_, self._round = self._round, None
-        CLIENT.set(None)
+        change(client=None)
         if round_ is None:
             return None
         sent, outcome = round_.sent, round_.outcome

@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 from declearn.optimizer.modules import OptiModule
 
 from fedclip.engines.declearn import messages
-from fedclip.engines.declearn.context import SERVER, ServerRound, under_way
-from fedclip.engines.declearn.evaluation import EVALUATIONS
+from fedclip.engines.declearn.context import ROUND, ServerPart, change, under_way
 from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.members import expect, faulty_senders
 from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
-from fedclip.engines.declearn.replies import expect, faulty_senders
 from fedclip.privacy import guarantees as kinds
 from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.schedule import DUE
 
 
 class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
@@ -110,7 +108,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls: Any = UpdateClipBound
 
-    _round: ServerRound | None = None
+    _round: ServerPart | None = None
     _message: UpdateClipBound | None = None
 
     def halt(self, why: str) -> None:
@@ -125,13 +123,13 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         # declearn has just called another module, in the same loop.
         if (other := under_way(counted=False)) is not None and other[1] is not self:
             self.halt("there are two update-clip-server modules in server_opt: keep one")
-        due = DUE.get()
-        DUE.set(None)
+        due = ROUND.get().participation
+        change(participation=None)
         if self.evaluation_share:
             self._take_evaluations()
         sent = self.open(due)
-        self._round = ServerRound(weakref.ref(self), sent)
-        SERVER.set(self._round)
+        self._round = ServerPart(weakref.ref(self), sent)
+        change(server=self._round)
         expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
         noise = {} if self.site is None else self.site.get_config()
         self._message = UpdateClipBound(
@@ -141,15 +139,16 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
 
     def _take_evaluations(self) -> None:
         """Let nothing but means with noise be told of evaluations; halt where that can not be."""
-        if (run := EVALUATIONS.get()) is None:
+        if (run := ROUND.get().evaluations) is None:
             self.halt("evaluation_share needs the server's protocol 'fedclip-websockets'")
         else:
-            self.halt(run.unfit(self.expected_clients or 0))
+            for problem in run.problems(self.expected_clients or 0):
+                self.halt(problem.text)
             run.noise = self.evaluated
 
     def process_aux_var(self, aux_var: object) -> None:
         """Count the votes and set the next bound; this round's noise still uses the one sent."""
-        SERVER.set(self._round)
+        change(server=self._round)
         self._message = None
         if self._round is None:
             self.halt("votes have come, but no bound was sent")
@@ -167,7 +166,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     def run(self, gradients: AnyVector) -> AnyVector:
         """Return the average with noise; zeros if the bound does not hold."""
         round_, self._round = self._round, None
-        SERVER.set(None)
+        change(server=None)
         trouble = self._trouble(round_, gradients)
         if trouble or round_ is None:
             self.halt(trouble)
@@ -176,7 +175,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         average = self.release(gradients.coefs, round_.exact)
         return gradients if average is gradients.coefs else type(gradients)(dict(average))
 
-    def _trouble(self, round_: ServerRound | None, gradients: AnyVector) -> str:
+    def _trouble(self, round_: ServerPart | None, gradients: AnyVector) -> str:
         if round_ is None:
             return "no bound was sent in this round"
         if not round_.counted:

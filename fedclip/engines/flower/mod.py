@@ -6,7 +6,7 @@
     take the bound out of the message
     reply  = what the app and the other mods reply
     update = the model received - the model in the reply
-    send the clipped update in the place of the model, and a vote
+    send the clipped update instead of the model, and a vote
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class UpdateClipMod:
     Only messages of training are touched. Tensors of whole numbers, which count something, do not
     leave the client; the server keeps its own.
 
-    What can not be clipped is not sent: without a bound, with several `ArrayRecord`, or with other
-    tensors than those received, the reply is an error that says so.
+    An update that cannot be clipped is not sent: without a bound, with several `ArrayRecord`, or
+    with other tensors than those received, the reply is an error with the reason.
 
-    A mod is a part of the app. It clips what the app sends through Flower, for as long as whoever
-    writes the app wants it to; it is no limit that an app could not undo.
+    A mod is a part of the app, which can remove it. A limit that no app can undo is the policy of
+    a site, `fedclip site supernode`.
 
     Examples
     --------
@@ -113,7 +113,7 @@ class UpdateClipMod:
         sent = bound_from(message.content[RECORD])
         # The app may empty the record.
         received = dict(one_record(message.content, "the message")[1])
-        # What is shared with other messages stays as it is.
+        # Other messages may share the content: replace it.
         message.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
         return sent, received
 
@@ -127,19 +127,19 @@ class UpdateClipMod:
             raise ValueError(OTHER_TENSORS)
         with np.errstate(over="ignore", invalid="ignore"):
             update = {k: before[k] - after[k] for k in before}
-        found = client.clip(update, sent)
-        reply.content[name] = record_of(found.arrays)
-        reply.content[RECORD] = MetricRecord(reply_to(found))
+        clipped = client.clip(update, sent)
+        reply.content[name] = record_of(clipped.arrays)
+        reply.content[RECORD] = MetricRecord(reply_to(clipped))
 
 
 def one_record(content: RecordDict, who: str) -> tuple[str, Record]:
     """Return the one record of arrays, and its name; raise a ValueError if there are others."""
-    found = list(content.array_records.items())
-    if len(found) != 1:
+    records = list(content.array_records.items())
+    if len(records) != 1:
         raise ValueError(
-            f"{who} holds {len(found)} ArrayRecords: a bound is for one update, in one record"
+            f"{who} holds {len(records)} ArrayRecords: a bound is for one update, in one record"
         )
-    return str(found[0][0]), found[0][1]
+    return str(records[0][0]), records[0][1]
 
 
 def floats_of(record: Record) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that a server has its clients do, spread by Flower's simulation engine over processes.
+"""Work of clients, which Flower's simulation engine spreads over processes.
 
 ::
 
@@ -27,16 +27,16 @@ __all__ = ["Ask", "spread"]
 _PATIENCE = 600.0
 
 Ask = Callable[[Mapping[int, Any]], dict[int, Any]]
-"""What a server calls: tasks by client, and their replies."""
+"""The function that a server calls: from tasks by client to their replies."""
 
 
 def spread(serve: Callable[[Ask], object], work: Callable[[Any], Any], clients: int) -> None:
-    """Run a server with so many clients on Flower's simulation engine.
+    """Run a server with its clients on Flower's simulation engine.
 
     Parameters
     ----------
     serve
-        Is called once, with what it may ask clients by.
+        Is called once, with the function that asks clients.
     work
         Is called with a task, in another process; both go there and back by pickle.
     clients
@@ -45,7 +45,7 @@ def spread(serve: Callable[[Ask], object], work: Callable[[Any], Any], clients: 
     Raises
     ------
     Exception
-        Whatever `serve` raises; and a RuntimeError there if a client's work has raised.
+        Whatever `serve` raises. The function that asks raises a RuntimeError if a client fails.
 
     Examples
     --------
@@ -72,7 +72,7 @@ def spread(serve: Callable[[Ask], object], work: Callable[[Any], Any], clients: 
         except BaseException as exc:  # Flower would only log it
             raised.append(exc)
 
-    # Without it, Ray gives everybody advice on GPUs.
+    # Without it, each process of Ray warns about GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     level = FLOWER_LOGGER.level
     # A line for each message and worker.
@@ -86,11 +86,13 @@ def spread(serve: Callable[[Ask], object], work: Callable[[Any], Any], clients: 
 
 
 def _nodes(grid: Grid, clients: int) -> list[int]:
-    """Return the nodes, in order, as soon as all of them are there: they come late."""
+    """Return the nodes in order, when all of them are connected."""
     end = time.monotonic() + _PATIENCE
     while len(nodes := list(grid.get_node_ids())) < clients:
         if time.monotonic() > end:
-            raise RuntimeError(f"{len(nodes)} of {clients} nodes are there after {_PATIENCE:g} s")
+            raise RuntimeError(
+                f"{len(nodes)} of {clients} nodes are connected after {_PATIENCE:g} s"
+            )
         time.sleep(0.1)
     return sorted(nodes)
 
@@ -104,12 +106,12 @@ def _asked(grid: Grid, nodes: list[int], tasks: Mapping[int, Any]) -> dict[int, 
     messages = [
         Message(_packed(task), nodes[client], MessageType.QUERY) for client, task in tasks.items()
     ]
-    found: dict[int, Any] = {}
+    replies: dict[int, Any] = {}
     for reply in grid.send_and_receive(messages):
         client = places[reply.metadata.src_node_id]
         if reply.has_error():
             raise RuntimeError(f"client {client} could not train: {reply.error.reason}")
-        found[client] = pickle.loads(reply.content["task"]["pickled"])
-    if lost := sorted(tasks.keys() - found.keys()):
+        replies[client] = pickle.loads(reply.content["task"]["pickled"])
+    if lost := sorted(tasks.keys() - replies.keys()):
         raise RuntimeError(f"client {lost[0]} has not replied: the engine has lost it")
-    return {client: found[client] for client in tasks}
+    return {client: replies[client] for client in tasks}

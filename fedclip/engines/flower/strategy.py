@@ -3,10 +3,10 @@
 
 ::
 
-    configure   messages of the inner strategy; those of whose turn it is; with the bound in each
+    configure   messages of the inner strategy, to the nodes whose turn it is; the bound in each
     aggregate   clipped updates, in the order of the nodes
                 average = `UpdateServer.close`
-                the inner strategy gets the model - average from everybody, and does the rest
+                the inner strategy gets the model - average as each reply, and makes the next model
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NOT_AROUND = {
     "FedXgbCyclic": "trees have no norm",
     **dict.fromkeys(
         (name for name in strategy.__all__ if name.startswith("DifferentialPrivacy")),
-        "it clips and adds noise itself: set noise_multiplier here in its place",
+        "it clips and adds noise itself: set noise_multiplier here instead",
     ),
     **dict.fromkeys(
         ("Bulyan", "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum"),
@@ -53,7 +53,7 @@ _NOT_AROUND = {
 
 
 def _check_inner(inner: object) -> None:
-    """Refuse what is no strategy of this API, or is or holds one that this can not go around."""
+    """Refuse a strategy of another API, and one that is or holds a strategy of _NOT_AROUND."""
     if not isinstance(inner, Strategy):
         raise TypeError(
             f"got {type(inner).__module__}.{type(inner).__name__}: take a strategy of "
@@ -77,42 +77,41 @@ class UpdateClipStrategy(Strategy):
     Parameters
     ----------
     inner : Strategy
-        What chooses nodes, evaluates, and makes the next model of the average: any strategy for
-        arrays. It sees the averaged model as everybody's reply, whose weights change nothing. One
-        that looks at each reply, such as Krum or a median, is refused, and so is one that holds
-        such a strategy; ``combine`` is the setting that resists.
+        The strategy that chooses nodes, evaluates, and makes the next model of the average: any
+        for arrays. It gets the averaged model as each reply, whose weights change nothing. A
+        strategy that looks at each reply, such as Krum or a median, is refused, also within
+        another strategy; the setting ``combine`` resists malicious clients.
     settings
         The parameters of `update-clip-server` and `clipped-averaging`, in one table.
         ``weights = "steps"`` weighs by the number that `inner` weighs by, ``num-examples``, up to
         ``max_steps``. A table of weights names nodes by their numbers.
     folder
-        Where state and records of the rounds are kept, for ``fedclip report`` and ``fedclip privacy
-        spent``: an absolute path. A state that is there is taken over. None: neither outlasts the
-        process, and with noise a warning says so.
+        Absolute path of the folder for state and records of the rounds, for ``fedclip report`` and
+        ``fedclip privacy spent``. It goes on from a state in there. None: neither outlasts the
+        process; with noise, you get a warning.
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a setting is none or does not go with another one or with `inner`.
+        At construction, if a setting is unknown, or does not go with another one or with `inner`.
         Before messages are sent: with noise, if the model holds running statistics.
     RuntimeError
         Before messages are sent: with noise, if they are not for as many nodes as
-        ``expected_clients``; or if everybody whose turn it is has left. After the first round: with
-        noise, if none of its replies can be used.
+        ``expected_clients``; or if all nodes whose turn it is have left. After the first round:
+        with noise, if it has no valid reply.
 
     Notes
     -----
-    With noise, nothing but the noised average and the bound becomes known of a round of training:
-    the clients' own metrics are left out. Evaluations are the app's own, and epsilon does not cover
-    them.
+    With noise, a round of training publishes the noised average and the bound only, without the
+    clients' metrics. Epsilon does not cover the evaluations of the app.
 
-    A round that is withheld leaves model and `inner` as they are; Flower keeps the model. So does
-    each round after the budget is spent.
+    A round that is withheld changes neither model nor `inner`; Flower keeps the model. So does each
+    round after the budget is spent.
 
-    Tensors of whole numbers stay as the server has them.
+    Tensors of whole numbers keep the server's values.
 
-    C / m bounds the average. An adaptive `inner`, such as FedAdam, makes steps of its own length
-    of it.
+    C / m bounds the average. An adaptive `inner`, such as FedAdam, scales it to steps of another
+    length.
 
     Examples
     --------
@@ -128,13 +127,6 @@ class UpdateClipStrategy(Strategy):
         self._private = bound.budget is not None
         self._key = str(getattr(inner, "weighted_by_key", "num-examples"))
         _check_inner(inner)
-        if folder is not None and not Path(folder).is_absolute():
-            raise ValueError(
-                f"folder must be an absolute path on the server, got {str(folder)!r}: another one "
-                "would be a new budget in each folder that a server is started in"
-            )
-        if self._private and folder is None:
-            log(WARNING, "noise without a folder: a restart spends the budget again; give folder")
         if self._private and isinstance(inner, strategy.QFedAvg):
             raise ValueError(
                 "QFedAvg weighs by the clients' losses, which noise on the average does not cover: "
@@ -162,18 +154,18 @@ class UpdateClipStrategy(Strategy):
         Raises
         ------
         TypeError, ValueError
-            As at construction; and if there is no setting, or one that nobody would read.
+            As at construction; and if there is no setting, or an unknown one.
         """
         settings = settings_in(run_config)
         if not settings:
             raise ValueError(
-                "the run configuration has no update-clip.… setting: give one at least in "
+                "the run configuration has no update-clip.… setting: give at least one in "
                 "[tool.flwr.app.config.update-clip] of pyproject.toml"
             )
         return cls(inner, settings, folder=folder)
 
     def initialize_parameters(self, client_manager: object) -> None:
-        """Say why Flower's older API, which calls this, can not run update clipping."""
+        """Refuse Flower's older API, which calls this: it cannot run update clipping."""
         raise RuntimeError(
             "server_fn, workflows and SecAgg+ are of Flower's older API: call "
             "strategy.start(grid, …) in a function with @app.main()"
@@ -186,7 +178,7 @@ class UpdateClipStrategy(Strategy):
         self.inner.summary()
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any) -> Result:
-        """Run the rounds; what comes out has the first model if no round has changed it."""
+        """Run the rounds; the result has the first model if no round has changed it."""
         result = super().start(grid, initial_arrays, *args, **kwargs)
         result.arrays = result.arrays or initial_arrays
         return result
@@ -213,23 +205,22 @@ class UpdateClipStrategy(Strategy):
         self._model = dict(arrays)
         for message in messages:
             # FedAvg has one content for all.
-            told = {RECORD: ConfigRecord(bound_to(sent))}
-            message.content = RecordDict({**message.content, **told})
+            message.content = RecordDict({**message.content, RECORD: ConfigRecord(bound_to(sent))})
         self._asked = {message.metadata.dst_node_id: message for message in messages}
         return messages
 
     def _chosen(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages of those whose turn it is, if they are as many as noise asks for."""
+        """Return the messages to the nodes whose turn it is; with noise, refuse another number."""
         bound = self.server.bound
         nodes = {str(message.metadata.dst_node_id): message for message in messages}
         if self._private and bound.separation > 1 and bound.expected_clients:
             self._schedule = self._schedule or Schedule(nodes, bound.expected_clients)
             due = self._schedule.due(self._rounds)
-            if found := [nodes[name] for name in due if name in nodes]:
-                return found
+            if present := [nodes[name] for name in due if name in nodes]:
+                return present
             raise RuntimeError(
-                f"all nodes whose turn it is have left ({', '.join(due[:5])}), and nobody may take "
-                "their place: start again with those that are there"
+                f"all nodes whose turn it is have left ({', '.join(due[:5])}), and no node may "
+                "replace them: start again with the nodes that are present"
             )
         if self._private and len(nodes) != bound.expected_clients:
             raise RuntimeError(
@@ -242,22 +233,22 @@ class UpdateClipStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the next model, and the metrics of the round; no model if it stays."""
+        """Return the next model, None if it stays, and the metrics of the round."""
         if not self._asked:
             return None, None
         came = self._came(replies)
         like = floats_of(self._model)
-        told = [self._read(message) for message in came.values()]
-        closed = self.served.close(told, like=like)
+        updates = [self._read(message) for message in came.values()]
+        closed = self.served.close(updates, like=like)
         self._rounds += 1
-        self._explain(told, closed)
+        self._explain(updates, closed)
         metrics = MetricRecord(
             {f"update-clip-{name}": closed.record[name] for name in ("bound", "epsilon")}
         )
         if closed.withheld:
             return None, metrics
-        sound = [m for m, fault in zip(came.values(), closed.faults, strict=True) if not fault]
-        handed = self._handed(sound, {k: like[k] - closed.average[k] for k in like})
+        valid = [m for m, fault in zip(came.values(), closed.faults, strict=True) if not fault]
+        handed = self._handed(valid, {k: like[k] - closed.average[k] for k in like})
         arrays, inner_metrics = self.inner.aggregate_train(server_round, handed)
         metrics = MetricRecord({**(inner_metrics or {}), **metrics})
         if arrays is None:
@@ -279,7 +270,7 @@ class UpdateClipStrategy(Strategy):
         return came
 
     def _read(self, message: Message) -> Reply:
-        """Return a client's reply; with a fault if it is none."""
+        """Return a client's reply; with a fault if it cannot be read."""
         node, content = str(message.metadata.src_node_id), message.content
         if RECORD not in content.metric_records:
             return Reply({}, sender=node, fault="its app has no UpdateClipMod as its first mod")
@@ -290,28 +281,29 @@ class UpdateClipStrategy(Strategy):
                 counted = [r[self._key] for r in content.metric_records.values() if self._key in r]
                 reply = replace(reply, steps=int(counted[0]) if len(counted) == 1 else None)
         except Exception as exc:  # whatever a client sends
-            return Reply({}, sender=node, fault=f"it can not be read ({exc!r:.200})")
+            return Reply({}, sender=node, fault=f"it cannot be read ({exc!r:.200})")
         return reply
 
-    def _explain(self, told: Sequence[Reply], closed: Closed) -> None:
-        changed = [r.sender for r, f in zip(told, closed.faults, strict=True) if f and not r.fault]
-        if changed and not self.server.closing.combining.too_few(len(told)):
+    def _explain(self, replies: Sequence[Reply], closed: Closed) -> None:
+        faults = zip(replies, closed.faults, strict=True)
+        changed = [reply.sender for reply, fault in faults if fault and not reply.fault]
+        if changed and not self.server.closing.combining.too_few(len(replies)):
             log(
                 WARNING,
-                "what UpdateClipMod has clipped came otherwise from %s: it must be the first of "
-                "the mods, with none such as LocalDpMod before it",
+                "updates of %s were changed after UpdateClipMod had clipped them: it must be the "
+                "first of the mods, before any such as LocalDpMod",
                 ", ".join(changed[:5]),
             )
 
-    def _handed(self, sound: Sequence[Message], model: Mapping[str, Any]) -> list[Message]:
-        """Return the averaged model as everybody's reply, for the inner strategy.
+    def _handed(self, valid: Sequence[Message], model: Mapping[str, Any]) -> list[Message]:
+        """Return the averaged model as each reply, for the inner strategy.
 
-        In float64, so that a strategy that adds up so many equal models rounds only once, in the
-        end; and a record for each, as some strategies empty it. With noise it is the reply of all
-        that were asked, and nothing else is in it.
+        In float64, so a strategy that adds up equal models rounds once, in the end; and a record
+        for each, as some strategies empty it. With noise it is the reply of each node that was
+        asked, and holds nothing else.
         """
-        whole = {k: model[k] if k in model else a.numpy() for k, a in self._model.items()}
-        record = record_of({k: np.asarray(x, np.float64) for k, x in whole.items()})
+        full = {k: model[k] if k in model else a.numpy() for k, a in self._model.items()}
+        record = record_of({k: np.asarray(x, np.float64) for k, x in full.items()})
         name = one_record(next(iter(self._asked.values())).content, "")[0]
         if self._private:
             equal = MetricRecord({self._key: 1})
@@ -319,20 +311,20 @@ class UpdateClipStrategy(Strategy):
                 Message(RecordDict({name: ArrayRecord(dict(record)), "metrics": equal}), reply_to=m)
                 for m in self._asked.values()
             ]
-        alike = self._alike(sound)
+        alike = self._alike(valid)
         for message in alike:
-            ours = {RECORD, *message.content.array_records}
-            rest = {k: v for k, v in message.content.items() if k not in ours}
-            message.content = RecordDict({**rest, name: ArrayRecord(dict(record))})
+            replaced = {RECORD, *message.content.array_records}
+            others = {k: v for k, v in message.content.items() if k not in replaced}
+            message.content = RecordDict({**others, name: ArrayRecord(dict(record))})
         return alike
 
-    def _alike(self, sound: Sequence[Message]) -> list[Message]:
-        """Return the replies whose metrics can be averaged: what most have, and finite.
+    def _alike(self, valid: Sequence[Message]) -> list[Message]:
+        """Return the replies whose metrics can be averaged: the most frequent ones, and finite.
 
         Flower ends the run if one reply has other metrics than the others.
         """
         kinds = {}
-        for message in sound:
+        for message in valid:
             pairs = [
                 (name, key, value)
                 for name, record in message.content.metric_records.items()
@@ -346,11 +338,11 @@ class UpdateClipStrategy(Strategy):
                 form = [(n, k, len(v) if isinstance(v, list) else -1) for n, k, v in pairs]
                 kinds[message.metadata.src_node_id] = tuple(sorted(form))
         if not kinds:
-            return list(sound)
+            return list(valid)
         most = Counter(kinds.values()).most_common(1)[0][0]
-        fit = [m for m in sound if kinds.get(m.metadata.src_node_id) == most]
-        if len(fit) < len(sound):
-            log(WARNING, "the metrics of %d replies are left out", len(sound) - len(fit))
+        fit = [m for m in valid if kinds.get(m.metadata.src_node_id) == most]
+        if len(fit) < len(valid):
+            log(WARNING, "the metrics of %d replies are left out", len(valid) - len(fit))
         return fit
 
     # -- evaluation is the inner strategy's -----------------------------------------------------
@@ -366,5 +358,5 @@ class UpdateClipStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Return the metrics of the inner strategy."""
-        found: MetricRecord | None = self.inner.aggregate_evaluate(server_round, replies)
-        return found
+        metrics: MetricRecord | None = self.inner.aggregate_evaluate(server_round, replies)
+        return metrics

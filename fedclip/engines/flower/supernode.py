@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site's policy around Flower's SuperNode: what an app replies leaves as the policy says, or not.
+"""A site's policy around Flower's SuperNode: an app's reply leaves as the policy allows, or not.
 
 ::
 
@@ -7,9 +7,9 @@
     SuperLink  <--new one--  Border  <---reply---  SuperNode  <--  process of the app
 
 In both of its isolation modes, a SuperNode talks to its SuperLink by the eight functions of one
-connection, and `Border` stands in their place. It keeps the model that comes with a message, holds
-back all parts of the reply until the last is there, and sends a message that it makes itself. What
-must not leave is replaced by one error, the same for all.
+connection, and `Border` replaces them. It keeps the model that comes with a message, holds back all
+parts of the reply until the last one, and sends a new message. One error, always the same, replaces
+a reply that must not leave.
 """
 
 from __future__ import annotations
@@ -68,27 +68,27 @@ WAITING = 16
 """How many messages may wait for a reply; flwr hands out one at a time."""
 
 NOT_FORCED = """\
-fedclip site supernode: what the app replies leaves as the policy says, or stays.
-It has no hold on sockets and files of the app's process: start the SuperNode with \
+fedclip site supernode: replies of the app leave as the policy allows, or stay.
+It does not control sockets and files of the app's process: start the SuperNode with \
 --isolation process, and the app as another user, without a way to any network but this SuperNode.
 """
 
 
 class Border:
-    """What a SuperNode and its SuperLink say to each other, with a site's policy between them.
+    """The messages between a SuperNode and its SuperLink, with a site's policy in between.
 
     ::
 
         message m               -> counted, and kept with the model in it
                                    beyond max_replies: the error at once, and no app sees it
         first reply to m        -> a new message: update and named numbers that the gate lets out
-                                   or one error, the same for all that must not leave
+                                   or one error, always the same
         any other reply         -> nothing
 
     Parameters
     ----------
     gate
-        What lets updates and numbers out.
+        The gate that lets updates and numbers out.
     connection
         The functions by which flwr talks to a SuperLink, in flwr's order.
     """
@@ -107,7 +107,7 @@ class Border:
         return (*first, self.pull, self.push, self._confirm)
 
     def receive(self) -> tuple[Message, Any] | None:
-        """Pull a message with all its objects, which are kept until it is replied to."""
+        """Pull a message with all its objects, which stay here until the reply."""
         if (received := self._receive()) is None:
             return None
         message, tree = received
@@ -122,7 +122,7 @@ class Border:
         try:
             objects = pull_objects(ids, partial(self._pull, metadata.run_id))
         except Exception as exc:
-            # flwr will ask for them again. What it gets this time has not been seen.
+            # flwr will ask for them again, and gets objects that were not seen here.
             _LOGGER.error("a message came without its model: %s", shown(exc))
             objects = {}
         self._asked[metadata.message_id] = message, objects
@@ -131,7 +131,7 @@ class Border:
         return message, tree
 
     def pull(self, run_id: int, object_id: str) -> bytes:
-        """Return an object of a message; those that were kept need not be sent again."""
+        """Return an object of a message; the stored ones need not be sent again."""
         for _, objects in self._asked.values():
             if object_id in objects:
                 return objects[object_id]
@@ -139,7 +139,7 @@ class Border:
         return content
 
     def get_run(self, run_id: int) -> Any:
-        """Return what a run is. None is run as an agent, whose models and tools call the web."""
+        """Return a run as that of a client app, never of an agent, whose models call the web."""
         return dataclasses.replace(self._get_run(run_id), primary_task_type=TaskType.CLIENT_APP)
 
     def send(self, reply: Message, tree: Any, _duration: float) -> tuple[set[str], str]:
@@ -155,7 +155,7 @@ class Border:
         return ids, replied_to
 
     def push(self, _run_id: int, replied_to: str, object_id: str, content: bytes) -> None:
-        """Hold back an object of a reply; with the last one, send what may leave in its place."""
+        """Hold back an object of a reply; with the last one, send what may leave of the reply."""
         with self._lock:
             held = self._held[replied_to]
             held.objects[object_id] = content
@@ -167,12 +167,12 @@ class Border:
     def _deliver(self, reply: Message) -> None:
         """Send a message that was made here."""
         reply.metadata.__dict__["_message_id"] = reply.object_id
-        # How long the app has worked is not said: an app can work as long as it likes.
-        wanted, session = self._send(reply, get_object_tree(reply), 0.0)
+        # The time that the app took stays here: an app can choose it.
+        missing, session = self._send(reply, get_object_tree(reply), 0.0)
         push_objects(
             get_all_nested_objects(reply),
             partial(self._push, reply.metadata.run_id, session),
-            object_ids_to_push=wanted,
+            object_ids_to_push=missing,
         )
 
     def _answer(self, held: _Held) -> Message:
@@ -192,13 +192,13 @@ class Border:
 
 
 def _refusal(message: Message, why: Exception) -> Message:
-    """Return what leaves in the place of all that does not; only the log says why."""
+    """Return the error that leaves instead of a reply; only the log has the reason."""
     _LOGGER.error("not sent: %s", shown(why))
     return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, REFUSED), reply_to=message)
 
 
 class _Held(NamedTuple):
-    """A reply that has not arrived as a whole: the message, its objects, and the reply's."""
+    """A reply that has not arrived completely: the message, its objects, and those of the reply."""
 
     message: Message
     seen: dict[str, bytes]
@@ -208,7 +208,7 @@ class _Held(NamedTuple):
 
 
 def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> RecordDict:
-    """Return what a gate lets out of a reply, under the names of what the server has sent.
+    """Return what a gate lets out of a reply, under the names in the server's message.
 
     ::
 
@@ -237,8 +237,8 @@ def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> Recor
     kind = kind.partition(".")[0]
     if kind not in ("train", "evaluate", "query"):
         raise Refused("messages to train, evaluate or query are answered here, and no others")
-    said = dict(reply.metric_records)
-    voted = said.pop(RECORD, None) if RECORD in asked.config_records else None
+    records = dict(reply.metric_records)
+    voted = records.pop(RECORD, None) if RECORD in asked.config_records else None
     out = RecordDict()
     if reply.array_records:
         if kind != "train":
@@ -248,7 +248,9 @@ def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> Recor
         ((name, model),) = asked.array_records.items()
         (trained,) = reply.array_records.values()
         out[name] = _update(model, trained, gate, full=voted is None)
-    if numbers := gate.metrics({name: n for record in said.values() for name, n in record.items()}):
+    if numbers := gate.metrics(
+        {name: n for record in records.values() for name, n in record.items()}
+    ):
         out["metrics"] = MetricRecord(numbers)
     if voted is not None:
         out[RECORD] = MetricRecord(gate.votes(voted))
@@ -260,10 +262,10 @@ def _update(model: ArrayRecord, trained: ArrayRecord, gate: Gate, *, full: bool)
     before = {name: array.numpy() for name, array in model.items()}
     after = {name: array.numpy() for name, array in trained.items()}
     if full:
-        left = gate.model(after, before)
+        sent = gate.model(after, before)
     else:
-        left = gate.update(after, {k: x for k, x in before.items() if x.dtype.kind == "f"})
-    return ArrayRecord({name: Array(np.asarray(array)) for name, array in left.items()})
+        sent = gate.update(after, {k: x for k, x in before.items() if x.dtype.kind == "f"})
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in sent.items()})
 
 
 def _guard(gate: Gate, connect: Callable[..., Any]) -> None:
@@ -271,8 +273,8 @@ def _guard(gate: Gate, connect: Callable[..., Any]) -> None:
 
     @contextmanager
     def connection(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, ...]]:
-        with connect(*args, **kwargs) as found:
-            yield Border(gate, found).connection()
+        with connect(*args, **kwargs) as functions:
+            yield Border(gate, functions).connection()
 
     start_client_internal.http_request_response = connection
     # An app must not have tasks of other kinds started, whose models and tools call the web.
@@ -282,14 +284,14 @@ def _guard(gate: Gate, connect: Callable[..., Any]) -> None:
 def _check() -> None:
     """Raise a RuntimeError unless all files of flwr are those of a version that is known here."""
     root = Path(str(flwr.__file__)).parent
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        found.update(file.relative_to(root).as_posix().encode() + b"\0")
-        found.update(hashlib.sha256(file.read_bytes()).digest())
-    if KNOWN.get(package_version) != found.hexdigest():
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    if KNOWN.get(package_version) != digest.hexdigest():
         raise RuntimeError(
-            f"a site's SuperNode needs flwr {' or '.join(KNOWN)} as it is on PyPI, and what is "
-            f"installed is {package_version}, or changed: run pip install --force-reinstall "
+            f"a site's SuperNode needs flwr {' or '.join(KNOWN)} from PyPI, and the installed one "
+            f"is {package_version}, or changed: run pip install --force-reinstall "
             f"flwr=={[*KNOWN][-1]}"
         )
 
@@ -307,7 +309,7 @@ def run(policy: Path, words: Sequence[str]) -> None:
     Raises
     ------
     OSError, ValueError
-        If the policy can not be read, or its ledger not be used.
+        If the policy cannot be read, or its ledger cannot be used.
     RuntimeError
         If flwr is not a version that is known here.
     """
@@ -326,5 +328,5 @@ def run(policy: Path, words: Sequence[str]) -> None:
         flower_supernode()
     except Exception as exc:
         why = str(exc)
-    # It is back if flwr has failed, and a thread of its own would keep the process.
+    # It returns if flwr has failed; a thread of flwr would keep the process running.
     flwr_exit(ExitCode.SUPERNODE_CONNECTION_ERROR, f"The SuperNode has failed: {why}")

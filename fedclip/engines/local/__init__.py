@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A federation in one process, with as many clients as you name."""
+"""A federation in one process, with any number of clients; and audits of privacy claims."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients of a simulated federation: who is asked, who replies, and what they train.
+"""The clients of a simulated federation: sampling, drop-out and training.
 
 They share one model. Each has data, a source of its batches, and what its optimizer's modules keep.
 """
@@ -20,11 +20,10 @@ from declearn.training import TrainingManager
 from declearn.utils import TomlConfig
 
 from fedclip import UpdateClipClient
-from fedclip.cli.quickrun import Experiment
 from fedclip.core.parameters import Config
+from fedclip.engines.declearn.experiment import Experiment, vectorize_gradients
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.personal import PersonalModel
-from fedclip.engines.local.linear import quicken
 
 
 @dataclasses.dataclass
@@ -43,12 +42,12 @@ class SimulateConfig(TomlConfig):
     drop_out
         Probability with which a client that was asked does not reply.
     attackers
-        Number of clients that are hostile, drawn once. None: none.
+        Number of malicious clients, drawn once. None: 0.
     factor
-        What attackers multiply their update by.
+        Attackers multiply their update by it.
     attackers_clip
-        Whether attackers clip their update afterwards, as the others do. Otherwise they send it as
-        it is, and say that it was within the bound.
+        Whether attackers clip their update afterwards, as the others do. Otherwise they send it
+        unclipped, and report that it was within the bound.
     seed
         Decides all that is drawn here, and the batches. None: another run each time.
     """
@@ -74,21 +73,21 @@ class SimulateConfig(TomlConfig):
 
 
 class Trained(NamedTuple):
-    """What a client has trained in a round."""
+    """The result of a client's training in a round."""
 
     update: AnyVector
     """The model before the round, minus the model after it."""
     steps: int
     aux: dict[str, AuxVar]
-    """What the modules of its optimizer send to those of the server."""
+    """The messages of its optimizer's modules to those of the server."""
 
 
 Kept: TypeAlias = tuple[Config, Mapping[str, object], AnyVector | None]
-"""What a client keeps from round to round: its optimizer, its source of batches, its weights."""
+"""The state of a client between rounds: optimizer, source of batches, unshared weights."""
 Task: TypeAlias = tuple[int, AnyVector, Mapping[str, AuxVar], Kept]
-"""A client, the weights from which it trains, what the server tells it, and what it kept."""
+"""A client, its start weights, the messages of the server, and its state."""
 Ask: TypeAlias = Callable[[Mapping[int, Task]], Mapping[int, tuple[Trained, Kept]]]
-"""Has clients train in other processes."""
+"""A function that lets clients train in other processes."""
 
 
 class Crowd:
@@ -117,7 +116,7 @@ class Crowd:
     ) -> None:
         self.settings, self.sites = settings, list(experiment.files)
         self.ask: Ask | None = None
-        """How to have clients train in other processes; None: they train in this one."""
+        """A function for training in other processes; None: clients train in this one."""
         self.names = [
             self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
             for i in range(settings.clients or len(self.sites))
@@ -137,29 +136,29 @@ class Crowd:
             model.initialize(aggregate_clients_data_info(self._specs(), model.required_data_info))
         self._effort = training.message_params
         # Personal layers are trained too, by the model within.
-        whole = model.model if isinstance(model, PersonalModel) else model
-        quicken(whole)
+        inner = model.model if isinstance(model, PersonalModel) else model
+        vectorize_gradients(inner)
         self.model = model
         self._manager = TrainingManager(
-            whole,
+            inner,
             self.optimizer(0),
             optim.aggregator,
             self.data[0][0],
             metrics=experiment.metrics,
             verbose=False,
         )
-        # What a client keeps of the model beside the weights that are trained, as running means.
-        whole = model.get_weights()
-        self._apart = set(whole.coefs) != set(model.get_weights(trainable=True).coefs)
+        # A client also keeps values that are not trained, such as running means.
+        inner = model.get_weights()
+        self._apart = set(inner.coefs) != set(model.get_weights(trainable=True).coefs)
         self._kept: dict[int, AnyVector] = {}
-        self._first = whole
+        self._first = inner
 
     def _specs(self) -> dict[str, Config]:
         pairs = zip(self.sites, self.data, strict=True)
         return {name: dataclasses.asdict(train.get_data_specs()) for name, (train, _) in pairs}
 
     def asked(self, due: Sequence[str] | None = None) -> list[int]:
-        """Draw who is asked in a round, and who of them does not reply; return those who do.
+        """Draw the clients of a round, and drop-outs; return those that reply.
 
         If clients take turns, those that are `due` are asked.
         """
@@ -172,14 +171,14 @@ class Crowd:
         return [int(client) for client in chosen[stays]]
 
     def optimizer(self, client: int) -> Optimizer:
-        """Return a client's optimizer; one serves all if nothing stays in it."""
+        """Return a client's optimizer; all share one if it has no state."""
         key = 0 if self._stateless else client
         if key not in self._optims:
             self._optims[key] = Optimizer.from_config(self._config)
         return self._optims[key]
 
     def train(self, client: int, start: AnyVector, aux: Mapping[str, AuxVar]) -> Trained:
-        """Have a client train as [run.training] says, from the model's weights on."""
+        """Train a client from these weights, as [run.training] says, and return its update."""
         self.hand_over(client, start)
         manager = self._manager
         manager.optim, manager.train_data = self.optimizer(client), self._records(client)
@@ -198,7 +197,7 @@ class Crowd:
     def train_all(
         self, clients: Sequence[int], start: AnyVector, aux: Mapping[str, AuxVar]
     ) -> Iterator[tuple[int, Trained]]:
-        """Have clients train, here or where an engine has them."""
+        """Train clients, in this process or in those of an engine."""
         if self.ask is None:
             for client in clients:
                 yield client, self.train(client, start, aux)
@@ -209,36 +208,36 @@ class Crowd:
             yield client, trained
 
     def state(self, client: int) -> Kept:
-        """Return what a client keeps from round to round, for another process."""
+        """Return the state of a client, for another process."""
         source = self._records(client)._rng.bit_generator.state
         return self.optimizer(client).get_state(), source, self._kept.get(client)
 
     def take_over(self, client: int, state: Kept) -> None:
-        """Let a client be as it was in another process."""
-        optimizer, source, kept = state
+        """Set the state of a client that trained in another process."""
+        optimizer, source, weights = state
         self.optimizer(client).set_state(optimizer)
         self._records(client)._rng.bit_generator.state = source
-        if kept is not None:
-            self._kept[client] = kept
+        if weights is not None:
+            self._kept[client] = weights
 
     def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
         """Return loss and metrics over the validation data of all folders, and of each."""
-        metrics, found = self._manager.metrics, {}
+        metrics, by_site = self._manager.metrics, {}
         total: dict[str, MetricState] = {}
         limits = how.message_params
         for place, (site, (_, valid)) in enumerate(zip(self.sites, self.data, strict=True)):
             self.hand_over(place, start)
             self._manager.valid_data = valid
-            found[site], states, _ = self._manager.evaluate_under_constraints(
+            by_site[site], states, _ = self._manager.evaluate_under_constraints(
                 limits["batches"], limits["n_steps"], limits["timeout"]
             )
             total = {k: total[k] + v if total else v for k, v in states.items()}
         metrics.set_states(total)
         self.hand_over(None, start)
-        return metrics.get_result(), found
+        return metrics.get_result(), by_site
 
     def _records(self, client: int) -> InMemoryDataset:
-        """Return what a client trains on."""
+        """Return the training records of a client."""
         if client not in self._sources:
             seed, count = self.settings.seed, self.settings.records
             of = self.data[client % len(self.sites)][0]
@@ -248,13 +247,13 @@ class Crowd:
                 rows = rng.choice(len(target), count, replace=count > len(target))
                 data, target = (getattr(x, "iloc", x)[rows] for x in (data, target))
             # The seeds of the batches are those of quickrun.
-            own = None if seed is None else seed * 1_000 + client
-            self._sources[client] = InMemoryDataset(data, target=target, seed=own)
+            client_seed = None if seed is None else seed * 1_000 + client
+            self._sources[client] = InMemoryDataset(data, target=target, seed=client_seed)
         return self._sources[client]
 
     def hand_over(self, client: int | None, start: AnyVector) -> None:
-        """Let the model be that of a client at the start of a round; or, for None, the server's."""
+        """Give the model a client's weights at the start of a round; for None, the server's."""
         if self._apart:
-            kept = None if client is None else self._kept.get(client)
-            self.model.set_weights(self._first if kept is None else kept)
+            weights = None if client is None else self._kept.get(client)
+            self.model.set_weights(self._first if weights is None else weights)
         self.model.set_weights(start, trainable=True)

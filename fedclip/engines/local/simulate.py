@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The federation of a quickrun file in one process, with as many clients as one says.
+"""The federation of a quickrun file in one process, with any number of clients.
 
 Updates are clipped, vetted and averaged by the core of update clipping (`UpdateClient` and
 `UpdateServer`), or by whatever other aggregator the file names; declearn's model, optimizers and
@@ -18,11 +18,11 @@ import shutil
 import time
 import tomllib
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgpack
 import numpy as np
@@ -32,26 +32,23 @@ from declearn.optimizer.modules import AuxVar
 from declearn.utils import set_device_policy
 
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
-from fedclip.cli.output import ToolError
-from fedclip.cli.progress import progress
-from fedclip.cli.quickrun import Experiment, draw_from
-from fedclip.cli.trained import label
 from fedclip.core.records import ALL
 from fedclip.core.scopes import resolve
+from fedclip.engines.declearn.experiment import Experiment, draw_from
 from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.trained import label
 from fedclip.engines.local.crowd import Ask, Crowd, Kept, SimulateConfig, Task, Trained
-from fedclip.errors import FedclipWarning
-from fedclip.report.place import places_of
+from fedclip.errors import FedclipWarning, ToolError
+from fedclip.report.norms import norms_by_stage, outliers_of, unusual_norms
 from fedclip.report.results import Result, best_round
 from fedclip.report.rows import Row
-from fedclip.report.seeing import outliers_of, seen
 from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.limits import norms_of
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.schedule import Schedule
 from fedclip.updates.server import UpdateServer
 
-EARLY = "the loss has stopped to improve, as early_stop says"
+EARLY = "the loss stopped improving (early_stop)"
 _NODES = ("server", "clients")
 _ROUNDS_A_FILE = 100  # as many as a `Recorder` keeps
 _MEASURED = 100  # clients whose own records are written
@@ -59,22 +56,22 @@ _LIVE = 10  # as many as are written after each evaluation
 
 
 class Simulated(NamedTuple):
-    """What has come of a simulation."""
+    """The result of a simulation."""
 
     clients: int
     rounds: int
     seconds: float
-    """How long a round took, in the mean."""
+    """The mean duration of a round, in seconds."""
     results: str
     """The folder of records, metrics and the model."""
     ended: str
-    """Why it ended early, if it did."""
+    """Why it ended early; "" if it did not."""
     best: int = 0
     """The round of the best weights: those with the lowest mean loss of the healthy sites."""
 
 
 class Simulation:
-    """The server of a simulated federation, and its crowd of clients.
+    """The server of a simulated federation, and its clients.
 
     Parameters
     ----------
@@ -86,7 +83,7 @@ class Simulation:
     Raises
     ------
     ToolError
-        If data or model are not where the file says, or if it can not be simulated.
+        If data or model are not where the file says, or if it cannot be simulated.
     """
 
     def __init__(self, file: Path, seed: int | None = None) -> None:
@@ -97,17 +94,13 @@ class Simulation:
             config = tomllib.load(text)["run"]
         # Nobody registers here, and declearn wants to know how many do.
         self.config = FLRunConfig.from_params(**{"register": 1, **config})
-        found = SimulateConfig.from_toml(toml, False, "simulate", True)
-        self.settings = found if seed is None else replace(found, seed=seed)
+        settings = SimulateConfig.from_toml(toml, False, "simulate", True)
+        self.settings = settings if seed is None else replace(settings, seed=seed)
         _refuse(optim, self.config, self.settings, self.experiment.files)
         set_device_policy(gpu=False)
         self.aggregator = cast(Any, optim.aggregator)
         self.crowd = Crowd(
-            self.experiment,
-            self.experiment.model(),
-            optim,
-            self.config.training,
-            self.settings,
+            self.experiment, self.experiment.model(), optim, self.config.training, self.settings
         )
         self.model = self.crowd.model
         self.bound = _bound(optim)
@@ -147,7 +140,7 @@ class Simulation:
         return server
 
     def step(self) -> str:
-        """Run a round of training; return why there is none, if so."""
+        """Run a round of training; return why training ends, or ""."""
         start = self.model.get_weights(trainable=True)
         aux = self.rest.collect_aux_var()
         for module in self.rest.modules:
@@ -159,16 +152,16 @@ class Simulation:
             return sent.stop
         for records in (self.records, *self.norms.values()):
             records.recorder.start_round()
-        replies, told = [], dict[str, AuxVar]()
+        replies, messages = [], dict[str, AuxVar]()
         due = self.schedule.due(self.rounds) if self.schedule else None
         self.rounds += 1
         for client, trained in self.crowd.train_all(self.crowd.asked(due), start, aux):
             replies.append(self._reply(client, trained, sent))
-            for name, said in trained.aux.items():
-                told[name] = told[name] + said if name in told else said
+            for name, message in trained.aux.items():
+                messages[name] = messages[name] + message if name in messages else message
         self.crowd.hand_over(None, start)
-        if told:
-            self.rest.process_aux_var(told)
+        if messages:
+            self.rest.process_aux_var(messages)
         if self.server:
             closed = self.server.close(replies, like=start.coefs)
             self.rest.apply_gradients(self.model, type(start)(closed.average))
@@ -183,8 +176,8 @@ class Simulation:
         """Return what a client replies; an attacker may send more than the bound allows."""
         update, steps = trained.update, trained.steps
         if sent is None:
-            whole = resolve("global", None, tuple(update.coefs))
-            norms = norms_of(update.coefs, whole, "simulate")
+            limits = resolve("global", None, tuple(update.coefs))
+            norms = norms_of(update.coefs, limits, "simulate")
             norm = norms[0] if norms else math.nan
             self._note(client, norm, SentBound(math.inf, adaptive=False), False)
             return self.aggregator.prepare_for_sharing(update, steps)
@@ -194,8 +187,8 @@ class Simulation:
             self._note(client, norm, sent, outcome.clipped)
         reply = outcome.reply(sent)
         if client in self.crowd.hostile and not self.settings.attackers_clip:
-            said = int(sent.adaptive)
-            reply = Reply(update.coefs, votes=said, within=said)
+            vote = int(sent.adaptive)
+            reply = Reply(update.coefs, votes=vote, within=vote)
         return replace(reply, sender=self.crowd.names[client], steps=steps)
 
     def _note(self, client: int, norm: float, sent: SentBound, clipped: bool) -> None:
@@ -212,16 +205,20 @@ class Simulation:
         checkpoints = Checkpointer(str(self.folder / "server"), max_history=1)
         first = not self.losses
         stamp = checkpoints.checkpoint(self.model, self.optim, metrics, first_call=first)
-        for site, found in sites.items():
-            checkpoints.save_metrics(found, f"metrics_{site}", timestamp=stamp)
+        for site, values in sites.items():
+            checkpoints.save_metrics(values, f"metrics_{site}", timestamp=stamp)
         self.losses.append(float(metrics["loss"]))
-        plain = {s: {k: v for k, v in own.items() if np.ndim(v) == 0} for s, own in sites.items()}
-        confusions = {s: own["confusion"] for s, own in sites.items() if "confusion" in own}
+        plain = {
+            s: {k: v for k, v in values.items() if np.ndim(v) == 0} for s, values in sites.items()
+        }
+        confusions = {
+            s: values["confusion"] for s, values in sites.items() if "confusion" in values
+        }
         # Of 100 clients they take a fifth of a second.
         if (n := len(self.losses)) < 10 or n % 10 == 0 or self.rounds == self.config.rounds:
             self.outliers = [site for site in self._outliers() if site in sites]
         self.result = Result(plain, self.outliers, confusions=confusions)
-        self.by_site.append({site: own["loss"] for site, own in plain.items()})
+        self.by_site.append({site: values["loss"] for site, values in plain.items()})
         if best_round(self.by_site, self.result.healthy) == len(self.by_site) - 1:
             self.best, self.best_round = weights, self.rounds
         if self.bound:
@@ -232,17 +229,17 @@ class Simulation:
             self._keep_records()
 
     def _outliers(self) -> list[str]:
-        """Return the clients with norms far above the others'; none beside noise for clients."""
+        """Return the clients with norms far above those of others; none with noise for clients."""
         if self.bound and self.bound.noise_multiplier:
             return []
         rows = [
-            Row(self.crowd.names[client], 0, module.name, record, place=place)
+            Row(self.crowd.names[client], 0, module.name, record, index=index)
             for client, norms in self.norms.items()
-            for place, module in enumerate([*self.crowd.optimizer(client).modules, norms])
+            for index, module in enumerate([*self.crowd.optimizer(client).modules, norms])
             for record in getattr(module, "rounds", ())
             if record.group == ALL
         ]
-        return outliers_of(seen(places_of(rows)))
+        return outliers_of(unusual_norms(norms_by_stage(rows)))
 
     def finish(self) -> None:
         """Keep the best model, as a run does at its end."""
@@ -257,18 +254,26 @@ class Simulation:
         return f"{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}"
 
     def _keep_records(self) -> None:
-        """Write what the first clients' own modules have recorded, where those of a run do."""
+        """Write the records of the first clients' modules to the files that a run would have."""
         for client, norms in self.norms.items():
-            kept = copy.copy(self.crowd.optimizer(client))
-            kept.modules = [*kept.modules, norms]
+            saved = copy.copy(self.crowd.optimizer(client))
+            saved.modules = [*saved.modules, norms]
             folder = str(self.folder / self.crowd.names[client])
-            Checkpointer(folder).save_optimizer(kept, timestamp=self._part)
+            Checkpointer(folder).save_optimizer(saved, timestamp=self._part)
+
+
+Progress: TypeAlias = Callable[[int, int, str], None]
+"""Receives the rounds done, the rounds planned, and the sites' metrics."""
 
 
 def run(
-    file: Path, seed: int | None = None, *, engine: str = "process", quiet: bool = False
+    file: Path,
+    seed: int | None = None,
+    *,
+    engine: str = "process",
+    progress: Progress = lambda done, total, text: None,
 ) -> Simulated:
-    """Simulate what a checked quickrun file describes, and show its progress.
+    """Simulate what a checked quickrun file describes.
 
     A `seed` takes the place of that in [simulate]. Python's, NumPy's and torch's own sources start
     from it too. With the `engine` "flower" the clients train in the processes of Flower's
@@ -277,23 +282,23 @@ def run(
     Raises
     ------
     ToolError
-        If the simulation can not start.
+        If the simulation cannot start.
     """
     if seed is None:
-        found = SimulateConfig.from_toml(str(file), False, "simulate", True)
-        seed = found.seed
+        settings = SimulateConfig.from_toml(str(file), False, "simulate", True)
+        seed = settings.seed
     try:
         simulation = _seeded(file, seed)
         spread = _spread() if engine == "flower" else None
     except ModuleNotFoundError as exc:
         raise ToolError(f"a package that this run needs is missing: {exc}") from None
     if spread is None:
-        return _run(simulation, quiet)
+        return _run(simulation, progress)
     done: list[Simulated] = []
 
     def serve(ask: Ask) -> None:
         simulation.crowd.ask = ask
-        done.append(_run(simulation, quiet))
+        done.append(_run(simulation, progress))
 
     spread(serve, functools.partial(work, file.resolve(), seed), len(simulation.crowd.names))
     return done[0]
@@ -318,19 +323,18 @@ _workers = functools.lru_cache(maxsize=1)(_seeded)
 
 
 def work(file: Path, seed: int | None, task: Task) -> tuple[Trained, Kept]:
-    """Train a client in another process; return what it has trained, and what it keeps."""
+    """Train a client in another process; return its update and its state."""
     client, start, aux, state = task
     crowd = _workers(file, seed).crowd
     crowd.take_over(client, state)
     return crowd.train(client, start, aux), crowd.state(client)
 
 
-def _run(simulation: Simulation, quiet: bool) -> Simulated:
+def _run(simulation: Simulation, progress: Progress) -> Simulated:
     config, folder = simulation.config, simulation.folder
     shutil.rmtree(folder, ignore_errors=True)
     for node in _NODES:
         (folder / node).mkdir(parents=True)
-    tell = progress({"simulate": config.rounds}, quiet=quiet)
     early: Any = config.early_stop
     stop = early.instantiate() if early else None
     begun, ended, done = time.monotonic(), "", 0
@@ -340,7 +344,7 @@ def _run(simulation: Simulation, quiet: bool) -> Simulated:
                 done += 1
                 if done % config.evaluate.frequency == 0 or done == config.rounds:
                     simulation.evaluate()
-                tell("simulate", done, simulation.result.in_words())
+                progress(done, config.rounds, simulation.result.in_words())
                 if stop and simulation.losses and not stop.update(simulation.losses[-1]):
                     ended = EARLY
                     break
@@ -362,13 +366,14 @@ def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:
         most = aggregator.max_norm
         if aggregator.scope != "global":
             raise ToolError(
-                "[optim.aggregator] max_norm is simulated with scope = 'global' only: write "
-                "update-clip-server with start_norm and learning_rate = 0 in its place"
+                "[optim.aggregator] max_norm is simulated with scope = 'global' only: instead of "
+                "it, "
+                "use update-clip-server with start_norm and learning_rate = 0"
             )
         return AdaptiveBound(most, learning_rate=0.0, min_norm=most, max_norm=most)
     if len(bounds) != 1 or modules[0] is not bounds[0]:
         raise ToolError(
-            "[optim.server_opt] update-clip-server must be there once, as the first of the modules"
+            "[optim.server_opt] update-clip-server must be the first module, and listed once"
         )
     return bounds[0]
 
@@ -376,48 +381,51 @@ def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:
 def _schedule(
     bound: AdaptiveBound | None, names: list[str], settings: SimulateConfig
 ) -> Schedule | None:
-    """Return the clients' turns, if noise is accounted for some."""
+    """Return the schedule, if each client takes part in some rounds only."""
     if bound is None or bound.separation == 1:
         return None
     if settings.sampled is not None:
         raise ToolError(
-            "[simulate] sampled draws clients, and separation = "
-            f"{bound.separation} of update-clip-server has them take turns: leave one out"
+            f"[simulate] sampled draws clients at random, but separation = {bound.separation} of "
+            "update-clip-server needs a schedule: remove one of them"
         )
     most = bound.expected_clients or 1
-    found = Schedule(names, most)
-    if why := found.turns.refusal(bound.separation, most):
+    schedule = Schedule(names, most)
+    if why := schedule.turns.refusal(bound.separation, most):
         raise ToolError(f"[optim.server_opt] {why}")
-    return found
+    return schedule
 
 
 def _refuse(
     optim: FLOptimConfig, config: FLRunConfig, crowd: SimulateConfig, names: Collection[str]
 ) -> None:
-    """Refuse what is not simulated."""
+    """Raise a `ToolError` for a configuration that cannot be simulated."""
     private = any(isinstance(module, SampleClip) for module in optim.client_opt.modules)
     if private or config.privacy is not None:
         raise ToolError("DP-SGD is not simulated: use fedclip quickrun")
     if optim.fairness is not None:
         raise ToolError("[optim] fairness is not simulated: use fedclip quickrun")
     if taken := set(names) & set(_NODES):
-        raise ToolError(f"[data] no folder may be named {min(taken)!r}: records go there")
+        raise ToolError(
+            f"[data] the name {min(taken)!r} is reserved for records: rename this client's folder"
+        )
     sites = len(names)
     clients = crowd.clients or sites
     if clients < sites:
         raise ToolError(
-            f"[simulate] clients = {clients}, and the data folder holds {sites}: each needs one"
+            f"[simulate] clients = {clients}, but the data folder has {sites}: raise clients"
         )
     for name in ("sampled", "attackers"):
         if (getattr(crowd, name) or 0) > clients:
             raise ToolError(
-                f"[simulate] {name} = {getattr(crowd, name)}, and there are {clients} clients"
+                f"[simulate] {name} = {getattr(crowd, name)} is more than clients = {clients}: "
+                "lower it"
             )
 
 
 @contextmanager
 def _logged(file: Path) -> Iterator[None]:
-    """Let what is logged get to a file, and what is warned of only there."""
+    """Send log messages to a file, and warnings only there."""
     logger, handler = logging.getLogger("declearn"), logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     before, logger.propagate = logger.propagate, False

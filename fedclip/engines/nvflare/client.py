@@ -4,7 +4,7 @@
 ::
 
     ReceiveBound, on what arrives   take the bound out of the task, for this task only
-    ClipUpdate, on what leaves      clip the difference to the bound; the votes go beside it
+    ClipUpdate, on what leaves      clip the difference to the bound; add the votes
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedclip.updates.tables import bound_from, client_of, reply_to
 __all__ = ["KEY", "ClipUpdate", "ReceiveBound"]
 
 KEY = "fedclip"
-"""Under this name bound and votes are in a message, and the bound in the context of a task."""
+"""The name of bound and votes in a message, and of the bound in the context of a task."""
 
 
 class ReceiveBound(Filter):
@@ -50,7 +50,7 @@ class ReceiveBound(Filter):
 
 
 class ClipUpdate(Filter):
-    """Clips what a client sends, and puts its votes beside it.
+    """Clips the update that a client sends, and adds its votes.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class ClipUpdate(Filter):
         self._client = client_of(settings)
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the clipped update; a reply that says that the client failed stays as it is."""
+        """Return the clipped update; the reply of a client that failed stays unchanged."""
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable
         sent = fl_ctx.get_prop(KEY)

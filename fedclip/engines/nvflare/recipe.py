@@ -21,7 +21,7 @@ def add_update_clipping(recipe: Recipe, *, folder: str | None = None, **settings
 
     ::
 
-        server   sends the bound C beside the model
+        server   sends the bound C with the model
         client   difference *= min(1, C / norm(difference)); votes whether it was within C
         server   model += average, with noise if any is asked for; the votes move C
 
@@ -41,8 +41,8 @@ def add_update_clipping(recipe: Recipe, *, folder: str | None = None, **settings
     Raises
     ------
     TypeError, ValueError
-        If a setting is unknown or wrong, or the recipe can not be clipped; the message says what
-        to do.
+        If a setting is unknown or wrong, or the recipe cannot be clipped; the message says what to
+        do.
 
     Examples
     --------
@@ -70,17 +70,17 @@ def add_update_clipping(recipe: Recipe, *, folder: str | None = None, **settings
     recipe.add_client_input_filter(ReceiveBound(), tasks=tasks)
     recipe.add_client_output_filter(ClipUpdate(settings), tasks=tasks)
     workflow.aggregator = closing
-    # Else a copy of these files would travel in the job, as code of its own.
+    # Otherwise a copy of these files would travel in the job, as its code.
     recipe._job.set_app_packages([*recipe._job.job.app_packages, "fedclip"])
 
 
 def _workflow(recipe: Recipe) -> FedAvg:
     """Return the workflow of a recipe that can be clipped; refuse any other."""
     server = recipe._job._deploy_map.get("server")
-    found = [one.controller for one in server.app_config.workflows] if server else []
-    workflows = [one for one in found if type(one) is FedAvg]
+    controllers = [item.controller for item in server.app_config.workflows] if server else []
+    workflows = [controller for controller in controllers if type(controller) is FedAvg]
     if len(workflows) != 1:
-        names = ", ".join(type(one).__name__ for one in found) or "none"
+        names = ", ".join(type(controller).__name__ for controller in controllers) or "none"
         raise ValueError(
             f"update clipping runs in NVFlare's FedAvg, and the workflow of this recipe is {names}:"
             " take a FedAvg recipe, such as NumpyFedAvgRecipe"
@@ -92,9 +92,9 @@ def _workflow(recipe: Recipe) -> FedAvg:
         ("server_expected_format", ExchangeFormat.NUMPY, "the server adds NumPy arrays up"),
     ):
         of_all = getattr(recipe, name, None)
-        for given in [of_all, *(site.get(name) or of_all for site in sites)]:
-            if given != value:
-                raise ValueError(f"{needed}: give the recipe {name}={value!s}, got {given!s}")
+        for setting in [of_all, *(site.get(name) or of_all for site in sites)]:
+            if setting != value:
+                raise ValueError(f"{needed}: give the recipe {name}={value!s}, got {setting!s}")
     for name, instead in (
         ("aggregator", "update clipping is the aggregator"),
         ("exclude_vars", "exclude=[...] says what is averaged without a bound"),

@@ -4,7 +4,7 @@
 ::
 
     CloseRound.reset_stats       a round begins: open it, or end the job if it must not
-    SendBound, on what leaves    the bound goes beside the model
+    SendBound, on what leaves    the bound goes with the model
     CloseRound.accept_model      keep a reply, under the name that NVFlare knows its sender by
     CloseRound.aggregate_model   close the round, replies in the order of their names
 """
@@ -25,7 +25,7 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from fedclip.engines.nvflare.client import KEY
 from fedclip.updates.protocol import Arrays, Reply, SentBound
-from fedclip.updates.store import Served
+from fedclip.updates.store import Served, absolute
 from fedclip.updates.tables import bound_to, reply_from, server_of
 
 __all__ = ["CloseRound", "SendBound"]
@@ -52,8 +52,8 @@ class CloseRound(ModelAggregator):
 
     Notes
     -----
-    The model of a round is what `SendBound` has seen of it. What is published is the average;
-    neither votes nor the clients' metrics are in it.
+    `SendBound` sees the model of a round. The server publishes the average, without votes and
+    without the clients' metrics.
     """
 
     def __init__(self, settings: Mapping[str, object], folder: str | None = None) -> None:
@@ -63,11 +63,7 @@ class CloseRound(ModelAggregator):
                 "separation > 1 needs clients that take turns, and NVFlare's FedAvg draws them at "
                 "random: leave it out"
             )
-        if folder is not None and not Path(folder).is_absolute():
-            raise ValueError(
-                f"folder must be an absolute path on the server, got {folder!r}: another one would "
-                "be a new budget in each folder that a server is started in"
-            )
+        absolute(folder)
         self.settings = dict(settings)
         self.folder = folder
         self._served: Served | None = None
@@ -76,12 +72,10 @@ class CloseRound(ModelAggregator):
         self._replies: list[Reply] = []
 
     def reset_stats(self) -> None:
-        """Open a round; if there is to be none, end the job in good order, and say why."""
+        """Open a round; if there is no next one, end the job in good order, with the reason."""
         if self._served is None:
-            self._served = Served(self.settings, self.folder or self._run())
-            if self._served.server.bound.budget and self.folder is None:
-                text = "noise without a folder: the next job spends the budget again; give folder"
-                self.log_warning(self.fl_ctx, text)
+            fallback = None if self.folder else self._run()
+            self._served = Served(self.settings, self.folder, fallback=fallback)
         self._model, self._asked, self._replies = None, set(), []
         sent = self._served.open()
         self.fl_ctx.set_prop(KEY, self, private=True, sticky=True)
@@ -131,8 +125,8 @@ class CloseRound(ModelAggregator):
         replies = sorted(self._replies, key=lambda reply: reply.sender)
         average = served.close(replies, model).average
         # NVFlare adds it to the model, whose whole numbers have to stay whole.
-        whole = {k: v.dtype for k, v in model.items() if v.dtype.kind in "iu"}
-        average |= {k: np.rint(average[k]).astype(dtype) for k, dtype in whole.items()}
+        integers = {k: v.dtype for k, v in model.items() if v.dtype.kind in "iu"}
+        average |= {k: np.rint(average[k]).astype(dtype) for k, dtype in integers.items()}
         return FLModel(params_type=ParamsType.DIFF, params=average)
 
     def _run(self) -> Path:
@@ -141,7 +135,7 @@ class CloseRound(ModelAggregator):
 
 
 class SendBound(Filter):
-    """Puts the bound of the round beside the model that a client gets.
+    """Adds the bound of the round to the model that a client gets.
 
     Raises
     ------

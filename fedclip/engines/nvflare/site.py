@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of a site on NVFlare: a filter of its privacy.json, which lets out what it allows.
+"""The policy of a site on NVFlare: a filter of its privacy.json.
 
 ::
 
-    task arrives     a job that could get around the filter ends: one with result filters or code of
-                     its own, or on a site that sends its logs to the server
+    task arrives     end a job that could get around the filter: with result filters, with code, or
+                     on a site that sends its logs to the server
                      count it; keep a copy of the model
-    executor runs    not at all beyond max_replies; what it raises becomes an error reply
+    executor runs    not at all beyond max_replies; an exception becomes an error reply
                      the cookies of the task are put back, which NVFlare sends with the reply
     result leaves    a difference, or weights minus the model: clipped, with noise, charged
                      numbers that the policy names
-                     anything else: one error code, the same for all
+                     anything else: one error code, always the same
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ __all__ = ["SitePolicy"]
 _LOGGER = logging.getLogger("fedclip.site")
 
 _SEEN = "fedclip.site"
-"""Under this name what was seen of a task is in its context."""
+"""The name of the stored task in its context."""
 
 
 class _Seen(NamedTuple):
-    """The model of a task as it arrived, and why it is not to be answered, if it is not."""
+    """The model of a task as it arrived, and why the task gets no answer; "" if it gets one."""
 
     model: Any = None
     why: str = ""
 
 
 class SitePolicy(Filter):
-    """Lets out of a site what its policy allows, of the results of all tasks.
+    """Passes on what the policy of a site allows of the results of all tasks.
 
     It belongs to each scope of the site's privacy.json, twice: in ``task_data_filters``, where it
     sees the model, and as the last of ``task_result_filters``.
@@ -66,16 +66,16 @@ class SitePolicy(Filter):
     Raises
     ------
     OSError, ValueError
-        If the policy or its ledger can not be used; then no job starts.
+        If the policy or its ledger cannot be used; then no job starts.
     UnsafeJobError
-        Of a job that has result filters or code of its own, and if the site sends its logs to the
-        server.
+        If a job has result filters, or code that the policy does not allow; if the site sends its
+        logs to the server.
 
     Notes
     -----
-    What must not leave, and each error, leaves as one and the same error code.
+    A result that must not leave, and each error, leaves as the same error code.
 
-    It acts on results of tasks, and not on what a job's code sends otherwise;
+    It acts on results of tasks, and not on data that a job's code sends by other ways;
     docs/nvflare-site.md has the table.
     """
 
@@ -85,7 +85,7 @@ class SitePolicy(Filter):
         self._gate = Gate(Policy.read(policy))
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return a task as it is, or what may leave of a result."""
+        """Return a task unchanged, or what may leave of a result."""
         if self.get_prop(FilterContextKey.SOURCE) != FilterSource.SITE:
             raise UnsafeJobError("SitePolicy is a filter of a site's privacy.json, not of a job")
         if self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_RESULT_CHAIN:
@@ -105,7 +105,7 @@ class SitePolicy(Filter):
         return shareable
 
     def _leaving(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return a reply that is made anew, of what the policy lets out, or an error."""
+        """Return a new reply of what the policy allows, or an error."""
         try:
             self._check(fl_ctx)
             return self._passed(result, fl_ctx.get_prop(_SEEN) or _Seen())
@@ -119,17 +119,17 @@ class SitePolicy(Filter):
         dxo = from_shareable(result)
         kind, meta = dxo.data_kind, dict(dxo.meta)
         inner = meta.pop(MetaKey.INITIAL_METRICS, None)
-        told: dict[str, Any] = self._gate.metrics(meta)
+        sent: dict[str, Any] = self._gate.metrics(meta)
         if isinstance(inner, Mapping) and (metrics := self._gate.metrics(inner)):
-            told[MetaKey.INITIAL_METRICS] = metrics
+            sent[MetaKey.INITIAL_METRICS] = metrics
         if kind == DataKind.METRICS:
-            return DXO(kind, self._gate.metrics(dxo.data), told).to_shareable()
+            return DXO(kind, self._gate.metrics(dxo.data), sent).to_shareable()
         if kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
-            raise Refused("the result is of a kind that the site's policy does not let out")
+            raise Refused("the site's policy does not allow results of this kind")
         if seen.model is None:
             raise Refused(
-                "no model has arrived with this task, to which an update could be the difference: "
-                "SitePolicy belongs among the task_data_filters of each scope of privacy.json, too"
+                "no model has arrived with this task, to take the difference to: put SitePolicy "
+                "into the task_data_filters of each scope of privacy.json, too"
             )
         # Differences of counters are NumPy's scalars.
         arrays = {k: np.asarray(v) if isinstance(v, np.generic) else v for k, v in dxo.data.items()}
@@ -137,10 +137,10 @@ class SitePolicy(Filter):
             data = self._gate.update(arrays, seen.model)
         else:
             data = self._gate.model(arrays, seen.model)
-        return DXO(kind, data, told).to_shareable()
+        return DXO(kind, data, sent).to_shareable()
 
     def _check(self, fl_ctx: FLContext) -> None:
-        """Refuse a job whose results the policy would not see last, and a site that tells all.
+        """Refuse a job whose results the policy would not see last, and a site that sends its logs.
 
         `ClipUpdate` may act after the policy, as it only makes updates smaller.
         """
@@ -148,16 +148,16 @@ class SitePolicy(Filter):
         others = {type(f).__name__ for table in tables for f in table if type(f) is not ClipUpdate}
         if others:
             raise UnsafeJobError(
-                f"this job has result filters of its own ({', '.join(sorted(others))!s:.200}), "
-                "which NVFlare runs after the site's: nothing is shared"
+                f"this job has result filters ({', '.join(sorted(others))!s:.200}), which NVFlare "
+                "runs after the site's: nothing is shared"
             )
         meta = fl_ctx.get_prop(FLContextKey.JOB_META)
         # Without the job's description, it may have anything.
         code = not isinstance(meta, Mapping) or meta.get(AppValidationKey.BYOC)
         if code and not self._gate.policy.allow_job_code:
             raise UnsafeJobError(
-                "this job brings code of its own (byoc), which can send anything: install its "
-                "scripts at the site, or set allow_job_code = true in the policy"
+                "this job brings code (byoc), which can send anything: install its scripts at the "
+                "site, or set allow_job_code = true in the policy"
             )
         if is_log_streaming_allowed(fl_ctx):
             raise UnsafeJobError(
@@ -169,12 +169,12 @@ class SitePolicy(Filter):
 def _executed(
     execute: Any, executor: Any, name: str, task: Shareable, fl_ctx: FLContext, signal: Any
 ) -> Any:
-    """Run an executor, unless its task is not answered; what it raises says nothing outside."""
+    """Run an executor, if its task gets an answer; an exception goes to the log only."""
     seen, jar = fl_ctx.get_prop(_SEEN), copy.deepcopy(task.get_cookie_jar())
     reply = None
     try:
         if not seen.why:
-            # Its own signal: an executor that aborts its task would have another error sent.
+            # A new signal: an executor that aborts its task would cause another error code.
             reply = execute(executor, name, task, fl_ctx, Signal(parent=signal))
     except Exception as exc:
         _LOGGER.error("the job has failed: %s", exc)

@@ -15,8 +15,8 @@ from declearn.messaging import Error, EvaluationReply, EvaluationRequest
 from declearn.metrics import MetricSet
 from declearn.metrics._mean import MeanState
 from declearn.utils import set_device_policy
+from dpsgd_managers import client, data, manager, request, train
 from engines.declearn.test_dpsgd_leaks import differing, messages
-from engines.declearn.test_dpsgd_manager import client, data, manager, request, train
 from typer.testing import CliRunner
 from units.dpsgd.test_dpsgd_persample import MODELS
 
@@ -330,10 +330,10 @@ SHARE = "{evaluation_share = 0.2, loss_bound = 3.0}"
 @pytest.mark.parametrize(
     ("clip", "metrics", "every", "said", "unsaid"),
     [
-        (SHARE, "'accuracy'", 1, "for 0.2 of epsilon and losses of at most 3", "without noise"),
+        (SHARE, "'accuracy'", 1, "takes 0.2 of epsilon; losses are clipped to 3", "without noise"),
         (SHARE, "", 1, "evaluations have noise", "chosen by losses"),
         (SHARE, "'accuracy', 'mse'", 1, "asks for mse too: leave that out", "without noise"),
-        (SHARE, "", 2, "frequency = 2 spares no noise, which is for", "without noise"),
+        (SHARE, "", 2, "frequency = 2 saves no budget, as noise is planned", "without noise"),
         ("{}", "'mse'", 2, "chosen by losses or metrics without noise", "have noise"),
     ],
 )
@@ -357,8 +357,8 @@ def test_commands_know_the_share(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*ask.split(), "--evaluation-share", "0.2"])
     assert "all steps and evaluations cost epsilon 3 by" in done.stdout
     assert (
-        "10 evaluations are among that, at noise multiplier 18.81: of n validation records, "
-        "the mean loss has noise of some 13.3 / n times loss_bound" in done.stdout
+        "this includes 10 evaluations at noise multiplier 18.81: with n validation records, "
+        "the noise on the mean loss is about 13.3 / n times loss_bound" in done.stdout
     )
     assert "noise multiplier 2.04" in done.stdout
     assert '{mode = "automatic", evaluation_share = 0.2, loss_bound = 3.0}' in done.stdout

@@ -133,7 +133,7 @@ def test_without_declearn_what_needs_it_says_so() -> None:
     )
     assert out.splitlines() == [
         f"{fedclip.__version__} 3.0 True",
-        "fedclip.UpdateClipServer needs declearn, which can not be imported: No module named "
+        "fedclip.UpdateClipServer needs declearn, which cannot be imported: No module named "
         "'declearn'; pip install 'declearn>=2.9.1,<3'",
     ]
 
@@ -313,19 +313,14 @@ def test_a_module_shows_its_public_names_only(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "hint"),
+    ("line", "hint"),
     [
-        ("import fedclip.torch", ImportError, "import fedclip.loops.torch"),
-        ("from fedclip import jax", ImportError, "import fedclip.loops.jax"),
-        ("fedclip.keras", AttributeError, "import fedclip.loops.keras"),
-        ("from fedclip import clip_grad_norm", ImportError, "torch import clip_grad_norm_'"),
-        ("fedclip.clip_", AttributeError, "from fedclip.loops.torch import clip_"),
-        ("fedclip.loops.clip_", AttributeError, "from fedclip.loops.torch import clip_"),
-        ("from fedclip.loops import torhc", ImportError, "did you mean 'import fedclip.loops"),
-        ("from fedclip import NormClp", ImportError, "did you mean 'NormClip'"),
+        ("fedclip.keras", "import fedclip.loops.keras"),
+        ("fedclip.clip_", "from fedclip.loops.torch import clip_"),
+        ("fedclip.loops.clip_", "from fedclip.loops.torch import clip_"),
     ],
 )
-def test_what_is_elsewhere_is_found(line: str, kind: type[Exception], hint: str) -> None:
-    with pytest.raises(kind, match=hint):
+def test_what_is_elsewhere_is_found(line: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=hint):
         exec(line, {"fedclip": fedclip})
     assert not hasattr(fedclip, "torch")

@@ -17,7 +17,7 @@ from declearn.optimizer.modules import AuxVar as _AuxVar
 from federation_helpers import Server
 
 import fedclip
-from fedclip.engines.declearn import replies
+from fedclip.engines.declearn import members as replies
 from fedclip.engines.declearn.clipper_servers import ZScoreClipServer
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
 from fedclip.statistics.messages import FedclipSharedCounts

@@ -241,7 +241,7 @@ def test_an_update_of_no_known_model_does_not_leave(
     site = Site(tmp_path, sees=sees)
     site.receives(Shareable())
     assert site.leaves(result(MODEL)).get_return_code() == ReturnCode.TASK_RESULT_FILTER_ERROR
-    assert "SitePolicy belongs among the task_data_filters" in caplog.text
+    assert "put SitePolicy into the task_data_filters" in caplog.text
 
 
 def test_beyond_max_replies_no_executor_runs(tmp_path: Path, caplog: Any) -> None:
@@ -282,7 +282,7 @@ def test_a_job_that_could_get_around_the_policy_ends(how: str, tmp_path: Path) -
     said = {"logs": '{"allow_log_streaming": true}', "no logs": "{}", "no JSON": "no JSON"}
     if how in said:
         (tmp_path / "local" / "resources.json").write_text(said[how])
-    why = {"filters": r"filters of its own \(ExcludeVars\)", "byoc": "byoc", "no meta": "byoc"}
+    why = {"filters": r"filters \(ExcludeVars\)", "byoc": "byoc", "no meta": "byoc"}
     with pytest.raises(UnsafeJobError, match=why.get(how, '"allow_log_streaming": false')):
         site.receives(task(MODEL))
     # What comes about while an executor runs is refused as all else.

@@ -25,12 +25,12 @@ HERE = Path(__file__).parent
 DECLEARN = """
 import asyncio, sys
 from pathlib import Path
-from fedclip.cli.quickrun import Federation
+from fedclip.engines.declearn.quickrun import Federation
 federation = Federation(Path(sys.argv[1]))
 asyncio.run(federation.run(seed=3))
 """
 PROCESS = "import sys\nfrom pathlib import Path\nfrom fedclip.engines.local.simulate import run\n"
-PROCESS += "run(Path(sys.argv[1]), 3, quiet=True)"
+PROCESS += "run(Path(sys.argv[1]), 3)"
 
 
 def started(words: list[object], folder: Path, task: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core runs where declearn can not be imported: all but what is named here."""
+"""The core runs where neither declearn nor a framework can be imported."""
 
 from __future__ import annotations
 
@@ -10,29 +10,11 @@ from helpers import python
 
 PACKAGE = Path(__file__).parents[3] / "fedclip"
 
+# All rooms but those that know frameworks or engines; `report`, too, reads files only.
 ROOMS = (
-    *("errors", "scopes", "states", "records", "parameters", "measures", "rules", "transforms"),
-    *("privacy", "federation", "compat", "report", "toml", "modules", "registration"),
+    *("clippers", "core", "errors", "privacy", "report", "rules", "site", "statistics"),
+    *("transforms", "translate", "updates"),
 )
-# What declearn sees, or what looks into declearn. Any other file of these rooms is core.
-SHELLS = {
-    "fedclip.engines.declearn.clipper_servers",
-    "fedclip.engines.declearn.pipeline",
-    "fedclip.engines.declearn.stages",
-    *(
-        f"fedclip.engines.declearn.{name}"
-        for name in (
-            *("evaluation", "generics", "network", "personal", "personal_client", "restart"),
-            *("round_robin", "senders", "serving", "tolerant"),
-            *(f"statistics.{name}" for name in ("check", "counterpart", "messages")),
-            "site.sending",
-            *(
-                f"update.{n}"
-                for n in ("aggregator", "check", "client", "measuring", "messages", "server")
-            ),
-        )
-    ),
-}
 
 REFUSE = """
 import sys
@@ -104,9 +86,7 @@ def core() -> list[str]:
     """Return the names of all files of the core."""
     files = [f for room in ROOMS for f in PACKAGE.rglob("*.py") if belongs(f, room)]
     names = (".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts) for f in files)
-    found = {name.removesuffix(".__init__") for name in names}
-    assert found >= SHELLS, f"no longer there: {SHELLS - found}"
-    return sorted(found - SHELLS)
+    return sorted({name.removesuffix(".__init__") for name in names})
 
 
 def belongs(file: Path, room: str) -> bool:
@@ -120,21 +100,6 @@ def alone(code: str) -> None:
 @pytest.mark.slow
 def test_every_file_of_the_core_is_imported_without_declearn() -> None:
     code = f"import importlib\nfor name in {core()!r}:\n    importlib.import_module(name)"
-    alone(code)
-
-
-@pytest.mark.slow
-def test_what_is_named_as_a_shell_is_one() -> None:
-    """So that the list gets shorter when a file no longer needs declearn."""
-    code = (
-        "import importlib\n"
-        f"for name in {sorted(SHELLS)!r}:\n"
-        "    try:\n"
-        "        importlib.import_module(name)\n"
-        "    except ImportError:\n"
-        "        continue\n"
-        "    sys.exit(name + ' needs no declearn')\n"
-    )
     alone(code)
 
 

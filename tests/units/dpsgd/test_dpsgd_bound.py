@@ -18,7 +18,7 @@ import pytest
 from declearn.aggregator import AveragingAggregator
 from declearn.dataset import InMemoryDataset
 from declearn.optimizer import Optimizer
-from engines.declearn.test_dpsgd_manager import request
+from dpsgd_managers import request
 from helpers import require
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st

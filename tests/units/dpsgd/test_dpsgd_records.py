@@ -10,7 +10,7 @@ import pytest
 from declearn.aggregator import AveragingAggregator
 from declearn.dataset import InMemoryDataset
 from declearn.optimizer import Optimizer
-from engines.declearn.test_dpsgd_manager import request
+from dpsgd_managers import request
 from helpers import require
 
 from fedclip.dpsgd.clipping import SampleClipping

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.dataset import InMemoryDataset
-from engines.declearn.test_dpsgd_manager import Silent, data, manager, request
+from dpsgd_managers import Silent, data, manager, request
 from report_runs import call
 from units.dpsgd.test_dpsgd_persample import MODELS
 
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.persons import asked_for, units
+from fedclip.cli.check.data import asked_for, units
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample import clipped_sum
 from fedclip.dpsgd.persons import Persons
@@ -232,9 +232,11 @@ def sites(tmp_path: Path) -> dict[str, dict[str, str]]:
 
 def test_a_column_of_identifiers_that_come_back_is_asked_for(sites: Any) -> None:
     (ok, text), alone, (level, asked) = asked_for(sites)
-    assert (ok, text) == ("ok", "north: 4 persons are protected, each with all records")
+    assert (ok, text) == ("ok", "north: DP-SGD protects 4 persons, each with all their records")
     assert level == "note"
-    assert alone[1].startswith("south: there is no train_persons.csv, and each record is")
+    assert alone[1].startswith(
+        "south: there is no train_persons.csv, so DP-SGD protects each record"
+    )
     assert asked.startswith("column 'patient_id' (south) is named like an identifier")
     assert [units(sites[name]) for name in ("north", "south")] == [(4, "person"), (12, "record")]
     Path(sites["north"]["train_data"]).with_name("train_persons.csv").write_text("person\np1\n")
@@ -244,7 +246,7 @@ def test_a_column_of_identifiers_that_come_back_is_asked_for(sites: Any) -> None
 @pytest.mark.parametrize(
     ("rows", "share", "said"),
     [
-        (None, 0.2, "north: persons are protected, and evaluation_share needs to know whose"),
+        (None, 0.2, "north: evaluation_share needs the person of each"),
         (3, 0.0, "valid_persons.csv: persons must be one id for each of the 12 records"),
         (12, 0.2, ""),
         (None, 0.0, ""),

@@ -102,18 +102,16 @@ def test_lines_of_a_plan_with_noise_from_the_sites() -> None:
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [("10000", "31, the most for float32"), ("1000000000", "40, and a model in float64")],
+    [("10000", "31 (the largest for float32)"), ("1000000000", "40 (and a model in float64)")],
 )
 def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: str) -> None:
     done = call(*BUDGET, "--values", values, "--honest", "0.5")
-    found = re.search(
-        r"a clipval of (\S+) times max_norm, the largest C, and bitsize (.*)", done.stdout
-    )
+    found = re.search(r"clipval = (\S+) times max_norm, and bitsize (.*)", done.stdout)
     assert found is not None
     assert found[2] == said
     client = tomllib.loads(done.stdout[done.stdout.index("[optim]") :])["optim"]["client_opt"]
     site = SiteNoise(**client["modules"][0][1]["noise"])
-    dtype = np.dtype(said.split()[-1])
+    dtype = np.dtype(said.split()[-1].rstrip(")"))
     secagg = {"clipval": float(found[1]), "bitsize": int(said[:2])}
     assert not site.unsafe(secagg, {"w": np.zeros(1, dtype)})
 

@@ -221,9 +221,9 @@ def test_check_multiplies_a_fixed_number_of_steps(checked: Any) -> None:
 @pytest.mark.parametrize(
     ("modules", "warning"),
     [
-        ('["norm-clip", "adam"]', "adam comes after norm-clip and lets its bound be exceeded"),
+        ('["norm-clip", "adam"]', "adam comes after norm-clip and can exceed its bound"),
         ('["l2-global-clipping", "momentum"]', "momentum comes after l2-global-clipping"),
-        ('["l2-clipping"]', "l2-clipping limits each tensor by itself, all k together to 1·√k"),
+        ('["l2-clipping"]', "l2-clipping limits each tensor separately, all k together to 1·√k"),
         (
             '[["zscore-clip", {max_norm = 1.0}], "gaussian-noise"]',
             "zscore-clip is an adaptive rule before gaussian",

@@ -17,8 +17,8 @@ from declearn.optimizer import Optimizer
 from helpers import PATIENCE
 from report_runs import Node, call, large_run
 
-from fedclip.report import Run, page_of, read_report
-from fedclip.report.advice import Advice, Proposal
+from fedclip.report import page_of, read_report
+from fedclip.report.findings import Advice, Proposal
 from fedclip.report.reading import LEDGER
 
 pytest.importorskip("vl_convert")
@@ -37,7 +37,7 @@ def of_others(folder: Path) -> Path:
 
 
 def page(folder: Path, **options: Any) -> str:
-    return page_of([Run("", read_report(folder), **options)], f"Clipping in {folder.name}")
+    return page_of(read_report(folder), **{"spent": {}, **options})
 
 
 @pytest.fixture(autouse=True)
@@ -118,19 +118,11 @@ def test_a_report_of_many_clients_and_rounds_is_one_screen(tmp_path: Path) -> No
     large_run(tmp_path, 60, 40)
     lines = call("report", tmp_path).stdout.splitlines()
     assert len(lines) < 30
-    assert lines[0].startswith("The steps of client-039 are")
+    assert lines[0].startswith("The norms of the steps of client-039 are")
     assert lines[1].startswith("After round 60: accuracy ")
     assert any("client-039" in line for line in lines[8:])
     assert "12 of 40 nodes are shown" in "".join(lines)
     assert len(call("report", tmp_path, "--summary").stdout.splitlines()) > 40
-
-
-def test_the_seeds_of_a_setting_are_one_run(tmp_path: Path) -> None:
-    for seed in range(4):
-        sites(tmp_path / f"seed-{seed}", 3)
-    text = page(tmp_path, together=True)
-    assert [name for name, _ in clipper_of(text)["lines"]] == ["site-0", "site-1", "site-2"]
-    assert text.count("look at its units") == 1
 
 
 def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) -> None:
@@ -157,7 +149,7 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     }
     said = [
         "Start with step.fixed.",
-        "look at its units",
+        "check its units",
         "start here",
         "modules = [",
         "&lt;best&gt;",
@@ -165,7 +157,7 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     places = [text.index(part) for part in [*said, "100 % of site-2", 'class="chart"']]
     assert places == sorted(places)
     assert text.count("start here") == 1
-    assert text.count("look at its units") == 1
+    assert text.count("check its units") == 1
 
 
 @pytest.mark.parametrize(
@@ -211,10 +203,10 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
     text = file.read_text()
     for part in (shown.stdout, text):
         assert "DP-SGD on a, b: the norms of records" in part
-        assert "b/privacy_spent.json: what zeroing out one record may change" in part
+        assert "b/privacy_spent.json: privacy loss for zeroing out one record" in part
         assert "18 steps at noise multiplier 2, Poisson samples at rate 0.125" in part
         assert not re.search("7654321|features", re.sub("<script.*", "", part, flags=re.S))
-    assert shown.stdout.startswith("Noise protects this run, and no norms")
+    assert shown.stdout.startswith("This run adds noise for privacy, so no norms")
     assert "After the last evaluation: loss 0.5." in shown.stdout
     assert call("compare", tmp_path / "run").exit_code == 0
     assert "data-norms" not in re.sub("<script.*", "", text, flags=re.S)
@@ -288,6 +280,11 @@ def test_a_large_run_in_a_browser(new_tab: Any, tmp_path: Path, width: int) -> N
     # Nothing is wider than the window, and no text in a chart is on another.
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.evaluate(OVERLAPS) == []
+    # Each table is a list, or its columns fit, or it scrolls in a box.
+    assert not tab.evaluate(
+        "[...document.querySelectorAll('.stack')]"
+        ".some((table) => table.scrollWidth > table.parentElement.clientWidth)"
+    )
     titles = tab.evaluate(
         "[...document.querySelectorAll('.chart svg text')].map(t => t.textContent)"
     )
@@ -319,38 +316,3 @@ def test_names_run_nothing_in_a_browser(new_tab: Any, tmp_path: Path) -> None:
     tab.wait_for_function("document.querySelectorAll('.chart svg').length > 3")
     assert alerts == []
     assert tab.locator("img").count() == 0
-
-
-@pytest.mark.slow
-def test_tables_are_read_at_each_width(new_tab: Any, tmp_path: Path) -> None:
-    """Each is a list, or its columns fit, or it scrolls in a box of its own."""
-    heads = [
-        "Setting",
-        "Runs",
-        "loss",
-        "accuracy",
-        "f-score",
-        "recall",
-        "rounds",
-        "clipped",
-        "norm",
-    ]
-    row = ["zscore-clip.z_max=2.5", "3", *["0.912 ± 0.034"] * 4, "20", "41.0% ± 1.0%", "120 ± 22"]
-    table = {
-        "name": "Comparison",
-        "caption": "Mean and interval.",
-        "heads": heads,
-        "rows": [row] * 3,
-    }
-    file = tmp_path / "r.html"
-    text = page_of([Run("", read_report(sites(tmp_path / "run", 3)))], "Comparison", [table])
-    file.write_text(text, encoding="utf-8")
-    tab = new_tab()
-    tab.goto(file.as_uri())
-    for width in (360, 800, 1400):
-        tab.set_viewport_size({"width": width, "height": 900})
-        assert not tab.evaluate(
-            "[...document.querySelectorAll('.stack')]"
-            ".some((table) => table.scrollWidth > table.parentElement.clientWidth)"
-        )
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -24,8 +24,8 @@ from report_runs import call
 from benchmarks.audit import estimate
 from fedclip import UpdateClipServer
 from fedclip.cli.check.configuration import check_config
-from fedclip.engines.declearn.context import SERVER
-from fedclip.engines.declearn.evaluation import EVALUATIONS, Evaluations
+from fedclip.engines.declearn.context import ROUND, change
+from fedclip.engines.declearn.evaluation import Evaluations
 from fedclip.engines.declearn.messages import UpdateClipVotes
 from fedclip.engines.declearn.private_evaluation import Accuracy
 from fedclip.privacy.accounting import Release, epsilon
@@ -49,8 +49,8 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _no_round_is_left_open() -> Iterator[None]:
     yield
-    SERVER.set(None)
-    EVALUATIONS.set(None)
+    change(server=None)
+    change(evaluations=None)
 
 
 def module(**settings: Any) -> UpdateClipServer:
@@ -59,10 +59,10 @@ def module(**settings: Any) -> UpdateClipServer:
 
 def listening(server: UpdateClipServer, clients: int = CLIENTS, secure: bool = False) -> Any:
     """Return a network that has begun a run, and the module's answer to its first round."""
-    SERVER.set(None)
+    change(server=None)
     network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
     network._evaluated = Evaluations(MetricSet([Accuracy()]), clients, secure)
-    EVALUATIONS.set(network._evaluated)
+    change(evaluations=network._evaluated)
     return network, server.collect_aux_var()
 
 
@@ -215,7 +215,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
 
 
 def test_what_can_have_no_noise_ends_the_run_at_its_first_round() -> None:
-    EVALUATIONS.set(None)
+    change(evaluations=None)
     assert "needs the server's protocol 'fedclip-websockets'" in module().collect_aux_var().stop
     for clients, secure, said in (
         (CLIENTS + 1, False, "evaluations ask all 11 clients"),
@@ -238,11 +238,11 @@ def test_a_run_after_one_that_failed_begins_without_its_round(
     first, second = module(), module()
     listening(first)
     network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
-    assert SERVER.get() is not None
+    assert ROUND.get().server is not None
 
     async def begin() -> str:
         await network.wait_for_clients()
-        EVALUATIONS.set(Evaluations(MetricSet([]), CLIENTS, False))
+        change(evaluations=Evaluations(MetricSet([]), CLIENTS, False))
         return second.collect_aux_var().stop
 
     assert asyncio.run(begin()) == ""
@@ -287,9 +287,9 @@ NOISED = f"{{{PLAIN}, evaluation_share = 0.2, loss_bound = 3.0}}"
 @pytest.mark.parametrize(
     ("changed", "said", "refused"),
     [
-        ({}, "covered for each client, against all but the server", False),
+        ({}, "for each client, against all but the server", False),
         ({"server": f"{{{PLAIN}}}"}, "evaluation loss and metrics", False),
-        ({"protocol": "grpc"}, "needs the server's protocol 'fedclip-websockets'", True),
+        ({"protocol": "grpc"}, "needs protocol = 'fedclip-websockets' on the server", True),
         ({"metrics": "'accuracy', 'mse'"}, "asks for mse too", True),
         ({"register": 101, "more": SOME}, "evaluations ask all 101 clients", True),
     ],
@@ -311,7 +311,7 @@ def test_a_check_knows_what_is_covered(
 def test_a_plan_prices_it() -> None:
     asked = ("privacy", "plan", "--epsilon", 8, "--rounds", 100, "--clients", 100)
     share = ("--evaluation-share", 0.2)
-    assert "0.15 times loss_bound on the mean loss" in call(*asked, *share).stdout
+    assert "mean loss of an evaluation: 0.15 loss_bound" in call(*asked, *share).stdout
     kept = json.loads(call(*asked, *share, "--json").stdout)
     assert kept["evaluation_share"] == 0.2
     assert "evaluation_share = 0.2, loss_bound = 3.0" in " ".join(kept["toml"])
@@ -365,7 +365,7 @@ def test_a_server_writes_means_with_noise_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"protocol": "websockets"}, "needs the server's protocol 'fedclip-websockets'"),
+        ({"protocol": "websockets"}, "needs protocol = 'fedclip-websockets' on the server"),
         ({"metrics": ["binary-classif"]}, "asks for binary-classif too: leave that out"),
     ],
 )

@@ -255,20 +255,20 @@ def test_a_secure_sum_that_comes_all_the_same_counts_as_zeros(
 @pytest.mark.parametrize(
     ("rest", "level", "text"),
     [
-        ("", "note", "one site moves the average by 2 / n of the bound at most"),
-        ("", "note", "the guarantee of ARC's paper does not hold"),
+        ("", "note", "one client moves the average by at most 2 / n of the bound"),
+        ("", "note", "The guarantee of ARC's paper is for robust means"),
         ("[secagg]\nsecagg_type = 'masking'", "problem", "does not go with secure aggregation"),
         ("[secagg]\nsecagg_type = 'joye-libert'", "problem", "with secure aggregation"),
         (
             "[network]\nprotocol = 'fedclip-websockets'\nkwargs = {min_replies = 2}",
             "note",
-            "there are 2 with min_replies: such a round counts as zeros",
+            "there are 2 with min_replies, and such a round changes nothing",
         ),
         ("[run]\nrounds = 3\nregister = 2", "problem", "more than 2 replies in a round, and there"),
         (
             "[server_opt]\nlrate = 1.0\nmodules = ['update-clip-server']",
             "note",
-            "About 50% of the updates are as long as the bound that follows them",
+            "About 50% of the updates reach the adaptive bound",
         ),
         (
             "[server_opt]\nlrate = 1.0\nmodules = [['update-clip-server', "

@@ -105,7 +105,7 @@ CENTRAL: list[tuple[dict[str, str], str, str]] = [
         *("problem", "scaffold-server sends what it has learnt"),
     ),
     ({"more": ', unnoised = "z"'}, "note", "unnoised names 'z', which is not in server_opt"),
-    ({"more": ', generator = "insecure"'}, "problem", "from a generator that can be predicted"),
+    ({"more": ', generator = "insecure"'}, "problem", "a predictable random generator"),
     ({"more": ", delta = 0.1"}, "problem", "delta = 0.1 is not below 1 / 10 clients"),
     # All clients count, not those of a round.
     (
@@ -129,9 +129,13 @@ CENTRAL: list[tuple[dict[str, str], str, str]] = [
     ({"aggregator": RAISES}, "leak", "tells of that client without noise: take 'skip'"),
 ]
 OTHERS: list[tuple[dict[str, str], str, str]] = [
-    ({"run": "poisson = false\n" + PRIVATE}, "problem", "epsilon is that of Poisson samples"),
+    ({"run": "poisson = false\n" + PRIVATE}, "problem", "epsilon is computed for Poisson sampling"),
     (private("use_csprng = true", ""), "problem", "predicted: set use_csprng = true"),
-    (private("use_csprng = true", "seed = 3"), "problem", "which sends the seed, can subtract it"),
+    (
+        private("use_csprng = true", "seed = 3"),
+        "problem",
+        "knows its seed and can subtract the noise",
+    ),
     (private("[3.0, 1e-5]", "[180.0, 1e-5]"), "problem", "epsilon = 180 for each client's budget"),
     (private("[3.0, 1e-5]", "[3.0, 0.5]"), "problem", "delta = 0.5 is not below 1 / 8 of a batch"),
     (private("use_", 'accountant = "gdp"\nuse_'), "problem", "'gdp' is no upper bound on epsilon"),
@@ -140,7 +144,7 @@ OTHERS: list[tuple[dict[str, str], str, str]] = [
     *(
         ({"client": f"modules = {modules}", "run": PRIVATE}, "problem", words)
         for modules, words in (
-            ('["sample-clip", "sample-clip"]', "more than once: leave one"),
+            ('["sample-clip", "sample-clip"]', "more than once: keep one"),
             ('["zscore-clip", "sample-clip"]', "zscore-clip can not stand before sample-clip"),
             ('["gaussian-noise", "sample-clip"]', "it adds noise. Put it after sample-clip"),
             ('[["sample-clip", {max_norm = 0.1}]]', "sample-clip has max_norm = 0.1"),
@@ -148,7 +152,7 @@ OTHERS: list[tuple[dict[str, str], str, str]] = [
     ),
     (
         {"server": 'modules = ["sample-clip"]', "run": PRIVATE},
-        *("problem", "which clients have: put it in client_opt"),
+        *("problem", "of a client: move it to client_opt"),
     ),
     (
         {"client": 'modules = ["sample-clip"]', "run": PRIVATE, "aggregator": FAIR},
@@ -156,26 +160,26 @@ OTHERS: list[tuple[dict[str, str], str, str]] = [
     ),
     (
         {"client": 'modules = ["l2-clipping", ["gaussian-noise", {std = 0.001}]]'},
-        *("leak", "deviation 0.001 is too little for a sensitivity of 1·√k for k tensors"),
+        *("leak", "deviation 0.001 is too small for a sensitivity of 1·√k for k tensors"),
     ),
     (
         {"client": 'modules = ["norm-clip", ["gaussian-noise", {std = 0.1}]]'},
-        *("leak", "one step alone costs epsilon = 9"),
+        *("leak", "one step costs epsilon = 9"),
     ),
     (
         {"client": 'modules = ["norm-clip", ["gaussian-noise", {std = 5.0, safe_mode = false}]]'},
-        *("leak", "draws from a generator that can be predicted: set safe_mode = true"),
+        *("leak", "uses a predictable random generator: set safe_mode = true"),
     ),
     (
         {
             "client": f'modules = ["norm-clip", ["zscore-clip", {{shared = true}}], {NOISY}]',
             "server": 'modules = ["zscore-clip-server"]',
         },
-        *("leak", "zscore-clip is shared, and sends statistics from before gaussian-noise"),
+        *("leak", "zscore-clip is shared, and sends statistics taken before gaussian-noise"),
     ),
     (
         {"client": f'regularizers = ["agc"]\nmodules = ["norm-clip", {NOISY}]'},
-        *("note", "agc limits by the norms of the weights, which are private"),
+        *("note", "agc sets its limit by the norms of the weights, which depend"),
     ),
 ]
 
@@ -219,7 +223,7 @@ def test_shared_statistics_beside_noise_are_refused_unless_it_is_written(check: 
         check, ', unnoised = ["zscore-clip-server"]', ', "zscore-clip-server"', client=SHARED
     )
     assert found.ok
-    assert "zscore-clip-server goes out without noise, as unnoised says" in said(found, "leak")
+    assert "zscore-clip-server is sent without noise, as unnoised allows" in said(found, "leak")
 
 
 def test_a_server_refuses_them_before_its_first_message() -> None:
@@ -280,7 +284,7 @@ def test_run_privacy_is_read_as_declearn_does_it(check: Any) -> None:
     assert "each tensor of each sample to 0.5, a sample of k tensors to 0.5·√k" in step
     assert "nothing is clipped" not in step
     assert "which has no bound then" in step
-    assert "a sample's gradient reaches 0.5·√k for k tensors" in said(check(run=PRIVATE))
+    assert "gradient has norm up to 0.5·√k" in said(check(run=PRIVATE))
 
 
 def test_declearn_clips_each_tensor_of_a_sample_by_itself() -> None:
@@ -351,9 +355,9 @@ def test_what_becomes_of_each_record(check: Any, mode: str, text: str) -> None:
     assert "Before that, each record goes through value-clip. After the noise, adam" in step
     words = said(found)
     assert "declearn clips" not in words + step
-    assert "max_budget = (epsilon, delta)" in words
+    assert "max_budget=(epsilon, delta)" in words
     assert "evaluation loss and metrics" in said(found, "leak")
-    assert "lets its bound be exceeded" not in words
+    assert "can exceed its bound" not in words
 
 
 # -- noise modules ----------------------------------------------------------------------------
@@ -379,7 +383,7 @@ def test_privacy_beside_optimizers_for_a_script(checked: Any) -> None:
     run = RUN.partition("[data]")[2]
     found = checked(f"{optim}{run}{PRIVATE}")
     assert "each tensor of each sample to 0.5" in found.places[0]
-    assert "a sample's gradient reaches 0.5·√k" in said(found)
+    assert "gradient has norm up to 0.5·√k" in said(found)
     # A section of another's is left alone.
     found = checked(f"{optim}[run]\nspeed = 3\nprivacy = 'none'\n")
     assert found.ok
@@ -405,7 +409,7 @@ def test_clients_are_not_chosen_by_what_has_no_noise(check: Any, section: str, o
     assert check(run=f"[client_sampler]\n{section}\n").ok
 
 
-ALONE = "nothing bounds what gaussian-noise is added to: no amount of it gives a guarantee"
+ALONE = "no module before gaussian-noise bounds its input, so its noise gives no guarantee"
 
 
 def test_noise_on_what_nothing_bounds(check: Any) -> None:
@@ -424,7 +428,7 @@ def test_fewer_clients_than_averages_are_divided_by(check: Any) -> None:
     assert few not in said(central(check))
     more = ("expected_clients = 10", "expected_clients = 11")
     found = central(check, more=", bits_noise = 9.0", change=more)
-    assert "the average is 5 / 11 of theirs" in said(found)
+    assert "the update shrinks to 5 / 11" in said(found)
 
 
 def test_noise_for_a_budget_needs_a_number_of_steps(check: Any) -> None:
@@ -433,7 +437,7 @@ def test_noise_for_a_budget_needs_a_number_of_steps(check: Any) -> None:
     for steps, text in (
         ("n_epoch = nan\ntimeout = 9", "needs a number of steps: set n_epoch or n_steps"),
         ("n_epoch = nan\nn_steps = 4", ""),
-        ("timeout = 9", "refuse such rounds; leave timeout out"),
+        ("timeout = 9", "so clients refuse: remove timeout"),
     ):
         found = check(modules, run=PRIVATE, change=(size, f"{size}{steps}\n"))
         assert found.ok == (not text)

@@ -195,9 +195,9 @@ def test_reports_and_accounts_read_the_file(settings: dict[str, Any], tmp_path: 
             (found,) = read_spent(path)
             assert found.accountant.epsilon() == served.rounds[-1]["epsilon"] > 0
     else:
-        assert "No update was clipped; the limit was" in report.in_words()[0]
+        assert "No update was clipped; the last limit was" in report.in_words()[0]
         assert [record.clipped for record in shown] == [0, 0, 0]
-        with pytest.raises(ValueError, match="nothing in"):
+        with pytest.raises(ValueError, match="shows no spent"):
             [*read_spent(tmp_path)]
 
 
@@ -207,4 +207,16 @@ def test_the_page_of_another_engine_has_its_budget(tmp_path: Path) -> None:
     rounds(Served(NOISE, tmp_path / "server"), 1)
     page = tmp_path / "page.html"
     assert call("report", tmp_path, "--html", page).exit_code == 0
-    assert "what adding or removing one client may change" in page.read_text(encoding="utf-8")
+    assert "privacy loss for adding or removing one client" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("folder", ["result", "", "../result"])
+def test_a_folder_that_depends_on_where_a_server_starts_is_refused(folder: str) -> None:
+    with pytest.raises(ValueError, match="folder must be an absolute path on the server"):
+        Served({}, folder)
+
+
+@pytest.mark.parametrize(("settings", "warned"), [(NOISE, True), ({}, False)])
+def test_noise_without_a_folder_is_warned_of(settings: Any, warned: bool, caplog: Any) -> None:
+    Served(settings)
+    assert ("noise without a folder" in caplog.text) == warned

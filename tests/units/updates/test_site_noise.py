@@ -31,7 +31,7 @@ from personal_runs import client, linear, manager, request, weights
 import fedclip
 from benchmarks.audit import estimate
 from fedclip.cli.spent import in_words, read_spent
-from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.messages import UpdateClipBound, UpdateClipVotes
 from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.engines.declearn.update_server import UpdateClipServer
@@ -332,7 +332,7 @@ def test_clients_that_were_told_different_things_make_no_sum(other: str) -> None
             secret.append(encrypters[name].encrypt_aggregate(reply.updates))
         total: Any = decrypter.decrypt_aggregate(functools.reduce(operator.add, secret))
         sums.append(total.updates.coefs["w"].std())
-        SERVER.set(None)
+        change(server=None)
     assert sums[0] == pytest.approx(SiteNoise(**NOISE).std(1.0) * 2, rel=0.1)
     # Numbers from all of the range, which is that of four clients.
     assert sums[1] == pytest.approx(4 * 64.0 / math.sqrt(12), rel=0.1)
@@ -503,7 +503,7 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
         ({"exclude": "w"}, "noise can not be sized on what exclude="),
         ({"weights": "steps", "max_steps": 9}, "weights do not go with noise"),
         ({"combine": "arc", "n_hostile": 1}, "combine = 'arc' does not go with noise"),
-        ({"name": "averaging"}, "goes with the aggregator 'clipped-averaging'"),
+        ({"name": "averaging"}, "needs the aggregator 'clipped-averaging'"),
     ],
 )
 def test_what_noise_does_not_cover_is_refused_before_the_first_step(
@@ -706,7 +706,7 @@ def test_a_client_that_leaves_ends_the_run_which_names_it(tmp_path: Path) -> Non
     settings = run_with(protocol="fedclip-websockets", faults=faults, run={"rounds": 9})
     with running(tmp_path, **settings) as run:
         run.wait()
-    assert "the connection of 'client_1' has ended, and the run can not go on" in run.said("server")
+    assert "the connection of 'client_1' has ended, and the run cannot go on" in run.said("server")
     assert len(run.state()["spent"]) == 1
 
 

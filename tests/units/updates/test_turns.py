@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 import fedclip
 from benchmarks import turns_audit as attack
-from fedclip.engines.declearn.context import SERVER
-from fedclip.engines.declearn.quorum import MEMBERS, Members
-from fedclip.engines.declearn.serving import turns
+from fedclip.engines.declearn.context import change
+from fedclip.engines.declearn.members import Members
+from fedclip.engines.declearn.samplers import turns
 from fedclip.privacy import ledger
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.correlated import Stream, coefficients, error, grown
@@ -252,7 +252,7 @@ def lived(config: dict[str, Any], life: list[str]) -> None:
             names += "f" if event == "newcomer" and len(names) < 6 else ""
             draws = sampler(names, 2)
             if event in ("restart", "forget"):
-                SERVER.set(None)
+                change(server=None)
                 server = Server([("update-clip-server", config)], CLIPPED)
                 if event == "restart" and saved:
                     server.optim.set_state(saved)
@@ -314,16 +314,16 @@ def test_the_server_stops_where_turns_are_closer_than_it_charges_for() -> None:
 def test_nobody_takes_the_place_of_a_client_that_has_left() -> None:
     found = sampler("abcd", 2)
     members = Members(set("abcd"), min_replies=1)
-    token = MEMBERS.set(members)
+    change(members=members)
     try:
         members.leave("a", "{client} is gone")
         assert [found.run() for _ in range(3)] == [{"c"}, {"b", "d"}, {"c"}]
         members.leave("b", "{client} is gone")
         members.leave("d", "{client} is gone")
-        with pytest.raises(RuntimeError, match="nobody may take their place"):
+        with pytest.raises(RuntimeError, match="no client may replace them"):
             found.run()
     finally:
-        MEMBERS.reset(token)
+        change(members=None)
 
 
 def test_a_reply_out_of_turn_ends_the_run() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import fedclip
-from fedclip.engines.declearn.context import SERVER
+from fedclip.engines.declearn.context import ROUND
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.errors import NonFiniteError, StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon, split_noise
@@ -398,7 +398,7 @@ def test_one_client_moves_the_noised_average_by_its_share_at_most(
         server.module.process_aux_var(UpdateClipVotes(len(sizes)))
         updates = sum(ClippedUpdates(small_floats(framework, dtype, x), 1) for x in sizes)
         server.aggregator.finalize_updates(updates)
-        return float(SERVER.get().exact["w"][0])  # type: ignore[union-attr]
+        return float(ROUND.get().server.exact["w"][0])  # type: ignore[union-attr]
 
     assert play([1.0, *sizes]) - play(sizes) == 1.0
 

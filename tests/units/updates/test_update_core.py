@@ -15,7 +15,7 @@ from federation_helpers import Clients, Server
 from federation_helpers import sent as arrived
 from helpers import require
 
-from fedclip.engines.declearn.senders import note_senders
+from fedclip.engines.declearn.samplers import note_senders
 from fedclip.errors import FedclipWarning
 from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.client import UpdateClient

@@ -19,7 +19,7 @@ from helpers import each_framework, to_vector
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.engines.declearn.messages import ClippedUpdates
-from fedclip.engines.declearn.senders import NamedClients, note_senders
+from fedclip.engines.declearn.samplers import NamedClients, note_senders
 from fedclip.updates.adaptive import AdaptiveBound
 from fedclip.updates.averaging import averaged
 from fedclip.updates.client import UpdateClient

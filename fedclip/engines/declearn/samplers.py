@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""declearn's client samplers: one checks replies and names their senders, one is a fixed schedule.
+
+Only declearn's client sampler sees the replies of a round by client, right before aggregator and
+modules get the sums. An invalid reply would end the run there, or take honest replies with it; the
+sampler replaces it by an abstention.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+from declearn.client_sampler import ClientSampler, DefaultClientSampler, instantiate_client_sampler
+from declearn.communication import NetworkServerConfig
+from declearn.main.config import FLOptimConfig
+from declearn.messaging import TrainReply
+from declearn.optimizer.modules import AuxVar
+
+from fedclip.core import parameters
+from fedclip.core.messages import FromServer
+from fedclip.core.parameters import Config
+from fedclip.engines.declearn.context import ROUND, change
+from fedclip.engines.declearn.generics import AnyModel, AnyVector
+from fedclip.engines.declearn.members import UPDATES, Expected, Sender, expected, note
+from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
+from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.statistics.messages import FedclipSharedCounts
+from fedclip.updates.schedule import Schedule
+
+_LOGGER = logging.getLogger("declearn.server.fedclip")
+
+
+def note_senders(
+    replies: Mapping[str, TrainReply], blank: Callable[[], AnyVector] | None = None
+) -> None:
+    """Note who sent which reply, in the order in which declearn adds them up."""
+    senders: dict[str, list[Sender]] = {}
+    for client, reply in replies.items():
+        senders.setdefault(UPDATES, []).append(Sender(client, False))
+        variables = reply.aux_var
+        for key, message in variables.items() if isinstance(variables, Mapping) else ():
+            faulty = bool(getattr(message, "n_faults", False))
+            senders.setdefault(key, []).append(Sender(client, faulty))
+    note(next(iter(replies.values()), None), senders, blank)
+
+
+class NamedClients(ClientSampler):
+    """Sample clients as another sampler does; vet their replies, and name who sent what.
+
+    ::
+
+        for each reply, before replies are added up:
+            an invalid message instead of one of fedclip's: an abstention
+            an invalid update, or one with other tensors than the model: zeros, counted as refused
+            an auxiliary variable that no module receives: left out
+
+    So no reply of one client can end the run or cost another client its reply, in any order of
+    arrival. The warning about a reply that is left out names the client. Under secure aggregation
+    the server sees only a sum, and cannot name a client.
+
+    Parameters
+    ----------
+    sampler : dict, ClientSampler or None, default=None
+        The sampler of the clients, in the forms that declearn's `client_sampler` takes; None for
+        all clients in every round.
+    max_retries : int, default=5
+        How often to sample again if no client was chosen.
+    receives : list of str or None, default=None
+        Names of the auxiliary variables that the server's modules receive. None: those of
+        fedclip's modules, and those that at least half of the clients send.
+
+    Raises
+    ------
+    TypeError
+        If `sampler` or `receives` is of another type.
+
+    Examples
+    --------
+    >>> from declearn.client_sampler import instantiate_client_sampler
+    >>> inner = {"strategy": "uniform", "n_samples": 2}
+    >>> sampler = instantiate_client_sampler("named-clients", sampler=inner)
+    >>> sampler.init_clients({"a", "b", "c"})
+    >>> len(sampler.run())
+    2
+    """
+
+    strategy: ClassVar[str] = "named-clients"
+
+    def __init__(
+        self,
+        sampler: Mapping[str, Any] | ClientSampler | None = None,
+        max_retries: int = ClientSampler.DEFAULT_MAX_RETRIES,
+        receives: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(max_retries=max_retries)
+        if sampler is None:
+            sampler = DefaultClientSampler()
+        elif isinstance(sampler, Mapping):
+            sampler = instantiate_client_sampler(**sampler)
+        if not isinstance(sampler, ClientSampler):
+            raise TypeError(f"sampler must be a ClientSampler, or a dict of one, got {sampler!r}")
+        if receives is not None and not isinstance(receives, (list, tuple)):
+            raise TypeError(f"receives must be a list of names, got {receives!r}")
+        self.sampler = sampler
+        names = [parameters.name(receives=name) for name in receives or ()]
+        self.receives = None if receives is None else names
+        # Names sent in earlier rounds: from then on, each client must send them.
+        self._known: set[str] = set()
+
+    @property
+    def secagg_compatible(self) -> bool:
+        """Whether the wrapped sampler works with secure aggregation."""
+        return bool(self.sampler.secagg_compatible)
+
+    def init_clients(self, clients: set[str]) -> None:
+        """Pass the names of the clients to the wrapped sampler."""
+        super().init_clients(clients)
+        self.sampler.init_clients(clients)
+
+    def sample(self, eligible_clients: set[str]) -> set[str]:
+        """Return the choice of the wrapped sampler, among clients that have not left the run."""
+        members = ROUND.get().members
+        lost = set() if members is None else members.gone.keys()
+        return set(self.sampler.sample(eligible_clients - lost))
+
+    def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
+        """Vet the replies, and note their order."""
+        replies = list(client_to_reply.values())
+        awaited = expected()
+        # For a secure sum, declearn passes the same reply for every client.
+        if len({id(reply) for reply in replies}) < len(replies) or not replies:
+            names = {UPDATES: [Sender(name, summed=True) for name in client_to_reply]}
+            note(replies[0] if replies else None, names)
+            self.sampler.update(client_to_reply, global_model)
+            return
+        self._vet_variables(client_to_reply, awaited)
+        self._vet_updates(client_to_reply)
+        weights = global_model.get_weights
+        note_senders(client_to_reply, lambda: zeros_like(weights(trainable=True)))
+        self.sampler.update(client_to_reply, global_model)
+
+    def _vet_variables(
+        self, replies: Mapping[str, TrainReply], awaited: Mapping[str, Expected]
+    ) -> None:
+        """Keep in each reply only what the server's modules can add up."""
+        sent: dict[str, dict[str, AuxVar]] = {}
+        for client, reply in replies.items():
+            variables = reply.aux_var
+            sent[client] = dict(variables) if isinstance(variables, Mapping) else {}
+        votes = Counter(key for variables in sent.values() for key in variables)
+        self._known |= awaited.keys() & votes.keys()
+        for client, reply in replies.items():
+            valid: dict[str, AuxVar] = {}
+            for key, message in sent[client].items():
+                if key in awaited:
+                    kind, abstention = awaited[key]
+                    valid[key] = message if type(message) is kind else abstention()
+                elif self._receives(key, message, votes[key], len(replies)):
+                    valid[key] = message
+                else:
+                    text = "named-clients: no module receives %.60r, which %r has sent; left out"
+                    _LOGGER.warning(text, key, client)
+            for key in (awaited.keys() & self._known) - valid.keys():
+                # If no client sends it, something else is wrong, and the module reports it.
+                valid[key] = awaited[key].abstention()
+            reply.aux_var = valid
+
+    def _receives(self, key: object, message: object, votes: int, clients: int) -> bool:
+        if not isinstance(key, str) or not isinstance(message, AuxVar):
+            return False
+        if isinstance(message, (FromServer, UpdateClipVotes, FedclipSharedCounts)):
+            return False
+        return 2 * votes >= clients if self.receives is None else key in self.receives
+
+    def _vet_updates(self, replies: Mapping[str, TrainReply]) -> None:
+        """Replace invalid updates, if fedclip's aggregator averages them; it vets the others."""
+        clipped = sum(type(reply.updates) is ClippedUpdates for reply in replies.values())
+        if clipped and 2 * clipped >= len(replies):
+            self._known.add(UPDATES)
+        if UPDATES not in self._known:
+            return
+        for reply in replies.values():
+            if type(reply.updates) is not ClippedUpdates:
+                reply.updates = ClippedUpdates.stranger(reply.updates)
+
+
+class RoundRobin(ClientSampler):
+    """Choose one group of clients after another, by a schedule fixed before the first round.
+
+    ::
+
+        b      = ceil(clients / per_round)
+        groups = every b-th of the clients, in the order of their names
+        round t is the turn of group t mod b
+
+    With `update-clip-server`, ``separation`` at most b, each client is charged for the rounds of
+    its group only. A client that has left or does not reply is not replaced.
+
+    Parameters
+    ----------
+    per_round : int
+        The largest number of clients in a round, at least 1: ``expected_clients``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `per_round` is not as above.
+    RuntimeError
+        In a round, if the whole group has left; or if a client of another group has replied, as
+        under a sampler that adds clients.
+
+    Notes
+    -----
+    A server that is started again begins with the first group; the accounting of noise knows that.
+    The schedule is public: every client can compute it.
+
+    Examples
+    --------
+    >>> sampler = RoundRobin(per_round=2)
+    >>> sampler.init_clients({"a", "b", "c", "d"})
+    >>> [sorted(sampler.run()) for _ in range(3)]
+    [['a', 'c'], ['b', 'd'], ['a', 'c']]
+    """
+
+    strategy: ClassVar[str] = "round-robin"
+
+    def __init__(self, per_round: int) -> None:
+        super().__init__()
+        self.per_round = parameters.integer(1, per_round=per_round)
+        self._schedule: Schedule | None = None
+        self._round = 0
+        self._due: frozenset[str] = frozenset()
+
+    @property
+    def secagg_compatible(self) -> bool:
+        """Whether it works with secure aggregation: yes, without evaluations in between."""
+        return True
+
+    def init_clients(self, clients: set[str]) -> None:
+        """Fix the schedule for these clients."""
+        super().init_clients(clients)
+        self._schedule, self._round = Schedule(self.clients, self.per_round), 0
+
+    def sample(self, eligible_clients: set[str]) -> set[str]:
+        """Return the eligible clients of the group whose turn it is.
+
+        It raises if there are none: declearn would draw again, and in the end draw all clients.
+        """
+        if self._schedule is None:
+            raise RuntimeError("round-robin has no clients: call init_clients() first")
+        self._due = frozenset(self._schedule.due(self._round))
+        change(participation=self._schedule.at(self._round))
+        self._round += 1
+        if present := self._due & eligible_clients:
+            return set(present)
+        names = ", ".join(map(repr, sorted(self._due)[:5]))
+        raise RuntimeError(
+            f"all clients whose turn it is have left ({names}), and no client may replace them: "
+            "start again with the clients that are present"
+        )
+
+    def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
+        """Refuse a round in which clients of another group have replied."""
+        if others := sorted(client_to_reply.keys() - self._due):
+            raise RuntimeError(
+                f"{others[0]!r} has replied, whose turn it was not: round-robin cannot be part "
+                "of another sampler that draws clients"
+            )
+
+
+def watchful(network: NetworkServerConfig) -> NetworkServerConfig:
+    """Return the network with the protocol ``fedclip-websockets`` instead of ``websockets``."""
+    if network.protocol.strip().lower() == "websockets" and find_spec("websockets"):
+        network = copy(network)
+        network.protocol = "fedclip-websockets"
+    return network
+
+
+def guarded(
+    network: NetworkServerConfig,
+    optim: FLOptimConfig,
+    sampler: Mapping[str, object] | ClientSampler | None = None,
+) -> Config:
+    """Return the arguments of `FederatedServer` for its network and sampler.
+
+    Parameters
+    ----------
+    network : NetworkServerConfig
+        Where the server listens. The protocol ``websockets`` becomes ``fedclip-websockets``, which
+        ends with a message if a client has left or does not answer; clients need no change.
+    optim : FLOptimConfig
+        The optimizers; the server's modules determine the auxiliary variables it receives.
+    sampler : dict, ClientSampler or None, default=None
+        The sampler of the clients; `NamedClients` wraps it, to vet replies. None: all of them, or
+        by turns if `update-clip-server` has a ``separation``.
+
+    Examples
+    --------
+    >>> network = NetworkServerConfig("websockets", "127.0.0.1", 8765)
+    >>> optim = FLOptimConfig.from_params(client_opt=0.1, aggregator="clipped-averaging")
+    >>> settings = guarded(network, optim)
+    >>> settings["netwk"].protocol, settings["client_sampler"].strategy
+    ('fedclip-websockets', 'named-clients')
+    """
+    receives = [str(m.aux_name or m.name) for m in optim.server_opt.modules]
+    if sampler is None:
+        sampler = turns(optim)
+    if not isinstance(sampler, NamedClients):
+        sampler = NamedClients(sampler, receives=receives)
+    return {"netwk": watchful(network), "client_sampler": sampler}
+
+
+def turns(optim: FLOptimConfig) -> RoundRobin | None:
+    """Return the sampler for ``separation`` > 1 of `update-clip-server`; None without that."""
+    for module in optim.server_opt.modules:
+        if isinstance(module, UpdateClipServer) and module.separation > 1:
+            return RoundRobin(per_round=module.expected_clients or 1)
+    return None

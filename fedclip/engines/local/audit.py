@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fedclip privacy audit``: attacks on the privacy that a quickrun file claims, by its own parts.
+
+::
+
+    one run       canaries: clients (or units of DP-SGD) whose updates (gradients) are far longer
+                  than the bound, in different directions; each takes part by a fair coin. The run's
+                  schedule or sampler, clip, noise and server act on them. An attacker sees every
+                  release, knows the directions, and guesses the coins
+    rehearsal     the same guesses, if the noise were half of what is claimed. The epsilon that they
+                  would prove is the most that this audit can refute; a larger claim is not audited
+    premises      accounting takes for granted how often a unit takes part, and that it is clipped
+    membership    the model is trained as the file says; an attacker guesses by the loss of a record
+                  whether it was trained on
+
+Canaries are alone in their run: the sum of all others is known to the attacker, who subtracts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import numpy as np
+from declearn.dataset import InMemoryDataset
+from declearn.main.config import FLOptimConfig, FLRunConfig
+from declearn.main.utils import aggregate_clients_data_info
+from declearn.messaging import PrivacyRequest
+from declearn.optimizer import Optimizer
+
+from fedclip import SampleClip
+from fedclip.core.scopes import Groups
+from fedclip.dpsgd import persample
+from fedclip.dpsgd.persample.base import Data, Host, HostStack, shapes
+from fedclip.dpsgd.persons import Persons
+from fedclip.engines.declearn.dataset_records import Records, first_records
+from fedclip.engines.declearn.experiment import Experiment
+from fedclip.engines.declearn.generics import AnyModel
+from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.local.simulate import Simulation
+from fedclip.errors import ToolError
+from fedclip.privacy.accounting import Accountant, epsilon, split_noise
+from fedclip.privacy.audit import Claim, Guesses, guess
+from fedclip.privacy.gaussian import epsilon_of, mu_of
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.protocol import Reply
+from fedclip.updates.server import UpdateServer
+
+# Canaries, in one run or several: twice as many until the claim can be refuted.
+_FEWEST, _MOST = 1000, 32_000
+# About how long all runs may take, and how many there may be; but 10 in any case.
+_SECONDS, _RUNS, _REHEARSALS = 180.0, 2000, 10
+# Shares of the canaries to guess: as present, and as absent. A canary that DP-SGD
+# never draws looks absent, so that guesses of presence can be surer.
+_SHARES = [(x, x) for x in (0.025, 0.05, 0.1, 0.2, 0.4)] + [(0.05, 0.0), (0.2, 0.0)]
+# The norm of a canary before it is clipped, in bounds, for each group of tensors.
+_FAR = 1e3
+
+# What a run has charged; which canaries took part; their scores; their scores in rehearsals with
+# half the claimed noise, of shape (rehearsals, canaries); and which premise was broken, or "".
+Played: TypeAlias = tuple[Accountant, Host, Host, Host, str]
+
+
+class Membership(NamedTuple):
+    """How well losses tell records that were trained on from others."""
+
+    auc: float
+    low: float
+    high: float
+
+
+class Audit(NamedTuple):
+    """The result of the attacks.
+
+    Attributes
+    ----------
+    protects
+        "client", "record" or "person".
+    claimed, delta
+        The epsilon of all that the run has charged, and its delta.
+    least
+        The lower bound on epsilon, which is too high in at most one audit of twenty.
+    most
+        The largest claim that this audit can refute, if the noise is half of what is claimed.
+    guesses
+        The guesses of who took part.
+    broken
+        Which premise of accounting the run has broken; "" if none.
+    membership
+        How well the losses of the trained model reveal membership.
+    """
+
+    protects: str
+    claimed: float
+    delta: float
+    least: float
+    most: float
+    guesses: Guesses
+    broken: str
+    membership: Membership
+
+    @property
+    def fault(self) -> bool:
+        """Whether the claim is refuted."""
+        return self.least > self.claimed or bool(self.broken)
+
+    @property
+    def audited(self) -> bool:
+        """Whether the claim is refuted, or would be if the noise were half of it."""
+        return self.fault or self.most > self.claimed
+
+    def in_words(self) -> Iterator[str]:
+        """Yield the result, sentence by sentence."""
+        canaries, guesses, right = self.guesses
+        yield f"one run: {canaries:,} canaries, each a {self.protects} clipped to the bound"
+        yield f"  who took part: {right:,} of {guesses:,} guesses are right"
+        yield f"  epsilon is at least {self.least:.3g} (95 % confidence)"
+        yield f"  claimed is {self.claimed:.4g} at delta {self.delta:g}"
+        yield f"  with half the noise, this audit can refute at most {self.most:.3g}"
+        verdict = "THE CLAIM IS REFUTED" if self.fault else "no fault was found"
+        verdict = verdict if self.audited else "NOT AUDITED: the claim is above that"
+        yield f"  {verdict}{': ' * bool(self.broken)}{self.broken}"
+        auc, low, high = self.membership
+        yield f"membership: AUC {auc:.3f} by losses ({low:.3f} to {high:.3f}, 95 %); 0.5 is a coin"
+        yield (
+            "what this does not show: that epsilon is as small as claimed (attacks give lower "
+            "bounds); what goes out besides the model, as losses, votes, logs and numbers of "
+            "records do; and the generator, whose draws are taken as random"
+        )
+
+
+def audit(file: Path, seed: int | None = None) -> Audit:
+    """Attack what a checked quickrun file describes.
+
+    Raises
+    ------
+    ToolError
+        If it claims no privacy, if no round can be played, or data or model are not where it says.
+    """
+    optim = FLOptimConfig.from_toml(str(file), False, "optim")
+    rng, logger = np.random.default_rng(seed), logging.getLogger("declearn")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        if any(isinstance(module, SampleClip) for module in optim.client_opt.modules):
+            return _of_records(file, optim, rng)
+        simulation = Simulation(file, seed)
+        if simulation.bound is None or simulation.bound.budget is None:
+            raise ToolError(
+                "nothing here claims privacy: neither update-clip-server with noise_multiplier, "
+                "nor sample-clip with [run.privacy]"
+            )
+        return _of_clients(simulation, rng)
+    except RuntimeError as exc:
+        raise ToolError(f"the claim is not audited, as the run ends: {exc}") from None
+    finally:
+        logger.setLevel(before)
+
+
+def _attack(unit: str, losses: Membership, play: Callable[[], Played], seconds: float) -> Audit:
+    """Play runs until the guesses could refute the claim, or enough were played.
+
+    How many runs there are, and how many canaries are guessed, depends on rehearsals alone.
+    """
+    runs, goal, most = [play()], _FEWEST, min(max(int(_SECONDS / seconds), 10), _RUNS)
+    spent, delta, relation = runs[0][0].spent, runs[0][0].delta, runs[0][0].relation
+    claim, claimed = Claim(lambda x: epsilon(spent, x, relation)), epsilon(spent, delta, relation)
+    while True:
+        present, scores, half = (np.concatenate([run[i] for run in runs], -1) for i in (1, 2, 3))
+        last = len(runs) >= most or len(present) >= _MOST
+        if last or len(present) >= goal:
+            refutable, share = max((claim.factor(_unlucky(present, half, x)), x) for x in _SHARES)
+            if last or refutable > 1.0 or not half.any():
+                break
+            goal *= 2
+        runs.append(play())
+    guesses, mu = guess(present, scores, *share), mu_of(max(claimed, 1e-9), delta)
+    least, most_ = (epsilon_of(x * mu, delta) for x in (claim.factor(guesses), refutable))
+    broken = max(run[-1] for run in runs)
+    return Audit(unit, claimed, delta, least, most_, guesses, broken, losses)
+
+
+def _unlucky(present: Host, half: Host, share: tuple[float, float]) -> Guesses:
+    """Return the guesses of a rehearsal with fewer right ones than in 999 of 1,000."""
+    from scipy import stats
+
+    outcomes = [guess(present, scores, *share) for scores in half]
+    right, guesses = sum(outcome.right for outcome in outcomes), outcomes[0].guesses
+    surely = stats.beta.ppf(1e-3, right, len(outcomes) * guesses - right + 1) if right else 0.0
+    return outcomes[0]._replace(right=int(stats.binom.ppf(1e-3, guesses, surely)))
+
+
+def _places(arrays: Mapping[str, Any], groups: Groups, most: int, rng: np.random.Generator) -> Host:
+    """Return positions in all values, of shape (canaries, groups), no two of them the same."""
+    sizes = [math.prod(arrays[name].shape) for name in groups.names]
+    of = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    within = [rng.permutation(np.concatenate([of[i] for i in m])) for m in groups.members]
+    return np.stack([part[: min(most, *map(len, within))] for part in within], axis=1)
+
+
+def _flat(arrays: Mapping[str, Host], groups: Groups) -> Host:
+    return np.concatenate([np.ravel(arrays[name]) for name in groups.names])
+
+
+def _filled(places: Host, values: Any, like: Mapping[str, Any], groups: Groups) -> dict[str, Host]:
+    """Return arrays of the shapes of others, with values at these places and zeros elsewhere."""
+    sizes = [math.prod(like[name].shape) for name in groups.names]
+    flat = np.zeros(sum(sizes))
+    flat[places] = values
+    named = zip(groups.names, np.split(flat, np.cumsum(sizes)[:-1]), strict=True)
+    return {name: part.reshape(like[name].shape) for name, part in named}
+
+
+# -- clients, and noise on their average --------------------------------------------------------
+def _of_clients(simulation: Simulation, rng: np.random.Generator) -> Audit:
+    # A round without replies ends the training.
+    any(simulation.step() for _ in range(simulation.config.rounds))
+    losses = [[_losses(simulation.model, part) for part in pair] for pair in simulation.crowd.data]
+    values = sum(math.prod(x.shape) for x in simulation.model.get_weights(True).coefs.values())
+    turns = simulation.config.rounds / cast(AdaptiveBound, simulation.bound).separation
+    seconds = turns * len(simulation.crowd.names) * (3e-4 + 2e-8 * values)
+    return _attack("client", _membership(losses), partial(_play, simulation, rng), seconds)
+
+
+def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
+    """Run the server with canaries alone: all take part whenever they have a turn."""
+    config = cast(AdaptiveBound, simulation.bound).get_config()
+    # The ledger is for what is released.
+    bound = AdaptiveBound(**{k: v for k, v in config.items() if k not in ("seed", "ledger")})
+    budget, scope = cast(Any, bound.budget), simulation.aggregator.scope
+    server, client = UpdateServer(bound, scope=scope), UpdateClient(scope)
+    like = {n: np.zeros(x.shape) for n, x in simulation.model.get_weights(True).coefs.items()}
+    groups, names = client.limits.groups(like), rng.permutation(simulation.crowd.names)
+    places = _places(like, groups, len(names), rng)
+    names, present = names[: len(places)], rng.random(len(places)) < 0.5
+    absent = -1.0 if bound.relation == "replace-one" else 0.0
+    seen, due, lengths, schedule = [], [], [], simulation.schedule
+    direction = np.full(len(groups), len(groups) ** -0.5)
+    for round_ in range(simulation.config.rounds):
+        sent = server.open(schedule.at(round_) if schedule else None)
+        if sent.stop:
+            break
+        due.append(np.isin(names, schedule.due(round_) if schedule else names))
+        replies, due_now = [], np.flatnonzero(due[-1])
+        for i in due_now:
+            # Who is absent sends nothing, but shows how canaries are clipped.
+            sign = 1.0 if present[i] else absent
+            if sign or i == due_now[0]:
+                canary = _filled(places[i], _FAR * sent.bound * (sign or 1.0), like, groups)
+                reply = client.clip(canary, sent, steps=1)
+                direction = _flat(reply.arrays, groups)[places[i]] / sent.bound * (sign or 1.0)
+                replies += [reply] if sign else []
+        # Nobody there is a reply of zeros: without any, noise ends after the first round.
+        closed = server.close(replies or [Reply(like)], like)
+        length = float(np.linalg.norm(direction))
+        unit = direction / (length or 1.0) * budget.clients / sent.bound
+        if refused := next(filter(None, closed.faults), ""):
+            raise RuntimeError(f"the server refuses a clipped update: {refused}")
+        seen.append(_flat(closed.average, groups)[places] @ unit)
+        lengths.append(0.0 if closed.withheld else min(length, 1.0))
+    if not due:
+        raise RuntimeError(sent.stop)
+    expected, observed = unmixed(seen, due, budget.coefficients, lengths)
+    z, bits, squares = bound.noise_multiplier, budget.bits_noise, (expected**2).sum(0)
+    noise = (split_noise(z, bits) if bits else z) * math.hypot(*budget.coefficients)
+    draws = rng.standard_normal((_REHEARSALS, len(present))) * np.sqrt(squares) * noise / 2.0
+    # A canary with more turns is seen better: scores are logarithms of likelihoods.
+    middle = (1.0 + absent) / 2.0 * squares
+    half = np.where(present, 1.0, absent) * squares + draws - middle
+    broken = _too_often(names, np.array(due), bound.separation, budget.accountant.rounds)
+    return budget.accountant, present, (expected * observed).sum(0) - middle, half, broken
+
+
+def unmixed(seen: Any, due: Any, c: tuple[float, ...], lengths: list[float]) -> tuple[Host, Host]:
+    """Return what canaries add to each round and what was seen of them, with independent noise.
+
+    This undoes the correlation of the noise. Rounds within a band after a round without a release
+    are left out.
+    """
+    from scipy.signal import lfilter
+
+    usable = np.convolve(np.array(lengths) == 0.0, np.ones(len(c)))[: len(seen)] == 0
+    expected = lfilter(c, [1.0], np.transpose(np.transpose(due) * lengths), axis=0)
+    return expected * usable[:, None], lfilter(c, [1.0], seen, axis=0)
+
+
+def _too_often(names: Host, due: Host, separation: int, charged: int) -> str:
+    """Return who took part too early or too often; "" if nobody did."""
+    for name, rounds in zip(names, due.T, strict=True):
+        turns = np.flatnonzero(rounds) + 1
+        if len(turns) > charged or (np.diff(turns) < separation).any():
+            return f"{name} took part in rounds {turns.tolist()}; {charged} turns are charged"
+    return ""
+
+
+# -- records or persons, and DP-SGD -------------------------------------------------------------
+class _Watched(PrivateTrainingManager):
+    """Trains on canaries alone, after `watch`: each takes the place of a record, or a person."""
+
+    _rng: np.random.Generator | None = None
+    drawn = steps = 0
+
+    def watch(self, rng: np.random.Generator) -> None:
+        """Replace the units by canaries, and watch the noise."""
+        self._groups, self._rng = self._place.groups, None
+        self.broken = self._unclipped()
+        self._like, many = self.model.get_weights(trainable=True).coefs, len(self.records)
+        self._places = _places(self._like, self._groups, min(many, _FEWEST), rng)
+        self._units = rng.permutation(many)[: len(self._places)]
+        self.there = rng.random(len(self._places)) < 0.5
+        self.scores, self.half = np.zeros(len(self.there)), np.zeros((_REHEARSALS, len(self.there)))
+        self._rng, self._source, self.noise = rng, self.noise, cast(Any, self)
+
+    def _unclipped(self) -> str:
+        """Return which of the first units passes the clip; "" if none does."""
+        for unit in range(min(len(self.records), 16)):
+            batches = self.records.take([unit], self._fail)
+            bound = 1e-3 * float(np.linalg.norm(self._clipped(batches, 1.0)[1]))
+            if bound > 0.0:  # neither zeros nor NaN
+                norm = np.linalg.norm(_flat(self._clipped(batches, bound)[0], self._groups))
+                if norm > bound * (1.0 + 1e-6):
+                    return f"a {self.records.unit} adds {norm:.4g} to a sum, over {bound:.4g}"
+        return ""
+
+    def too_often(self) -> str:
+        """Return a sentence if the sampler draws more than its rate allows; "" if not."""
+        from scipy import stats
+
+        rate, chances = self.calibration.rate, self.steps * len(self.records)
+        if rate == 1.0 or stats.binom.sf(self.drawn - 1, chances, rate) > 1e-6:
+            return ""
+        return f"the sampler drew {self.drawn} of {chances}; the rate that is charged is {rate:.4g}"
+
+    def _clipped(self, batches: Data, bound: float) -> tuple[dict[str, Host], Host]:
+        if self._rng is None:
+            return super()._clipped(batches, bound)
+        # One canary is clipped for all: they have the same norms.
+        names = self._groups.names
+        firsts = [names[members[0]] for members in self._groups.members]
+        canary = {name: np.full((1, 1), _FAR * bound * (name in firsts)) for name in names}
+        stacks, factors = [HostStack(canary)], partial(self.clipping.factors, bound=bound)
+        sums, norms = persample.add_up(stacks, dict.fromkeys(names, (1,)), factors, self._groups)
+        self._step = np.array([float(sums[name][0]) for name in firsts]) / bound, bound
+        of = [np.asarray(x.positions if x.owners is None else x.owners) for x in batches]
+        units = np.unique(np.concatenate([np.zeros(0), *of]))
+        self.drawn, self.steps = self.drawn + len(units), self.steps + 1
+        drawn, values = self.there & np.isin(self._units, units), self._step[0] * bound
+        filled = _filled(self._places[drawn], values, self._like, self._groups)
+        return filled, np.repeat(norms, drawn.sum(), axis=0)
+
+    def add(self, sums: Mapping[str, Host], std: float) -> dict[str, Host]:
+        """Return the sums of a step with noise, and score the canaries by them."""
+        noisy, (direction, bound), plan = self._source.add(sums, std), self._step, self.calibration
+        length, rng = float(np.linalg.norm(direction)), cast(np.random.Generator, self._rng)
+        noise = self.clipping.noise_multiplier(plan.noise_multiplier, plan.expected)
+        likelier = partial(_likelier, length=min(length, 1.0), noise=noise, rate=plan.rate)
+        seen = _flat(noisy, self._groups)[self._places] @ direction
+        self.scores += likelier(seen / (bound * length or 1.0))
+        drawn = self.there & (rng.random(self.half.shape) < plan.rate)
+        draws = rng.standard_normal(drawn.shape) * noise / 2.0
+        self.half += likelier(drawn * min(length, 1.0) + draws)
+        return noisy
+
+
+def _likelier(seen: Host, length: float, noise: float, rate: float) -> Host:
+    """Return the logarithm of how much likelier this is with a canary that is drawn at a rate."""
+    without = math.log1p(-rate) if rate < 1.0 else -math.inf
+    ratio = (seen - length / 2.0) * length / noise**2
+    return np.asarray(np.logaddexp(without, math.log(rate) + ratio))
+
+
+def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> Audit:
+    experiment = Experiment(file)
+    config = FLRunConfig.from_toml(str(file), False, "run")
+    if config.privacy is None:
+        raise ToolError("sample-clip needs [run.privacy], and nothing claims privacy without")
+    site, model = next(iter(experiment.files)), experiment.model()
+    data, persons = experiment.data(site), experiment.persons(site)
+    if model.required_data_info:
+        specs = {"site": vars(data[0].get_data_specs())}
+        model.initialize(aggregate_clients_data_info(specs, model.required_data_info))
+    optimizer = Optimizer.from_config(optim.client_opt.get_config())
+    logger = logging.getLogger("declearn.client.audit")
+    # A client that trains alone, as the server asks it to.
+    manager = _Watched(model, optimizer, optim.aggregator, *data, logger=logger, verbose=False)
+    effort = config.training.message_params
+    steps = {name: effort[name] for name in ("batches", "n_epoch", "n_steps")}
+    records = Records(data[0], *first_records(data[1])[:1])
+    units = records if persons is None else Persons(records, persons)
+    request = PrivacyRequest(rounds=config.rounds, **steps, **dataclasses.asdict(config.privacy))
+
+    def train() -> None:
+        for _ in range(config.rounds):
+            manager.train_under_constraints(*steps.values())
+
+    def play() -> Played:
+        begin()
+        manager.watch(rng)
+        train()
+        broken, charged = manager.broken or manager.too_often(), manager.ledger.accountant
+        return charged, manager.there, manager.scores, manager.half, broken
+
+    begin = partial(manager.make_private, request, records=units)
+    begin()
+    train()
+    losses = _membership([[_losses(model, part) for part in data]])
+    values = sum(map(math.prod, shapes(model).values()))
+    most = min(len(units), values, _FEWEST)
+    seconds = 0.1 + manager.calibration.steps * (3e-4 + 1e-7 * values + 5e-7 * most)
+    return _attack(units.unit, losses, play, seconds)
+
+
+# -- membership ---------------------------------------------------------------------------------
+def _losses(model: AnyModel, records: InMemoryDataset) -> Host:
+    """Return the loss of each record."""
+    losses = []
+    for batch in records.generate_batches(256, drop_remainder=False):
+        truth, predicted, _ = model.compute_batch_predictions(batch)
+        losses.append(np.ravel(model.loss_function(truth, predicted)))
+    return np.concatenate(losses)
+
+
+def _membership(losses: list[list[Host]]) -> Membership:
+    """Return how often a trained record has the lower loss of two, site by site.
+
+    A site's records are compared with its own others: sites may be unlike. No distribution has a
+    larger variance (Birnbaum & Klose, 1957).
+    """
+    from scipy import stats
+
+    areas, weights, variances = [], [], []
+    for trained, others in losses:
+        m, n = len(trained), len(others)
+        auc = float(stats.mannwhitneyu(others, trained).statistic) / (m * n)
+        areas.append(auc)
+        weights.append(m * n)
+        variances.append(max(auc * (1 - auc), 0.25 / max(m, n)) / min(m, n))
+    share = np.array(weights) / sum(weights)
+    mean = float(share @ np.array(areas))
+    half = 1.96 * math.sqrt(float(share**2 @ np.array(variances)))
+    return Membership(mean, max(mean - half, 0.0), min(mean + half, 1.0))

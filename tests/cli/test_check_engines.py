@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedclip check` on Flower and NVFlare: the same settings have the same problems and leaks."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fedclip.cli.check.configuration import check_config
+from fedclip.cli.main import app
+from fedclip.core.toml import toml_value
+from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.claims import Claim, voids_of
+
+NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
+
+
+@pytest.mark.parametrize(
+    ("section", "text", "level", "said"),
+    [
+        ("update-clip", "start-nrom = 1.0", "problem", "did you mean 'start_norm'"),
+        ("update-clip", "start-norm = -1.0", "problem", "start_norm must be"),
+        ("update-clip", 'exclude = ["a", "b"]', "problem", "exclude is a list, which Flower"),
+        ("update-clip", NOISE + 'weights = "steps"', "problem", "weights do not go with noise"),
+        ("update-clipp", "start-norm = 1.0", "problem", "did you mean 'update-clipp'"),
+        ("update-clip", NOISE + "max-epsilon = 10.0", "note", "after 4 of 25 planned rounds"),
+        ("update-clip", "start-norm = 1.0\n[other]", "", ""),
+    ],
+)
+def test_the_settings_of_an_app_of_flower(
+    tmp_path: Path, section: str, text: str, level: str, said: str
+) -> None:
+    app = "[tool.flwr.app.config]\nnum-server-rounds = 25\nfraction-evaluate = 0.0\n"
+    (tmp_path / "pyproject.toml").write_text(f"{app}[tool.flwr.app.config.{section}]\n{text}\n")
+    found = [(f.level, f.where) for f in check_config(tmp_path).findings]
+    assert found == [(level, "[tool.flwr.app.config.update-clip]")] * bool(level)
+    assert all(said in f.message for f in check_config(tmp_path).findings)
+    assert not check_config(tmp_path, quickrun=True).ok
+
+
+def judged(folder: Path, table: dict[str, Any], rounds: int, evaluates: bool) -> list[set[str]]:
+    """Return the problems and leaks of the same settings on declearn, Flower and NVFlare."""
+    inline = toml_value({**table, "start_norm": 1.0})
+    server = f'["update-clip-server", {inline}]'
+    network = {"protocol": "fedclip-websockets", "host": "127.0.0.1", "port": 8765}
+    run = {"rounds": rounds, "register": 10, "training": {"batch_size": 8}}
+    (folder / "config.toml").write_text(
+        f"network = {toml_value(network)}\ndata = {{}}\nrun = {toml_value(run)}\n[optim]\n"
+        'aggregator = "clipped-averaging"\nclient_opt = {lrate = 0.5, modules = '
+        f'["update-clip-client"]}}\nserver_opt = {{lrate = 1.0, modules = [{server}]}}\n'
+    )
+    flower = {"num-server-rounds": rounds, "update-clip": {**table, "start_norm": 1.0}}
+    flower |= {} if evaluates else {"fraction-evaluate": 0.0}
+    (folder / "app").mkdir(exist_ok=True)
+    (folder / "app" / "pyproject.toml").write_text(
+        f"[tool.flwr.app]\nconfig = {toml_value(flower)}\n"
+    )
+    job = folder / "job" / "app" / "config"
+    job.mkdir(parents=True, exist_ok=True)
+    aggregator = {"path": "fedclip.engines.nvflare.server.CloseRound"}
+    workflow = {
+        "aggregator": {**aggregator, "args": {"settings": {**table, "start_norm": 1.0}}},
+        "num_rounds": rounds,
+    }
+    selector = [{"path": "nvflare.app_common.widgets.intime_model_selector.IntimeModelSelector"}]
+    content = {"workflows": [{"args": workflow}], "components": selector * evaluates}
+    (job / "config_fed_server.json").write_text(json.dumps(content))
+    found = [check_config(folder / name) for name in ("config.toml", "app/pyproject.toml", "job")]
+    return [
+        {f"{f.level}: {f.message}" for f in check.findings if f.level in ("problem", "leak")}
+        for check in found
+    ]
+
+
+@given(
+    st.fixed_dictionaries(
+        {"noise_multiplier": st.sampled_from([0.3, 5.0, 40.0]), "expected_clients": st.just(10)},
+        optional={"delta": st.sampled_from([1e-6, 0.02, 0.5])},
+    ),
+    st.sampled_from([{}, {"generator": "insecure"}, {"generator": "insecure", "seed": 3}]),
+    st.integers(1, 40),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+@pytest.mark.slow
+def test_each_engine_is_judged_by_one_list(
+    table: dict[str, Any], generator: dict[str, Any], rounds: int, evaluates: bool
+) -> None:
+    table = table | generator
+    with tempfile.TemporaryDirectory() as folder:
+        of_declearn, *others = judged(Path(folder), table, rounds, evaluates)
+    bound = AdaptiveBound(**table, start_norm=1.0)
+    wanted = {
+        f"{severity}: {text}"
+        for severity, part, text in voids_of(Claim("declearn", bound, rounds, 10))
+        if part == "noise"
+    }
+    unsure = {text for text in set.union(*others) if "number of all clients" in text}
+    for found in (of_declearn, *(other - unsure for other in others)):
+        assert {text for text in found if "without noise" not in text} == wanted
+        assert any("without noise" in text for text in found) or not evaluates
+    assert all(evaluates or not any("without noise" in t for t in other) for other in others)
+    # Only where all clients may be more than those of a round.
+    assert bool(unsure) == (table.get("delta") == 0.02)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"workflows": 3}', '{"workflows": [3, {"args": 1}]}'])
+def test_a_job_of_nvflare_that_clips_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config_fed_server.json").write_text(text)
+    assert not check_config(tmp_path / "config_fed_server.json").ok
+
+
+def test_a_leak_ends_the_command_with_1_and_stops_no_run(tmp_path: Path) -> None:
+    table = {"noise_multiplier": 40.0, "expected_clients": 10}
+    for evaluates in (True, False):
+        judged(tmp_path, table, 3, evaluates)
+        assert check_config(tmp_path / "job").ok
+        done = CliRunner().invoke(app, ["check", str(tmp_path / "job")])
+        assert done.exit_code == int(evaluates)
+        assert ("  leak " in done.stdout) == evaluates

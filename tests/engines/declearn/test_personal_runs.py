@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Personal layers in federations over websockets, in one process: what is on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from declearn.messaging import TrainReply
+from helpers import require
+from personal_runs import HEAD, Federation, N, client, linear, made, manager, torch_model, weights
+
+import fedclip
+from fedclip import PersonalModel
+
+pytestmark = pytest.mark.slow
+
+NOISED: dict[str, Any] = {
+    "aggregator": "clipped-averaging",
+    "client_opt": {
+        "lrate": 0.5,
+        "w_decay": 0.001,
+        "regularizers": [["fedprox", {"alpha": 0.1}]],
+        "modules": ["update-clip-client", "momentum"],
+    },
+    "server_opt": {
+        "lrate": 1.0,
+        "modules": [
+            [
+                "update-clip-server",
+                {"max_epsilon": 8.0, "delta": 1e-2, "expected_clients": N, "noise_multiplier": 1.0},
+            ]
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("framework", "secagg"), [("torch", "masking"), ("torch", "joye-libert"), ("tensorflow", None)]
+)
+def test_a_federation_sends_no_name_and_no_value_of_own_layers(
+    tmp_path: Path, framework: str, secagg: str | None
+) -> None:
+    model = made(framework, "head" if framework == "jax" else ["head", "batchnorm"])
+    start = weights(model)
+    run = Federation(model, NOISED, secagg)
+    run.run(tmp_path, rounds=2, personal="head")
+    after = weights(run.server.model)
+    own = [name for name in after if name in model.own]
+    assert all((after[name] == start[name]) == (name in own) for name in after)
+    heads = []
+    for node in run.clients:
+        assert node.trainmanager is not None
+        trained = weights(node.trainmanager.model)
+        heads.append(tuple(trained[name] for name in own))
+        assert all(trained[name] != start[name] for name in own if "head" in name)
+        # What another run would begin with.
+        assert (tmp_path / node.netwk.name / "personal_layers.mpk").exists()
+    assert len({*heads}) == N
+    replies = [text for message, text in run.sent if "TrainReply" in type(message).__name__]
+    assert len(replies) == 2 * N
+    for text in replies:
+        assert b"body" in text
+        assert not any(name.encode() in text for name in own)
+        for head in heads:
+            assert not any(value in text for value in head if len(value) >= 8)
+
+
+def test_a_federation_ends_before_a_step_if_its_server_shares_a_clients_layers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    require("torch")
+    run = Federation(torch_model(), {"client_opt": 0.1, "aggregator": "averaging"})
+    with pytest.raises(RuntimeError, match="Initialization failed"):
+        run.run(rounds=1, personal=["head.*"])
+    assert "shares 'module.head.bias', 'module.head.weight', which this client" in caplog.text
+    assert len(run.errors) == N
+    assert not any(isinstance(message, TrainReply) for message, _ in run.sent)
+
+
+def test_private_clients_keep_own_layers_which_have_noise_too(tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    require("torch")
+    parts = torch_model().get_wrapped_model().module
+    import torch
+    from declearn.model.torch import TorchModel
+
+    net = torch.nn.Sequential()
+    for name in ("body", "act", "head"):
+        net.add_module(name, getattr(parts, name))
+    model = PersonalModel(TorchModel(net, torch.nn.CrossEntropyLoss()), "head")
+    start = weights(model)
+    optim = {
+        "aggregator": "averaging",
+        "client_opt": {
+            "lrate": 0.5,
+            "w_decay": 0.001,
+            "regularizers": [["fedprox", {"alpha": 0.1}]],
+            "modules": ["sample-clip"],
+        },
+    }
+    run = Federation(model, optim)
+    privacy = {"budget": [3.0, 1e-2], "sclip_norm": 0.5}
+    run.run(tmp_path, rounds=2, run={"privacy": privacy}, kind=fedclip.PrivateFederatedClient)
+    after = weights(run.server.model)
+    assert all((after[name] == start[name]) == (name in HEAD) for name in after)
+    for node in run.clients:
+        assert isinstance(node, fedclip.PrivateFederatedClient)
+        assert node.spent is not None
+        assert 0 < node.spent[0] <= 3.0
+        assert node.trainmanager is not None
+        trained = weights(node.trainmanager.model)
+        assert all(trained[name] != start[name] for name in HEAD)
+    replies = [text for message, text in run.sent if isinstance(message, TrainReply)]
+    assert len(replies) == 2 * N
+    assert not any(b"head" in text for text in replies)
+
+
+def test_fairness_is_refused() -> None:
+    node = client()
+    manager(node, PersonalModel(linear(), "intercept"))
+    messages: list[Any] = []
+
+    async def note(message: Any) -> None:
+        messages.append(message)
+
+    node.netwk.send_message = note  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="fairness would share"):
+        asyncio.run(node._initialize_fairness())
+    assert "refused by fedclip" in messages[0].message

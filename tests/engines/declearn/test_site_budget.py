@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A site's budget in declearn, against servers that would spend more, and beside other parts."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from declearn.main import FederatedServer
+from declearn.main.config import FLOptimConfig, FLRunConfig
+from declearn.messaging import Error, InitReply, PrivacyReply, PrivacyRequest, TrainReply
+from declearn.secagg.utils import IdentityKeys
+from helpers import PATIENCE, free_port, require
+from hostile_server import C, D, attack, data, init, leaks, model, policy, train
+
+import fedclip
+from fedclip.engines.declearn.messages import UpdateClipBound
+from fedclip.privacy import ledger as ledgers
+from fedclip.privacy.ledger import Ledger
+from fedclip.site.gate import REFUSED
+
+pytest.importorskip("websockets")
+CLIPPED = fedclip.ClippedAveraging()
+BOUND = {"update-clip": UpdateClipBound(1e9)}
+
+
+def budget(folder: Path) -> Path:
+    """Return a policy with a budget for four updates."""
+    ledger = str(folder / "spent.json")
+    return policy(folder, noise_multiplier=2.0, max_epsilon=10.0, delta=1e-5, ledger=ledger)
+
+
+ROUNDS = [init(), *(train(i) for i in range(1, 8))]
+
+
+def test_a_budget_holds_over_jobs_and_restarts(tmp_path: Path, caplog: Any) -> None:
+    file = budget(tmp_path)
+    first = attack([init(), train(), train(2), train(3)], file)
+    assert len(first.updates) == 3
+    # The noise is the site's own: an update of (almost) zeros has its standard deviation.
+    second = attack([init(lrate=1e-15), train(), train(2)], file)
+    assert len(second.updates) == 1
+    assert second.of(Error) == [Error(REFUSED)]
+    (values,) = second.updates
+    squares = np.square(np.concatenate([np.ravel(a) for a in values.coefs.values()]) / (2.0 * C))
+    # Of 201 squares, the mean is 1, and off by .6 (six of its standard deviations) in none of 10^7.
+    assert abs(squares.mean() - 1.0) < 0.6
+    third = attack(ROUNDS, file)
+    assert not third.updates
+    assert third.of(Error) == [Error(REFUSED)] * 7
+    assert "one more update would make epsilon 11.48, above max_epsilon = 10" in caplog.text
+
+
+def test_beyond_max_replies_the_client_leaves(tmp_path: Path) -> None:
+    wire = attack(ROUNDS, policy(tmp_path, max_replies_per_run=3))
+    assert [type(message) for message in wire.messages] == [InitReply, TrainReply, TrainReply]
+
+
+def test_a_ledger_that_is_put_back_gives_a_running_process_nothing(tmp_path: Path) -> None:
+    file, ledger, kept = budget(tmp_path), tmp_path / "spent.json", tmp_path / "backup"
+    attack([init()], file)
+    shutil.copy(ledger, kept)
+
+    def put_back() -> None:
+        shutil.copy(kept, ledger)
+
+    script = [init(), train(), train(2), put_back, train(3), ledger.unlink, train(4), train(5)]
+    wire = attack(script, file)
+    assert len(wire.updates) == 4
+    assert wire.of(Error) == [Error(REFUSED)]
+
+
+def job(file: Path, started: Any, counts: Any) -> None:
+    counts.put(len(attack([init(), lambda: started.wait(60.0), *ROUNDS[1:]], file).updates))
+
+
+@pytest.mark.soak
+def test_two_jobs_at_once_share_one_budget(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    file, started, counts = budget(tmp_path), context.Barrier(2), context.Queue()
+    jobs = [context.Process(target=job, args=(file, started, counts)) for _ in range(2)]
+    for process in jobs:
+        process.start()
+    try:
+        assert sum(counts.get(timeout=PATIENCE) for _ in jobs) == 4
+    finally:
+        for process in jobs:
+            process.kill()
+            process.join()
+
+
+def test_own_noise_goes_with_plain_averages_and_votes_of_it_do_not_leave(
+    tmp_path: Path, caplog: Any
+) -> None:
+    file = budget(tmp_path)
+    asked = [init(["update-clip-client"], CLIPPED), train(aux=BOUND)]
+    wire = attack(asked, file)
+    assert not wire.updates
+    assert wire.of(Error) == [Error(REFUSED)]
+    assert "noise takes updates beyond the bound" in caplog.text
+    asked[0] = init(["update-clip-client"])
+    # declearn's own average, with the module that votes beside it, is refused by that module.
+    assert not attack(asked, file).updates
+
+
+def test_a_ledger_of_records_is_none_of_a_site(tmp_path: Path) -> None:
+    Ledger(9.0, 1e-5, tmp_path / "spent.json", data="9 records")
+    with pytest.raises(ValueError, match="is a ledger of records"):
+        fedclip.PersonalFederatedClient(OFFLINE, data(), policy=budget(tmp_path))
+
+
+OFFLINE = {"protocol": "websockets", "server_uri": "ws://127.0.0.1:1", "name": "c"}
+
+
+def test_secure_aggregation_is_refused(tmp_path: Path) -> None:
+    key = Ed25519PrivateKey.generate()
+    keys = {"secagg_type": "masking", "id_keys": IdentityKeys(key, [key.public_key()])}
+    with pytest.raises(ValueError, match="secagg hides what leaves"):
+        fedclip.PersonalFederatedClient(OFFLINE, data(), secagg=keys, policy=policy(tmp_path))
+
+
+# -- with others that do what they should ------------------------------------------------------
+@pytest.mark.slow
+def test_dp_sgd_goes_beside_it(tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    ask = PrivacyRequest((9.0, 1e-5), 1.0, "rdp", True, None, 1, {"batch_size": 8}, 1, None)
+    script = [init(["sample-clip"], dpsgd=True), ask, train()]
+    ledger = tmp_path / "records.json"
+    settings = {"kind": fedclip.PrivateFederatedClient, "valid_data": data(), "ledger": ledger}
+    wire = attack(script, policy(tmp_path), **settings)
+    assert [type(m) for m in wire.messages] == [InitReply, PrivacyReply, TrainReply]
+    assert not [*leaks(wire)]
+    assert ledger.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Argument 'logger' is deprecated")
+def test_a_federation_runs_with_a_site_that_has_a_policy(tmp_path: Path) -> None:
+    port = free_port()
+    server = FederatedServer(
+        model(),
+        {"protocol": "websockets", "host": "127.0.0.1", "port": port},
+        FLOptimConfig.from_params(
+            aggregator={"name": "averaging", "steps_weighted": False},
+            client_opt=1e-3,
+            server_opt=1.0,
+        ),
+    )
+    address = {"protocol": "websockets", "server_uri": f"ws://127.0.0.1:{port}"}
+    clients = [
+        fedclip.PersonalFederatedClient(
+            {**address, "name": f"site-{i}"}, data(), policy=file, verbose=False
+        )
+        for i, file in enumerate([policy(tmp_path), None])
+    ]
+    settings = FLRunConfig.from_params(
+        rounds=2,
+        register={"min_clients": 2, "max_clients": 2, "timeout": 60},
+        training={"batch_size": 8},
+        evaluate={"batch_size": 8},
+    )
+
+    async def run() -> None:
+        nodes = [server.async_run(settings), *(c.async_run() for c in clients)]
+        await asyncio.wait_for(asyncio.gather(*nodes), PATIENCE)
+
+    before = server.model.get_weights()
+    asyncio.run(run())
+    assert server.model.get_weights() != before
+
+
+# -- what it can not force, as the docs say ----------------------------------------------------
+@pytest.mark.filterwarnings("ignore:PyTorch JSON serialization relies on pickle")
+def test_a_model_that_is_unpickled_runs_code_beside_the_gate(tmp_path: Path) -> None:
+    torch: Any = require("torch")
+    from declearn.model.torch import TorchModel
+
+    asked = init()
+    module = torch.nn.Linear(D, 1)
+    module.touch = _Touch(tmp_path / "here")
+    asked.model = TorchModel(module, torch.nn.MSELoss())
+    attack([asked], policy(tmp_path))
+    assert (tmp_path / "here").exists()
+
+
+class _Touch:
+    """What calls a function when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.slow
+def test_a_ledger_put_back_between_two_processes_is_not_seen(tmp_path: Path) -> None:
+    file, ledger, kept = budget(tmp_path), tmp_path / "spent.json", tmp_path / "backup"
+    attack([init()], file)
+    shutil.copy(ledger, kept)
+    assert len(attack(ROUNDS, file).updates) == 4
+    shutil.copy(kept, ledger)
+    ledgers._OF_THIS_PROCESS.clear()
+    assert len(attack(ROUNDS, file).updates) == 4
