@@ -4,18 +4,25 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 ENGINES ?= .venv-engines
+FLOWER ?= .venv-flower
+FEDBIOMED ?= .venv-fedbiomed
 DEMO   ?= fedclip-demo
 JOBS   ?= 2
 
 BIN := $(VENV)/bin
 PY  := $(BIN)/python
-PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# The newest versions have pins of their own, for Python 3.13 or later.
+PINS  := $(shell $(PYTHON) -c 'import sys; print("constraints-3.13.txt" if sys.version_info >= (3, 13) else "constraints.txt")')
+TORCH := $(shell grep -E '^torch==' $(PINS))
+PIP := $(PY) -m pip install --disable-pip-version-check --quiet -c $(PINS)
+# The first version that installs dependency groups.
+NEWPIP := 'pip>=25.1'
 
 # Tests that need Flower or NVFlare.
 OTHERS := tests/engines/flower tests/engines/nvflare tests/engines/together
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test engines engines-soak soak extras lint format docs site bench build clean
+.PHONY: help demo quick test engines engines-soak flower fedbiomed soak extras lint format docs site bench build dist clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -37,11 +44,18 @@ engines: $(ENGINES)/.made  ## run the tests on Flower and NVFlare, which have an
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist worksteal \
 	  $(OTHERS) fedclip/engines/flower fedclip/engines/nvflare
 
+flower: $(FLOWER)/.made  ## run the tests of Flower on its newest version; `make engines` runs the oldest
+	$(FLOWER)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+	  tests/engines/flower fedclip/engines/flower
+
+fedbiomed: $(FEDBIOMED)/.made  ## run the tests on Fed-BioMed, which has an environment for itself (Python 3.11)
+	$(FEDBIOMED)/bin/python -m pytest tests/engines/fedbiomed
+
 engines-soak: $(ENGINES)/.made  ## run the longer tests on Flower and NVFlare, and attacks on a site's policy
 	$(ENGINES)/bin/python -m pytest -m soak $(OTHERS)
 
 soak: $(VENV)/.dev engines-soak  ## run searches and audits that take an hour or two
-	$(PIP) -e '.[oracle]'
+	$(PIP) --group oracle
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m soak
 
 extras: $(VENV)/.dev  ## install the wheel with each extra into an environment of its own
@@ -61,6 +75,7 @@ docs: $(VENV)/.dev  ## write what the documentation takes from the code
 	$(PY) docs/pictures.py
 	$(PY) docs/clippers.py
 	$(PY) docs/parts.py
+	$(PY) docs/public_names.py
 
 site: $(VENV)/.dev  ## build the site of the documentation; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -71,27 +86,38 @@ bench: $(VENV)/.dev  ## measure the clippers against declearn's own
 build: $(VENV)/.dev  ## build the wheel and the source archive into dist/
 	$(PY) -m hatchling build
 
+# A package index shows the README without the files next to it: its links need REPOSITORY.
+dist: $(VENV)/.made  ## build a release into dist/ and check it; with REPOSITORY=URL the README links there
+	$(PIP) --group release
+	rm -rf build/release dist && mkdir -p build/release
+	git archive HEAD | tar -x -C build/release
+	test -z "$(REPOSITORY)" || sed -E -i -e 's#\]\(([^):\#]+\.png)\)#](\1?raw=true)#g' \
+	  -e 's#\]\(([^):\#][^):]*)\)#]($(REPOSITORY)/\1)#g' build/release/README.md
+	cd build/release && $(abspath $(PY)) -m build --outdir $(CURDIR)/dist .
+	$(PY) -m twine check --strict dist/*
+
 clean:  ## remove .venv and everything the targets wrote
-	rm -rf $(VENV) $(ENGINES) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(FLOWER) $(FEDBIOMED) $(DEMO) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "fedclip needs Python 3.11 or later; name one with: make PYTHON=python3.x" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(NEWPIP)
 	@touch $@
 
-# What the demo needs: declearn (which brings scikit-learn and its data) and matplotlib.
-$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
+# The demo needs declearn, which brings scikit-learn and its data, and matplotlib.
+$(VENV)/.demo: $(VENV)/.made pyproject.toml $(PINS)
 	@echo "installing fedclip into $(VENV)"
-	$(PIP) -e '.[plot]'
+	$(PIP) -e '.[cli,plot]'
 	@touch $@
 
 # torch goes first, alone and pinned: left to the resolver as somebody's dependency,
 # it may come in a build for GPUs, which is several gigabytes larger.
-$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.dev: $(VENV)/.made pyproject.toml $(PINS)
 	@echo "installing fedclip, the frameworks and the test tools into $(VENV)"
-	$(PIP) torch==2.13.0
-	$(PIP) -e '.[dev]'
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[all,lightning,transformers]' --group dev
 	@touch $@ $(VENV)/.demo
 
 # Flower wants older versions of what fedclip's other tests use. Nothing is told of these runs.
@@ -101,7 +127,24 @@ export RAY_USAGE_STATS_ENABLED = 0
 $(ENGINES)/.made: pyproject.toml constraints-engines.txt
 	@echo "installing fedclip, Flower and NVFlare into $(ENGINES)"
 	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --disable-pip-version-check --quiet $(NEWPIP)
 	$(ENGINES)/bin/python -m pip install --disable-pip-version-check --quiet \
-	  -c constraints-engines.txt -e '.[flower,nvflare]' \
-	  'hypothesis>=6.100' 'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6'
+	  -c constraints-engines.txt -e '.[cli,flower,nvflare]' --group test
+	@touch $@
+
+$(FLOWER)/.made: pyproject.toml constraints-flower.txt
+	@echo "installing fedclip and the newest Flower into $(FLOWER)"
+	$(PYTHON) -m venv $(FLOWER)
+	$(FLOWER)/bin/python -m pip install --disable-pip-version-check --quiet $(NEWPIP)
+	$(FLOWER)/bin/python -m pip install --disable-pip-version-check --quiet \
+	  -c constraints-flower.txt -e '.[cli,flower]' --group test
+	@touch $@
+
+# Fed-BioMed needs Python 3.11 and declearn 2.8.
+$(FEDBIOMED)/.made: pyproject.toml constraints-fedbiomed.txt
+	@echo "installing fedclip and Fed-BioMed into $(FEDBIOMED)"
+	$(PYTHON) -m venv $(FEDBIOMED)
+	$(FEDBIOMED)/bin/python -m pip install --disable-pip-version-check --quiet $(NEWPIP)
+	$(FEDBIOMED)/bin/python -m pip install --disable-pip-version-check --quiet \
+	  -c constraints-fedbiomed.txt -e '.[cli,fedbiomed]' --group test
 	@touch $@

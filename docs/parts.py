@@ -26,7 +26,7 @@ ALLOWED = {
     "transforms": "arrays core rules",
     "statistics": "arrays core errors rules",
     "translate": "errors privacy",
-    "report": "core",
+    "report": "core errors",
     "clippers": "arrays core errors privacy rules statistics transforms translate",
     "dpsgd": "core privacy rules",
     "updates": "arrays core errors privacy rules transforms",

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from fedclip.clippers import by_name
 from fedclip.engines.declearn.registration import enter, register_when_possible
-from fedclip.errors import part_of, public_names
+from fedclip.errors import (
+    DECLEARN,
+    FEDERATIONS,
+    fits,
+    part_of,
+    public_names,
+    require_federations,
+)
 
 if TYPE_CHECKING:
     from fedclip.clippers.adaptive_clip import AdaptiveClip as AdaptiveClip
@@ -106,6 +113,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
+            if name.endswith("FederatedClient") and find_spec("declearn"):
+                require_federations(f"fedclip.{name}")
             try:
                 if _HOMES[name].startswith("engines.declearn"):
                     # They need declearn. Import it here: two threads that import it from within
@@ -113,11 +122,12 @@ if not TYPE_CHECKING:
                     import_module("declearn")
                 value = getattr(import_module(f"fedclip.{_HOMES[name]}"), name)
             except ImportError as exc:
-                if (exc.name or "").partition(".")[0] == "fedclip":
+                package = (exc.name or "").partition(".")[0]
+                if package == "fedclip":
                     raise
                 raise ImportError(
                     f"fedclip.{name} needs declearn, which cannot be imported: {exc}; "
-                    "pip install 'declearn>=2.9.1,<3'",
+                    f"pip install '{DECLEARN}'",
                     name=exc.name,
                 ) from exc
             globals()[name] = value
@@ -133,15 +143,17 @@ def _register() -> None:
     import fedclip.engines.declearn.aggregator
     import fedclip.engines.declearn.clipper_servers
     import fedclip.engines.declearn.personal
-    import fedclip.engines.declearn.private_evaluation
     import fedclip.engines.declearn.sample_clip
     import fedclip.engines.declearn.samplers
     import fedclip.engines.declearn.update_client
     import fedclip.engines.declearn.update_norms
     import fedclip.engines.declearn.update_server
 
-    if find_spec("websockets"):
-        import fedclip.engines.declearn.network  # noqa: F401
+    if fits(FEDERATIONS):
+        import fedclip.engines.declearn.private_evaluation
+
+        if find_spec("websockets"):
+            import fedclip.engines.declearn.network  # noqa: F401
     by_name()
     enter()
 

@@ -1,7 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m fedclip``: the command line, where the script is not on the path."""
+"""The command ``fedclip``, and ``python -m fedclip``: the command line, if it is installed."""
 
-from fedclip.cli.main import main
+from __future__ import annotations
+
+import sys
+
+from fedclip.errors import NEEDS_CLI, OF_CLI
+
+
+def main() -> None:
+    """Run the command line, or print how to install it."""
+    try:
+        from fedclip.cli.main import main as run
+    except ImportError as error:
+        if error.name not in OF_CLI:
+            raise
+        sys.exit(f"fedclip: the command line {NEEDS_CLI}")
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -125,7 +126,54 @@ def needing(module: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{module} needs {what}") from error
+        raise ImportError(f"{module} needs {what}", name=error.name) from error
+
+
+OF_CLI = ("typer", "click", "rich", "tomlkit", "websockets")
+"""The packages of the extra `cli`."""
+
+NEEDS_CLI = "needs typer, rich, tomlkit and websockets: pip install 'fedclip[cli]'"
+
+
+DECLEARN = "declearn>=2.8,<3"
+"""The versions with which clippers work."""
+
+FEDERATIONS = "declearn>=2.9.1,<2.10"
+"""The versions whose internals the network, the clients and the commands of fedclip use."""
+
+
+def fits(needed: str) -> bool:
+    """Whether the installed declearn is of the versions in `DECLEARN` or `FEDERATIONS`."""
+    installed = declearn_version()
+    if installed is None:
+        return False
+    low, high = (_numbers(limit) for limit in re.findall(r"[\d.]+", needed))
+    return low <= _numbers(installed) < high
+
+
+def declearn_version() -> str | None:
+    """Return the version of declearn, or None if it is not installed."""
+    try:
+        return metadata.version("declearn")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+
+
+def requirement(what: str, needed: str) -> str:
+    """Return the sentence that says which declearn something needs, and how to install it."""
+    installed = declearn_version()
+    other = f", and declearn {installed} is installed" if installed and not fits(needed) else ""
+    return f"{what} needs {needed}{other}: pip install '{needed}'"
+
+
+def require_federations(what: str) -> None:
+    """Raise ImportError if the installed declearn has other internals than those of 2.9."""
+    if not fits(FEDERATIONS):
+        raise ImportError(requirement(what, FEDERATIONS), name="declearn")
 
 
 LOOPS = {

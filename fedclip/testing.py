@@ -27,19 +27,21 @@ import numpy as np
 from declearn.model.api import Vector
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
-from declearn.utils.serialize import (
-    json_deserialize,
-    json_serialize,
-    msgpack_deserialize,
-    msgpack_serialize,
-)
 from numpy.typing import NDArray
 
-from fedclip.errors import FedclipWarning, Unchecked, public_names
+from fedclip.errors import FEDERATIONS, FedclipWarning, Unchecked, needing, public_names
 from fedclip.privacy import Context
 from fedclip.privacy import guarantees as kinds
 from fedclip.privacy.bounds import look_up
 from fedclip.privacy.maps import Plugin
+
+with needing(__name__, f"{FEDERATIONS}: pip install '{FEDERATIONS}'"):
+    from declearn.utils.serialize import (
+        json_deserialize,
+        json_serialize,
+        msgpack_deserialize,
+        msgpack_serialize,
+    )
 
 __all__ = [
     "FRAMEWORKS",

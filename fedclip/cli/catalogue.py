@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 FILE = Path(__file__).with_name("catalogue.json")
 """One line for each plug-in; written by ``python docs/clippers.py``."""
 
-OLDEST_DECLEARN = (2, 9, 1)
-_WANTED = f"declearn>={'.'.join(map(str, OLDEST_DECLEARN))},<3"
-NEEDS_DECLEARN = f"this needs {_WANTED}: pip install '{_WANTED}'"
-
 FRAMEWORKS = "torch tensorflow jax scikit-learn opacus dp-accounting matplotlib websockets"
 
 
@@ -81,14 +77,6 @@ def versions() -> Config:
         **{name: version(name) for name in FRAMEWORKS.split()},
         "platform": f"{platform.system()} {platform.machine()}",
     }
-
-
-def fits(declearn: str | None) -> bool:
-    """Whether fedclip works with this version of declearn, None if it is not installed."""
-    if declearn is None:
-        return False
-    numbers = tuple(int(part) for part in declearn.split(".")[:3] if part.isdigit())
-    return OLDEST_DECLEARN <= numbers < (3,)
 
 
 def version(package: str) -> str | None:

@@ -240,17 +240,23 @@ def translate(
 @app.command()
 def doctor(as_json: JsonFlag = False) -> None:
     """Show versions, for a bug report."""
-    from fedclip.cli.catalogue import NEEDS_DECLEARN, fits, versions
+    from fedclip.cli.catalogue import versions
+    from fedclip.errors import DECLEARN, FEDERATIONS, fits, requirement
 
     facts = versions()
-    fitting = fits(facts["declearn"])
+    fitting = fits(DECLEARN)
     if as_json:
         print(json.dumps({**facts, "ok": fitting}))
     else:
         for name, value in facts.items():
             typer.echo(f"{name:13} {value or 'not installed'}")
     if not fitting:
-        fail(NEEDS_DECLEARN)
+        fail(requirement("fedclip on declearn", DECLEARN))
+    if not fits(FEDERATIONS) and not as_json:
+        needed = requirement(
+            "a server, a client or a command that reads a config.toml", FEDERATIONS
+        )
+        say(f"Clippers work. {needed[0].upper()}{needed[1:]}")
 
 
 @app.command()

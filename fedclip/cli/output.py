@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from fedclip.errors import ToolError
+from fedclip.errors import FEDERATIONS, NEEDS_CLI, OF_CLI, ToolError, fits, requirement
 
 if TYPE_CHECKING:
     from fedclip.cli.check.findings import Check
@@ -52,11 +52,13 @@ class Commands(TyperGroup):
             say(f"fedclip: {exc}", err=True)
             raise typer.Exit(exc.code) from None
         except ImportError as exc:
-            if exc.name != "declearn":
+            package = (exc.name or "").partition(".")[0]
+            if exc.name == "declearn" or (package == "declearn" and not fits(FEDERATIONS)):
+                say(f"fedclip: {requirement('this command', FEDERATIONS)}", err=True)
+            elif package in OF_CLI:
+                say(f"fedclip: this command {NEEDS_CLI}", err=True)
+            else:
                 raise
-            from fedclip.cli.catalogue import NEEDS_DECLEARN
-
-            say(f"fedclip: {NEEDS_DECLEARN}", err=True)
             raise typer.Exit(1) from None
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from fedclip.cli.output import ConfigPath, fail, progress, runnable, say, typed
+from fedclip.errors import FEDERATIONS, fits
 
 
 def quickrun(
@@ -77,7 +78,7 @@ def run(
 
     if not os.path.isfile(script):
         fail(f"there is no script {str(script)!r}", code=2)
-    if find_spec("declearn") and find_spec("websockets"):
+    if fits(FEDERATIONS) and find_spec("websockets"):
         from fedclip.engines.declearn.network import watch_plain_clients
 
         watch_plain_clients()

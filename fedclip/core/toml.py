@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from typing import Any
-
-import tomlkit
-from tomlkit.items import Item
+from typing import TYPE_CHECKING, Any
 
 from fedclip.core import parameters
+from fedclip.errors import needing
+
+if TYPE_CHECKING:
+    from tomlkit.items import Item
 
 __all__ = ["to_toml", "toml_item", "toml_line", "toml_value", "value_of"]
 
@@ -28,6 +29,10 @@ def toml_value(value: object) -> str:
 
 def toml_item(value: object) -> Item:
     """Return a value as tomlkit has it; see `toml_value`."""
+    # Imported here: a clipper needs no tomlkit.
+    with needing("TOML", "tomlkit: pip install 'fedclip[cli]'"):
+        import tomlkit
+
     if value is None:
         return tomlkit.item(float("nan"))
     if isinstance(value, Mapping):

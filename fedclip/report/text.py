@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fedclip.core.records import ALL
+from fedclip.errors import needing
 from fedclip.report.findings import Finding, clipper_findings, diverged, unlike, unseen
 from fedclip.report.rows import (
     COLUMNS,
@@ -94,7 +95,8 @@ class Report:
         rounds
             Show each round, not only all rounds together.
         """
-        from fedclip.report.table import table_of
+        with needing("a table", "rich: pip install 'fedclip[cli]'"):
+            from fedclip.report.table import table_of
 
         title = f"Clipping in {self.folder.name or self.folder}"
         return table_of(title, self.whole, self.limits(), rounds)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+import fedclip
 
 ROOT = Path(__file__).parents[2]
 RUNNERS = (".ci/run", ".github/workflows/ci.yml", ".pre-commit-config.yaml")
@@ -55,3 +58,19 @@ def test_contributing_names_targets_that_there_are() -> None:
     assert (
         {"lint", "quick", "test", "soak"} <= called("docs/developers/contributing.md") <= targets()
     )
+
+
+def test_a_release_is_published_only_on_request() -> None:
+    jobs = yaml.safe_load(read(".github/workflows/release.yml"))["jobs"]
+    assert jobs["publish"]["if"].startswith("vars.PUBLISH == 'true' && ")
+    assert called(".github/workflows/release.yml") <= targets()
+
+
+def test_the_release_is_dated_and_of_one_version() -> None:
+    changelog = read("CHANGELOG.md")
+    (version, date), *_ = re.findall(r"^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d)$", changelog, re.M)
+    assert len(changelog.splitlines()) <= 60
+    assert version == fedclip.__version__ == json.loads(read(".zenodo.json"))["version"]
+    assert f"\nversion: {version}\n" in read("CITATION.cff")
+    assert f"date-released: {date}" in read("CITATION.cff")
+    assert f'set version = "{version}"' in read("recipe/meta.yaml")

@@ -42,7 +42,7 @@ def test_the_first_ten_minutes_in_a_fresh_environment(built: Path, tmp_path: Pat
     constraints = str(ROOT / "constraints.txt")
     # Nobody waits for the whole demo here; tests/cli/test_demo.py runs it.
     shorter = {
-        "pip install . ": f"pip install -q '{wheel}' ",
+        "pip install '.[": f"pip install -q '{wheel}[",
         "fedclip demo": "fedclip demo --seeds 1",
     }
     lines = []

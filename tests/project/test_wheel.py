@@ -20,17 +20,20 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from report_runs import large_run
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-# What users install. The others are for those who work on fedclip, in its checkout.
-HEAVY = ("torch", "tensorflow", "jax", "dp", "all")
-# They have an environment of their own, and its tests look at its pins.
-ENGINES = ("flower", "nvflare")
+GROUPS: dict[str, list[str]] = {
+    name: [entry for entry in entries if isinstance(entry, str)]
+    for name, entries in PYPROJECT["dependency-groups"].items()
+}
+HEAVY = ("torch", "tensorflow", "jax", "lightning", "transformers", "peft", "grpc", "dp", "all")
+# Each has an environment and a file of pins to itself.
+ENGINES = ("flower", "nvflare", "fedbiomed")
+PINS = ROOT / ("constraints-3.13.txt" if sys.version_info >= (3, 13) else "constraints.txt")
 PINNED = {
     canonicalize_name(name): Version(version)
-    for name, version in re.findall(
-        r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M
-    )
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)$", PINS.read_text(encoding="utf-8"), re.M)
 }
 
 
@@ -62,25 +65,33 @@ def closure(texts: list[str]) -> Iterator[Requirement]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", ["", *(e for e in EXTRAS if e not in ENGINES)])
-def test_whatever_an_extra_needs_is_pinned(extra: str) -> None:
-    found = list(closure(EXTRAS[extra] if extra else PROJECT["dependencies"]))
+@pytest.mark.parametrize(
+    "texts",
+    [
+        PROJECT["dependencies"],
+        *(texts for extra, texts in EXTRAS.items() if extra not in ENGINES),
+        *(texts for group, texts in GROUPS.items() if group != "release"),
+    ],
+    ids=lambda texts: texts[-1],
+)
+def test_all_that_an_extra_or_a_group_needs_is_pinned(texts: list[str]) -> None:
+    found = list(closure(texts))
     assert found
     for requirement in found:
         name = canonicalize_name(requirement.name)
         # Build tools, which come with Python or with none, and what CUDA builds of torch bring.
         if name in ("setuptools", "wheel", "pip", "triton") or name.startswith(("nvidia-", "cuda")):
             continue
-        assert name in PINNED, f"constraints.txt lacks {requirement}"
+        assert name in PINNED, f"{PINS.name} lacks {requirement}"
         assert requirement.specifier.contains(PINNED[name], prereleases=True), requirement
 
 
-def test_every_extra_is_told_of() -> None:
+def test_the_core_is_declearn_and_numpy_and_every_extra_is_documented() -> None:
+    assert {Requirement(text).name for text in PROJECT["dependencies"]} == {"declearn", "numpy"}
     page = (ROOT / "docs" / "installing.md").read_text(encoding="utf-8")
-    for extra in (*HEAVY, *ENGINES, "plot", "html", "peft"):
+    assert set(EXTRAS) == {*HEAVY, *ENGINES, "cli", "plot", "html"}
+    for extra in EXTRAS:
         assert f"`{extra}`" in page or f"[{extra}" in page or f",{extra}]" in page, extra
-    others = ["plot", "html", "bench", "loops", "oracle", "peft", "docs", "dev"]
-    assert set(EXTRAS) == {*HEAVY, *ENGINES, *others}
 
 
 # -- a package is missing -----------------------------------------------------------------------
@@ -109,7 +120,9 @@ def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess
         ("tensorflow,torch,jax", LOOP.format("keras"), [], "keras, and tensorflow, torch or jax"),
         ("optax", LOOP.format("jax"), [], "jax optax"),
         ("opacus", CLIENT, [], "opacus dp-accounting"),
-        ("declearn", COMMAND, ["check"], "'declearn>=2.9.1,<3'"),
+        ("declearn", COMMAND, ["check"], "'declearn>=2.9.1,<2.10'"),
+        ("typer", "from fedclip.__main__ import main; main()", ["list"], "'fedclip[cli]'"),
+        ("tomlkit", COMMAND, ["translate", "optax", "clip", "max_delta=1"], "'fedclip[cli]'"),
         ("dp_accounting", COMMAND, CALIBRATE, "dp-accounting"),
         ("jinja2", COMMAND, ["report", "run", "--html", "p.html"], "jinja2 vl-convert-python"),
     ],
@@ -163,10 +176,16 @@ def test_the_core_alone_then_each_extra(built: Path, tmp_path: Path) -> None:
     python = on_path(tmp_path / "bin")
 
     def typed(*lines: str) -> str:
-        constraints = str(ROOT / "constraints.txt")
+        constraints = str(PINS)
         return type_in([*lines], tmp_path, PATH=python, PIP_CONSTRAINT=constraints, PYTHONPATH="")
 
     typed("python -m venv .venv", pip("install -q", f"'{wheel}'"))
+    shown = typed(
+        ".venv/bin/python -c 'import fedclip; print(fedclip.NormClip(1.0))'",
+        "! .venv/bin/fedclip list",
+    )
+    assert shown.endswith("websockets: pip install 'fedclip[cli]'\n")
+    typed(pip("install -q", f"'{wheel}[cli]'"))
     there = json.loads(typed("set +x", pip("list --format json 2> /dev/null")).partition("\n")[2])
     assert {"declearn", "fedclip", "numpy"} <= {package["name"] for package in there}
     frameworks = {"torch", "tensorflow", "jax", "opacus", "matplotlib", "jinja2"}
@@ -177,7 +196,6 @@ def test_the_core_alone_then_each_extra(built: Path, tmp_path: Path) -> None:
         ".venv/bin/fedclip list",
         ".venv/bin/fedclip doctor",
         ".venv/bin/fedclip report run",
-        ".venv/bin/python -c 'import fedclip; print(fedclip.NormClip(1.0))'",
     )
     assert "zscore-clip" in shown
     assert "client-000" in shown
@@ -222,11 +240,11 @@ def test_without_declearn(built: Path, tmp_path: Path) -> None:
         ],
         tmp_path,
         PATH=on_path(tmp_path / "bin"),
-        PIP_CONSTRAINT=str(ROOT / "constraints.txt"),
+        PIP_CONSTRAINT=str(PINS),
         PYTHONPATH="",
     )
     assert "closed form  epsilon" in shown
-    assert "fedclip: this needs declearn" in shown
+    assert "fedclip: this command needs declearn" in shown
 
 
 @pytest.mark.soak
@@ -237,7 +255,11 @@ def test_an_extra_in_a_fresh_environment(extra: str, built: Path, tmp_path: Path
         "torch": "fedclip.loops.torch",
         "tensorflow": "fedclip.loops.tensorflow",
         "jax": "fedclip.loops.jax",
-        "dp": "fedclip.engines.declearn.private_training",
+        "lightning": "fedclip.loops.lightning",
+        "transformers": "fedclip.loops.transformers",
+        "peft": "peft",
+        "grpc": "declearn.communication.grpc",
+        "dp": "fedclip.privacy.accounting",
     }
     code = "; ".join(f"import {uses[e]}" for e in (uses if extra == "all" else [extra]))
     type_in(
@@ -248,6 +270,6 @@ def test_an_extra_in_a_fresh_environment(extra: str, built: Path, tmp_path: Path
         ],
         tmp_path,
         PATH=on_path(tmp_path / "bin"),
-        PIP_CONSTRAINT=str(ROOT / "constraints.txt"),
+        PIP_CONSTRAINT=str(PINS),
         PYTHONPATH="",
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -43,16 +44,26 @@ def _bases() -> dict[str, Any]:
 def _enter(cls: type[Plugin]) -> None:
     """Register a class with declearn, unless it is registered."""
     from declearn.utils import access_types_mapping, register_type
-    from declearn.utils.serialize import add_serialization_support
 
     if access_types_mapping(cls.group).get(cls.name) is cls:
         return
     register_type(cls, cls.name, cls.group)
     if issubclass(cls, Message):
-        for fmt in ("msgpack", "json"):
-            add_serialization_support(
-                cls, fmt=fmt, encode=cls.to_dict, decode=cls.from_dict, name=f"AuxVar>{cls.name}"
-            )
+        _serialize(cls)
+
+
+def _serialize(cls: type[Message]) -> None:
+    """Have declearn write and read messages of a class."""
+    name = f"AuxVar>{cls.name}"
+    try:
+        from declearn.utils.serialize import add_serialization_support
+    except ModuleNotFoundError:
+        # declearn 2.8 has one format.
+        utils: Any = import_module("declearn.utils")
+        utils.add_json_support(cls, cls.to_dict, cls.from_dict, name=name)
+        return
+    for fmt in ("msgpack", "json"):
+        add_serialization_support(cls, fmt=fmt, encode=cls.to_dict, decode=cls.from_dict, name=name)
 
 
 def enter() -> None:

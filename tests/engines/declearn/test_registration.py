@@ -134,7 +134,7 @@ def test_without_declearn_what_needs_it_says_so() -> None:
     assert out.splitlines() == [
         f"{fedclip.__version__} 3.0 True",
         "fedclip.UpdateClipServer needs declearn, which cannot be imported: No module named "
-        "'declearn'; pip install 'declearn>=2.9.1,<3'",
+        "'declearn'; pip install 'declearn>=2.8,<3'",
     ]
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,20 @@ def test_the_example_on_more(tmp_path: Path, options: tuple[str, str]) -> None:
     assert [row["replies"] for row in found["rounds"]] == [int(options[1])] * 5
     assert all(row["refused"] == row["zeroed"] == 0 for row in found["rounds"])
     assert max(found["accuracy"]) > 0.75
+
+
+def test_flwr_builds_the_example(tmp_path: Path) -> None:
+    shutil.copytree(APP, tmp_path / "app", ignore=shutil.ignore_patterns("result*", "__pycache__"))
+    flwr = Path(sys.executable).with_name("flwr")
+    env = {**os.environ, "HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0"}
+    command = [flwr, "build", "--app", "app"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (bundle,) = tmp_path.glob("*.fab")
+    names = zipfile.ZipFile(bundle).namelist()
+    assert {"pyproject.toml", "LICENSE", "digits/client_app.py"} <= set(names)
 
 
 def test_the_example_has_no_problem() -> None:
