@@ -19,9 +19,7 @@ import pictures
 from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.clippers import families, sharing
-from fedclip.clippers.base import Clipper
-from fedclip.core.docstrings import kind_of, meanings
+from fedclip.core.docstrings import meanings
 from fedclip.core.parameters import Parameter, signature_of
 from fedclip.core.toml import toml_value
 
@@ -34,11 +32,12 @@ LISTS = {
 """Pages with a list of all clippers, and the form of its lines."""
 START = "<!--docs/clippers.py-->"
 END = "<!--end-->"
+SLICES = ("dims", "inverse_dims", "min_size")
 ADAPTIVE = "`auto-clip`, `ema-clip`, `mad-clip`, `percentile-norm-clip` and `zscore-clip`"
 COMMON = {
     "All clippers; `agc` has the last two": ("scope", "keep_memory", "exclude", "on_nonfinite"),
     'Clippers of norms (`ord="var"` too, except for adaptive limits)': ("ord", "eps"),
-    "`norm-clip`, `normalize` and `centralize`": ("dims", "inverse_dims", "min_size"),
+    "`norm-clip`, `normalize` and `centralize`": SLICES,
     f"Adaptive limits: `adaptive-clip`, `growth-clip`, {ADAPTIVE}": ("max_norm", "on_spike"),
     "All these but `growth-clip`": ("shared", "shared_name"),
     "All these but `growth-clip` and `adaptive-clip`": (
@@ -108,21 +107,11 @@ def render(kind: str, name: str) -> str:
 
 def common() -> dict[str, tuple[Parameter, str]]:
     """Return the parameters of many clippers, and what they mean."""
-    parts: tuple[Any, ...] = (
-        Clipper,
-        families.Sliced,
-        families.PastLimit,
-        families.Warmup,
-        sharing.Sharing,
-    )
-    known = {
-        name: (declared, meanings(part).get(name, ""))
-        for part in parts
-        for name, declared in part.parameters.items()
-    }
-    known = {name: known[name] for name in sorted(known, key=Clipper._common_order.index)}
-    usual: Any = plugin("module", "zscore-clip")
-    return {**known, "feedback": (usual.parameters["feedback"], meanings(usual)["feedback"])}
+    known = {}
+    for name in (name for names in COMMON.values() for name in names):
+        cls: Any = plugin("module", "normalize" if name in SLICES else "zscore-clip")
+        known[name] = (cls.parameters[name], meanings(cls).get(name, ""))
+    return known
 
 
 def common_notes() -> dict[str, str]:
@@ -144,13 +133,7 @@ def without_common(notes: str) -> str:
 
 def parameters(cls: type, text: str) -> list[str]:
     """Return a list of the clipper's own parameters, and a line that names the common ones."""
-    written = {}
-    for entry in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
-        head, _, meaning = entry.partition("\n")
-        names, _, kind = head.partition(" :")
-        values = re.sub(", default=.*|[{}]", "", kind).strip() if "{" in kind else ""
-        for name in names.split(","):
-            written[name.strip(" *")] = (" ".join(meaning.split()), values)
+    written = documented(text)
     known: Any = cls
     declared = getattr(cls, "parameters", {})
     # A server module has one entry for all parameters of its clipper.
@@ -175,6 +158,18 @@ def parameters(cls: type, text: str) -> list[str]:
     if many and not links:
         lines += ["", f"`fedclip list {known.name}` says more."]
     return lines
+
+
+def documented(text: str) -> dict[str, tuple[str, str]]:
+    """Return what a docstring says of parameters: the meaning, and the values if it lists them."""
+    written = {}
+    for entry in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
+        head, _, meaning = entry.partition("\n")
+        names, _, kind = head.partition(" :")
+        values = re.sub(", default=.*|[{}]", "", kind).strip() if "{" in kind else ""
+        for name in names.split(","):
+            written[name.strip(" *")] = (" ".join(meaning.split()), values)
+    return written
 
 
 def is_common(cls: Any, name: str) -> bool:
@@ -207,8 +202,8 @@ def index() -> str:
         lines += ["", f"{clippers}:", ""]
         for name in names:
             declared, meaning = common()[name]
-            kind = kind_of(declared)
-            values = kind.replace("{", "").replace("}", "") if "{" in kind else ""
+            cls = plugin("module", "normalize" if name in SLICES else "zscore-clip")
+            _, values = documented(sections(cls)["Parameters"])[name]
             meaning = meaning.replace("`{name}-server`", "its server module")
             lines.append(described(shown_default(name, declared.default), meaning, values))
     lines += ["", "## Guarantees"]

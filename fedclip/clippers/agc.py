@@ -55,7 +55,7 @@ class AGC(Core, Regularizer):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        At construction, if a parameter is out of range or two contradict each other. At a gradient,
         if a pattern matches no tensor, or the weights lack one or differ in shape.
 
     Notes

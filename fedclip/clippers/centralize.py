@@ -24,7 +24,7 @@ class Centralize(Sliced, Clipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        At construction, if a parameter is out of range or two contradict each other. At a gradient,
         if a pattern matches no tensor.
 
     Notes

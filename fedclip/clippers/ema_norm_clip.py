@@ -44,7 +44,7 @@ class EmaNormClip(Measured, Clipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        At construction, if a parameter is out of range or two contradict each other. At a gradient,
         if a pattern matches no tensor, or its shape is not that of the state.
 
     Notes

@@ -22,7 +22,7 @@ class Standardize(Clipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        At construction, if a parameter is out of range or two contradict each other. At a gradient,
         if a pattern matches no tensor.
 
     Notes

@@ -38,7 +38,7 @@ class ZScoreClip(Warmup, Sharing, PastLimit, Clipper):
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is out of range or two contradict each other; at a gradient,
+        At construction, if a parameter is out of range or two contradict each other. At a gradient,
         if a pattern matches no tensor.
 
     Notes

@@ -88,10 +88,10 @@ def _entry(name: str, parameter: Parameter, meaning: str) -> str:
     shown = f'"{default}"' if isinstance(default, str) else repr(default)
     shown_default = "" if default is inspect.Parameter.empty else f", default={shown}"
     lines = textwrap.wrap(meaning, 92, break_on_hyphens=False)
-    return "\n    ".join([f"{name} : {kind_of(parameter)}{shown_default}", *lines])
+    return "\n    ".join([f"{name} : {_kind(parameter)}{shown_default}", *lines])
 
 
-def kind_of(parameter: Parameter) -> str:
+def _kind(parameter: Parameter) -> str:
     """Return the type of a parameter in words."""
     if parameter.kind:
         return parameter.kind

@@ -101,9 +101,9 @@ def as_optax(
         If the clipper cannot be compiled; with `axis_name`, if it does not use L2 norms of whole
         tensors; with `inner`, if ``on_spike="skip"`` and the scope is not "global".
     TypeError
-        If `max_norm` is given and the clipper has none. At an update: if the state is not from
-        `init`, or from another clipper; or if a leaf that is not excluded has another dtype, or is
-        complex and the clipper does not use L2 norms of whole tensors.
+        If `max_norm` is given and the clipper has none. At an update, if the state is not from
+        `init`, or from another clipper. At an update, if a leaf that is not excluded has another
+        dtype, or is complex and the clipper does not use L2 norms of whole tensors.
     ValueError
         At an update: with `AGC`, if it gets no parameters; if the state has another number of
         groups; or without a state, if the clipper learns from past steps.

@@ -46,9 +46,9 @@ class ClipCallback(Callback):
     Raises
     ------
     ValueError
-        Before the first step: if the Trainer has a ``gradient_clip_val``, if a list is not as long
-        as the list of optimizers, if the clipper is in use elsewhere, or if a fused optimizer would
-        unscale the gradients after clipping.
+        Before the first step, if the Trainer has a ``gradient_clip_val``, or the clipper is in use
+        elsewhere. Also if a list is not as long as the list of optimizers, or a fused optimizer
+        would unscale the gradients after clipping.
     NotImplementedError
         Before the first step with DeepSpeed, which never shows whole gradients.
 

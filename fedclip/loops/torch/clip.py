@@ -68,7 +68,7 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
         If the clipper needs names and there are none, if a gradient is not floating-point, or if
         the parameters are pieces of FSDP1.
     ValueError
-        If the clipper is attached to an optimizer or a Trainer, which already clips; or if its
+        If the clipper is attached to an optimizer or a Trainer, which already clips. Also if its
         statistics belong to other parameters, such as those of a second model.
 
     Examples

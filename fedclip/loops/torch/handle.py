@@ -529,10 +529,10 @@ def attach(
     ------
     ValueError
         If the optimizer holds none of the parameters, or one without a name (also at the first step
-        after ``add_param_group``); or if the clipper is already attached, or in a Trainer.
+        after ``add_param_group``). Also if the clipper is already attached, or in a Trainer.
     TypeError
-        If the clipper needs names and there are none; for pieces of FSDP1; for a wrapper with
-        neither torch's hooks nor one inner optimizer; or for an optimizer without a step, such as
+        If the clipper needs names and there are none. Also for pieces of FSDP1, for a wrapper with
+        neither torch's hooks nor one inner optimizer, and for an optimizer without a step, such as
         LOMO.
     RuntimeError
         At a step, if the gradients are still scaled by a GradScaler, or a closure would scale them.

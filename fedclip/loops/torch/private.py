@@ -61,8 +61,8 @@ def private_gradients(
     Raises
     ------
     TypeError, ValueError
-        If a parameter is invalid, a layer mixes records (its name is in the message), or the
-        gradient of a parameter differs from that of a plain backward pass.
+        If a parameter is invalid, or a layer mixes records (its name is in the message). Also if
+        the gradient of a parameter differs from that of a plain backward pass.
 
     Examples
     --------
