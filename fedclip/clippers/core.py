@@ -87,7 +87,7 @@ class Core(Documented):
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but those of this process, for a copy or a pickle.
+        """Return all attributes but the lock, for a copy or a pickle.
 
         Attributes that steps change in place are copied here, between two steps.
         """

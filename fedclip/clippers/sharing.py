@@ -14,7 +14,7 @@ from fedclip.transforms import Transform
 
 
 class Sharing(Configured):
-    """The parameters of the clippers that have a server module."""
+    """Base of the clippers that have a server module."""
 
     _common_settings: ClassVar[tuple[str, ...]] = ("warmup", "scope", "exclude", "ord")
     """The common parameters that the server module must have too, if the clipper has them."""

@@ -84,8 +84,8 @@ def _value(variable: Variable) -> Array:
 class _Hook:
     """Called by the inner optimizer where Keras clips.
 
-    Keras calls ``_clip_gradients`` on unscaled gradients, averaged over accumulated steps, without
-    those that overwrite their variables; `apply` notes for which variables.
+    Keras calls ``_clip_gradients`` on gradients that are unscaled, averaged over accumulated
+    steps, and not for variables that they overwrite; `_apply` notes for which variables.
     """
 
     def __init__(self, stepping: Optimizer, clipper: Clipper | AGC) -> None:

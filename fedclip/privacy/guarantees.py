@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What clippers guarantee of the L2 norm: a function for the method ``guarantee`` of each kind.
+r"""What each map does to the L2 norm: one small function per kind of map, in one table.
 
 ====================================  ===============================  ========================
 map                                   largest L2 norm of its output    stretches distances by

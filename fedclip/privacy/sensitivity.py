@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Bound and sensitivity of a clipper, or of a whole optimizer, as values.
 
-Each plug-in of a pipeline updates the bound and the Lipschitz constant::
+Each map of a pipeline updates the bound and the Lipschitz constant::
 
-    bound     <- min(bound of the plug-in, growth of the plug-in * bound)
-    lipschitz <- lipschitz of the plug-in * lipschitz
+    bound     <- min(own bound of the map, growth of the map * bound)
+    lipschitz <- lipschitz of the map * lipschitz
 
 There are two cases. *Per record*: each record passes the pipeline separately, and the outputs
 are added up. Only the bound B of an output counts: the sum has a sensitivity of B if a record is
 added or removed, and 2 B if one is replaced. *On an aggregate*: a sum or mean of records goes
-through. Its sensitivity s becomes ``lipschitz * s``, at most ``2 B``. Plug-ins after the noise
-cost no privacy, and bound nothing.
+through. Its own sensitivity s becomes ``lipschitz * s``, at most ``2 B``. Maps after the noise cost
+no privacy, and bound nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Analysis:
 
     Attributes
     ----------
-    guarantees
-        That of each plug-in, in the order in which they act.
+    maps
+        The guarantee of each map, in the order in which they act.
     lrate, w_decay
         Learning rate and weight decay; None without an optimizer, or if they change over time.
     """

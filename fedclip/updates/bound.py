@@ -186,13 +186,18 @@ _UNNOISED = "list of names or None"
 
 
 class AdaptiveBound(Documented):
-    """The bound of the clients' updates, round by round; see `update-clip-server`.
+    """Adapt the bound of the clients' updates round by round; see `update-clip-server`.
+
+    An evaluation with `evaluation_share` s and k numbers of each client, in [0, 1], is::
+
+        v    = sum(clip(number / bound) - 1/2) + noise_multiplier / s * sqrt(k) / 2 * normal
+        mean = bound * (1/2 + v / expected_clients), clamped
 
     Raises
     ------
     TypeError, ValueError
-        At construction, if a parameter is not as above or settings are impossible; the message
-        says which are possible.
+        At construction, if a parameter is out of range or settings contradict each other; the
+        message says which settings are possible.
     """
 
     name: ClassVar[str] = "update clipping"
@@ -200,74 +205,68 @@ class AdaptiveBound(Documented):
     takes_turns: ClassVar[str] = "use a Schedule with per_round={}"
 
     start_norm: float | None = parameter(_start, default=None, kw_only=False, kind="float or None")
-    """Bound of the first round, > 0. None: the bound starts at 0.1 and moves by up to a factor of 8
-    a round; it is within a factor of 1.5 of the quantile after 4 rounds from 300 times too low or
-    too high. With noise, the first round then only counts votes, and costs no more than these."""
+    """Bound of the first round, > 0; None finds it from 0.1, by up to a factor of 8 a round. From
+    300 times too low or too high, it is within a factor of 1.5 of the quantile after 4 rounds. With
+    noise, the first round then only counts votes."""
     quantile: float = parameter(unit_interval, default=0.5)
-    """Share of the updates that the bound should not clip, in (0, 1)."""
+    """Share of updates that the bound should not clip, in (0, 1)."""
     learning_rate: float | None = parameter(_fixed, default=None, kind="0 or None")
-    """0 fixes the bound at `start_norm`; then clients do not vote. None: it follows the votes."""
+    """0 fixes the bound at `start_norm`; None adapts it. With 0, clients do not vote."""
     min_norm: float = parameter(limit, default=1e-6)
-    """The bound never falls below this, > 0."""
+    """Smallest bound, > 0."""
     max_norm: float = parameter(limit, default=1e4)
-    """The bound never rises above this, which is well within the range of declearn's secure
-    aggregation."""
+    """Largest bound, > 0. The default is within the range of declearn's secure aggregation."""
     noise_multiplier: float = parameter(non_negative, default=0.0)
-    """Standard deviation of the noise, as a multiple of the sensitivity, with which a round is
-    accounted; 0 for no noise."""
+    """Standard deviation of a round's noise, in sensitivities, >= 0."""
     bits_noise: float | None = parameter(non_negative, default=None)
-    """Noise on the votes, > ``noise_multiplier / 2``: the count of each bin gets a standard
-    deviation of twice that, or ``sqrt(2)`` times for replace-one. None:
-    ``max(expected_clients / 20, noise_multiplier)``; with `evaluation_share`, the multiplier is
-    that of a round without its evaluation."""
+    """Noise on votes, > ``noise_multiplier / 2``; None for ``max(expected_clients / 20,
+    noise_multiplier)``. Each bin gets twice that, or ``sqrt(2)`` times for replace-one. With
+    evaluations, the multiplier is that of a round without one."""
     expected_clients: int | None = parameter(integer, 1, default=None)
-    """Number of clients in a round, by which averages are divided, however many reply. Noise
-    needs it, because the true number must not be used."""
+    """Number of clients in a round, for noise. The server divides by it, however many reply."""
     delta: float = parameter(unit_interval, default=1e-5)
-    """Probability with which the guarantee may fail; below 1 / number of clients."""
+    """Probability that the guarantee fails, below 1 / number of clients."""
     max_epsilon: float | None = parameter(parameters.positive, default=None)
-    """Stop before a round that would exceed this epsilon."""
+    """Stop before a round that would exceed this epsilon, > 0."""
     ledger: str | None = parameter(_path, default=None)
-    """A file to which each round is charged before it begins, made if needed: one for a set of
-    clients, whatever they are used for. A restart, a second server and another run read it first.
-    None: what was spent ends with the process, and no server goes on from a checkpoint."""
+    """File with all rounds, over restarts and runs; resuming needs it. Use one for a set of
+    clients. A round is written before it begins. None: what was spent is forgotten with the
+    process, and no server resumes from a checkpoint."""
     relation: str = parameter(
         parameters.choice, ("add-remove", "replace-one"), default="add-remove"
     )
-    """Which federations are neighbours: those with and without one client (whose reply is empty),
-    or those with another client in its place, which needs twice the noise."""
+    """Neighbours lack one client ("add-remove"), or replace one ("replace-one", with twice the
+    noise)."""
     separation: int = parameter(integer, 1, default=1)
-    """Least number of rounds from one turn of a client to its next; a client is charged for one
-    round in that many. It takes the client sampler `round-robin`, and more than
-    ``(separation - 1) * expected_clients`` clients."""
+    """Minimum separation of a client's rounds, >= 1. A client is charged once in this many rounds.
+    Above 1 it needs the client sampler `round-robin`, and more than ``(separation - 1) *
+    expected_clients`` clients."""
     noise: str = parameter(parameters.choice, ("independent", "banded"), default="independent")
-    """"banded": each round takes back a part of the noise of the ``separation - 1`` rounds before
-    it, so that the model has less noise at the same epsilon."""
+    """"independent", or "banded": correlated over `separation` rounds. Banded noise partly cancels
+    in the model, at the same epsilon."""
     rounds: int | None = parameter(integer, 1, default=None)
-    """Number of rounds that are planned; "banded" noise needs it."""
+    """Planned number of rounds; "banded" needs it."""
     momentum: float = parameter(parameters.share, default=0.0)
-    """Momentum of the server's optimizer, in [0, 1), for which "banded" noise is made."""
+    """Momentum of the server's optimizer, in [0, 1), for "banded"."""
     noise_at: str = parameter(parameters.choice, ("server", "clients"), default="server")
-    """"clients": each client adds its share of the noise, so that nobody, the server included, sees
-    a secure sum without it; `update-clip-client` then has the table `noise`."""
+    """Who adds noise: the "server", or "clients", so that nobody sees a sum without it. With
+    "clients", `update-clip-client` needs the table `noise`."""
     honest: float | None = parameter(share_of_clients, default=None)
-    """Share of `expected_clients` that surely add their noise, in (0, 1], such as 0.75; the others
-    may collude with the server, or send none. ``noise_at="clients"`` needs it."""
+    """Share of clients that surely add noise, in (0, 1], for "clients". The others may collude with
+    the server."""
     evaluation_share: float = parameter(parameters.share, default=0.0)
-    """Share of a round's noise budget for an evaluation after it, in [0, 1): its noise multiplier
-    is ``noise_multiplier / evaluation_share``, and the round costs what it costs without. 0:
-    evaluations have no noise. It takes the server's protocol ``fedclip-websockets``."""
+    """Share of a round's noise budget for an evaluation, in [0, 1). 0: evaluations have no noise.
+    The evaluation's multiplier is ``noise_multiplier / evaluation_share``, and the round costs no
+    more. It needs `fedclip-websockets`."""
     loss_bound: float | None = parameter(limit, default=None)
-    """So much of a client's loss counts at most in an evaluation with noise, > 0; required with
-    `evaluation_share`, as is the other way round."""
+    """Largest loss of a client in a noised evaluation, > 0; goes with `evaluation_share`."""
     generator: str = parameter(parameters.choice, ("secure", "insecure"), default="secure")
-    """Source of the noise. The insecure one is for experiments."""
+    """Source of the noise: "secure", or "insecure" for experiments."""
     seed: int | None = parameter(integer, 0, default=None)
-    """Seed that makes the insecure noise repeatable."""
+    """Seed of "insecure" noise."""
     unnoised: str | Sequence[str] | None = parameter(_names, default=None, kind=_UNNOISED)
-    """Other modules of the server whose statistics may go out without noise, next to the noised
-    average, such as ``["zscore-clip-server"]``; epsilon does not cover what they reveal. All
-    others are refused."""
+    """Server modules with statistics that leave without noise, such as ``["zscore-clip-server"]``.
+    Epsilon does not cover them; others are refused."""
 
     def __post_init__(self) -> None:
         """Check what must go together, and begin without a round."""

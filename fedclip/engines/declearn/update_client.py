@@ -17,27 +17,26 @@ from fedclip.updates.protocol import SentBound
 
 
 class UpdateClipClient(Versioned, UpdateNorms):
-    """Receive this round's bound for `clipped-averaging`, and return the client's vote.
+    """Receive the round's bound for `clipped-averaging`, and return a vote.
 
     ::
 
         Start of a round:  receive C
         Steps:             nothing; gradients pass unchanged
-        End of the round:  the aggregator has clipped the update to C
-                           vote for the bin of log2(norm(update) / C); none without an update
+        End of the round:  after the aggregator has clipped the update to C,
+                           vote for the bin of log2(norm(update) / C); no vote without an update
 
-    Its counterpart is `update-clip-server`, which has all parameters but one, and it needs the
-    aggregator `clipped-averaging` without `max_norm`.
+    It needs `update-clip-server` on the server, and the aggregator `clipped-averaging` without
+    `max_norm`.
 
     Parameters
     ----------
     noise : table or None, default=None
-        The noise that this client adds itself, where the server has ``noise_at="clients"``: the
-        server's `noise_multiplier`, `expected_clients`, `honest`, `max_norm`, and `bits_noise` if
-        it has one (0 for a fixed bound). A server that expects another one, or sends a larger
-        bound, is refused.
+        Noise that this client adds, if the server has ``noise_at="clients"``: the server's
+        `noise_multiplier`, `expected_clients`, `honest`, `max_norm`, and `bits_noise` if set (0 for
+        a fixed bound). A server with other noise or a larger bound is refused.
     fedclip : str, default=the version of this fedclip
-        The version that wrote the configuration; a server sets it for its clients.
+        Version that wrote the configuration; a server sets it.
 
     Raises
     ------
@@ -47,24 +46,18 @@ class UpdateClipClient(Versioned, UpdateNorms):
 
     Notes
     -----
-    A client that took no step, or whose update is not finite, does not vote: its zeros would count
-    as "within the bound" and pull the bound down, round by round. An update that is zeroed because
-    it is out of range votes as above the bound: otherwise a bound so low that all updates are
-    zeroed would stay there. The server learns the bin and, without noise, whether the update was
-    clipped or zeroed. Bins are half an octave wide near the bound, so that without noise they
-    reveal the norm within a factor of 1.4; in a secure sum of few clients, nearly so.
+    A client without a step, or with an update that is not finite, does not vote. An update that is
+    zeroed as out of range votes as above the bound. The server learns the bin and, without noise,
+    whether the update was clipped or zeroed. Near the bound, a bin reveals the norm within a factor
+    of 1.4, in a secure sum of few clients nearly so. Records of norms stay on the client.
 
-    The records of the rounds (norm before, bound, clipped or not) stay on the client.
-
-    With `noise`, update and vote leave as integers with discrete Gaussian noise
-    (`fedclip.updates.client_noise`). It takes a `PersonalFederatedClient` and secure
-    aggregation: without it, or with fewer clients in the sum than expected, nothing is sent.
-    With Joye-Libert's protocol, a client does not know how many there are.
+    With `noise`, update and vote leave as integers with discrete Gaussian noise. That needs a
+    `PersonalFederatedClient` and secure aggregation; otherwise, or with too few clients in the sum,
+    nothing is sent. Under Joye-Libert, clients cannot count each other.
 
     References
     ----------
-    Andrew, Thakkar, McMahan & Ramaswamy, 2021, "Differentially private learning with adaptive
-    clipping", arXiv:1905.03871.
+    Andrew, Thakkar, McMahan & Ramaswamy, 2021, arXiv:1905.03871.
 
     Examples
     --------

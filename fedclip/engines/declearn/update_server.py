@@ -20,71 +20,48 @@ from fedclip.updates.protocol import WITHOUT_BINS
 
 
 class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
-    """A bound of updates that follows a quantile of norms; central noise.
+    """Adapt the bound of updates to a quantile of norms; add central noise.
 
     ::
 
-        Init(start_norm):
-            C = start_norm, or 0.1
+        C = start_norm, or 0.1
         Round:
-            charge it to the ledger
-            send C                             clients clip to C and vote for the bin of
-            u    = sum of the updates / m          log2(norm / C)
-            c    = sum of the votes            moved to the nearest counts of m clients
-            if noise_multiplier = z > 0:       m is fixed: expected_clients
+            write it to the ledger
+            send C                         clients clip to C, vote for a bin of log2(norm / C)
+            u  = sum of the updates / m    m: number of replies
+            c  = counts of the votes
+            if noise_multiplier = z > 0:   m = expected_clients
                 u += z_delta * C / m * normal,   z_delta = (z^-2 - (2 bits_noise)^-2)^(-1/2)
-                c += 2 bits_noise * normal     for each bin
-                noise = "banded":              normal less c_1, c_2, ... times that of the rounds
-                    before, and norm(c) times as large
-                noise_at = "clients":          both have come with noise: `update-clip-client`
-                evaluation_share = s:          1 - s^2 of z^-2 is for the above
-                first round without start_norm:  u = 0, and it costs 1 / (2 bits_noise)
-            C   *= 2^(K y)                     within [min_norm, max_norm], by 3 octaves at most
+                c += 2 bits_noise * normal       for each bin
+            C *= 2^(K y)                   by 3 octaves at most, within [min_norm, max_norm]
                 y = octaves from C to the quantile of the votes
                 K = gain of a Kalman filter on log2(C)
-        Evaluation, if evaluation_share = s:   k numbers of each client, in [0, 1]
-            v   = sum(clip(number / bound) - 1/2)
-            v  += z / s * sqrt(k) / 2 * normal
-            mean = bound * (1/2 + v / m)       clamped; it alone goes on from where replies arrive
 
-    Its counterpart is `update-clip-client`; both need the aggregator `clipped-averaging`
-    without `max_norm`. With noise it must be the first of the server's modules.
+    The clients need `update-clip-client`, and both sides the aggregator `clipped-averaging` without
+    `max_norm`. With noise it must be the first of the server's modules.
 
     Notes
     -----
-    Guarantees: the noise is scaled to the bound that was *sent out*, to which the clients clipped,
-    not to the next one; a norm equal to the bound is within it; no round runs that would exceed
-    `max_epsilon`.
+    Noise is scaled to the bound that was sent, not to the next one. No round runs that would exceed
+    `max_epsilon`. The ledger holds a round before its first message leaves, so it covers what was
+    released, whenever a server dies.
 
-    A round is in the `ledger` before its first message leaves, and a charge is never taken back.
-    Wherever and however often a server dies, the ledger holds at least what was released. A server
-    that goes on from a checkpoint needs the ledger, and is refused without it. A checkpoint of an
-    earlier version, which names no ledger, is charged to the new one with a turn more.
+    Bins are half an octave wide near the bound, and open at both ends; in clear text, they reveal
+    how far above the bound an update was. Without votes, the bound stays. With noise, a client
+    without a vote counts for all bins equally. Moving the bound costs no privacy beyond the votes.
+    If a bin's noise is more than a fifth of the clients (fewer than 10 clients at z = 1), fix the
+    bound.
 
-    Without noise, shares are those of the clients that voted; if none did, the bound stays. With
-    noise, an abstention counts alike for all bins.
+    If a share r of clients is malicious, the bound settles between two quantiles of the others:
+    ``(q - r) / (1 - r)`` and ``q / (1 - r)``.
 
-    With noise and without `start_norm`, the first round only counts votes: updates are zeros, the
-    model does not change, and the round is charged for its votes.
-
-    The server raises nothing, because declearn would then wait for its clients for ever. If the
-    bound does not hold (another aggregator, a module before this one), the round's average
-    becomes zero, the error is logged, and the next round ends at its start with that error on
-    every client and on the server.
-
-    If a share r of the clients always lies, the bound settles, among the others, not on the
-    quantile q but on one between ``(q - r) / (1 - r)`` and ``q / (1 - r)``. No round moves the
-    bound by more than a factor of 8, whatever the votes are.
-
-    How far the bound moves depends only on the votes of this round and of earlier ones, with their
-    noise. So it costs no privacy, and the accounting is that of the votes. Where the noise of a bin
-    is more than a fifth of the clients (fewer than 10 clients at z = 1), the votes say too little:
-    fix the bound with ``learning_rate = 0``.
+    With noise and without `start_norm`, the first round releases zeros, and costs only its votes.
+    If another module breaks the bound, the average becomes zero, and the next round ends with an
+    error.
 
     References
     ----------
-    Andrew, Thakkar, McMahan & Ramaswamy, 2021, "Differentially private learning with adaptive
-    clipping", arXiv:1905.03871.
+    Andrew, Thakkar, McMahan & Ramaswamy, 2021, arXiv:1905.03871; bins and filter are ours.
 
     Examples
     --------
@@ -95,7 +72,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     >>> bins = [0, 0, 0, 0, 1, 0, 0, 0, 3, 0]  # three of four are 4 to 8 times the bound
     >>> server.process_aux_var(UpdateClipVotes(4, n_votes=4, n_within=1, n_bins=bins))
     >>> round(server.bound, 2)
-    4.61
+    4.94
     """
 
     name: ClassVar[str] = "update-clip-server"

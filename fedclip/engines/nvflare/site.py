@@ -46,7 +46,7 @@ _SEEN = "fedclip.site"
 
 
 class _Seen(NamedTuple):
-    """The model of a task as it arrived, and why the task gets no answer; "" if it gets one."""
+    """Variables that a clipper has seen in eager code, and the axes of their outputs."""
 
     model: Any = None
     why: str = ""

@@ -63,7 +63,7 @@ class PureClipping:
         state: ClipState,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[dict[str, torch.Tensor], ClipState]:
-        """Return the clipped gradients, by name, and the state after the step."""
+        """Return the clipped gradients by name, and the state after the step."""
         known = self._kinds.get(tuple(gradients))
         if known is None and not torch.compiler.is_compiling():
             known = self._looked_up(gradients)
