@@ -84,6 +84,7 @@ class FixedLimit(Sliced):
 
     scope: Scope = SCOPE_TABLE
     ord: Order = ORD_VAR
+    """Order of the norm, see `fedclip.core.measures`; 2 is the Euclidean norm."""
     eps: float = parameter(non_negative, default=0.0)
     """Added to the norm in the factor ``limit / (n + eps)``, >= 0; 0 is exact."""
 
