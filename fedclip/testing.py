@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from fedclip.errors import FEDERATIONS, FedclipWarning, Unchecked, needing, public_names
 from fedclip.privacy import Context
 from fedclip.privacy import guarantees as kinds
-from fedclip.privacy.bounds import look_up
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
+from fedclip.privacy.sensitivity import look_up
 
 with needing(__name__, f"{FEDERATIONS}: pip install '{FEDERATIONS}'"):
     from declearn.utils.serialize import (

@@ -15,7 +15,7 @@ import fedclip
 
 if TYPE_CHECKING:
     from fedclip.core.parameters import Config
-    from fedclip.privacy.maps import Plugin
+    from fedclip.privacy.guarantees import Plugin
 
 
 FILE = Path(__file__).with_name("catalogue.json")

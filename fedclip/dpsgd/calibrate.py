@@ -12,7 +12,7 @@ For n records, T steps, batches of B and a model of d values::
 
 If evaluations have a share s of the budget, there is one for each round, on all records::
 
-    z_e    = least noise multiplier with which so many evaluations alone cost s epsilon
+    z_e    = least noise multiplier with which the evaluations alone cost s epsilon
     z      = as above, with those evaluations: all together cost at most epsilon
 
 With twice the records, at the same rate and steps, each of the last three is half as large.
@@ -37,7 +37,7 @@ __all__ = ["Calibration", "calibrate", "evaluation_noise", "steps_of_a_round", "
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a budget comes to; made by `calibrate`.
+    """Noise and sampling for a budget; made by `calibrate`.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Calibration:
     expected
         Expected size of a batch, by which each sum is divided.
     unit
-        What is protected, and counted here: a "record", or a "person" with several.
+        The unit that is protected, and counted here: a "record", or a "person" with several.
     evaluations
         The evaluations that the budget pays for besides; none, if they have no share of it.
     """
@@ -102,7 +102,7 @@ class Calibration:
         return (Release(self.noise_multiplier, self.steps, self.rate), *self.evaluations)
 
     def evaluating(self, share: float, times: int) -> Calibration:
-        """Return what is left for the steps if so many evaluations have a share of the budget.
+        """Return what is left for the steps if evaluations have a share of the budget.
 
         Parameters
         ----------
@@ -178,8 +178,8 @@ def steps_of_a_round(
 ) -> int | None:
     """Return how many steps a round has; None if neither epochs nor steps limit it."""
     size = parameters.integer(1, batch_size=batches["batch_size"])
-    whole, rest = divmod(records, min(size, records))
-    epoch = whole + (rest > 0 and not batches.get("drop_remainder", True))
+    batches_of_all, remainder = divmod(records, min(size, records))
+    epoch = batches_of_all + (remainder > 0 and not batches.get("drop_remainder", True))
     limits = [] if n_epoch is None else [parameters.integer(1, n_epoch=n_epoch) * epoch]
     if n_steps is not None:
         limits.append(parameters.integer(1, n_steps=n_steps))
@@ -189,7 +189,7 @@ def steps_of_a_round(
 def calibrate(
     epsilon_: float, delta: float, records: int, batch_size: int, steps: int, unit: str = "record"
 ) -> Calibration:
-    """Return noise and sampling with which so many steps stay within a budget.
+    """Return noise and sampling with which the steps stay within a budget.
 
     Parameters
     ----------

@@ -12,11 +12,11 @@ patterns
                                of the norms (Andrew et al., 2021)
 =============================  ==========================================  =================
 
-In each mode the norm of what a record adds is at most C. What is divided by C needs no other
+In each mode the norm of what a record adds is at most C. A step divided by C needs no other
 learning rate when C changes.
 
 The adaptive bound learns from one bit of each record, recentred to ±1/2, so that a record moves
-the sum of the bits by 1/2; that sum has noise of its own, which the budget pays for
+the sum of the bits by 1/2; that sum has separate noise, which the budget pays for
 (`fedclip.privacy.accounting.split_noise`)::
 
     fraction = clamp(1/2 + (sum of bits + noise) / expected batch size, 0, 1)
@@ -63,8 +63,8 @@ class SampleClipping:
 
     def groups(self, names: Sequence[str]) -> Groups:
         """Return which tensors share a norm."""
-        whole = self.mode in ("flat", "automatic", "adaptive")
-        return resolve("global" if whole else self.mode, None, tuple(names))
+        one_norm = self.mode in ("flat", "automatic", "adaptive")
+        return resolve("global" if one_norm else self.mode, None, tuple(names))
 
     def factors(self, norms: Float64, bound: float) -> Float64:
         """Return by what to multiply each group of each record; norms are finite.
@@ -117,5 +117,5 @@ class SampleClipping:
         std = default_bits_noise(noise_multiplier, math.ceil(expected))
         noisy = float(noised(bits, std, normals)[0])
         fraction = min(max(0.5 + noisy / expected, 0.0), 1.0)
-        moved = geometric_update(bound, fraction, quantile=self.quantile, rate=self.rate)
-        return float(min(max(moved, 1e-30), 1e30))
+        following = geometric_update(bound, fraction, quantile=self.quantile, rate=self.rate)
+        return float(min(max(following, 1e-30), 1e30))

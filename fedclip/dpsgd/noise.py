@@ -30,7 +30,7 @@ class IndependentNoise:
     Parameters
     ----------
     normals
-        Where it comes from: the operating system's secure generator, unless in a test.
+        The generator: computationally secure, keyed by the operating system, unless in a test.
     """
 
     def __init__(self, normals: Normals = secure_normals) -> None:

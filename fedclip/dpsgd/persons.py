@@ -3,12 +3,12 @@ r"""Records by the persons that they are of, so that a step draws persons, each 
 
 ::
 
-    Draw(persons):                    a Poisson sample, in which each person comes by itself
+    Draw(persons):                    a Poisson sample, in which persons are independent
         for each person i of them:
             own = its records, or max_records of them, drawn at random without replacement
             g_i = mean of the gradients of own          (`fedclip.dpsgd.persample.means`)
 
-What is clipped is g_i: whatever all records of a person hold, and however many there are, they
+The means g_i are clipped: whatever all records of a person hold, and however many there are, they
 move the sum of a step by at most the bound. A person with many records has no larger say than one
 with few.
 """
@@ -20,20 +20,31 @@ import unicodedata
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedclip.core import parameters
-from fedclip.dpsgd.persample.base import Failed
-from fedclip.dpsgd.sampling import Bits, secure_bits
-from fedclip.engines.declearn.dataset_records import Batch, Positions, Records
+from fedclip.dpsgd.persample.base import Batch, Failed, Positions
+from fedclip.dpsgd.sampling import Bits
+from fedclip.privacy.noise import random_words
 
-__all__ = ["Ids", "Persons", "numbered"]
+__all__ = ["Ids", "Persons", "Records", "numbered"]
 
 Ids: TypeAlias = str | Path | Sequence[object] | ArrayLike
 """Whose each record is, in their order; or a CSV file of one column, with a head."""
+
+
+class Records(Protocol):
+    """The records of a data set, by position, as each engine reads them."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def take(self, positions: Positions, failed: Failed | None = None) -> list[Batch]:
+        """Return batches of records of one shape, without those that raise."""
+
 
 # What stands for a value that is missing, in one table or another.
 _NOBODY = {"", "nan", "nat", "none", "null", "<na>"}
@@ -56,13 +67,14 @@ class Persons:
     Raises
     ------
     OSError
-        If a file can not be read.
+        If a file is not readable.
     TypeError, ValueError
         If there is not one id for each record, or some are missing.
 
     Examples
     --------
     >>> from declearn.dataset import InMemoryDataset
+    >>> from fedclip.engines.declearn.dataset_records import Records
     >>> visits = Records(InMemoryDataset(np.arange(8.0).reshape(4, 2), target=np.ones(4)))
     >>> persons = Persons(visits, ["ann", "bob", "ann", "ann"])
     >>> len(persons), persons.mean
@@ -75,14 +87,14 @@ class Persons:
     unit = "person"
 
     def __init__(
-        self, records: Records, ids: Ids, max_records: int | None = None, bits: Bits = secure_bits
+        self, records: Records, ids: Ids, max_records: int | None = None, bits: Bits = random_words
     ) -> None:
         self.max_records = parameters.optional(parameters.integer, 1, max_records=max_records)
         self._records, self._bits = records, bits
         self._of = numbered(ids, len(records))
         order = np.argsort(self._of, kind="stable")
         self._own = np.split(order, np.cumsum(np.bincount(self._of))[:-1])
-        taken = [min(len(own), self.max_records or len(own)) for own in self._own]
+        taken = [min(len(positions), self.max_records or len(positions)) for positions in self._own]
         self.mean = float(np.mean(taken))
         """How many records of a person are taken, in the mean of all."""
 
@@ -91,10 +103,10 @@ class Persons:
 
     def take(self, drawn: Positions, failed: Failed | None = None) -> list[Batch]:
         """Return the records of persons, each with its owner and its share in the owner's mean."""
-        own = [self._some(self._own[person]) for person in drawn]
+        chosen = [self._some(self._own[person]) for person in drawn]
         shares = np.zeros(len(self))
-        shares[[*drawn]] = [1.0 / len(positions) for positions in own]
-        batches = self._records.take([*map(int, np.concatenate([[], *own]))], failed)
+        shares[[*drawn]] = [1.0 / len(positions) for positions in chosen]
+        batches = self._records.take([*map(int, np.concatenate([[], *chosen]))], failed)
         for batch in batches:
             batch.owners = self._of[np.asarray(batch.positions, dtype=np.intp)]
             batch.shares = shares[batch.owners]
@@ -109,20 +121,20 @@ class Persons:
 
 def numbered(ids: Ids, records: int) -> NDArray[np.intp]:
     """Return for each record the number of its person, from 0."""
-    whole = _column(Path(ids)) if isinstance(ids, (str, Path)) else ids
+    values = _column(Path(ids)) if isinstance(ids, (str, Path)) else ids
     # As objects: NumPy would make texts of whatever stands among texts, NaN too.
-    found = np.asarray(whole, dtype=object)
-    if found.shape != (records,):
+    objects = np.asarray(values, dtype=object)
+    if objects.shape != (records,):
         raise ValueError(
             f"persons must be one id for each of the {records} records, in their order, got shape "
-            f"{found.shape}"
+            f"{objects.shape}"
         )
     # Of one person, whatever keyboard or table its id is from.
-    texts = [unicodedata.normalize("NFC", str(one).strip()) for one in found]
+    texts = [unicodedata.normalize("NFC", str(value).strip()) for value in objects]
     named = [text.casefold() not in _NOBODY for text in texts]
-    for one in found[named]:
-        if isinstance(one, bool) or not isinstance(one, (str, Integral)):
-            raise TypeError(f"persons must be texts or whole numbers, got {type(one).__name__}")
+    for value in objects[named]:
+        if isinstance(value, bool) or not isinstance(value, (str, Integral)):
+            raise TypeError(f"persons must be texts or whole numbers, got {type(value).__name__}")
     if missing := named.count(False):
         raise ValueError(
             f"of {missing} of {records} records it is not said whose they are: leave those "

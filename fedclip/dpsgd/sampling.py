@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poisson sampling from the operating system's secure generator."""
+"""Poisson sampling from the computationally secure generator of `fedclip.privacy.noise`."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -12,20 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.core import parameters
+from fedclip.privacy.noise import random_words
 
-__all__ = ["Bits", "PoissonSampler", "secure_bits"]
+__all__ = ["Bits", "PoissonSampler"]
 
 Bits: TypeAlias = Callable[[int], NDArray[np.uint64]]
-"""A function that returns so many words of 64 random bits."""
-
-
-def secure_bits(size: int) -> NDArray[np.uint64]:
-    """Return so many words of 64 random bits from the operating system."""
-    return np.frombuffer(os.urandom(8 * size), dtype=np.uint64)
+"""A function that returns a given number of words of 64 random bits."""
 
 
 class PoissonSampler:
-    """Draws batches into which each record comes by itself, with one probability.
+    """Draws batches that hold each record independently, with the same probability.
 
     ::
 
@@ -51,7 +46,7 @@ class PoissonSampler:
     (1.0, [0, 1, 2, 3])
     """
 
-    def __init__(self, records: int, expected: int, bits: Bits = secure_bits) -> None:
+    def __init__(self, records: int, expected: int, bits: Bits = random_words) -> None:
         self.records = parameters.integer(1, records=records)
         self.expected = min(parameters.integer(1, batch_size=expected), self.records)
         self.rate = self.expected / self.records

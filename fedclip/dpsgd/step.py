@@ -43,10 +43,11 @@ class PrivateMean:
     """By which the sum is divided: the sampling rate times the number of records, never the
     actual size of a batch; > 0."""
     mode: str | Sequence[str] = "flat"
-    """What a norm is taken over: "flat", "tensor", "layer", "automatic" or a list of patterns,
+    """The tensors that share a norm: "flat", "tensor", "layer", "automatic" or a list of patterns,
     as in `fedclip.dpsgd.clipping`."""
     noise: Noise = _INDEPENDENT
-    """The object that adds noise: Gaussian, from the operating system's secure generator."""
+    """The object that adds noise: Gaussian, from a computationally secure generator, keyed by the
+    operating system."""
 
     def __post_init__(self) -> None:
         """Check the parameters."""

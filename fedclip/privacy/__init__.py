@@ -2,16 +2,15 @@
 """Differential privacy: what a clip guarantees, noise, and what it costs.
 
 It knows no engine: `fedclip.analyse` looks up declearn's plug-ins by name. Start reading at
-`maps` (what one map does to a norm) and `accounting` (epsilon of a run).
+`guarantees` (what one plug-in does to a norm) and `accounting` (epsilon of a run).
 """
 
 from __future__ import annotations
 
 from fedclip.errors import public_names
-from fedclip.privacy.bounds import MAPS, analyse_plugins
-from fedclip.privacy.maps import Context, Map
-from fedclip.privacy.sensitivity import RELATIONS, Analysis
+from fedclip.privacy.guarantees import Context, Guarantee
+from fedclip.privacy.sensitivity import GUARANTEES, RELATIONS, Analysis, analyse_plugins
 
-__all__ = ["MAPS", "RELATIONS", "Analysis", "Context", "Map", "analyse_plugins"]
+__all__ = ["GUARANTEES", "RELATIONS", "Analysis", "Context", "Guarantee", "analyse_plugins"]
 
 __dir__ = public_names(__name__)

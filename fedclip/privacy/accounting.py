@@ -79,7 +79,7 @@ _ORDERS = (
     + [2**k for k in range(6, 13)]
 )
 # Privacy losses are rounded up to a grid within these ends, which follows from `_spread`. A finer
-# grid is tighter and slower: there are about so many points at most.
+# grid is tighter and slower: there are about this many points at most.
 _FINEST, _COARSEST, _POINTS = 1e-5, 1e-3, 1e6
 # With losses beyond this nothing is private, and they would not fit into memory on any grid that
 # the steps call for: sampling is left out of account, which is an upper bound.
@@ -184,11 +184,11 @@ def merged(releases: Iterable[Release]) -> list[Release]:
     >>> merged([Release(2.0, 3), Release(1.0), Release(2.0, 4)])[0].steps
     7
     """
-    found: dict[Release, int] = {}
+    counts: dict[Release, int] = {}
     for release in releases:
         kind = release._replace(steps=1)
-        found[kind] = found.get(kind, 0) + release.steps
-    return [kind._replace(steps=steps) for kind, steps in found.items()]
+        counts[kind] = counts.get(kind, 0) + release.steps
+    return [kind._replace(steps=steps) for kind, steps in counts.items()]
 
 
 def covers(spent: Iterable[Release], others: Iterable[Release]) -> bool:
@@ -198,7 +198,9 @@ def covers(spent: Iterable[Release], others: Iterable[Release]) -> bool:
     False
     """
     most = {release._replace(steps=1): release.steps for release in merged(spent)}
-    return all(one.steps <= most.get(one._replace(steps=1), 0) for one in merged(others))
+    return all(
+        release.steps <= most.get(release._replace(steps=1), 0) for release in merged(others)
+    )
 
 
 def _checked(release: Release) -> Release:
@@ -211,8 +213,8 @@ def _checked(release: Release) -> Release:
 
 def _probability(sampling: object) -> float:
     """Return the sampling probability if it is in (0, 1]."""
-    whole = sampling == 1 and not isinstance(sampling, bool)
-    return 1.0 if whole else parameters.unit_interval(sampling=sampling)
+    is_one = sampling == 1 and not isinstance(sampling, bool)
+    return 1.0 if is_one else parameters.unit_interval(sampling=sampling)
 
 
 @lru_cache(maxsize=4096)
@@ -240,8 +242,12 @@ def _loss(spent: tuple[Release, ...]) -> float:
     """Return about the largest loss of privacy that has to be kept in memory."""
     result = 0.0
     for z, n, q in spent:
-        one = 0.5 / z / z
-        result = max(result, one, n * min(q * one, 0.5 * q * q * math.expm1(min(2.0 * one, 99.0))))
+        log_ratio = 0.5 / z / z
+        result = max(
+            result,
+            log_ratio,
+            n * min(q * log_ratio, 0.5 * q * q * math.expm1(min(2.0 * log_ratio, 99.0))),
+        )
     return result
 
 
@@ -302,9 +308,11 @@ def noise_multiplier(
         # The cost is about a power of the noise; each of these calls may take seconds.
         share = math.log(most / epsilon) / math.log(most / max(least, 1e-300))
         middle = low * (high / low) ** min(max(share, 0.1), 0.9)
-        found = cost(middle)
+        epsilon_here = cost(middle)
         low, most, high, least = (
-            (low, most, middle, found) if found <= epsilon else (middle, found, high, least)
+            (low, most, middle, epsilon_here)
+            if epsilon_here <= epsilon
+            else (middle, epsilon_here, high, least)
         )
     return high
 
@@ -362,8 +370,10 @@ def order_for(plan: Release, delta: float) -> float:
     >>> order_for(Release(1.0, 120, 0.05), 1e-5)
     4.5
     """
-    found = {order: _at_one_order((plan,), delta, RELATIONS[0], order).epsilon for order in _ORDERS}
-    return float(min(found, key=lambda order: found[order]))
+    epsilons = {
+        order: _at_one_order((plan,), delta, RELATIONS[0], order).epsilon for order in _ORDERS
+    }
+    return float(min(epsilons, key=lambda order: epsilons[order]))
 
 
 @lru_cache(maxsize=4096)
@@ -500,8 +510,8 @@ class Accountant:
 
     def order_of(self, history: Iterable[Release]) -> float | None:
         """Return the order at which these releases count; None if they are of one plan."""
-        found = merged(history)
-        return None if covers(self.plan, found) or not planned_anew(found) else self.order
+        releases = merged(history)
+        return None if covers(self.plan, releases) or not planned_anew(releases) else self.order
 
     def affordable(
         self, noise_multiplier: float, budget: float, most: int, sampling: float = 1.0
@@ -544,9 +554,9 @@ class Accountant:
         Of two histories of which one begins like the other, that one is a part of it. Others are
         added up.
         """
-        found = self.check_state(spent)
-        if not _begins(found, self.spent):
-            self.spent = found if _begins(self.spent, found) else [*self.spent, *found]
+        releases = self.check_state(spent)
+        if not _begins(releases, self.spent):
+            self.spent = releases if _begins(self.spent, releases) else [*self.spent, *releases]
 
     @staticmethod
     def check_state(spent: object) -> list[Release]:

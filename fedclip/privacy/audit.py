@@ -91,7 +91,7 @@ class Claim:
         self._mus = [mu_of(max(epsilon(float(d)), 1e-9), float(d)) for d in _DELTAS]
 
     def refuted(self, guesses: Guesses, factor: float = 1.0) -> bool:
-        """Return whether so many right guesses refute a claim of `factor` times the mu."""
+        """Return whether this number of right guesses refutes a claim of `factor` times the mu."""
         canaries, guessed, correct = guesses
         epsilons = [
             epsilon_of(factor * mu, float(d)) for mu, d in zip(self._mus, _DELTAS, strict=True)
@@ -108,7 +108,7 @@ class Claim:
         return right + wrong > guessed / canaries
 
     def factor(self, guesses: Guesses) -> float:
-        """Return the largest factor on the claim's mu that is refuted; 0 if none is."""
+        """Return the largest factor on the claim's mu that is refuted, or 0."""
         low, high = 0.0, 1.0
         while high < _MOST and self.refuted(guesses, high):
             low, high = high, 2.0 * high

@@ -76,15 +76,15 @@ def coefficients(rounds: int, band: int, momentum: float = 0.0) -> tuple[float, 
     from scipy.optimize import minimize
 
     rounds = min(rounds, _ROUNDS)
-    left, sums = _sums(rounds, momentum)
+    remaining, sums = _sums(rounds, momentum)
     steps = np.arange(1, band)
 
     def logarithm(found: Float64) -> tuple[float, Float64]:
         c = np.concatenate([[1.0], found])
         noise = _inverse_times(c, sums)
-        weighted = left * noise
+        weighted = remaining * noise
         squares, length = float(weighted @ noise), float(c @ c)
-        # What the noise loses if a coefficient grows.
+        # The noise that is lost if a coefficient grows.
         lost = _inverse_times(c, noise)
         slope = [-2.0 * float(weighted[j:] @ lost[: rounds - j]) for j in steps]
         return math.log(squares * length), np.array(slope) / squares + 2.0 * found / length
@@ -106,9 +106,9 @@ def error(c: tuple[float, ...], rounds: int, momentum: float = 0.0) -> float:
     >>> round(error(coefficients(100, 5), 100), 4)
     0.5091
     """
-    left, sums = _sums(min(rounds, _ROUNDS), momentum)
+    remaining, sums = _sums(min(rounds, _ROUNDS), momentum)
     noise = _inverse_times(np.array(c), sums)
-    return math.hypot(*c) * math.sqrt(float(left @ noise**2) / float(left @ sums**2))
+    return math.hypot(*c) * math.sqrt(float(remaining @ noise**2) / float(remaining @ sums**2))
 
 
 def grown(c: tuple[float, ...], rounds: int) -> float:
@@ -127,16 +127,16 @@ def grown(c: tuple[float, ...], rounds: int) -> float:
 def _sums(rounds: int, momentum: float) -> tuple[Float64, Float64]:
     """Return in how many rounds a step is part of the model, and how much of it after each."""
     momentum = parameters.number("a number in [0, 1)", 0.0, 1.0, open_high=True, momentum=momentum)
-    left: Float64 = np.arange(rounds, 0, -1.0)
-    return left, np.cumsum(momentum ** np.arange(rounds))
+    remaining: Float64 = np.arange(rounds, 0, -1.0)
+    return remaining, np.cumsum(momentum ** np.arange(rounds))
 
 
 def _inverse_times(c: Float64, values: Float64) -> Float64:
     """Return the stream of these values: they take the place of the normals."""
     from scipy.signal import lfilter
 
-    found: Float64 = lfilter([1.0], c, values)
-    return found
+    solution: Float64 = lfilter([1.0], c, values)
+    return solution
 
 
 class Stream:
@@ -163,16 +163,16 @@ class Stream:
 
     def draw(self, size: int, normals: Normals) -> Float64:
         """Return the noise of the next round: of every round, whatever is released in it."""
-        found = normals(size)
-        kept = len(self._c)
-        if not kept:
-            return found
+        noise = normals(size)
+        width = len(self._c)
+        if not width:
+            return noise
         if self._past.shape[1] != size:
-            self._past = np.zeros((kept, size))
-        place = self._drawn % kept
+            self._past = np.zeros((width, size))
+        place = self._drawn % width
         # How long ago each row was drawn, from 1.
-        ages = (place - np.arange(kept) - 1) % kept
-        found = found - self._c[ages] @ self._past
-        self._past[place] = found
+        ages = (place - np.arange(width) - 1) % width
+        noise = noise - self._c[ages] @ self._past
+        self._past[place] = noise
         self._drawn += 1
-        return found
+        return noise

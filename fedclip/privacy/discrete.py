@@ -13,7 +13,7 @@ proposal that is made of bits alone::
 u is a number of 64 bits, compared in float64; where that could be wrong, once in about 2^47 times,
 u gets as many more bits, and the bound as many more digits, as it takes.
 
-What the sum is worth
+How much the sum is worth
 ---------------------
 By Poisson's summation formula, for any real c::
 
@@ -30,7 +30,7 @@ By Poisson's summation formula, for any real c::
    (k + 1) v up to that factor with ``r = v k / (k + 1)`` (Kairouz, Liu & Steinke, 2021, "The
    distributed discrete Gaussian mechanism", arXiv:2102.06387, whose tau has ten times ``q``).
 
-Let g be the sum of the logarithms of these factors, for one value (`gap`). For all events, all
+With g the sum of the logarithms of these factors, for one value (`gap`). For all events, all
 releases and D values in all of them, each release chosen in view of those before it: the
 probability is at most ``exp(D g)`` times that with continuous noise, and at least ``exp(-D g)``
 times. Hence the sum has epsilon + 2 D g at ``exp(D g) delta`` where continuous noise has epsilon
@@ -86,7 +86,7 @@ def draws(variance: int, size: int, words: Words = random_words) -> Integers:
     size
         Number of draws.
     words
-        Returns a number of uniform words of 64 bits; the operating system's secure ones.
+        Returns a number of uniform words of 64 bits; those of the secure generator.
         How many are taken depends on the draws, so that the time taken does as well.
 
     Raises
@@ -96,11 +96,11 @@ def draws(variance: int, size: int, words: Words = random_words) -> Integers:
     """
     if not 1 <= variance <= _LARGEST:
         raise ValueError(f"variance must be in [1, 2^96], got {variance}: take another grid")
-    result, found = np.empty(size, np.int64), 0
-    while found < size:
-        some = _accepted(variance, min(_BLOCK, 4 * (size - found) + 16), words)[: size - found]
-        result[found : found + some.size] = some
-        found += some.size
+    result, filled = np.empty(size, np.int64), 0
+    while filled < size:
+        some = _accepted(variance, min(_BLOCK, 4 * (size - filled) + 16), words)[: size - filled]
+        result[filled : filled + some.size] = some
+        filled += some.size
     return result
 
 
@@ -114,9 +114,9 @@ def _accepted(variance: int, size: int, words: Words) -> Integers:
     k = _zeros((bits << np.uint64(1)) >> np.uint64(1 + log_t), 63 - log_t, words)
     x = j + (k << log_t)
     bound = np.ldexp(np.exp(-(x.astype(np.float64) ** 2) / (2.0 * variance)), k.astype(np.int32))
-    apart = uniform * 2.0**-64 - bound
-    taken = apart < 0.0
-    for i in np.flatnonzero(np.abs(apart) <= _MARGIN):
+    difference = uniform * 2.0**-64 - bound
+    taken = difference < 0.0
+    for i in np.flatnonzero(np.abs(difference) <= _MARGIN):
         exponent = Fraction(int(x[i]) ** 2, 2 * variance)
         taken[i] = _below(int(uniform[i]), int(k[i]), exponent, words)
     taken &= ~(minus & (x == 0))
@@ -137,7 +137,7 @@ def _below(u: int, k: int, exponent: Fraction, words: Words) -> bool:
     """Whether u and endlessly many bits after it are below 2^k exp(-exponent)."""
     count = 64
     while True:
-        # So many digits leave an error far below 1, which is a unit of the last of so many bits.
+        # These digits leave an error far below 1, the unit of the last bit.
         with localcontext(Context(prec=count + 40)):
             bound = (Decimal(-exponent.numerator) / exponent.denominator).exp() * (1 << k + count)
         if u + 1 < bound - 1:

@@ -67,10 +67,10 @@ def _mills(x: float) -> float:
     if x < 5.0:
         return 0.5 * math.erfc(x / math.sqrt(2.0)) * _ROOT_2PI * math.exp(x * x / 2.0)
     # Laplace's continued fraction: from here on, its remainder is below the rounding error.
-    found = x
+    fraction = x
     for k in range(60, 0, -1):
-        found = x + k / found
-    return 1.0 / found
+        fraction = x + k / fraction
+    return 1.0 / fraction
 
 
 def _least(holds: Callable[[float], bool], low: float, high: float) -> float:

@@ -1,16 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kind of clipper guarantees: functions for the method ``guarantee`` of clippers."""
+r"""What clippers guarantee of the L2 norm: a function for the method ``guarantee`` of each kind.
+
+====================================  ===============================  ========================
+map                                   largest L2 norm of its output    stretches distances by
+====================================  ===============================  ========================
+L2 limit C                            C, or C √k for k groups          1
+order p <= 2                          C √k                             d^(1/p - 1/2), p >= 1
+order p > 2, of d elements            C d^(1/2 - 1/p)                  d^(1/2 - 1/p)
+maximum, root mean square             C √d                             √d; 1
+mean of absolute values               C d                              √d
+standard deviation, variance          none: the mean is left alone     without limit
+values in [-c, c]                     c √d                             1
+slices, units: r each, u of them      r √u                             1
+brought to a norm N (+ eps)           as a limit at N                  N / eps
+mean 0, deviation 1                   √(d - k)                         1 / eps
+mean taken away                       none                             1
+limit learnt from gradients           that of max_norm                 without limit
+====================================  ===============================  ========================
+
+The bound of several groups is the root of the sum of their squared bounds. Bounds are rounded up,
+and never too low. Those of fedclip's clippers hold in every dtype, because they scale to
+a little below the limit; those of declearn's clippers hold in float32 and wider. The stretching of
+distances is that of exact arithmetic.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 from fedclip.core.measures import Order
 from fedclip.core.scopes import resolve
-from fedclip.privacy.maps import Context, Map, Plugin
 from fedclip.privacy.norm_conversions import (
     COARSEST,
     l2_of,
@@ -20,6 +42,73 @@ from fedclip.privacy.norm_conversions import (
     slope,
     stretch,
 )
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each tensor, by name."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Facts about the gradients that a map receives.
+
+    Attributes
+    ----------
+    shapes
+        Shape of each tensor; None if unknown.
+    finite
+        Whether the gradients have no NaN and no infinity, and no norm is beyond float64.
+    """
+
+    shapes: Shapes | None = None
+    finite: bool = False
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """The guarantee of one map, and the reasons why it is not stronger.
+
+    Attributes
+    ----------
+    name
+        Registered name of the plug-in.
+    bound
+        Largest L2 norm of the output for any input; infinity if unknown.
+    formula
+        The bound in words. If `bound` is infinite and there is a formula, the bound needs shapes.
+    lipschitz
+        Largest factor on the distance of two inputs, or of two histories of inputs if the map has a
+        memory; infinity if unbounded.
+    growth
+        Largest factor on the norm of the input.
+    finite
+        Whether the output is finite.
+    noise
+        Whether it adds noise.
+    unbounded
+        Why it has no bound; empty if it has one.
+    shared
+        Why its output depends on more than its input record and public values; empty if it does
+        not.
+    expands
+        Why it may increase distances; empty if it does not.
+    """
+
+    name: str
+    bound: float = math.inf
+    formula: str = ""
+    lipschitz: float = math.inf
+    growth: float = math.inf
+    finite: bool = False
+    noise: bool = False
+    unbounded: str = ""
+    shared: str = ""
+    expands: str = ""
+
+
+Plugin: TypeAlias = Any
+"""A clipper, module or regularizer of whatever class, by the names of its parameters."""
+GuaranteeFunction: TypeAlias = Callable[[Plugin, Context], Guarantee]
+"""A function that returns what a plug-in guarantees."""
 
 
 class Piece(NamedTuple):
@@ -48,7 +137,7 @@ def formula_of(limit: float, ord: Order, noun: str) -> str:
 
 _LEARNT = "its limit is learnt from the gradients of earlier steps"
 _PRESENT = "and from the very one that it clips"
-_LEFT_ALONE = "{} left alone, and may be of any size"
+_LEFT_OUT = "{} left alone, and may be of any size"
 _NAN = "NaN and infinity are passed on (on_nonfinite='propagate'), and have no norm"
 
 
@@ -58,12 +147,12 @@ class _Scoped(NamedTuple):
 
     pieces: list[Piece] | None
     noun: str
-    alone: str = ""
+    note: str = ""
 
 
-def _finite(clipper: Plugin, context: Context, alone: object) -> bool:
-    """Whether the output is finite, where tensors that are left `alone` come out as they are."""
-    return context.finite or (clipper.on_nonfinite != "propagate" and not alone)
+def _finite(clipper: Plugin, context: Context, unclipped: object) -> bool:
+    """Whether the output is finite, where `unclipped` tensors come out unchanged."""
+    return context.finite or (clipper.on_nonfinite != "propagate" and not unclipped)
 
 
 def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
@@ -75,7 +164,7 @@ def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
     if shapes is None:
         return _without_shapes(clipper, limit, noun, sliced)
     groups = resolve(scope, clipper.exclude, list(shapes))
-    alone = [n for n in groups.excluded if math.prod(shapes[n])]
+    unclipped = [n for n in groups.excluded if math.prod(shapes[n])]
     pieces = []
     if sliced:
         axes_of = clipper.transform(groups).axes
@@ -86,42 +175,42 @@ def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
                 count = math.prod(n for a, n in enumerate(shape) if a not in axes)
                 pieces.append(Piece(limit, math.prod(shape[a] for a in axes), count))
             elif math.prod(shape):
-                alone.append(name)
+                unclipped.append(name)
     else:
-        own = scope if isinstance(scope, Mapping) else {}
+        scopes = scope if isinstance(scope, Mapping) else {}
         for label, members in zip(groups.labels, groups.members, strict=True):
             size = sum(math.prod(shapes[groups.names[i]]) for i in members)
-            pieces += [Piece(own.get(label, limit), size)] if size else []
-    return _Scoped(pieces, noun, _alone(alone))
+            pieces += [Piece(scopes.get(label, limit), size)] if size else []
+    return _Scoped(pieces, noun, _left_out(unclipped))
 
 
 def _without_shapes(clipper: Plugin, limit: float, noun: str, sliced: bool) -> _Scoped:
-    alone = ""
+    note = ""
     if clipper.exclude:
-        alone = _LEFT_ALONE.format(f"tensors like {', '.join(map(repr, clipper.exclude))} are")
+        note = _LEFT_OUT.format(f"tensors like {', '.join(map(repr, clipper.exclude))} are")
     elif sliced:
-        alone = _LEFT_ALONE.format("tensors without these dimensions, or too small, are")
+        note = _LEFT_OUT.format("tensors without these dimensions, or too small, are")
     if isinstance(clipper.scope, str):
-        return _Scoped([Piece(limit, 0)] if noun == "" else None, noun, alone)
+        return _Scoped([Piece(limit, 0)] if noun == "" else None, noun, note)
     # At most one group for each pattern, and one for the rest.
-    own = clipper.scope if isinstance(clipper.scope, Mapping) else dict.fromkeys(clipper.scope)
-    limits = [limit if value is None else value for value in own.values()]
-    return _Scoped([Piece(value, 0) for value in [*limits, limit]], noun, alone)
+    scopes = clipper.scope if isinstance(clipper.scope, Mapping) else dict.fromkeys(clipper.scope)
+    limits = [limit if value is None else value for value in scopes.values()]
+    return _Scoped([Piece(value, 0) for value in [*limits, limit]], noun, note)
 
 
-def _alone(names: Sequence[str]) -> str:
+def _left_out(names: Sequence[str]) -> str:
     if not names:
         return ""
     shown = ", ".join(map(repr, sorted(names)[:3])) + (" …" if len(names) > 3 else "")
-    return _LEFT_ALONE.format(f"{shown} {'is' if len(names) == 1 else 'are'}")
+    return _LEFT_OUT.format(f"{shown} {'is' if len(names) == 1 else 'are'}")
 
 
 # -- limits on norms --------------------------------------------------------------------------
-def _limited(clipper: Plugin, limit: float, context: Context) -> Map:
+def _limited(clipper: Plugin, limit: float, context: Context) -> Guarantee:
     """Return the map of a clipper that scales each group down to a limit."""
     ord: Order = clipper.ord
-    pieces, noun, alone = _scoped(clipper, limit, context)
-    finite = _finite(clipper, context, alone)
+    pieces, noun, note = _scoped(clipper, limit, context)
+    finite = _finite(clipper, context, note)
     if ord in (2, "rms"):
         lipschitz, oblique = 1.0, ""
     else:
@@ -129,9 +218,11 @@ def _limited(clipper: Plugin, limit: float, context: Context) -> Map:
         sizes = [p.size for p in pieces or () if p.times]
         lipschitz = max((stretch(ord, n) for n in sizes), default=1.0) if known else math.inf
         oblique = f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
-    result = Map(clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=oblique)
-    if alone:
-        return replace(result, unbounded=alone)
+    result = Guarantee(
+        clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=oblique
+    )
+    if note:
+        return replace(result, unbounded=note)
     if math.isinf(l2_of(ord, 1.0, 2)):
         return replace(result, unbounded=f"a limit on the {ord} leaves the mean alone")
     if not finite:
@@ -148,7 +239,7 @@ def _limited(clipper: Plugin, limit: float, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula)
 
 
-def fixed_limit(clipper: Plugin, context: Context) -> Map:
+def fixed_limit(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of a fixed limit on norms; it may also scale small norms up."""
     limit = math.inf if clipper.max_norm is None else clipper.max_norm
     result = _limited(clipper, limit, context)
@@ -162,7 +253,7 @@ def fixed_limit(clipper: Plugin, context: Context) -> Map:
     )
 
 
-def brought_to_norm(clipper: Plugin, context: Context) -> Map:
+def brought_to_norm(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of a division by the norm."""
     result = _limited(clipper, clipper.norm, context)
     why = "short gradients are scaled up, in every direction"
@@ -183,7 +274,7 @@ def brought_to_norm(clipper: Plugin, context: Context) -> Map:
     )
 
 
-def learnt_limit(clipper: Plugin, context: Context) -> Map:
+def learnt_limit(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of a limit that follows gradients; only `max_norm` bounds it."""
     limit = math.inf if clipper.max_norm is None else clipper.max_norm
     result = _limited(clipper, limit, context)
@@ -196,31 +287,31 @@ def learnt_limit(clipper: Plugin, context: Context) -> Map:
 
 
 # -- limits on values -------------------------------------------------------------------------
-def box(clipper: Plugin, context: Context) -> Map:
+def box(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of fixed limits on values."""
     low = -clipper.max_value if clipper.min_value is None else clipper.min_value
     high = clipper.max_value
-    own = clipper.scope if isinstance(clipper.scope, Mapping) else {}
-    pieces, _, alone = _scoped(clipper, max(-low, high), context)
-    finite = _finite(clipper, context, alone)
+    scopes = clipper.scope if isinstance(clipper.scope, Mapping) else {}
+    pieces, _, note = _scoped(clipper, max(-low, high), context)
+    finite = _finite(clipper, context, note)
     # A box that contains 0 only shortens; any other box moves 0 itself.
     growth = 1.0 if low <= 0.0 <= high else math.inf
-    result = Map(clipper.name, lipschitz=1.0, growth=growth, finite=finite)
+    result = Guarantee(clipper.name, lipschitz=1.0, growth=growth, finite=finite)
     if math.isinf(high - low):
         side = "above" if math.isinf(high) else "below"
         return replace(result, unbounded=f"there is no limit {side}")
-    if alone or not finite:
-        return replace(result, unbounded=alone or _NAN)
+    if note or not finite:
+        return replace(result, unbounded=note or _NAN)
     bound = math.inf
     if pieces is not None and context.shapes is not None:
         bound = root_of_squares((piece.limit, piece.size) for piece in pieces)
     formula = f"{number(max(-low, high))}·√d for d elements"
-    if own:
+    if scopes:
         formula = "√(Σ cⱼ² dⱼ) for dⱼ elements of each group, limited to cⱼ"
     return replace(result, bound=bound, formula=formula)
 
 
-def own_percentile(clipper: object, context: Context) -> Map:
+def own_percentile(clipper: object, context: Context) -> Guarantee:
     """Return the map of a limit at a percentile of the gradient that it clips."""
     return replace(
         _followed(clipper, context, ""),
@@ -229,26 +320,26 @@ def own_percentile(clipper: object, context: Context) -> Map:
     )
 
 
-def past_values(clipper: object, context: Context) -> Map:
+def past_values(clipper: object, context: Context) -> Guarantee:
     """Return the map of a limit that follows only the gradients of earlier steps."""
     return _followed(clipper, context, _LEARNT)
 
 
-def present_values(clipper: object, context: Context) -> Map:
+def present_values(clipper: object, context: Context) -> Guarantee:
     """Return the map of a limit that follows all gradients, the one that it clips included."""
     return _followed(clipper, context, f"{_LEARNT} {_PRESENT}")
 
 
-def divided_by_average(clipper: object, context: Context) -> Map:
+def divided_by_average(clipper: object, context: Context) -> Guarantee:
     """Return the map of a division by an average of norms, the current one included."""
     return replace(present_values(clipper, context), growth=math.inf)
 
 
-def _followed(clipper: Plugin, context: Context, learnt: str) -> Map:
-    return Map(
+def _followed(clipper: Plugin, context: Context, learnt: str) -> Guarantee:
+    return Guarantee(
         clipper.name,
         growth=1.0,
-        finite=_finite(clipper, context, _scoped(clipper, 1.0, context).alone),
+        finite=_finite(clipper, context, _scoped(clipper, 1.0, context).note),
         unbounded=f"{learnt}, and nothing bounds it",
         shared=learnt,
         expands=learnt,
@@ -256,9 +347,9 @@ def _followed(clipper: Plugin, context: Context, learnt: str) -> Map:
 
 
 # -- means and deviations ---------------------------------------------------------------------
-def centred(clipper: Plugin, context: Context) -> Map:
+def centred(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map that subtracts the mean."""
-    return Map(
+    return Guarantee(
         clipper.name,
         lipschitz=1.0,
         # An orthogonal projection, plus the rounding of its elements.
@@ -268,15 +359,15 @@ def centred(clipper: Plugin, context: Context) -> Map:
     )
 
 
-def standardised(clipper: Plugin, context: Context) -> Map:
+def standardised(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map that subtracts the mean and divides by the standard deviation."""
-    pieces, noun, alone = _scoped(clipper, 1.0, context)
-    finite = _finite(clipper, context, alone)
+    pieces, noun, note = _scoped(clipper, 1.0, context)
+    finite = _finite(clipper, context, note)
     steepest = slope(1.0, clipper.eps)
     why = "gradients that vary little are scaled up"
     if not math.isinf(steepest):
         why += f" by up to 1 / eps = {number(steepest)}"
-    result = Map(
+    result = Guarantee(
         clipper.name,
         lipschitz=max(1.0, steepest),
         growth=max(1.0, steepest) * (1.0 + COARSEST),
@@ -284,9 +375,9 @@ def standardised(clipper: Plugin, context: Context) -> Map:
         expands="" if steepest <= 1 else why,
     )
     single = context.shapes is not None and any(p.size == 1 for p in pieces or ())
-    if alone or single or not finite:
+    if note or single or not finite:
         what = "a group of one element has no deviation, and is left alone"
-        return replace(result, unbounded=alone or (what if single else _NAN))
+        return replace(result, unbounded=note or (what if single else _NAN))
     bound = math.inf
     if pieces is not None and context.shapes is not None:
         freedom = sum(piece.size - 1 for piece in pieces)
@@ -295,35 +386,35 @@ def standardised(clipper: Plugin, context: Context) -> Map:
     return replace(result, bound=bound, formula=formula if noun else "√(d - 1) for d elements")
 
 
-def unchanged(clipper: Plugin, context: Context) -> Map:
-    """Return the map of a plug-in that leaves gradients as they are."""
-    return Map(
+def unchanged(clipper: Plugin, context: Context) -> Guarantee:
+    """Return the guarantee of a plug-in that leaves gradients unchanged."""
+    return Guarantee(
         clipper.name,
         lipschitz=1.0,
         growth=1.0,
         finite=context.finite,
-        unbounded="it leaves gradients as they are",
+        unbounded="it leaves gradients unchanged",
     )
 
 
 # -- the regularizers -------------------------------------------------------------------------
-def weight_limit(regularizer: Plugin, context: Context) -> Map:
+def weight_limit(regularizer: Plugin, context: Context) -> Guarantee:
     """Return the map of limits relative to the norms of weights."""
     shapes = context.shapes
     if shapes is not None:
         patterns = regularizer.excluded(shapes)
         groups = resolve("tensor", patterns, list(shapes))
-        alone = [n for n in groups.excluded if math.prod(shapes[n])]
+        unclipped = [n for n in groups.excluded if math.prod(shapes[n])]
         if regularizer.unit in ("output", "optax"):
             sized = [n for n in groups.names if math.prod(shapes[n])]
-            alone += [n for n in sized if regularizer.axes(shapes[n]) is None]
-        why = _alone(alone)
+            unclipped += [n for n in sized if regularizer.axes(shapes[n]) is None]
+        why = _left_out(unclipped)
     elif regularizer.exclude or regularizer.skip_vectors or regularizer.dims is not None:
-        why = _LEFT_ALONE.format("tensors that are excluded, or without these dims, are")
+        why = _LEFT_OUT.format("tensors that are excluded, or without these dims, are")
     else:
         why = ""
     finite = _finite(regularizer, context, why)
-    result = Map(regularizer.name, lipschitz=1.0, growth=1.0, finite=finite)
+    result = Guarantee(regularizer.name, lipschitz=1.0, growth=1.0, finite=finite)
     if why or not finite:
         return replace(result, unbounded=why or _NAN)
     formula = (
@@ -333,18 +424,20 @@ def weight_limit(regularizer: Plugin, context: Context) -> Map:
     return replace(result, formula=formula)
 
 
-def noise(module: Plugin, context: Context) -> Map:
+def noise(module: Plugin, context: Context) -> Guarantee:
     """Return the map of a plug-in that adds noise."""
-    return Map(module.name, noise=True, unbounded="noise is of any size", expands="it adds noise")
+    return Guarantee(
+        module.name, noise=True, unbounded="noise is of any size", expands="it adds noise"
+    )
 
 
-def unchanged_or_noise(module: Plugin, context: Context) -> Map:
+def unchanged_or_noise(module: Plugin, context: Context) -> Guarantee:
     """Return the map of a module of update clipping: no change of the step, or only noise."""
     noisy = getattr(module, "noise_multiplier", 0.0)
     return noise(module, context) if noisy else unchanged(module, context)
 
 
-def unknown(plugin: Plugin, context: Context) -> Map:
+def unknown(plugin: Plugin, context: Context) -> Guarantee:
     """Return the map of a plug-in that states no guarantee."""
     why = "no bound is known of it"
-    return Map(plugin.name, unbounded=why, shared=why, expands=why)
+    return Guarantee(plugin.name, unbounded=why, shared=why, expands=why)

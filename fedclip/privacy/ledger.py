@@ -15,7 +15,7 @@ r"""The ledger of what was spent of a budget: lines that are added to a file, an
 
 Each line stands alone: releases, delta, relation, a fingerprint of the data, time, version of
 fedclip, and an id, by which no two are the same. So lines of a file that was put back, deleted or
-replaced and those of this process are joined, and none is lost or counted twice.
+replaced and those of this process are joined, without losing one or counting it twice.
 
 DP-SGD on a client, the policy of a site and the noise of a server write the same file. A server
 also writes the schedule and the round of each line, which its messages to the clients repeat.
@@ -28,7 +28,7 @@ Nothing is given back. A round that breaks off has paid for all of its steps: wh
 was taken may depend on a record that raised, or took long, and is then nothing to account by.
 
 A crash may cut a line off while it is written; what it was for has not begun then. The next
-writer marks it (`CUT`), so that any other line that can not be read is damage, and refused.
+writer marks it (`CUT`), so that any other unreadable line is damage, and refused.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _OF_THIS_PROCESS: dict[Path, dict[str, Entry]] = {}
 
 
 def read_entries(path: Path, known: Mapping[str, Entry] | None = None) -> dict[str, Entry]:
-    """Return what each line of a ledger says; none is left if the file may have lost `known` ones.
+    """Return the entry of each complete line of a ledger; `known` ones are not read again.
 
     Raises
     ------
@@ -123,15 +123,15 @@ def read_entries(path: Path, known: Mapping[str, Entry] | None = None) -> dict[s
         if lines[not known :] and not text.endswith(("}", "\n")):
             lines.pop()
         complete = [line for line in lines if line and not line.endswith(CUT)]
-        found = {line: known.get(line) or _entry(line) for line in complete}
-        if not found and not known:
+        entries = {line: known.get(line) or _entry(line) for line in complete}
+        if not entries and not known:
             raise ValueError("it is empty")
     except (OSError, RecursionError, TypeError, ValueError) as exc:
         raise ValueError(
             f"{path} is not a ledger of privacy spent, or is damaged ({exc!s:.200}): give the file "
             "that belongs to these records, or another name if they were never used"
         ) from exc
-    return found
+    return entries
 
 
 def total(entries: Iterable[Entry]) -> Accountant:
@@ -155,8 +155,8 @@ def protected(data: str) -> tuple[int, str]:
     >>> protected("9 records, features (4,)"), protected("the updates of a client")
     ((9, 'record'), (0, 'client'))
     """
-    found = re.match(r"(?:(\d+) |the updates of a )(record|person|site|client)", data)
-    return (int(found[1] or 0), found[2]) if found else (0, "")
+    match = re.match(r"(?:(\d+) |the updates of a )(record|person|site|client)", data)
+    return (int(match[1] or 0), match[2]) if match else (0, "")
 
 
 def fingerprint(dataset: object, units: int, unit: str = "record") -> str:
@@ -185,7 +185,7 @@ class Ledger:
     Parameters
     ----------
     epsilon, delta
-        The budget; without an epsilon, charges are counted and none is refused.
+        The budget; without an epsilon, charges are counted and never refused.
     path
         A file of lines of JSON, made if it is not there; None: the ledger ends with the process.
     spent
@@ -193,7 +193,7 @@ class Ledger:
     data
         The `fingerprint` of the records, or a name of what else is protected.
     relation
-        What the budget is for, one of `RELATIONS`.
+        The neighbouring data sets, one of `RELATIONS`.
 
     Attributes
     ----------
@@ -203,7 +203,7 @@ class Ledger:
     Raises
     ------
     OSError
-        If the file can not be written.
+        If the file is not writable.
     ValueError
         If the file is not a ledger, or one that protects records where these are persons, or the
         other way round. (It is not touched: what it says was spent, was.)
@@ -212,7 +212,7 @@ class Ledger:
     -----
     Guarantee: `spent` is never less than what this process has charged under this path, and what
     the file has held whenever it was used, whatever becomes of the file in between. What becomes
-    of it while no process uses it can not be seen.
+    of it while no process uses it cannot be seen.
 
     Lines that are of other data are counted like all others, and a warning names them: the same
     people may be in both, after records were added, or with other features.
@@ -239,11 +239,11 @@ class Ledger:
             self._entries = _OF_THIS_PROCESS.setdefault(self.path, self._entries)
         else:
             self._know([self._line(spent)])
-        # What so many of the entries have spent.
+        # The number of entries summed up, and their sum.
         self._summed, self._sum = 0, Entry((), self.delta, self.relation)
         self._seen = 0
         self._free = self._paid = Release(0.0, 0, 0.0)
-        # A file that can not be had is found out now, and not in a round.
+        # An unusable file fails now, and not in a round.
         with self._joined():
             pass
 
@@ -251,12 +251,12 @@ class Ledger:
     def accountant(self) -> Accountant:
         """All that was spent, at the budget's delta and for its relation; a copy."""
         more = [*islice(self._entries.values(), self._summed, None)]
-        found = total([self._sum, *more, Entry((), self.delta, self.relation)])
+        summed = total([self._sum, *more, Entry((), self.delta, self.relation)])
         self._summed += len(more)
         self._sum = self._sum._replace(
-            spent=tuple(found.spent), order=found.order, plan=tuple(found.plan)
+            spent=tuple(summed.spent), order=summed.order, plan=tuple(summed.plan)
         )
-        return found
+        return summed
 
     @property
     def spent(self) -> float:
@@ -293,7 +293,7 @@ class Ledger:
         schedule: str = "",
         round_: int = 0,
     ) -> int:
-        """Pay for so many steps (or evaluations), as far as they fit; return for how many.
+        """Pay for steps (or evaluations), as far as they fit; return for how many.
 
         A server names the `schedule` and the round; then a line is written for no steps, too.
 
@@ -302,16 +302,16 @@ class Ledger:
         """
         steps = parameters.integer(0, steps=steps)
         paid = Release(noise_multiplier, 0, rate)
-        # Steps of before that were not taken are lost, and so are those that can not be written.
+        # Steps of before that were not taken are lost, and so are those that cannot be written.
         self._paid = paid
         with self._joined():
-            left = self._left(noise_multiplier, rate, steps, planned)
-            paid = paid._replace(steps=min(steps, left))
+            allowed = self._left(noise_multiplier, rate, steps, planned)
+            paid = paid._replace(steps=min(steps, allowed))
             if paid.steps or (schedule and not steps):
                 order = self._order(paid, planned)
                 spent = [paid] if paid.steps else []
                 self._add([self._line(spent, order, evaluation, schedule, round_)])
-            self._free, self._paid = paid._replace(steps=left - paid.steps), paid
+            self._free, self._paid = paid._replace(steps=allowed - paid.steps), paid
         return paid.steps
 
     def charge(self, noise_multiplier: float, rate: float) -> None:
@@ -331,13 +331,13 @@ class Ledger:
         self._paid = self._paid._replace(steps=self._paid.steps - 1)
 
     def _left(self, noise_multiplier: float, rate: float, steps: int, planned: int) -> int:
-        wanted = Release(noise_multiplier, max(steps, planned), rate)
-        if _alike(self._free, wanted) and self._free.steps >= steps:
+        release = Release(noise_multiplier, max(steps, planned), rate)
+        if _alike(self._free, release) and self._free.steps >= steps:
             return self._free.steps
         accountant = self.accountant
-        if accountant.epsilon(*wanted) <= self.epsilon:
-            return wanted.steps
-        return accountant.affordable(noise_multiplier, self.epsilon, wanted.steps, rate)
+        if accountant.epsilon(*release) <= self.epsilon:
+            return release.steps
+        return accountant.affordable(noise_multiplier, self.epsilon, release.steps, rate)
 
     def _order(self, paid: Release, planned: int) -> float | None:
         """Return the order for this plan and all later ones, if it is the first on samples."""
@@ -380,7 +380,7 @@ class Ledger:
         if self.path is None:
             yield
             return
-        # The file may be replaced by others, so the lock is on one beside it.
+        # The file may be replaced by others, so the lock is on one next to it.
         with ExitStack() as files:
             try:
                 name = f"{self.path.name}.lock"
@@ -394,11 +394,11 @@ class Ledger:
             yield
 
     def _join(self, path: Path) -> None:
-        found = read_entries(path, self._entries) if path.exists() else {}
-        others = {entry.data for line, entry in found.items() if line not in self._entries}
+        entries = read_entries(path, self._entries) if path.exists() else {}
+        others = {entry.data for line, entry in entries.items() if line not in self._entries}
         others -= {self.data, ""}
         unit = protected(self.data)[1]
-        known = {entry.data for entry in [*found.values(), *self._entries.values()]}
+        known = {entry.data for entry in [*entries.values(), *self._entries.values()]}
         if unit and (units := {protected(data)[1] for data in known} - {unit, ""}):
             raise ValueError(
                 f"the ledger {path} does not protect each {unit}: it has entries for each "
@@ -408,13 +408,13 @@ class Ledger:
         if others:
             _LOGGER.warning(
                 "the ledger %s is of other data (%s) than these (%s), and all is counted together: "
-                "right if the same people are in both; if not, stop, and name a ledger of its own "
+                "right if the same people are in both; if not, stop, and name a separate ledger "
                 "for each set of records",
                 path,
                 "; ".join(sorted(others)),
                 self.data,
             )
-        lost = [line for line in self._entries if line not in found]
+        lost = [line for line in self._entries if line not in entries]
         if lost:
             _LOGGER.warning(
                 "the ledger %s lacked %d of the charges of this process: it was put back, or is "
@@ -422,7 +422,7 @@ class Ledger:
                 path,
                 len(lost),
             )
-        self._entries |= found
+        self._entries |= entries
         if len(self._entries) != self._seen:
             self._free = self._free._replace(steps=0)
         self._seen = len(self._entries)

@@ -17,7 +17,7 @@ def locked(path: Path, *, wait: bool) -> IO[str]:
     Raises
     ------
     OSError
-        If it can not be had; or, without `wait`, at once if somebody else has it.
+        If it cannot be locked; or, without `wait`, at once if somebody else has it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Whoever may read it could hold it, too.

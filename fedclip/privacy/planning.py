@@ -7,7 +7,7 @@ For T rounds of m clients, a model of d values, and mu, the largest one that the
     z        = sqrt(T) / mu                            noise_multiplier of a round
     z_delta  = (z^-2 - (2 bits_noise)^-2)^(-1/2)       on the update, after the cost of the votes
     noise    = z_delta / m                             on each value of the average, relative to C
-    z_delta   with z / sqrt(1 - s^2) in the place of z, if evaluations have a share s
+    z_delta   with z / sqrt(1 - s^2) instead of z, if evaluations have a share s
     length   = noise sqrt(d)                           of a round's noise, relative to C
     drift    = length / sqrt(T)                        of the noise of all rounds together, relative
                                                        to T C, the farthest that T updates can go
@@ -123,19 +123,19 @@ class Plan:
     @property
     def config(self) -> dict[str, float | int | str]:
         """The parameters of `update-clip-server` that differ from its defaults."""
-        found: dict[str, float | int | str] = {
+        settings: dict[str, float | int | str] = {
             "noise_multiplier": self.noise_multiplier,
             "expected_clients": self.clients,
             "delta": self.delta,
             "max_epsilon": self.epsilon,
         }
         if self.relation != "add-remove":
-            found["relation"] = self.relation
+            settings["relation"] = self.relation
         if self.separation > 1:
-            found |= {"separation": self.separation, "noise": "banded", "rounds": self.rounds}
+            settings |= {"separation": self.separation, "noise": "banded", "rounds": self.rounds}
         if self.evaluation_share:
-            found |= {"evaluation_share": self.evaluation_share, "loss_bound": 3.0}
-        return found | ({"momentum": self.momentum} if self.momentum else {})
+            settings |= {"evaluation_share": self.evaluation_share, "loss_bound": 3.0}
+        return settings | ({"momentum": self.momentum} if self.momentum else {})
 
     def __str__(self) -> str:
         of = "" if self.all_clients is None else f"of {self.all_clients:,} "
@@ -191,8 +191,8 @@ class Plan:
             f"over {len(self.coefficients)} rounds",
         ]
         if self.values is not None:
-            kept = 8e-6 * (len(self.coefficients) - 1) * self.values
-            lines.append(f"    the server stores {kept:.3g} MB of noise in memory")
+            megabytes = 8e-6 * (len(self.coefficients) - 1) * self.values
+            lines.append(f"    the server stores {megabytes:.3g} MB of noise in memory")
         return lines
 
 

@@ -1,30 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Bound and sensitivity of a clipper, or of a whole optimizer, as values.
 
-Each map of a pipeline updates the bound and the Lipschitz constant::
+Each plug-in of a pipeline updates the bound and the Lipschitz constant::
 
-    bound     <- min(own bound of the map, growth of the map * bound)
-    lipschitz <- lipschitz of the map * lipschitz
+    bound     <- min(bound of the plug-in, growth of the plug-in * bound)
+    lipschitz <- lipschitz of the plug-in * lipschitz
 
 There are two cases. *Per record*: each record passes the pipeline separately, and the outputs
 are added up. Only the bound B of an output counts: the sum has a sensitivity of B if a record is
 added or removed, and 2 B if one is replaced. *On an aggregate*: a sum or mean of records goes
-through. Its own sensitivity s becomes ``lipschitz * s``, at most ``2 B``. Maps after the noise cost
-no privacy, and bound nothing.
+through. Its sensitivity s becomes ``lipschitz * s``, at most ``2 B``. Plug-ins after the noise
+cost no privacy, and bound nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedclip.core import parameters
+from fedclip.privacy import guarantees
 from fedclip.privacy.accounting import RELATIONS
-from fedclip.privacy.maps import Map
-from fedclip.privacy.norm_conversions import COARSEST, number, outwards
+from fedclip.privacy.guarantees import Context, Guarantee, GuaranteeFunction, Plugin, Shapes
+from fedclip.privacy.norm_conversions import (
+    COARSEST,
+    SINGLE,
+    number,
+    outwards,
+    root_of_squares,
+)
 
-__all__ = ["RELATIONS", "Analysis"]
+__all__ = ["GUARANTEES", "RELATIONS", "Analysis", "analyse_plugins", "look_up"]
 
 _PLACES = ("record", "aggregate")
 
@@ -35,13 +42,13 @@ class Analysis:
 
     Attributes
     ----------
-    maps
-        The guarantee of each map, in the order in which they act.
+    guarantees
+        That of each plug-in, in the order in which they act.
     lrate, w_decay
         Learning rate and weight decay; None without an optimizer, or if they change over time.
     """
 
-    maps: tuple[Map, ...]
+    guarantees: tuple[Guarantee, ...]
     lrate: float | None = None
     w_decay: float | None = 0.0
 
@@ -51,34 +58,38 @@ class Analysis:
 
         None if there is no bound, or if it needs shapes.
         """
-        bound = _bounds(self.maps)[-1] if self.maps else math.inf
+        bound = _bounds(self.guarantees)[-1] if self.guarantees else math.inf
         return None if math.isinf(bound) else bound
 
     @property
     def formula(self) -> str:
         """The bound in words; empty without a bound."""
-        return _formula(self.maps)
+        return _formula(self.guarantees)
 
     @property
     def per_record_safe(self) -> bool:
         """Whether the output is bounded, and depends only on the input record and public values."""
-        return bool(self.formula) and not _shared(self.maps) and not self.noised
+        return bool(self.formula) and not _shared(self.guarantees) and not self.noised
 
     @property
     def lipschitz(self) -> float:
         """Largest factor on distances; infinity if unbounded."""
-        return math.prod(m.lipschitz for m in self.maps)
+        return math.prod(m.lipschitz for m in self.guarantees)
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Reasons why there is no bound, records are not safe, or distances increase: sentences."""
-        found = (*_unbounded(self.maps), *_shared(self.maps), *_expands(self.maps))
-        return tuple(dict.fromkeys(found))
+        all_reasons = (
+            *_unbounded(self.guarantees),
+            *_shared(self.guarantees),
+            *_expands(self.guarantees),
+        )
+        return tuple(dict.fromkeys(all_reasons))
 
     @property
     def name(self) -> str:
         """The registered names of the maps, in order."""
-        return ", ".join(m.name for m in self.maps) or "no module"
+        return ", ".join(m.name for m in self.guarantees) or "no module"
 
     @property
     def non_expansive(self) -> bool:
@@ -88,7 +99,7 @@ class Analysis:
     @property
     def noised(self) -> bool:
         """Whether a map adds noise."""
-        return any(m.noise for m in self.maps)
+        return any(m.noise for m in self.guarantees)
 
     def sensitivity(
         self, relation: str, on: str = "record", incoming: float | None = None
@@ -119,21 +130,21 @@ class Analysis:
             return self.l2_bound * (2.0 if relation == "replace-one" else 1.0)
         if self.noised:
             return None
-        found = math.inf if incoming is None else parameters.non_negative(incoming=incoming)
-        for map_, bound in zip(self.maps, _bounds(self.maps), strict=True):
+        distance = math.inf if incoming is None else parameters.non_negative(incoming=incoming)
+        for map_, bound in zip(self.guarantees, _bounds(self.guarantees), strict=True):
             # Two outputs lie in a ball, and so are at most its diameter apart.
-            found = min(found * map_.lipschitz if found else 0.0, 2.0 * bound)
-        return None if math.isinf(found) else found
+            distance = min(distance * map_.lipschitz if distance else 0.0, 2.0 * bound)
+        return None if math.isinf(distance) else distance
 
     @property
     def before_noise(self) -> Analysis:
         """The analysis of the maps before the first noise, which covers their sensitivity."""
-        first = next((i for i, m in enumerate(self.maps) if m.noise), len(self.maps))
-        return replace(self, maps=self.maps[:first])
+        first = next((i for i, m in enumerate(self.guarantees) if m.noise), len(self.guarantees))
+        return replace(self, guarantees=self.guarantees[:first])
 
     def _noise_in_words(self) -> str:
         before = self.before_noise
-        if not before.maps:
+        if not before.guarantees:
             return "The noise comes first: what follows it is free, and bounds no sensitivity."
         return f"Before the noise: {before} What follows the noise is free."
 
@@ -169,7 +180,7 @@ class Analysis:
             return f"{self.name}: the L2 norm is at most {shown}{how}."
         if self.formula:
             return f"{self.name}: the L2 norm is at most {self.formula}."
-        return f"{self.name}: no L2 bound ({'; '.join(_unbounded(self.maps))})."
+        return f"{self.name}: no L2 bound ({'; '.join(_unbounded(self.guarantees))})."
 
     @property
     def record_in_words(self) -> str:
@@ -182,7 +193,9 @@ class Analysis:
                 f"Per record: the sensitivity of a sum is {shown} if a record is added or removed, "
                 "and twice that if one is replaced."
             )
-        return f"Not safe per record ({'; '.join(_shared(self.maps))})." if self.formula else ""
+        return (
+            f"Not safe per record ({'; '.join(_shared(self.guarantees))})." if self.formula else ""
+        )
 
     @property
     def aggregate_in_words(self) -> str:
@@ -199,7 +212,7 @@ class Analysis:
             limits.append(f"at most {twice}")
         return (
             "On an aggregate: it can make a sensitivity larger "
-            f"({'; '.join(_expands(self.maps))}); "
+            f"({'; '.join(_expands(self.guarantees))}); "
             f"that is then {' and '.join(limits) or 'not bounded'}."
         )
 
@@ -209,16 +222,16 @@ class Analysis:
 
 
 # -- maps in sequence -------------------------------------------------------------------------
-def _bounds(maps: Sequence[Map]) -> list[float]:
+def _bounds(maps: Sequence[Guarantee]) -> list[float]:
     """Return the bound of the output of each map; infinity if unbounded."""
-    found, bound = [], math.inf
+    bounds, bound = [], math.inf
     for map_ in maps:
         bound = min(map_.bound, bound if map_.growth == 1.0 else bound * map_.growth)
-        found.append(bound)
-    return found
+        bounds.append(bound)
+    return bounds
 
 
-def _formula(maps: Sequence[Map]) -> str:
+def _formula(maps: Sequence[Guarantee]) -> str:
     """Return the bound of the last map's output, in words; empty if unbounded."""
     formula, bound = "", math.inf
     for map_ in maps:
@@ -235,11 +248,11 @@ def _formula(maps: Sequence[Map]) -> str:
     return formula
 
 
-def _why(map_: Map, why: str, many: bool) -> str:
+def _why(map_: Guarantee, why: str, many: bool) -> str:
     return f"{map_.name}: {why}" if many else why
 
 
-def _unbounded(maps: Sequence[Map]) -> list[str]:
+def _unbounded(maps: Sequence[Guarantee]) -> list[str]:
     """Return why nothing bounds the output of the last map."""
     if not maps:
         return ["nothing limits it"]
@@ -251,10 +264,77 @@ def _unbounded(maps: Sequence[Map]) -> list[str]:
     return [_why(m, m.unbounded, len(maps) > 1) for m in maps[last:] if m.unbounded]
 
 
-def _shared(maps: Sequence[Map]) -> list[str]:
+def _shared(maps: Sequence[Guarantee]) -> list[str]:
     return [_why(m, m.shared, len(maps) > 1) for m in maps if m.shared]
 
 
-def _expands(maps: Sequence[Map]) -> list[str]:
+def _expands(maps: Sequence[Guarantee]) -> list[str]:
     """Return why distances are stretched."""
     return [_why(m, m.expands, len(maps) > 1) for m in maps if m.expands and m.lipschitz > 1.0]
+
+
+def _declearn_clip(module: Plugin, context: Context) -> Guarantee:
+    result = Guarantee(module.name, lipschitz=1.0, growth=1.0, finite=context.finite)
+    noun = "tensor" if module.name == "l2-clipping" else ""
+    limit = float(module.max_norm)
+    formula = guarantees.formula_of(limit, 2, noun)
+    if not context.finite:
+        why = "it passes on NaN and infinity, which have no norm; for finite gradients the bound is"
+        instead = f"norm-clip with max_norm={limit!r}" + (" and scope='tensor'" if noun else "")
+        return replace(result, unbounded=f"{why} {formula}; use {instead} for all gradients")
+    if noun and context.shapes is None:
+        return replace(result, formula=formula)
+    count = sum(1 for shape in (context.shapes or {}).values() if math.prod(shape)) if noun else 1
+    # declearn measures and scales in the dtype of the gradient.
+    bound = root_of_squares([(limit, count)]) * (1.0 + 16 * SINGLE)
+    return replace(result, bound=bound, formula=formula)
+
+
+GUARANTEES: dict[str, GuaranteeFunction] = {
+    "l2-clipping": _declearn_clip,
+    "l2-global-clipping": _declearn_clip,
+    "gaussian-noise": guarantees.noise,
+}
+"""Guarantees of plug-ins without a method ``guarantee``, by registered name.
+
+fedclip's clippers have that method. An entry in this table comes before it; you may add one for a
+plug-in of your own."""
+
+
+def look_up(plugin: Plugin, context: Context) -> Guarantee:
+    """Return the guarantee of a plug-in: no bound if neither the plug-in nor the table has one."""
+    kind = GUARANTEES.get(plugin.name)
+    if kind is not None:
+        return kind(plugin, context)
+    guarantee = getattr(plugin, "guarantee", None)
+    return guarantee(context) if callable(guarantee) else guarantees.unknown(plugin, context)
+
+
+def analyse_plugins(
+    plugins: Sequence[Plugin], shapes: Shapes | None = None, *, finite: bool = False
+) -> Analysis:
+    """Return the joint guarantee of plug-ins, in the order in which they act.
+
+    `fedclip.analyse` also takes names, configurations and optimizers, and documents the parameters.
+    """
+    parameters.boolean(finite=finite)
+    known = _checked(shapes)
+    known_of: list[Guarantee] = []
+    for plugin in plugins:
+        context = Context(known, finite or any(g.finite for g in known_of[-1:]))
+        known_of.append(look_up(plugin, context))
+    return Analysis(tuple(known_of))
+
+
+def _checked(shapes: object) -> Shapes | None:
+    if shapes is None:
+        return None
+    allowed = "shapes must be a dict of tuples of ints, such as {'w': (3, 2)}"
+    if not isinstance(shapes, Mapping):
+        raise TypeError(f"{allowed}, got {shapes!r}")
+    for name, shape in shapes.items():
+        if not isinstance(shape, Sequence) or isinstance(shape, str):
+            raise TypeError(f"{allowed}, got {shape!r} for {name!r}")
+        for length in shape:
+            parameters.integer(0, **{f"shapes[{name!r}]": length})
+    return {name: tuple(shape) for name, shape in shapes.items()}

@@ -41,10 +41,10 @@ __all__ = ["Prices", "Row", "by_silent", "in_words"]
 def by_silent(epsilon: Callable[[int], float], clients: int, sites: int) -> dict[int, float | None]:
     """Return epsilon by how many clients tell their noise: none, all that may, half, all others.
 
-    None is none that is finite.
+    None stands for an infinite one.
     """
-    found = {c: epsilon(c) for c in sorted({0, clients - sites, clients // 2, clients - 1})}
-    return {c: e if math.isfinite(e) else None for c, e in found.items()}
+    epsilons = {c: epsilon(c) for c in sorted({0, clients - sites, clients // 2, clients - 1})}
+    return {c: e if math.isfinite(e) else None for c, e in epsilons.items()}
 
 
 def in_words(costs: Mapping[int, float | None]) -> str:
@@ -62,7 +62,7 @@ def in_words(costs: Mapping[int, float | None]) -> str:
 
 
 class Row(NamedTuple):
-    """What it costs to trust somebody with the noise.
+    """The cost of trusting somebody with the noise.
 
     Attributes
     ----------
@@ -114,11 +114,11 @@ class Prices:
         """The server trusted with the noise, the sites, nobody."""
         clients, each, noise = self.plan.clients, self.plan.update_noise, self.plan.noise
         secure = f"{self.sites} of {clients} clients, secure sums"
-        found = [Row("the server", 0.0, noise, 1.0)]
+        table = [Row("the server", 0.0, noise, 1.0)]
         for trusted, sites in ((secure, self.sites), ("nobody, without secure sums", 1)):
             times = math.sqrt(clients / sites)
-            found.append(Row(trusted, each / math.sqrt(sites), noise * times, times))
-        return found
+            table.append(Row(trusted, each / math.sqrt(sites), noise * times, times))
+        return table
 
     @property
     def configs(self) -> tuple[Config, Config]:
@@ -128,7 +128,7 @@ class Prices:
         return {"noise": {name: server[name] for name in agreed}}, server
 
     def epsilon(self, silent: int) -> float:
-        """Return the epsilon of secure sums if so many clients tell the server their noise."""
+        """Return the epsilon of secure sums if `silent` clients tell the server their noise."""
         z = self.plan.noise_multiplier * math.sqrt((self.plan.clients - silent) / self.sites)
         release = accounting.Release(z, self.plan.rounds)
         return accounting.epsilon([release], self.plan.delta, self.plan.relation)

@@ -27,11 +27,11 @@ import numpy as np
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.core import states
 from fedclip.core.parameters import Config
+from fedclip.core.plugins import other
 from fedclip.core.states import Fields, Statistics
-from fedclip.core.version import other
 from fedclip.errors import FedclipWarning, StateError, shown
 from fedclip.rules import Basis, State, state_of, updated
-from fedclip.rules.protection import Protection
+from fedclip.rules.protection import WarmupGuard
 from fedclip.rules.sharing import Learning
 from fedclip.statistics.counts import Counts, FedclipSharedState, Tally
 
@@ -73,21 +73,21 @@ class SharedRule:
         return self.rule.basis
 
     @property
-    def protection(self) -> Protection:
+    def guard(self) -> WarmupGuard:
         """The protection of the first norms; the rule learns from the second on."""
-        protection = self.rule.protection
-        return replace(protection, least=min(protection.least, 1))
+        guard = self.rule.guard
+        return replace(guard, least=min(guard.least, 1))
 
     def init(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first round, with all counts 0."""
-        initial = self.protection.init(groups, xp)
+        initial = self.guard.init(groups, xp)
         return state_of(self.rule.begin(groups, xp), initial, self.tally.init(groups, xp))
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         """Return the limits, and the state with this step counted."""
         # Until the server knows enough, each client judges by its own norms.
-        judged = self.rule.judge(norms, state, xp, self.protection)
-        state = updated(state, [self.protection.learn(judged.usual, state)], xp)
+        judged = self.rule.judge(norms, state, xp, self.guard)
+        state = updated(state, [self.guard.learn(judged.reference, state)], xp)
         return judged.limits, self.tally.add(judged, self.max_steps, state, xp)
 
 
@@ -156,7 +156,7 @@ class SharedStatistics:
         unsent = statistics if self.version == message.version else {}
         self.version = message.version
         nothing = self._nothing()
-        defaults = _plain(rule.protection.init(1, NUMPY))
+        defaults = _plain(rule.guard.init(1, NUMPY))
         result: Statistics = {k: v for k, v in unsent.items() if k not in received}
         for label, fields in received.items():
             local = statistics.get(label, {})

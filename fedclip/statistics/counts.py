@@ -11,7 +11,7 @@ counter    rows    what it is
 moments   44      ``sum(u - c)``, its positive and its negative part, and ``sum((u - c)^2)``,
                   each a fixed-point number in digits of 16 bits; c is the mean that the server
                   has sent, so that nothing cancels
-sketch    512     number of u in each bucket (`fedclip.core.sketch`), which gives a quantile
+sketch    512     number of u in each bucket (`fedclip.core.records`), which gives a quantile
                   between 1e-8 and 2e5 within 3 %; smaller norms count as 0
 bits      1       number of norms that were at most the limit
 all       1       number of norms that were learnt
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from fedclip.arrays import Arithmetic, Array, Float64
 from fedclip.core.messages import FromServer, Message
-from fedclip.core.sketch import Integers, Sketch, holder
+from fedclip.core.records import Integers, Sketch, holder
 from fedclip.core.states import Fields
 from fedclip.errors import Unchecked
 from fedclip.rules import State
@@ -117,22 +117,22 @@ class Tally:
 
     def add(self, judged: Judgement, most: int, state: State, xp: Arithmetic) -> State:
         """Return the state after counting one step; count at most `most` norms."""
-        seen, unclipped = judged.seen, judged.unclipped
-        learnt = judged.learns & (seen < LARGEST) & (state.new < most)
-        weight = xp.where(learnt, 1.0, 0.0)
+        observed, unclipped = judged.observed, judged.unclipped
+        counted = judged.learns & (observed < LARGEST) & (state.new < most)
+        weight = xp.where(counted, 1.0, 0.0)
         fields: dict[str, Array] = {"new": state.new + weight}
         if self.has_bits:
             fields["new_unclipped"] = state.new_unclipped + weight * unclipped
         if self.has_moments:
             # Welford's update.
-            seen = xp.where(weight > 0, seen, state.new_mean)
-            delta = seen - state.new_mean
+            observed = xp.where(weight > 0, observed, state.new_mean)
+            delta = observed - state.new_mean
             mean = state.new_mean + delta / xp.maximum(fields["new"], 1.0)
             fields["new_mean"] = mean
-            fields["new_squares"] = state.new_squares + delta * (seen - mean)
+            fields["new_squares"] = state.new_squares + delta * (observed - mean)
         if self.has_sketch:
-            edges = xp.asarray(_COLUMN, like=seen)
-            more = xp.where(seen > edges, weight, 0.0 * weight)
+            edges = xp.asarray(_COLUMN, like=observed)
+            more = xp.where(observed > edges, weight, 0.0 * weight)
             fields["new_above"] = state.new_above + more
         return state._replace(**fields)
 

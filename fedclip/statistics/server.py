@@ -11,7 +11,7 @@ import numpy as np
 
 from fedclip.arrays import NUMPY, Array
 from fedclip.core import parameters, states
-from fedclip.core.sketch import Integers
+from fedclip.core.records import Integers
 from fedclip.errors import StateError, Unchecked
 from fedclip.rules import State
 from fedclip.rules.sharing import Counted, Learning

@@ -38,9 +38,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from fedclip.arrays import Float64
 from fedclip.core import parameters
 from fedclip.core.docstrings import Documented
-from fedclip.core.measures import Float64
 from fedclip.core.parameters import integer, limit, non_negative, parameter, unit_interval
 from fedclip.errors import StateError
 from fedclip.privacy.accounting import Accountant, check_evaluation

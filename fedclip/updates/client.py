@@ -26,7 +26,7 @@ from fedclip.core.scopes import Scope, check_exclude, check_scope, resolve
 from fedclip.errors import FedclipWarning, NonFiniteError
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
-from fedclip.transforms import Gradient, NormClipping, NotFiniteError
+from fedclip.transforms import Gradient, NormClipping, NotFiniteError, prepare, take_step
 from fedclip.updates.limits import Limits, norms_of, refuse_statistics, zeros
 from fedclip.updates.protocol import BINS, Arrays, Reply, SentBound, one_hot
 
@@ -143,9 +143,9 @@ class UpdateClient:
         groups = self.limits.groups(update)
         limits = self.limits.of(groups, bound, whole)
         transform = NormClipping(Constant(limits))
-        gradient = Gradient.of(self.called, update, groups, transform)
+        gradient = prepare(self.called, update, groups, transform)
         try:
-            step = gradient.clipped(transform, NoState(), "raise")
+            step = take_step(transform, gradient, NoState(), "raise")
         except NotFiniteError:
             return Outcome(zeros(update), zeroed=self._told(self._not_finite(gradient)))
         # The factor by which the bound would have to grow to leave the update alone.
@@ -156,8 +156,7 @@ class UpdateClient:
         clipped = bool(on_host(step.clipped).any())
         if far := self._far(update, times):
             return Outcome(zeros(update), norm, clipped, self._told(far), times)
-        arrays = gradient.result(update, step.outputs, gradient.rest)
-        return Outcome(arrays, norm, clipped, times=times)
+        return Outcome(gradient.result(update, step.outputs), norm, clipped, times=times)
 
     def _told(self, why: str) -> str:
         self.logger.warning("%s shares zeros for the update: %s", self.called, why)

@@ -32,9 +32,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip.arrays import Array, backend_of
+from fedclip.arrays import Array, Float64, backend_of
 from fedclip.core import parameters
-from fedclip.core.measures import Float64
 from fedclip.core.parameters import Configured, integer, limit, non_negative, parameter, positive
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance

@@ -23,7 +23,7 @@ from fedclip.core.measures import Order
 from fedclip.core.scopes import Groups, Scope, in_table, resolve
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
-from fedclip.transforms import Gradient, NormClipping, NotFiniteError
+from fedclip.transforms import NormClipping, NotFiniteError, prepare, take_step
 from fedclip.updates.protocol import COUNTS, Arrays, Reply, is_one_of
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
@@ -148,17 +148,17 @@ class Limits:
         noise = self._noise(arrays, bound, clients)
         limits = tuple(limit * mass + noise for limit in self.of(groups, bound, whole))
         transform = NormClipping(Constant(limits))
-        gradient = Gradient.of(self.called, sums, groups, transform)
-        clipped = gradient.clipped(transform, NoState(), "raise")
-        return dict(gradient.result(sums, clipped.outputs, gradient.rest))
+        gradient = prepare(self.called, sums, groups, transform)
+        outcome = take_step(transform, gradient, NoState(), "raise")
+        return dict(gradient.result(sums, outcome.outputs))
 
 
 def norms_of(arrays: Arrays, groups: Groups, called: str, ord: Order = 2) -> list[float] | None:
     """Return the norms of the groups of an update; None if an array holds NaN or infinity."""
     transform = NormClipping(Constant((math.inf,)), ord, dry=True)
-    gradient = Gradient.of(called, arrays, groups, transform)
+    gradient = prepare(called, arrays, groups, transform)
     try:
-        norms = gradient.clipped(transform, NoState(), "raise").norms
+        norms = take_step(transform, gradient, NoState(), "raise").norms
     except NotFiniteError:
         return None
     return [float(norm) for norm in on_host(norms)]

@@ -28,8 +28,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from fedclip.arrays import Array
-from fedclip.core.measures import Float64
+from fedclip.arrays import Array, Float64
 from fedclip.privacy import accounting
 from fedclip.privacy.accounting import Accountant, Release, covers
 from fedclip.privacy.correlated import Stream

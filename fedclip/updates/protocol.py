@@ -19,8 +19,8 @@ import numpy as np
 
 from fedclip.arrays import Array, Float64
 from fedclip.core import parameters
+from fedclip.core.plugins import VERSION
 from fedclip.core.scopes import Scope, check_scope
-from fedclip.core.version import VERSION
 
 Arrays = Mapping[str, Array]
 

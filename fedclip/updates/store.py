@@ -27,8 +27,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedclip.core.plugins import VERSION
 from fedclip.core.records import SERVED, RoundRecord
-from fedclip.core.version import VERSION
 from fedclip.errors import StateError, nearest
 from fedclip.privacy.ledger import FILE
 from fedclip.privacy.locks import locked

@@ -209,7 +209,7 @@ def test_running_means_stay_with_their_client(write: Any, tmp_path: Path) -> Non
         np.save(path, np.load(path).astype(float))
     simulation = Simulation(file, 0)
     simulation.step()
-    kept = [state.coefs["module.0.running_mean"] for state in simulation.crowd._kept.values()]
+    kept = [state.coefs["module.0.running_mean"] for state in simulation.crowd._unshared.values()]
     assert len(kept) == 3
     assert not torch.equal(kept[0], kept[1])
     assert not simulation.model.get_weights().coefs["module.0.running_mean"].any()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedclip import Clipper, NormClip, analyse
-from fedclip.privacy import MAPS, Analysis
+from fedclip.privacy import GUARANTEES, Analysis
 from fedclip.rules.constant import Constant
 from fedclip.transforms import NormClipping, Transform
 
@@ -346,7 +346,8 @@ def forgetful(plugins: Mapping[str, type]) -> set[str]:
     return {
         name
         for name, cls in plugins.items()
-        if name not in MAPS and getattr(cls, "guarantee", Clipper.guarantee) is Clipper.guarantee
+        if name not in GUARANTEES
+        and getattr(cls, "guarantee", Clipper.guarantee) is Clipper.guarantee
     }
 
 

@@ -15,7 +15,7 @@ from helpers import BACKENDS, SPECIMENS, Specimen, needs, specimens
 
 from fedclip import Clipper, NormClip, testing
 from fedclip.errors import StateError
-from fedclip.privacy import Context, Map
+from fedclip.privacy import Context, Guarantee
 from fedclip.testing import FRAMEWORKS
 from fedclip.transforms import Transform
 
@@ -151,13 +151,13 @@ class Grows(Sound, register=False):
 class Promises(Sound, register=False):
     """States half of the bound that it keeps."""
 
-    def guarantee(self, context: Context) -> Map:
-        return Map(self.name, bound=0.5 * self.max_norm)
+    def guarantee(self, context: Context) -> Guarantee:
+        return Guarantee(self.name, bound=0.5 * self.max_norm)
 
 
 class Keeps(Sound, register=False):
-    def guarantee(self, context: Context) -> Map:
-        return Map(self.name, bound=self.max_norm * (1 + 1e-12))
+    def guarantee(self, context: Context) -> Guarantee:
+        return Guarantee(self.name, bound=self.max_norm * (1 + 1e-12))
 
 
 class SaysNothing(Clipper, register=False):

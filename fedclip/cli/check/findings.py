@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn.samplers import NamedClients
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
 
 Section: TypeAlias = Mapping[str, Any]
 Plugins: TypeAlias = Mapping[str, Sequence[Plugin]]

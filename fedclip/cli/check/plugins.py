@@ -20,7 +20,7 @@ from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_value
 from fedclip.engines.declearn.statistics_server import SharedServer
 from fedclip.errors import Problem, nearest
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
 
 CLIENT, SERVER = "client_opt", "server_opt"
 

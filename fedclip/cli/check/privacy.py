@@ -27,13 +27,13 @@ from fedclip.cli.check.findings import (
 from fedclip.cli.check.plugins import is_shared
 from fedclip.engines.declearn.evaluation import noise_problems
 from fedclip.engines.declearn.messages import DECLEARN_RANGE
-from fedclip.engines.declearn.sample_clip import SampleClip, unfit
+from fedclip.engines.declearn.sample_clip import SampleClip, problems_before
 from fedclip.engines.declearn.secagg import plan
 from fedclip.engines.declearn.stages import analyse
 from fedclip.privacy.accounting import Release, epsilon
-from fedclip.privacy.bounds import look_up
-from fedclip.privacy.maps import Context, Plugin
+from fedclip.privacy.guarantees import Context, Plugin
 from fedclip.privacy.norm_conversions import number
+from fedclip.privacy.sensitivity import look_up
 
 CLIENT, SERVER = "client_opt", "server_opt"
 
@@ -186,8 +186,8 @@ def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator
             yield "problem", CLIENT, "sample-clip is listed more than once: keep one"
         return
     marker = modules[places[0]]
-    if why := unfit(modules[: places[0]]):
-        yield "problem", CLIENT, why
+    for problem in problems_before(modules[: places[0]]):
+        yield "problem", CLIENT, problem.text
     if fairness:
         text = "fairness rounds add no noise, so private clients refuse them: remove fairness"
         yield "problem", CLIENT, text

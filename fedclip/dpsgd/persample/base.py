@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gradients of some records, taken together, can be asked for; and who is spared."""
+"""The gradients of some records taken together: norms, sums, sizes, and retries without some."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.core import parameters
 
-if TYPE_CHECKING:
-    from fedclip.engines.declearn.generics import AnyModel
-
 __all__ = [
-    *("Array", "Arrays", "Data", "Failed", "Float64", "Host", "HostStack", "Stack", "Unfit"),
-    *("at_once", "padded", "shapes", "spare", "spread", "try_out"),
+    *("Array", "Arrays", "Batch", "Data", "Failed", "Float64", "Host", "HostStack", "Positions"),
+    *("Stack", "UnsupportedModelError", "at_once", "padded", "retry_halving", "spread"),
 ]
-
-M = TypeVar("M", bound="AnyModel")
 
 Float64: TypeAlias = NDArray[np.float64]
 Host: TypeAlias = NDArray[Any]
@@ -30,19 +25,31 @@ Data: TypeAlias = Any
 """A dataset, or what it holds: arrays of whatever library, lists, or tables."""
 Arrays: TypeAlias = Mapping[str, Host]
 """Arrays by the names of the model's trainable weights."""
+Positions: TypeAlias = Sequence[int] | NDArray[np.intp]
+"""Which records of a data set, counted from 0."""
 Failed: TypeAlias = Callable[[int, BaseException], object]
 """Called with a record that is left out, and what it raised."""
 
 MOST = 1 << 21
-"""Numbers that the gradients of records taken together may have: 16 MiB in float64."""
+"""Words of 8 bytes that the gradients of records taken together may have: 16 MiB."""
 
 
-class Unfit(ValueError):
-    """The model itself can not be private; the text says nothing of a record."""
+class UnsupportedModelError(ValueError):
+    """The model itself cannot be trained privately; the message holds nothing of a record."""
+
+
+class Batch(tuple[Data, ...]):
+    """Inputs, targets and weights (or None) of records, with the positions of these records."""
+
+    positions: Positions = ()
+    owners: NDArray[np.intp] | None = None
+    """The person of each record, where persons are protected; else None."""
+    shares: Float64 | None = None
+    """The share of each record in the gradient of its person."""
 
 
 def at_once(size: int, elements: int) -> int:
-    """Return how many records to take together, each of which holds so many numbers.
+    """Return how many records to take together, each of which holds `elements` words.
 
     >>> at_once(128, 1000), at_once(128, 500_000), at_once(128, 100_000_000)
     (128, 4, 1)
@@ -52,7 +59,7 @@ def at_once(size: int, elements: int) -> int:
 
 
 def padded(many: int, together: int) -> Iterator[tuple[Host, int]]:
-    """Yield the rows of so many records at a time, always as many, and how many of them count.
+    """Yield positions of records, always equally many, and how many of them count.
 
     So that nothing is compiled again, the last one stands for those that are lacking.
 
@@ -64,33 +71,28 @@ def padded(many: int, together: int) -> Iterator[tuple[Host, int]]:
         yield np.minimum(np.arange(start, start + together), start + count - 1), count
 
 
-def spread(factors: Mapping[str, Float64], sound: Host, size: int) -> tuple[Float64, Host]:
+def spread(factors: Mapping[str, Float64], finite: Host, size: int) -> tuple[Float64, Host]:
     """Return factors (names, size) and which are sound; those of records that do not count are 0.
 
     >>> spread({"w": np.ones(2)}, np.array([True, True]), 3)
     (array([[1., 1., 0.]]), array([ True,  True, False]))
     """
-    scales, kept = np.zeros((len(factors), size)), np.zeros(size, dtype=bool)
-    scales[:, : len(sound)], kept[: len(sound)] = [*factors.values()], sound
-    return scales, kept
+    scales, counting = np.zeros((len(factors), size)), np.zeros(size, dtype=bool)
+    scales[:, : len(finite)], counting[: len(finite)] = [*factors.values()], finite
+    return scales, counting
 
 
-def shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained weights."""
-    return {n: tuple(a.shape) for n, a in model.get_weights(trainable=True).coefs.items()}
+def retry_halving(work: Callable[[int, int], None], start: int, stop: int, failed: Failed) -> None:
+    """Work on the records from `start` to `stop`, except those for which the work raises.
 
-
-def spare(work: Callable[[int, int], None], start: int, stop: int, failed: Failed) -> None:
-    """Do work on the records from `start` to `stop`, but for those for which it raises.
-
-    If it raises, it is done for halves of them, each by itself, until a record is alone. It has
-    to leave nothing behind where it raises.
+    If it raises, it runs again for each half, down to single records. It must change nothing
+    where it raises.
 
     >>> def work(start: int, stop: int) -> None:
     ...     if 2 in range(start, stop):
     ...         raise KeyError("a name")
     ...     print(*range(start, stop))
-    >>> spare(work, 0, 5, lambda record, exc: print("without", record))
+    >>> retry_halving(work, 0, 5, lambda record, exc: print("without", record))
     0 1
     without 2
     3 4
@@ -100,19 +102,13 @@ def spare(work: Callable[[int, int], None], start: int, stop: int, failed: Faile
         return
     except KeyboardInterrupt:
         raise
-    except BaseException as exc:  # A transform that calls sys.exit is no reason to go, either.
+    except BaseException as exc:  # A transform that calls sys.exit must not end the round either.
         if stop - start == 1:
             failed(start, exc)
             return
     middle = (start + stop) // 2
-    spare(work, start, middle, failed)
-    spare(work, middle, stop, failed)
-
-
-def try_out(model: M, records: Sequence[Data], gradient: Callable[[M, Data], Float64]) -> None:
-    """Take the gradient of each record, where nothing but variables could outlive it."""
-    for record in records:
-        gradient(model, record)
+    retry_halving(work, start, middle, failed)
+    retry_halving(work, middle, stop, failed)
 
 
 class Stack(Protocol):
@@ -121,7 +117,7 @@ class Stack(Protocol):
     def squares(self, names: tuple[str, ...]) -> Float64:
         """Return the squared norms of these tensors, of shape (records, names)."""
 
-    def add(self, totals: dict[str, Array], factors: Mapping[str, Float64], sound: Host) -> None:
+    def add(self, totals: dict[str, Array], factors: Mapping[str, Float64], finite: Host) -> None:
         """Add the gradients, times factors, to float64 arrays of the framework, out of place.
 
         Parameters
@@ -149,13 +145,13 @@ class HostStack:
         with np.errstate(all="ignore"):
             return np.stack([np.einsum("ij,ij->i", r, r) for r in rows], axis=1)
 
-    def add(self, totals: dict[str, Array], factors: Mapping[str, Float64], sound: Host) -> None:
+    def add(self, totals: dict[str, Array], factors: Mapping[str, Float64], finite: Host) -> None:
         for name, factor in factors.items():
             array = self._arrays[name]
             rows = _rows(array)
             # Products, and their sum, are those of float64: the norm was measured in it too.
-            found = factor[sound] @ (rows if sound.all() else rows[sound])
-            totals[name] = totals.get(name, 0.0) + found.reshape(array.shape[1:])
+            total = factor[finite] @ (rows if finite.all() else rows[finite])
+            totals[name] = totals.get(name, 0.0) + total.reshape(array.shape[1:])
 
     def arrays(self) -> Arrays:
         return self._arrays

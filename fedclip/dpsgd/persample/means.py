@@ -36,30 +36,30 @@ class Means:
 
         A record with NaN or infinity counts as zero. Nothing is kept if a stack raises.
         """
-        left, begun, start = self._left.copy(), dict(self._begun), 0
+        remaining, begun, start = self._left.copy(), dict(self._begun), 0
         for stack in stacks:
             arrays = stack.arrays()
-            sound = np.all([_finite(array) for array in arrays.values()], axis=0)
-            rows, start = slice(start, start + len(sound)), start + len(sound)
-            whole = []
+            finite = np.all([_finite(array) for array in arrays.values()], axis=0)
+            rows, start = slice(start, start + len(finite)), start + len(finite)
+            complete = []
             for owner in map(int, np.unique(owners[rows])):
-                own = owners[rows] == owner
-                left[owner] -= int(own.sum())
-                own &= sound
-                found = {
-                    n: np.tensordot(shares[rows][own], array[own].astype(float), 1)
+                chosen = owners[rows] == owner
+                remaining[owner] -= int(chosen.sum())
+                chosen &= finite
+                gradient = {
+                    n: np.tensordot(shares[rows][chosen], array[chosen].astype(float), 1)
                     for n, array in arrays.items()
                 }
                 if owner in begun:
                     before = begun.pop(owner)
-                    found = {name: value + before[name] for name, value in found.items()}
-                if left[owner]:
-                    begun[owner] = found
+                    gradient = {name: value + before[name] for name, value in gradient.items()}
+                if remaining[owner]:
+                    begun[owner] = gradient
                 else:
-                    whole.append(found)
-            if whole:
-                yield HostStack({n: np.stack([one[n] for one in whole]) for n in arrays})
-        self._left, self._begun = left, begun
+                    complete.append(gradient)
+            if complete:
+                yield HostStack({n: np.stack([mean[n] for mean in complete]) for n in arrays})
+        self._left, self._begun = remaining, begun
 
     def without(self, owner: int) -> Iterator[HostStack]:
         """Yield a person's gradient if all that was left of it is a record that raised."""

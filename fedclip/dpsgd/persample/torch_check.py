@@ -37,8 +37,8 @@ def held(
             attributes |= attributes.pop("_modules")
             for kind in type(value).__mro__[: type(value).__mro__.index(nn.Module)]:
                 attributes |= {k: v for k, v in vars(kind).items() if k not in attributes}
-            for own, part in attributes.items():
-                yield from held(part, full(name, own), seen)
+            for attribute, part in attributes.items():
+                yield from held(part, full(name, attribute), seen)
         elif isinstance(value, Mapping):
             parts = [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -48,7 +48,11 @@ def held(
         elif isinstance(value, FunctionType):
             known = (value.__globals__.get(n) for n in value.__code__.co_names)
             parts = [cell.cell_contents for cell in value.__closure__ or ()]
-            parts += [one for one in known if not (callable(one) or isinstance(one, Logger))]
+            parts += [
+                value_of_name
+                for value_of_name in known
+                if not (callable(value_of_name) or isinstance(value_of_name, Logger))
+            ]
             parts += [value.__defaults__, value.__kwdefaults__, attributes]
         elif isinstance(value, partial):
             parts = [value.func, value.args, value.keywords, attributes]
@@ -88,6 +92,6 @@ def check(module: nn.Module) -> None:
             )
         if isinstance(layer, torch.jit.ScriptModule):
             raise TypeError(
-                f"the layer {name!r} is compiled by torch.jit, and can not be given a copy of its "
+                f"the layer {name!r} is compiled by torch.jit, and cannot be given a copy of its "
                 "weights for each record: give the module as it was before"
             )

@@ -9,7 +9,14 @@ al., 2022), and the weighted sum over records is one product (book-keeping; Bu e
     Σ_i f_i g_i   = Σ_i Σ_t (f_i b_it) a_it^T
 
 Where a gradient is smaller than the products of its positions, it is worked out instead (`Rows`).
-Norms and sums are those of float64. A convolution is a linear layer of patches.
+A convolution is a linear layer of patches. Sums are those of float64. Products of positions may
+cancel, so what rounding can hide is added to the norm, which is never too small::
+
+    ||g_i||^2    <= computed + lost (Σ_t ||a_it|| ||b_it||)^2
+    lost          = 1.1 (p + q + T + 8) / 2^24 in float32, for T positions of p and q numbers
+
+Where that may be more than 1/1000 of the norm, products are those of float64, and TensorFloat-32 is
+never used.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +33,23 @@ from torch.linalg import vecdot
 from torch.nn import functional
 from torch.nn import grad as gradients
 
-__all__ = ["LAYERS", "Part", "Rows", "parts", "takes"]
+from fedclip.dpsgd.persample.torch_recurrent import (
+    RECURRENT,
+    Recurrent,
+    sides,
+    supported,
+    tap_shape,
+)
+
+__all__ = ["LAYERS", "Part", "Rows", "parts", "takes", "tap_of"]
 
 Kept: TypeAlias = Tensor | slice
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-# Of what positions multiply to, how much float64 may lose where they cancel: norms are that
-# much too large, never too small.
+# Of what positions multiply to, how much float64 may lose where they cancel.
 _LOST = 2.0**-42
+# How much float32 may lose, and the lengths whose products neither overflow nor underflow in it.
+_MOST_LOST, _SHORTEST, _LONGEST = 2.0**-10, 2.0**-60, 2.0**60
 
 
 class Part(Protocol):
@@ -66,7 +82,7 @@ class Rows:
         return self.rows.reshape(len(self.rows), math.prod(self.rows.shape[1:])).double()
 
     def numbers(self) -> int:
-        return self.rows.numel()
+        return _words(self.rows)
 
     def only(self, kept: Kept) -> Rows:
         return Rows(self.rows[kept])
@@ -84,32 +100,42 @@ class Products:
 
     def squares(self) -> Tensor:
         if self.a.shape[1] == 1:  # a third of the time, and nothing that could cancel
-            return torch.mul(vecdot(self.a, self.a), vecdot(self.b, self.b)).squeeze(1)
-        return _safe((self.a @ self.a.mT) * (self.b @ self.b.mT))
+            a, b = self.a.double(), self.b.double()
+            return torch.mul(vecdot(a, a), vecdot(b, b)).squeeze(1)
+        return _squares(self, self.a.shape[2] + self.b.shape[2])
+
+    def grams(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        a, b = self.a.to(dtype), self.b.to(dtype)
+        return a @ a.mT, b @ b.mT
 
     def numbers(self) -> int:
-        return self.a.numel() + self.b.numel()
+        return _words(self.a) + _words(self.b)
 
     def only(self, kept: Kept) -> Products:
         return Products(self.a[kept], self.b[kept])
 
     def sum(self, factors: Tensor) -> Tensor:
-        return (self.b * factors[:, None, None]).flatten(0, 1).T @ self.a.flatten(0, 1)
+        weighted = (self.b * factors[:, None, None]).flatten(0, 1)
+        return weighted.T @ self.a.flatten(0, 1).double()
 
 
 @dataclass(frozen=True)
 class Looked:
-    """Gradients of a table of so many rows: `b` (records, positions, q) goes to the rows `at`."""
+    """Gradients of a table of `size` rows: `b` (records, positions, q) goes to the rows `at`."""
 
     at: Tensor
     b: Tensor
     size: int
 
     def squares(self) -> Tensor:
-        return _safe((self.b @ self.b.mT) * (self.at[:, :, None] == self.at[:, None, :]))
+        return _squares(self, self.b.shape[2])
+
+    def grams(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        b = self.b.to(dtype)
+        return (self.at[:, :, None] == self.at[:, None, :]).to(dtype), b @ b.mT
 
     def numbers(self) -> int:
-        return self.b.numel()
+        return _words(self.b)
 
     def only(self, kept: Kept) -> Looked:
         return Looked(self.at[kept], self.b[kept], self.size)
@@ -121,17 +147,47 @@ class Looked:
         )
 
 
-def _safe(products: Tensor) -> Tensor:
-    """Return the sums of (records, positions, positions), and what might have been lost."""
-    lengths = products.diagonal(dim1=1, dim2=2).sqrt().sum(1)
-    return products.sum((1, 2)).clamp(min=0.0) + _LOST * lengths.square()
+def _words(x: Tensor) -> int:
+    return -(-x.numel() * x.element_size() // 8)
+
+
+def _squares(part: Products | Looked, terms: int) -> Tensor:
+    """Return squared norms from products of positions, in float32 where that is safe."""
+    positions, device = part.b.shape[1], part.b.device
+    lost = 1.1 * (terms + positions + 8) * 2.0**-24
+    exact = device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+    if part.b.dtype is not torch.float32 or not exact or lost * positions > _MOST_LOST:
+        return _enlarged(*part.grams(torch.float64), _LOST)
+    grams = part.grams(torch.float32)
+    result = _enlarged(*grams, lost)
+    longest = torch.stack([gram.diagonal(dim1=1, dim2=2).amax(1) for gram in grams])
+    within = ((longest >= _SHORTEST) & (longest <= _LONGEST)).all(0)
+    # What underflows in a product is below 2^-126.
+    result += (terms * positions**2 * 2.0**-125) * (1.0 + longest.double().sum(0))
+    # Each record by its own numbers: no other record may change how it is measured.
+    odd = (~within).nonzero().squeeze(1)
+    if len(odd):
+        result[odd] = _enlarged(*part.only(odd).grams(torch.float64), _LOST)
+    return result
+
+
+def _enlarged(first: Tensor, second: Tensor, lost: float) -> Tensor:
+    """Return the sums of products (records, positions, positions), and what may be lost in them."""
+    products = first * second
+    lengths = products.diagonal(dim1=1, dim2=2).double().sqrt().sum(1)
+    return products.sum(2).double().sum(1).clamp(min=0.0) + lost * lengths.square()
 
 
 def _products(a: Tensor, b: Tensor) -> Part:
     """Return what takes less: products of positions, or gradients."""
     if _smaller(a.shape[1], a.shape[2] * b.shape[2]):
-        return Products(a.double(), b.double())
+        return _pair(a, b)
     return Rows(_wide(b).mT @ _wide(a))
+
+
+def _pair(a: Tensor, b: Tensor) -> Products:
+    dtype = torch.promote_types(_wide(a).dtype, _wide(b).dtype)
+    return Products(a.to(dtype), b.to(dtype))
 
 
 def _smaller(positions: int, gradient: int) -> bool:
@@ -154,7 +210,7 @@ def _convolution(layer: Convolution, x: Tensor, out: Tensor) -> Iterator[Part]:
     x, out = (v.reshape(len(v), -1, *v.shape[-dims - 1 :]) for v in (x, out))
     places = out.shape[1] * math.prod(out.shape[3:])
     if layer.groups == 1 and _smaller(places, layer.weight.numel()):
-        yield Products(_patches(layer, x).double(), out.flatten(3).mT.flatten(1, 2).double())
+        yield _pair(_patches(layer, x), out.flatten(3).mT.flatten(1, 2))
     else:
         shape, backward = layer.weight.shape, getattr(gradients, f"conv{dims}d_weight")
         settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
@@ -167,14 +223,14 @@ def _patches(layer: Convolution, x: Tensor) -> Tensor:
     dims = len(layer.kernel_size)
     x = functional.pad(x, [int(size) for size in layer.padding[::-1] for _ in range(2)])
     settings = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
-    for axis, (size, step, apart) in enumerate(settings, 3):
-        x = x.unfold(axis, (size - 1) * apart + 1, step)[..., ::apart]
+    for axis, (size, step, dilation) in enumerate(settings, 3):
+        x = x.unfold(axis, (size - 1) * dilation + 1, step)[..., ::dilation]
     # (records, images, channels, *places, *kernel)
     return x.movedim(2, 2 + dims).flatten(2 + dims).flatten(1, 1 + dims)
 
 
 def _embedding(layer: nn.Embedding, x: Tensor, out: Tensor) -> Iterator[Part]:
-    at, b = x.flatten(1), _positions(out).double()
+    at, b = x.flatten(1), _wide(_positions(out))
     if layer.padding_idx is not None:
         b = b.masked_fill((at == layer.padding_idx)[:, :, None], 0.0)
     yield Looked(at, b, layer.num_embeddings)
@@ -206,12 +262,16 @@ LAYERS: dict[type[nn.Module], Callable[..., Iterator[Part]]] = {
     nn.LayerNorm: _layer_norm,
     nn.GroupNorm: _group_norm,
 }
-"""What is known of layers, by their exact types."""
+"""Known layers, by their exact types."""
 
 
 def takes(layer: nn.Module) -> bool:
     """Return whether a layer is one of these, and does nothing but what they do."""
-    if type(layer) not in LAYERS or "forward" in vars(layer):
+    if "forward" in vars(layer):
+        return False
+    if isinstance(layer, Recurrent):
+        return type(layer) in RECURRENT and supported(layer)
+    if type(layer) not in LAYERS:
         return False
     if not {*layer._parameters} <= {"weight", "bias"}:
         return False
@@ -220,7 +280,12 @@ def takes(layer: nn.Module) -> bool:
     return not getattr(layer, "scale_grad_by_freq", False)
 
 
-def parts(layer: nn.Module, x: Tensor, out: Tensor) -> dict[str, Part]:
+def tap_of(layer: nn.Module, x: Tensor, out: Tensor) -> torch.Size | None:
+    """Return the shape of the tap: of what the layer puts out, or of its gates; None for none."""
+    return tap_shape(layer, x) if isinstance(layer, Recurrent) else out.shape
+
+
+def parts(layer: nn.Module, x: Any, out: Tensor) -> dict[str, Part]:
     """Return the gradients of a layer's own parameters, by their names in it.
 
     Parameters
@@ -228,10 +293,20 @@ def parts(layer: nn.Module, x: Tensor, out: Tensor) -> dict[str, Part]:
     layer
         One that `takes`.
     x, out
-        What went into it, and the gradient of what came out, with the records as first axis.
+        What went into it, and the gradient of its tap, with the records as first axis. Of a
+        recurrent layer, `x` is what `torch_recurrent.run` has seen.
     """
-    found = dict(zip(("weight", "bias"), LAYERS[type(layer)](layer, x, out), strict=False))
-    known = layer._parameters
-    return {
-        n: part for n, part in found.items() if (p := known.get(n)) is not None and p.requires_grad
-    }
+    if isinstance(layer, Recurrent):
+        all_parts = _recurrent(layer, x, out)
+    else:
+        all_parts = dict(zip(("weight", "bias"), LAYERS[type(layer)](layer, x, out), strict=False))
+    trained = {n for n, p in layer._parameters.items() if p is not None and p.requires_grad}
+    return {name: part for name, part in all_parts.items() if name in trained}
+
+
+def _recurrent(layer: Recurrent, seen: tuple[Tensor, ...], taps: Tensor) -> dict[str, Part]:
+    result: dict[str, Part] = {}
+    for name, a, b in sides(layer, seen, taps):
+        result[f"weight_{name}"] = _products(a, b)
+        result[f"bias_{name}"] = Rows(b.sum(1, dtype=torch.float64))
+    return result

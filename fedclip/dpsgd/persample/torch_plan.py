@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedclip.dpsgd.persample.base import Data
-from fedclip.dpsgd.persample.torch_layers import parts, takes
+from fedclip.dpsgd.persample.torch_layers import parts, takes, tap_of
+from fedclip.dpsgd.persample.torch_recurrent import Recurrent, made_up
 
 __all__ = ["Loss", "Model", "Plan", "Run", "Tensors", "full", "plan_of"]
 
@@ -77,7 +78,7 @@ def plan_of(model: Model, record: Callable[[], Data], leaves: list[Tensor], whol
         known = {} if whole else _known_layers(model, record())
         inside = {full(n, p) for n in known for p in module.get_submodule(n)._parameters}
         others = tuple(n for n in weights if n not in inside)
-        held = sum(weights[n].numel() for n in others)
+        held = sum(weights[n].numel() * weights[n].element_size() // 8 for n in others)
         held += sum(entry[-1] for entry in known.values())
         plans[key] = Plan({n: entry[:2] for n, entry in known.items()}, others, held)
     return plans[key]
@@ -94,20 +95,20 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
         and any(p is not None and p.requires_grad for p in layer._parameters.values())
         and all(p is None or owners[id(p)] == 1 for p in layer._parameters.values())
     }
-    seen: dict[str, list[tuple[tuple[Tensor, ...], Kwargs, Tensor]]] = {name: [] for name in known}
+    seen: dict[str, list[tuple[tuple[Tensor, ...], Kwargs, Data]]] = {name: [] for name in known}
     inside = [False]
 
     def look(
-        name: str, layer: nn.Module, args: tuple[Tensor, ...], kwargs: Kwargs, out: Tensor
+        name: str, layer: nn.Module, args: tuple[Tensor, ...], kwargs: Kwargs, out: Data
     ) -> Data:
         if inside[0]:
             return None
-        seen[name].append((args, kwargs, out.detach()))
+        seen[name].append((args, kwargs, out))
         inside[0] = True
         constants = {n: p.detach() for n, p in layer._parameters.items() if p is not None}
-        found = functional_call(layer, constants, args, kwargs)
+        output = functional_call(layer, constants, args, kwargs)
         inside[0] = False
-        return found
+        return output
 
     with ExitStack() as hooks, torch.enable_grad():
         for name, layer in known.items():
@@ -118,15 +119,20 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
     used = [p for layer in known.values() for p in layer.parameters() if p.requires_grad]
     besides: set[int] = set()
     if used and value.requires_grad:
-        found = torch.autograd.grad(value, used, allow_unused=True)
-        besides = {id(p) for p, g in zip(used, found, strict=True) if g is not None}
+        gradients = torch.autograd.grad(value, used, allow_unused=True)
+        besides = {id(p) for p, g in zip(used, gradients, strict=True) if g is not None}
     result = {}
     for name, layer in known.items():
         calls = seen[name]
         if len(calls) == 1 and not any(id(p) in besides for p in layer.parameters()):
             args, kwargs, out = calls[0]
-            if len(args) == 1 and not kwargs:
-                held = parts(layer, args[0].detach()[None], out[None]).values()
+            shape = tap_of(layer, args[0], out) if len(args) == 1 and not kwargs else None
+            if shape is not None:
+                x, tap = args[0].detach(), out
+                seen_of_one: Data = x[None]
+                if isinstance(layer, Recurrent):
+                    seen_of_one, tap = made_up(layer, x), x.new_zeros(shape)
+                held = parts(layer, seen_of_one, tap.detach()[None]).values()
                 size = sum(part.numbers() for part in held)
-                result[name] = (out.shape, out.dtype, size)
+                result[name] = (shape, tap.dtype, size)
     return result

@@ -29,9 +29,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import TreeSpec
 
-from fedclip.dpsgd.persample.base import Data, Float64, Host, Unfit, at_once
-from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts
+from fedclip.dpsgd.persample.base import Data, Float64, Host, UnsupportedModelError, at_once
+from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts, tap_of
 from fedclip.dpsgd.persample.torch_plan import Loss, Model, Plan, Tensors, full, plan_of
+from fedclip.dpsgd.persample.torch_recurrent import Recurrent
+from fedclip.dpsgd.persample.torch_recurrent import run as run_recurrent
 
 __all__ = [
     *("TorchStack", "check_tracked", "record_parts", "record_stacks", "restored", "trained"),
@@ -98,14 +100,14 @@ def record_parts(
             part = [torch.cat([x, x[-1:].expand(padded - count, *x.shape[1:])]) for x in part]
         try:
             filled = _together(model, plan, part, tree)
-            found = {name: each.only(slice(count)) for name, each in filled.items()}
+            named = {name: each.only(slice(count)) for name, each in filled.items()}
         except RuntimeError:
             # No rule for `vmap` (recurrent layers, branches on values); a fault of the module
             # comes again.
-            alone = [of(start + i) for i in range(count)]
-            found = _one_by_one(model, alone)
+            singles = [of(start + i) for i in range(count)]
+            named = _one_by_one(model, singles)
         _unchanged(module, buffers)
-        yield found
+        yield named
 
 
 def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) -> dict[str, Part]:
@@ -118,25 +120,39 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
     ]
     copies = [weights[n].expand(count, *weights[n].shape).requires_grad_() for n in plan.others]
 
-    def alone(*given: Tensor) -> tuple[Tensor, ...]:
-        rest = iter(given)
-        mine = {name: next(rest) for name in plan.layers}
-        own = {name: next(rest) for name in plan.others}
-        came: Tensors = {}
+    def of_record(*arguments: Tensor) -> tuple[Tensor, ...]:
+        remaining = iter(arguments)
+        own_taps = {name: next(remaining) for name in plan.layers}
+        own_copies = {name: next(remaining) for name in plan.others}
+        came: dict[str, Data] = {}
 
         def tap(name: str, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            if name in came or out.shape != mine[name].shape:
+            if name in came or out.shape != own_taps[name].shape:
                 raise RuntimeError(f"{name} is not called as it was for another record")
             came[name] = args[0]
-            return out + mine[name]
+            return out + own_taps[name]
 
-        instead = {**own, **model.buffers}
+        def step(name: str, layer: Recurrent, *args: Tensor) -> Data:
+            if (
+                name in came
+                or len(args) != 1
+                or tap_of(layer, args[0], args[0]) != own_taps[name].shape
+            ):
+                raise RuntimeError(f"{name} is not called as it was for another record")
+            out, came[name] = run_recurrent(layer, own_taps[name], args[0])
+            return out
+
+        instead = {**own_copies, **model.buffers}
         run = partial(functional_call, module, instead) if instead else lambda args: module(*args)
         with ExitStack() as hooks:
             for name, layer in layers.items():
+                if isinstance(layer, Recurrent):
+                    vars(layer)["forward"] = partial(step, name, layer)
+                    hooks.callback(vars(layer).pop, "forward")
+                    continue
                 hook = layer.register_forward_hook(partial(tap, name), prepend=True)
                 hooks.callback(hook.remove)
-            value = model.loss(run, torch.utils._pytree.tree_unflatten([*rest], tree))
+            value = model.loss(run, torch.utils._pytree.tree_unflatten([*remaining], tree))
         if len(came) < len(taps):
             raise RuntimeError("a layer is not called that was for another record")
         return value, *(came[name] for name in plan.layers)
@@ -144,14 +160,15 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
     with torch.enable_grad(), warnings.catch_warnings():
         # Slower than it might be, where a layer has no rule: right all the same.
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        values, *came = vmap(alone, randomness="different")(*taps, *copies, *leaves)
-        found = torch.autograd.grad(values.sum(), [*taps, *copies], allow_unused=True)
+        values, *came = vmap(of_record, randomness="different")(*taps, *copies, *leaves)
+        gradients = torch.autograd.grad(values.sum(), [*taps, *copies], allow_unused=True)
     result: dict[str, Part] = {}
-    given = zip([*taps, *copies], found, strict=True)
-    grads = [torch.zeros_like(like) if grad is None else grad for like, grad in given]
+    pairs = zip([*taps, *copies], gradients, strict=True)
+    grads = [torch.zeros_like(like) if grad is None else grad for like, grad in pairs]
     for (name, layer), x, out in zip(layers.items(), came, grads, strict=False):
-        for own, part in parts(layer, x.detach(), out).items():
-            result[full(name, own)] = part
+        x = torch.utils._pytree.tree_map(torch.Tensor.detach, x)
+        for parameter, part in parts(layer, x, out).items():
+            result[full(name, parameter)] = part
     for name, rows in zip(plan.others, grads[len(taps) :], strict=True):
         result[name] = Rows(rows)
     return result
@@ -164,8 +181,8 @@ def _one_by_one(model: Model, records: list[Data]) -> dict[str, Part]:
         with torch.enable_grad():
             instead = {**fresh, **model.buffers}
             value = model.loss(partial(functional_call, model.module, instead), record)
-            found = torch.autograd.grad(value, [*fresh.values()], allow_unused=True)
-        pairs = zip(fresh.items(), found, strict=True)
+            gradients = torch.autograd.grad(value, [*fresh.values()], allow_unused=True)
+        pairs = zip(fresh.items(), gradients, strict=True)
         rows.append({n: torch.zeros_like(p) if g is None else g.to_dense() for (n, p), g in pairs})
     return {n: Rows(torch.stack([row[n] for row in rows])) for n in model.weights}
 
@@ -180,43 +197,43 @@ def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
 
     Raises
     ------
-    Unfit
+    UnsupportedModelError
         If a parameter is used past what is followed here, which would get noise alone.
     """
     # Of several copies, as dropout may leave nothing of one.
     many = torch.utils._pytree.tree_map(lambda x: x.expand(_COPIES, *x.shape[1:]), record)
-    # Of a copy: what a module keeps of a pass under `vmap` can not be copied any more.
-    found = [*record_parts(copy.deepcopy(module), loss, many, _COPIES)]
-    alone = torch.utils._pytree.tree_map(lambda x: x[0], record)
-    first, again = (_plain(module, loss, alone, seed) for seed in (0, 1))
+    # Of a copy: what a module keeps of a pass under `vmap` cannot be copied any more.
+    chunks = [*record_parts(copy.deepcopy(module), loss, many, _COPIES)]
+    single = torch.utils._pytree.tree_map(lambda x: x[0], record)
+    first, again = (_plain(module, loss, single, seed) for seed in (0, 1))
     same = all(torch.equal(first[n], again[n]) for n in first)
     for name, plain in first.items():
-        ours = torch.zeros_like(plain)
-        for part in (some[name] for some in found):
+        mean = torch.zeros_like(plain)
+        for part in (some[name] for some in chunks):
             each = plain.new_full((len(part.squares()),), 1.0 / _COPIES)
-            ours += part.sum(each).reshape(plain.shape)
+            mean += part.sum(each).reshape(plain.shape)
         largest = float(plain.abs().max()) if plain.numel() else 0.0
         # With random numbers the two differ, but what is used has a gradient in both.
-        off = float((ours - plain).abs().max()) if same and largest else 0.0
-        if largest and (not ours.any() or off > 0.02 * largest):
-            raise Unfit(
+        off = float((mean - plain).abs().max()) if same and largest else 0.0
+        if largest and (not mean.any() or off > 0.02 * largest):
+            raise UnsupportedModelError(
                 f"the gradient of {name!r} for one record is not that of backward(): the model "
-                "uses it in a way that can not be followed, such as "
+                "uses it in a way that cannot be followed, such as "
                 "checkpoint(..., use_reentrant=True): take use_reentrant=False, or do not train it"
             )
 
 
 def _plain(module: nn.Module, loss: Loss, record: Data, seed: int) -> Tensors:
     """Return the gradients of a backward pass over a copy of the module."""
-    own = copy.deepcopy(module)
-    devices = {p.device for p in own.parameters() if p.device.type != "cpu"}
+    twin = copy.deepcopy(module)
+    devices = {p.device for p in twin.parameters() if p.device.type != "cpu"}
     with torch.random.fork_rng(devices), torch.enable_grad():
         torch.manual_seed(seed)
-        own.zero_grad()
-        torch.autograd.backward(loss(lambda args: own(*args), record))
+        twin.zero_grad()
+        torch.autograd.backward(loss(lambda args: twin(*args), record))
     return {
         n: torch.zeros_like(p).double() if p.grad is None else p.grad.to_dense().double()
-        for n, p in own.named_parameters()
+        for n, p in twin.named_parameters()
         if p.requires_grad
     }
 
@@ -224,7 +241,7 @@ def _plain(module: nn.Module, loss: Loss, record: Data, seed: int) -> Tensors:
 def _unchanged(module: nn.Module, buffers: Tensors) -> None:
     for name, buffer in module.named_buffers() if buffers else ():
         if not torch.equal(buffers[name].nan_to_num(), buffer.nan_to_num()):
-            raise Unfit(
+            raise UnsupportedModelError(
                 f"training changes the buffer {name!r}, which would keep "
                 "records unclipped and without noise: use a layer without such a memory"
             )
@@ -235,8 +252,8 @@ def record_stacks(
 ) -> Iterator[TorchStack]:
     """Yield what `record_parts` does, to be asked for norms and sums, under longer names."""
     weights = {prefix + name: weight for name, weight in trained(module).items()}
-    for found in record_parts(module, loss, records, size, whole):
-        yield TorchStack({prefix + name: part for name, part in found.items()}, weights)
+    for named in record_parts(module, loss, records, size, whole):
+        yield TorchStack({prefix + name: part for name, part in named.items()}, weights)
 
 
 class TorchStack:
@@ -246,17 +263,17 @@ class TorchStack:
         self._parts, self._weights = found, weights
 
     def squares(self, names: tuple[str, ...]) -> Float64:
-        found = torch.stack([self._parts[name].squares() for name in names], 1)
-        return np.asarray(found.cpu().numpy())
+        squared = torch.stack([self._parts[name].squares() for name in names], 1)
+        return np.asarray(squared.cpu().numpy())
 
-    def add(self, totals: Tensors, factors: Mapping[str, Float64], sound: Host) -> None:
-        kept = None if sound.all() else torch.from_numpy(np.flatnonzero(sound))
+    def add(self, totals: Tensors, factors: Mapping[str, Float64], finite: Host) -> None:
+        counting = None if finite.all() else torch.from_numpy(np.flatnonzero(finite))
         for name, factor in factors.items():
             part, scale, like = self._parts[name], torch.from_numpy(factor), self._weights[name]
-            if kept is not None:
-                part, scale = part.only(kept.to(like.device)), scale[kept]
-            found = part.sum(scale.to(like.device)).view(like.shape)
-            totals[name] = totals[name] + found if name in totals else found
+            if counting is not None:
+                part, scale = part.only(counting.to(like.device)), scale[counting]
+            total = part.sum(scale.to(like.device)).view(like.shape)
+            totals[name] = totals[name] + total if name in totals else total
 
     def arrays(self) -> dict[str, Host]:
         return {name: _host(part) for name, part in self._parts.items()}

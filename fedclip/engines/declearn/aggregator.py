@@ -15,8 +15,8 @@ from declearn.model.api import Vector
 from fedclip.arrays import backend_of
 from fedclip.core import parameters
 from fedclip.core.measures import Order
+from fedclip.core.plugins import VERSION, Versioned
 from fedclip.core.scopes import Scope
-from fedclip.core.version import VERSION, Versioned
 from fedclip.engines.declearn.context import ROUND, under_way
 from fedclip.engines.declearn.members import UPDATES, blank, sender_of, senders_of
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like

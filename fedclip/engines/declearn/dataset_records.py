@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of declearn's datasets by position, for a sampler that draws positions.
 
-A record is a batch of its own: what makes batches of records, such as padding to the longest,
+Each record is one batch: what makes batches of records, such as padding to the longest,
 then lets no record depend on another. Records of one shape are put together afterwards.
 """
 
@@ -9,30 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import TypeAlias
 
 import numpy as np
 from declearn.dataset import Dataset, InMemoryDataset
-from numpy.typing import NDArray
 
-from fedclip.dpsgd.persample.base import Data, Failed, spare
+from fedclip.dpsgd.persample.base import Batch, Data, Failed, Positions, retry_halving
 
-__all__ = ["Batch", "Records", "first_records"]
+__all__ = ["Records", "first_records"]
 
 # So many records are tried, before all count as impossible to read.
 _TRIED = 16
-
-Positions: TypeAlias = Sequence[int] | NDArray[np.intp]
-
-
-class Batch(tuple[Data, ...]):
-    """Inputs, targets and weights (or None), as declearn has them, and which records they are."""
-
-    positions: Positions = ()
-    owners: NDArray[np.intp] | None = None
-    """Whose each record is, where persons are protected; else None."""
-    shares: NDArray[np.float64] | None = None
-    """The share of each record in the gradient of its owner."""
 
 
 class Records:
@@ -55,7 +41,7 @@ class Records:
     TypeError, ValueError
         If the dataset has no length, or no record.
     Exception
-        What the first records raise, if none of them can be read; and whatever a dataset of
+        The exception of the first records, if all of them fail; and whatever a dataset of
         another kind raises while it is read.
     """
 
@@ -84,8 +70,8 @@ class Records:
     def take(self, positions: Positions, failed: Failed | None = None) -> list[Batch]:
         """Return batches: one for each kind of record; none of those that raise.
 
-        Of one kind are those of the same shapes, dtypes and structure. Those that can not be put
-        together, such as sparse ones, are batches of their own.
+        Of one kind are those of the same shapes, dtypes and structure. Those that cannot be put
+        together, such as sparse ones, are separate batches.
 
         Parameters
         ----------
@@ -106,14 +92,14 @@ class Records:
             if failed is None:
                 work(position, position + 1)
             else:
-                spare(work, position, position + 1, failed)
+                retry_halving(work, position, position + 1, failed)
         batches = []
-        for found in alike.values():
-            places, records = zip(*found, strict=True)
+        for members in alike.values():
+            places, records = zip(*members, strict=True)
             try:
                 batches.append(_batch(_joined(records), places))
             except Exception:
-                batches += [_batch(record, [place]) for place, record in found]
+                batches += [_batch(record, [place]) for place, record in members]
         return batches
 
 
@@ -129,13 +115,13 @@ def first_records(dataset: Data) -> list[Data]:
         raise ValueError(
             "give valid_data: the model is tried on its records, which nobody protects"
         )
-    found = [*islice(dataset.generate_batches(batch_size=1, drop_remainder=False), 3)]
-    if not found:
+    batches = [*islice(dataset.generate_batches(batch_size=1, drop_remainder=False), 3)]
+    if not batches:
         raise ValueError(
             "valid_data holds no record, and a private client tries the model on its records: keep "
             "some of this site's records for validation"
         )
-    return found
+    return batches
 
 
 def _batch(parts: Data, positions: Positions) -> Batch:
@@ -149,7 +135,7 @@ class _MemoryRecords:
 
     def __init__(self, dataset: InMemoryDataset, like: Data) -> None:
         self._data = (dataset.feats, dataset.target, dataset.weights)
-        self._dtypes = [getattr(one, "dtype", None) for one in like or (None,) * 3]
+        self._dtypes = [getattr(array, "dtype", None) for array in like or (None,) * 3]
         # Weights need not be in both, and are numbers.
         self._dtypes[2] = self._dtypes[2] or np.dtype(np.float64)
         self.plain = all(map(_plain, self._data, self._dtypes))
@@ -166,7 +152,7 @@ class _MemoryRecords:
 
 
 class _TorchRecords:
-    """The records of a torch dataset, each made a batch of its own."""
+    """The records of a torch dataset, each made a separate batch."""
 
     def __init__(self, dataset: Data) -> None:
         if not hasattr(dataset.dataset, "__len__"):
@@ -192,7 +178,7 @@ class _TorchRecords:
 
 def _leaves(data: object) -> list[Data]:
     if isinstance(data, (list, tuple)):
-        return [leaf for one in data for leaf in _leaves(one)]
+        return [leaf for item in data for leaf in _leaves(item)]
     return [] if data is None else [data]
 
 
@@ -211,14 +197,14 @@ def _joined(parts: Sequence[Data]) -> Data:
         return None
     if isinstance(first, (list, tuple)):
         kind = list if isinstance(first, list) else tuple
-        return kind(_joined(one) for one in zip(*parts, strict=True))
+        return kind(_joined(column) for column in zip(*parts, strict=True))
     if not hasattr(first, "new_empty"):
         return np.concatenate(parts)
     # A tensor of torch, which need not be imported for it.
-    whole = first.new_empty((len(parts), *first.shape[1:]))
+    joined = first.new_empty((len(parts), *first.shape[1:]))
     for i, part in enumerate(parts):
-        whole[i] = part[0]
-    return whole
+        joined[i] = part[0]
+    return joined
 
 
 def _rows(data: Data, positions: object) -> Data:
@@ -231,11 +217,11 @@ def _plain(data: Data, dtype: object) -> bool:
     """Whether no row can fail to be brought to a dtype, whatever it holds."""
     if data is None:
         return True
-    whole = isinstance(dtype, np.dtype) and dtype.kind in "iu"
+    integer = isinstance(dtype, np.dtype) and dtype.kind in "iu"
     # Those of pandas' own are of another dtype once a value is missing.
     return all(
-        isinstance(one, np.dtype) and one.kind in "biufc" and not (whole and one.kind == "f")
-        for one in np.ravel(data.dtypes if hasattr(data, "iloc") else data.dtype)
+        isinstance(kind, np.dtype) and kind.kind in "biufc" and not (integer and kind.kind == "f")
+        for kind in np.ravel(data.dtypes if hasattr(data, "iloc") else data.dtype)
     )
 
 
@@ -245,7 +231,7 @@ def _brought(rows: Data, dtype: object) -> Data:
         return rows
     with np.errstate(all="ignore"):
         wide = rows if rows.dtype.kind in "biufc" else rows.astype(np.float64)
-        found = wide.astype(dtype, copy=False)
-    if dtype.kind in "iu" and wide.dtype.kind == "f" and (found != wide).any():
+        cast = wide.astype(dtype, copy=False)
+    if dtype.kind in "iu" and wide.dtype.kind == "f" and (cast != wide).any():
         raise ValueError(f"{rows.tolist()} where valid_data has {dtype}")
-    return found
+    return cast

@@ -13,9 +13,9 @@ import numpy as np
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from scipy.sparse import issparse
 
-from fedclip.dpsgd.persample.base import Arrays, Data, Host, HostStack, at_once, shapes, try_out
+from fedclip.dpsgd.persample.base import Arrays, Data, Host, HostStack, at_once
 
-__all__ = ["check", "shapes", "stacks", "try_out", "vector"]
+__all__ = ["check", "stacks", "vector"]
 
 
 def _hinge(threshold: float) -> Callable[[Host, Host, float], Host]:
@@ -50,8 +50,8 @@ _STEEPEST, _SPARSE = 1e12, 0.01
 
 def check(model: SklearnSGDModel) -> None:
     """Refuse what weighs records by how many of a class there are."""
-    given = model._model.get_params()
-    if given.get("class_weight") is not None:
+    settings = model._model.get_params()
+    if settings.get("class_weight") is not None:
         raise ValueError(
             "class_weight lets the gradient of a record depend on others, or on secret counts: "
             "give sample weights with the data instead"
@@ -70,13 +70,13 @@ def stacks(
     """Yield the gradients of each micro-batch, which are always whole."""
     inputs, targets, weights = model._unpack_batch(batch)
     skl = model._model
-    slope, given = _SLOPES[skl.loss], skl.get_params()
-    penalty = given["penalty"]
-    l1_ratio = {"l2": 0.0, "l1": 1.0, "elasticnet": given["l1_ratio"]}.get(penalty, 0.0)
-    alpha = 0.0 if penalty in (None, "none") else given["alpha"]
+    slope, settings = _SLOPES[skl.loss], skl.get_params()
+    penalty = settings["penalty"]
+    l1_ratio = {"l2": 0.0, "l1": 1.0, "elasticnet": settings["l1_ratio"]}.get(penalty, 0.0)
+    alpha = 0.0 if penalty in (None, "none") else settings["alpha"]
     coef = np.atleast_2d(np.asarray(skl.coef_, np.float64))
     intercept = np.atleast_1d(np.asarray(skl.intercept_, np.float64))
-    decay = (_SPARSE if issparse(inputs) else 1.0) if given["fit_intercept"] else 0.0
+    decay = (_SPARSE if issparse(inputs) else 1.0) if settings["fit_intercept"] else 0.0
     together = at_once(micro_batch, coef.size)
     for start in range(0, inputs.shape[0], together):
         part = slice(start, start + together)
@@ -84,14 +84,14 @@ def stacks(
         y = _signs(model, _dense(targets, part))
         with np.errstate(all="ignore"):
             p = x @ coef.T + intercept
-            slopes = np.clip(slope(p, y, given.get("epsilon", 0.0)), -_STEEPEST, _STEEPEST)
+            slopes = np.clip(slope(p, y, settings.get("epsilon", 0.0)), -_STEEPEST, _STEEPEST)
             after = coef * max(0.0, 1.0 - (1.0 - l1_ratio) * alpha)
             after = after - slopes[:, :, None] * x[:, None, :]
             after = np.sign(after) * np.maximum(np.abs(after) - l1_ratio * alpha, 0.0)
             steps = coef - after
             free = slopes * decay
             if weights is not None:
-                # As declearn does: the whole step counts so many times, with its penalty.
+                # As declearn does: the whole step is multiplied, with its penalty.
                 w = _dense(weights, part)
                 steps, free = steps * w[:, None, None], free * w[:, None]
         yield HostStack(

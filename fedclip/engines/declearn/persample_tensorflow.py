@@ -21,14 +21,13 @@ from fedclip.dpsgd.persample.base import (
     Data,
     Float64,
     Host,
-    Unfit,
+    UnsupportedModelError,
     at_once,
     padded,
     spread,
-    try_out,
 )
 
-__all__ = ["TensorflowStack", "check", "shapes", "stacks", "try_out", "vector"]
+__all__ = ["TensorflowStack", "check", "shapes", "stacks", "vector"]
 
 _ONE_BY_ONE = (
     tf.keras.layers.RNN,
@@ -77,21 +76,21 @@ def stacks(
     trained = {v.ref() for v in variables}
     if model not in _TRACED:
         _TRACED[model] = tf.function(_together(model), reduce_retracing=True)
-    given = {"inputs": inputs, "target": targets, "weight": weights}
-    given = {name: data for name, data in given.items() if data is not None}
+    arrays = {"inputs": inputs, "target": targets, "weight": weights}
+    arrays = {name: data for name, data in arrays.items() if data is not None}
     many = len(tf.nest.flatten(inputs)[0])
     together = at_once(micro_batch, sum(int(np.prod(v.shape)) for v in variables))
     for rows, size in padded(many, together):
         with tf.device(model._device):
             # Those of the layers, and any other that the pass comes across.
-            used = _TRACED[model].get_concrete_function(given, rows).variables
+            used = _TRACED[model].get_concrete_function(arrays, rows).variables
             for state in filter(_random, used):
                 # A seed may be the server's, and what follows from it depends on earlier records.
                 state.assign(np.frombuffer(os.urandom(8), np.uint32).astype(state.dtype.name))
             before = [(v, v.numpy()) for v in used if not (_random(v) or v.ref() in trained)]
-            found, squares = _TRACED[model](given, rows)
+            gradients, squares = _TRACED[model](arrays, rows)
             _unchanged(before)
-            named = dict(zip([v.name for v in variables], found, strict=True))
+            named = dict(zip([v.name for v in variables], gradients, strict=True))
             yield TensorflowStack(named, squares, size)
 
 
@@ -105,15 +104,15 @@ class TensorflowStack:
         order = [*self._arrays]
         return np.array(self._squares)[: self._size, [order.index(name) for name in names]]
 
-    def add(self, totals: dict[str, Tensor], factors: Mapping[str, Float64], sound: Host) -> None:
+    def add(self, totals: dict[str, Tensor], factors: Mapping[str, Float64], finite: Host) -> None:
         names = [*factors]
         arrays = [self._arrays[name] for name in names]
-        scales, kept = spread(factors, sound, len(arrays[0]))
+        scales, counting = spread(factors, finite, len(arrays[0]))
         start = [
             totals.get(n, tf.zeros(a.shape[1:], tf.float64))
             for n, a in zip(names, arrays, strict=True)
         ]
-        totals.update(zip(names, _sums(start, arrays, scales, kept), strict=True))
+        totals.update(zip(names, _sums(start, arrays, scales, counting), strict=True))
 
     def arrays(self) -> dict[str, Host]:
         return {name: _host(array)[: self._size] for name, array in self._arrays.items()}
@@ -121,11 +120,11 @@ class TensorflowStack:
 
 # Without being compiled, it takes three times as long.
 @tf.function(jit_compile=True)
-def _sums(totals: list[Tensor], arrays: list[Tensor], scales: Host, kept: Host) -> list[Tensor]:
+def _sums(totals: list[Tensor], arrays: list[Tensor], scales: Host, counting: Host) -> list[Tensor]:
     sums = []
     for i, array in enumerate(arrays):
         # Zero times NaN would be NaN.
-        rows = tf.where(kept[:, None], _rows(array), 0.0)
+        rows = tf.where(counting[:, None], _rows(array), 0.0)
         sums.append(tf.reshape(tf.einsum("i,ij->j", scales[i], rows), totals[i].shape))
     return [total + more for total, more in zip(totals, sums, strict=True)]
 
@@ -136,16 +135,16 @@ def _rows(array: Tensor) -> Tensor:
 
 def _together(model: TensorflowModel) -> Callable[[Data, Host], tuple[list[Tensor], Tensor]]:
     keras = model._model
-    alone = any(
+    one_by_one = any(
         isinstance(layer, _ONE_BY_ONE) or hasattr(layer, "seed_generator")
         for layer in keras._flatten_layers()
     )
 
-    def one(record: Data) -> list[Tensor]:
-        alone = tf.nest.map_structure(lambda a: tf.expand_dims(a, 0), record)
+    def of_record(record: Data) -> list[Tensor]:
+        batch = tf.nest.map_structure(lambda a: tf.expand_dims(a, 0), record)
         with tf.GradientTape() as tape:
-            found = keras(alone["inputs"], training=True)
-            loss = keras.compute_loss(alone["inputs"], alone.get("target"), found)
+            outputs = keras(batch["inputs"], training=True)
+            loss = keras.compute_loss(batch["inputs"], batch.get("target"), outputs)
             loss = tf.reduce_mean(loss)
             if "weight" in record:
                 loss *= tf.cast(record["weight"], loss.dtype)
@@ -153,15 +152,15 @@ def _together(model: TensorflowModel) -> Callable[[Data, Host], tuple[list[Tenso
         grads = tape.gradient(loss, [*trained], unconnected_gradients="zero")
         return [tf.convert_to_tensor(g) for g in grads]
 
-    def together(given: Data, rows: Host) -> tuple[list[Tensor], Tensor]:
-        records = tf.nest.map_structure(lambda a: tf.gather(a, rows), given)
-        if alone:
+    def together(arrays: Data, rows: Host) -> tuple[list[Tensor], Tensor]:
+        records = tf.nest.map_structure(lambda a: tf.gather(a, rows), arrays)
+        if one_by_one:
             kinds = [v.dtype for v in model._get_weight_variables(trainable=True)]
-            found = tf.map_fn(one, records, fn_output_signature=kinds)
+            gradients = tf.map_fn(of_record, records, fn_output_signature=kinds)
         else:
-            found = tf.vectorized_map(one, records)
-        wide = [_rows(array) for array in found]
-        return found, tf.stack([tf.reduce_sum(r * r, axis=1) for r in wide], axis=1)
+            gradients = tf.vectorized_map(of_record, records)
+        wide = [_rows(array) for array in gradients]
+        return gradients, tf.stack([tf.reduce_sum(r * r, axis=1) for r in wide], axis=1)
 
     return together
 
@@ -180,7 +179,7 @@ def _unchanged(before: list[tuple[tf.Variable, Host]]) -> None:
     for variable, array in changed:
         variable.assign(array)
     if changed:
-        raise Unfit(
+        raise UnsupportedModelError(
             f"training changes {changed[0][0].name!r}, which would keep records unclipped and "
             "without noise: use a layer without such a memory"
         )

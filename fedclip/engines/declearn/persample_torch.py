@@ -13,7 +13,7 @@ import torch
 from declearn.model.torch import TorchModel, TorchVector
 
 from fedclip.dpsgd.persample import torch_check, torch_records
-from fedclip.dpsgd.persample.base import Data, Float64, Unfit
+from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
 from fedclip.dpsgd.persample.torch_plan import Loss, Run
 from fedclip.dpsgd.persample.torch_records import TorchStack
 
@@ -33,25 +33,25 @@ def check(model: TorchModel) -> None:
 def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> None:
     """Take the gradients of records there and back; refuse a model for which that matters."""
     for record in records:
-        given, loss = _data_and_loss(model, record)
-        torch_records.check_tracked(model._raw_model.module, loss, given)
+        records_of, loss = _data_and_loss(model, record)
+        torch_records.check_tracked(model._raw_model.module, loss, records_of)
 
     def passed(of: TorchModel, order: Sequence[Data]) -> list[Float64]:
         # Which layers are known is found out first, and takes random numbers too.
         return [(gradient(of, record), _settled(of, gradient, record))[1] for record in order]
 
     fresh = copy.deepcopy(model)
-    there, kept = passed(model, records), _held(model)
+    forth, held = passed(model, records), _held(model)
     passed(model, records[::-1])
     back = passed(fresh, records[::-1])[::-1]
-    changed = {name for name, _ in kept ^ _held(model)}
-    pairs = zip(there, back, strict=True)
+    changed = {name for name, _ in held ^ _held(model)}
+    pairs = zip(forth, back, strict=True)
     if changed or any(np.abs(a - b).max() > _NOISE * np.abs(a).max() for a, b in pairs):
         what = ", ".join(sorted(changed)) or "a gradient is another one after other records"
-        raise Unfit(
+        raise UnsupportedModelError(
             f"the model carries something from one record to the next ({what}), so that none can "
-            "be clipped by itself: it must not keep what it sees, count, or have random numbers "
-            "of its own"
+            "be clipped alone: it must not keep what it sees, count, or have private random "
+            "numbers"
         )
 
 
@@ -96,15 +96,15 @@ def _data_and_loss(model: TorchModel, batch: Data) -> tuple[Data, Loss]:
     criterion = model._loss_fn.module
     module.train()
     inputs, targets, weights = model._unpack_batch(batch)
-    given = {"inputs": inputs, "target": targets, "weight": weights}
+    arrays = {"inputs": inputs, "target": targets, "weight": weights}
     records = torch.utils._pytree.tree_map(
-        lambda data: data.to(device), {n: x for n, x in given.items() if x is not None}
+        lambda data: data.to(device), {n: x for n, x in arrays.items() if x is not None}
     )
 
     def loss(run: Run, record: Data) -> torch.Tensor:
-        found = run(tuple(x.unsqueeze(0) for x in record["inputs"]))
+        output = run(tuple(x.unsqueeze(0) for x in record["inputs"]))
         target = record["target"].unsqueeze(0) if "target" in record else None
-        value: torch.Tensor = criterion(found, target).mean()
+        value: torch.Tensor = criterion(output, target).mean()
         return value * record["weight"].to(value.dtype) if "weight" in record else value
 
     return records, loss

@@ -52,7 +52,7 @@ from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.engines.declearn.update_client import UpdateClipClient
 from fedclip.engines.declearn.update_norms import UpdateNorms
 from fedclip.errors import StateError
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
 from fedclip.site.gate import Gate
 from fedclip.site.policy import Policy
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise

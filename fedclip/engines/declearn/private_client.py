@@ -49,7 +49,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
     persons : sequence, array or path, default=None
         Whose each training record is: a text or a whole number for each, in the order of the
         records; or a CSV file with one column of them and a head. Then persons are protected, each
-        with all of its records. None: each record by itself.
+        with all of its records. None: each record alone.
     max_records : int or None, default=None
         Of a person that is drawn for a step, as many records are taken at most, at random; >= 1.
         None: all.
@@ -66,21 +66,21 @@ class PrivateFederatedClient(PersonalFederatedClient):
     ModuleNotFoundError
         Without Opacus, which declearn's own DP module imports (``declearn[dp]``).
     Exception
-        What `train_data` raises, if it can not be read at all.
+        What `train_data` raises, if it is not readable at all.
 
     Notes
     -----
     Guarantee: what this client sends in all of its rounds is (epsilon, delta)-differentially
     private for adding or removing one training record, or one person with any number of them if
-    `persons` are given, with the epsilon that `spent` returns. The server is told the number of
+    `persons` are given, with the epsilon that `spent` returns. The server gets the number of
     persons then, counts of batches are of persons, and the gradient of a person is the mean of
-    those of its records. Who has records at several clients is protected at each by itself.
+    those of its records. A person with records at several clients is protected at each separately.
     With `evaluation_share` the same is true of a validation record, or person, in what evaluations
     tell: both are charged to one ledger.
     Not protected: the number of training records (or persons), what declearn's server asks about
-    data, which is told of the validation records, their losses without `evaluation_share`, and when
-    the client sends.
-    A record that can not be read, or for which the model raises, counts as zero. That is said
+    data, which is answered from the validation records, their losses without `evaluation_share`,
+    and when the client sends.
+    A record that is unreadable, or for which the model raises, counts as zero. That is logged
     in this client's log alone, as is what goes wrong otherwise with records.
 
     Noise, rate and the largest number of steps are those announced before the first one; a round

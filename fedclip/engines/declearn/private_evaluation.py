@@ -14,7 +14,7 @@ r"""Evaluations with noise: each record's numbers clipped, added up, and noised 
 
 A unit more or less moves the sums by at most sqrt(k + 1) / 2: no number in them is further than
 1/2 from zero. What leaves the client follows from the noised sums alone, how many units there are
-too. Each record goes through the model in a batch of its own, so that none depends on another.
+too. Each record goes through the model in a separate batch, so that no record depends on another.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 
 from fedclip.core import parameters
 from fedclip.dpsgd.calibrate import evaluation_noise
-from fedclip.dpsgd.persample import part
-from fedclip.dpsgd.persample.base import Data, Failed, Float64, spare
+from fedclip.dpsgd.persample.base import Data, Failed, Float64, retry_halving
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.dataset_records import Records
 from fedclip.engines.declearn.evaluation import noise_problems
 from fedclip.engines.declearn.generics import AnyModel
+from fedclip.engines.declearn.persample import part
 from fedclip.privacy.noise import Normals, noised
 
 __all__ = ["Accuracy", "Evaluation"]
@@ -69,13 +69,13 @@ class Accuracy(MeanMetric):
     def metric_func(self, y_true: NDArray[np.generic], y_pred: Float64) -> NDArray[np.bool_]:
         """Return which records are right; refuse labels that are not one class for each."""
         several = y_pred.ndim > 1 and y_pred.shape[1] > 1
-        found = y_pred.argmax(axis=1) if several else y_pred.reshape(-1) > self.threshold
-        if found.shape != (y_true.size,):
+        classes = y_pred.argmax(axis=1) if several else y_pred.reshape(-1) > self.threshold
+        if classes.shape != (y_true.size,):
             raise ValueError(
                 f"accuracy is of one class for each record, and labels have shape {y_true.shape} "
                 f"for outputs of shape {y_pred.shape}: leave it out of the metrics"
             )
-        return np.asarray(found == y_true.reshape(-1))
+        return np.asarray(classes == y_true.reshape(-1))
 
 
 class Evaluation:
@@ -84,7 +84,7 @@ class Evaluation:
     Parameters
     ----------
     metrics
-        What the server asks for, the loss among it.
+        The metrics that the server asks for, with the loss.
     loss_bound
         So much of a record's loss counts at most.
 
@@ -108,19 +108,19 @@ class Evaluation:
     def of_record(self, model: AnyModel, record: Data) -> Float64:
         """Return the numbers of a batch of one record, over their bounds."""
         true, predicted, _ = model.compute_batch_predictions(record)
-        found = [float(np.sum(one.metric_func(true, predicted))) for one in self._of]
-        row = np.asarray(found) / self.bounds
+        numbers = [float(np.sum(metric.metric_func(true, predicted))) for metric in self._of]
+        row = np.asarray(numbers) / self.bounds
         return np.where(np.isnan(row), self._worst, np.clip(row, 0.0, 1.0))
 
     def values(self, model: AnyModel, units: Records | Persons, failed: Failed) -> Float64:
-        """Return the numbers of each unit; records that raise are told to `failed`."""
+        """Return the numbers of each unit; records that raise go to `failed`."""
         rows = np.tile(self._worst, (len(units), 1))
         for row, unit in zip(rows, range(len(units)), strict=True):
             for batch in units.take([unit], failed):
                 shares = [1.0] if batch.shares is None else batch.shares
                 for i, (place, share) in enumerate(zip(batch.positions, shares, strict=True)):
                     work = partial(self._add, row, share, model, part(batch, slice(i, i + 1)))
-                    spare(work, int(place), int(place) + 1, failed)
+                    retry_halving(work, int(place), int(place) + 1, failed)
         return rows
 
     def _add(self, row: Float64, share: float, model: AnyModel, record: Data, *_: int) -> None:
@@ -135,7 +135,7 @@ class Evaluation:
 
     @property
     def nothing(self) -> Float64:
-        """What is sent if the budget is spent: the worst numbers, of one unit."""
+        """The reply if the budget is spent: the worst numbers, of one unit."""
         return np.append(self._worst, 1.0)
 
     def states(self, found: Float64) -> dict[str, MeanState]:

@@ -13,9 +13,10 @@
         no step left: the update is zero
 
 A unit is a record, or a person with several (`fedclip.dpsgd.persons`).
-The server's seed and generator are not asked: noise and samples come from the operating system's
-secure generator. Nothing but the update leaves a round: a record that raises counts as zero, a
-text that might tell of records stays in the client's log, and no step is paid back.
+The server's seed and generator are not used: noise and samples come from a computationally secure
+generator, keyed by the operating system. Only the update leaves a round. A record that raises
+counts as zero, a text that might describe records stays in the client's log, and no step is paid
+back.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ from pathlib import Path
 from declearn.messaging import EvaluationReply, EvaluationRequest, PrivacyRequest
 from declearn.training.dp import DPTrainingManager
 
-from fedclip.core import parameters
 from fedclip.core.parameters import Config
-from fedclip.dpsgd import persample
-from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
+from fedclip.dpsgd.calibrate import Calibration, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise, Noise
-from fedclip.dpsgd.persample.base import Data, Float64
+from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
 from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.sampling import PoissonSampler
-from fedclip.engines.declearn.dataset_records import Records, first_records
+from fedclip.engines.declearn import persample
+from fedclip.engines.declearn.dataset_records import Records
 from fedclip.engines.declearn.members import untold
 from fedclip.engines.declearn.private_evaluation import Evaluation
-from fedclip.engines.declearn.sample_clip import place_of
+from fedclip.engines.declearn.private_plan import Plan, plan_of
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.ledger import Ledger, fingerprint
 from fedclip.privacy.noise import Normals, secure_normals
@@ -79,7 +79,7 @@ class PrivateTrainingManager(DPTrainingManager):
         Parameters
         ----------
         message
-            What the server asks for.
+            The request of the server.
         max_budget
             The client's own (epsilon, delta), which the server's can only be below.
         path
@@ -94,65 +94,34 @@ class PrivateTrainingManager(DPTrainingManager):
         Raises
         ------
         TypeError, ValueError
-            In words, if what is asked for would not be private, or can not be done.
+            If what is asked for would not be private, or is impossible.
         RuntimeError
             If the model raises for a record that it is tried on.
         """
-        if message.accountant == "gdp":
-            raise ValueError(
-                'accountant = "gdp" is no upper bound on epsilon: write "rdp" or "prv" in '
-                "[run.privacy]; fedclip counts by dp-accounting's PLD in either case"
-            )
-        persample.check(self.model)
-        asked = parameters.positive(sclip_norm=message.sclip_norm)
-        weights = self.model.get_weights(trainable=True).coefs
-        shapes = {name: tuple(map(int, array.shape)) for name, array in weights.items()}
-        self._place, self._bound = place_of(self.optim.modules, shapes, asked), asked
-        validation: Data = self.valid_data
-        marker, tried = self._place.settings, first_records(validation)
-        self.records = records or Records(self.train_data, tried[0])
-        epsilon, delta = message.budget
-        if max_budget is not None:
-            epsilon, delta = min(epsilon, max_budget[0]), min(delta, max_budget[1])
-        steps = steps_of_a_round(
-            len(self.records), message.batches, message.n_epoch, message.n_steps
-        )
-        if not steps:
-            raise ValueError(
-                "noise for a budget needs a number of steps: set n_epoch or n_steps in "
-                "[run.training], and not a time alone"
-            )
-        size, steps = message.batches["batch_size"], steps * message.rounds
-        many, unit = len(self.records), self.records.unit
-        self.calibration = calibrate(epsilon, delta, many, size, steps, unit)
-        self._evaluation: Evaluation | None = None
-        self._evaluations = message.rounds
-        if marker.evaluation_share and marker.loss_bound:
-            self._evaluation = Evaluation(self.metrics, marker.loss_bound)
-            if unit == "person" and valid is None:
-                raise ValueError(
-                    "evaluation_share protects persons here: tell this client whose the "
-                    "validation records are, by valid_persons; for fedclip quickrun, in a file "
-                    "valid_persons.csv beside the validation data"
-                )
-        share = marker.evaluation_share
-        self.calibration = self.calibration.evaluating(share, message.rounds)
+        plan = plan_of(self, message, max_budget, records, valid)
+        self._plan, self.records, self.calibration = plan, plan.records, plan.calibration
         # What fails for all records fails now, before anything is paid.
-        with untold(self.logger, "the trial of the model", persample.Unfit):
-            persample.try_out(self.model, tried, **self._settings(self.calibration.expected))
-            if self._evaluation is not None:
-                for record in tried:
-                    self._evaluation.of_record(self.model, record)
-                self._valid = valid or Records(validation)
+        with untold(self.logger, "the trial of the model", UnsupportedModelError):
+            expected = self.calibration.expected
+            persample.try_out(self.model, plan.tried, **self._settings(expected))
+            if plan.evaluation is not None:
+                for record in plan.tried:
+                    plan.evaluation.of_record(self.model, record)
+        self.noise = IndependentNoise()
+        self._start(plan, path, spent)
+
+    def _start(self, plan: Plan, path: Path | None, spent: Sequence[Release]) -> None:
+        """Open the ledger, and get ready for the first step."""
+        many, unit, steps = len(plan.records), plan.records.unit, plan.calibration.steps
+        epsilon, delta = plan.budget
         data = fingerprint(self.train_data, many, unit)
         self.ledger = Ledger(epsilon, delta, path, spent, data)
-        self.ledger.plan = self.calibration.releases if self.calibration.evaluations else ()
-        self.noise = IndependentNoise()
+        self.ledger.plan = plan.calibration.releases if plan.calibration.evaluations else ()
         self._normals: Normals = secure_normals
-        self._sampler = PoissonSampler(many, size)
-        self._charged = 0
+        self._sampler = PoissonSampler(many, plan.batch_size)
+        self._charged, self._evaluations = 0, plan.rounds
         self._failed: list[tuple[int, BaseException]] = []
-        self.sclip_norm, self._dp_budget = asked, (epsilon, delta)
+        self.sclip_norm, self._dp_budget = plan.bound, plan.budget
         self.logger.info(
             "DP-SGD: %d %ss, Poisson samples at rate %.4g, %d steps, noise multiplier %.4g, "
             "budget epsilon %.4g at delta %.3g for zeroing out one %s, of which %.4g "
@@ -173,7 +142,7 @@ class PrivateTrainingManager(DPTrainingManager):
     @property
     def clipping(self) -> SampleClipping:
         """How the gradient of a record, or a person, is clipped."""
-        return self._place.settings.clipping
+        return self._plan.stage.settings.clipping
 
     def get_noise_multiplier(self) -> float:
         """Return the standard deviation of the noise over the bound."""
@@ -212,17 +181,17 @@ class PrivateTrainingManager(DPTrainingManager):
         steps = steps_of_a_round(len(self.records), batch_cfg, n_epoch, n_steps)
         if steps is None:
             raise ValueError("a round needs n_epoch or n_steps: its steps are paid for")
-        asked = PoissonSampler(len(self.records), batch_cfg["batch_size"])
-        if asked.rate != self._sampler.rate:
+        sampler = PoissonSampler(len(self.records), batch_cfg["batch_size"])
+        if sampler.rate != self._sampler.rate:
             raise ValueError(
                 f"batch_size = {batch_cfg['batch_size']} is not what was announced before the run, "
                 f"{self._sampler.expected:g}: noise is accounted for that, in all rounds"
             )
         z, rate = self.calibration.noise_multiplier, self._sampler.rate
-        left = self.calibration.steps - self._charged
-        allowed = self.ledger.reserve(z, rate, steps, left)
+        remaining = self.calibration.steps - self._charged
+        allowed = self.ledger.reserve(z, rate, steps, remaining)
         self._charged += allowed
-        with untold(self.logger, "a private step", persample.Unfit):
+        with untold(self.logger, "a private step", UnsupportedModelError):
             for _ in range(allowed):
                 self.run_train_step(self.records.take(self._sampler.draw(), self._fail))
         planned = self.calibration.steps
@@ -246,7 +215,7 @@ class PrivateTrainingManager(DPTrainingManager):
                 "" if allowed else ": this client sends an update of zero",
             )
         epochs = allowed * self._sampler.expected // len(self.records)
-        # An average over no step at all is none: zero counts as the update of one step. The time
+        # Without a step there is no average: zero counts as the update of one step. The time
         # would tell how many records were drawn, and how long they are.
         return {"n_epoch": epochs, "n_steps": max(allowed, 1), "t_spent": 0.0}
 
@@ -260,8 +229,8 @@ class PrivateTrainingManager(DPTrainingManager):
         """
         z, expected = self.calibration.noise_multiplier, float(self._sampler.expected)
         self.ledger.charge(z, self._sampler.rate)
-        settings = self._place.settings
-        clipping, bound = settings.clipping, settings.bound or self._bound
+        settings = self._plan.stage.settings
+        clipping, bound = settings.clipping, settings.bound or self._plan.bound
         sums, norms = self._clipped(batches, bound)
         self._tell()
         noisy = self.noise.add(sums, clipping.noise_multiplier(z, expected) * bound)
@@ -271,7 +240,7 @@ class PrivateTrainingManager(DPTrainingManager):
         scale = clipping.scale(bound) / expected
         gradients = persample.vector(self.model, {name: a * scale for name, a in noisy.items()})
         modules = self.optim.modules
-        self.optim.modules = self._place.after
+        self.optim.modules = self._plan.stage.after
         try:
             self.optim.apply_gradients(self.model, gradients)
         finally:
@@ -279,15 +248,15 @@ class PrivateTrainingManager(DPTrainingManager):
 
     def _clipped(self, batches: Data, bound: float) -> tuple[dict[str, Float64], Float64]:
         """Return the sum of clipped gradients, and the norms; records that raise are noted."""
-        factors = partial(self._place.settings.clipping.factors, bound=bound)
+        factors = partial(self.clipping.factors, bound=bound)
         settings = self._settings(self._sampler.expected)
         return persample.clipped_sum(self.model, batches, factors, **settings, failed=self._fail)
 
     def _settings(self, expected: float) -> Config:
         """Return how gradients are taken, with as many records at once as batches have."""
-        place = self._place
-        most = min(place.settings.micro_batch, _enough(expected * self.records.mean))
-        return {"groups": place.groups, "micro_batch": most, "each": place.each()}
+        stage = self._plan.stage
+        most = min(stage.settings.micro_batch, _enough(expected * self.records.mean))
+        return {"groups": stage.groups, "micro_batch": most, "each": stage.each()}
 
     def _fail(self, record: int, exc: BaseException) -> None:
         self._failed.append((record, exc))
@@ -311,31 +280,33 @@ class PrivateTrainingManager(DPTrainingManager):
                 "without valid_data an evaluation would publish losses of the training records, "
                 "without noise"
             )
-        with untold(self.logger, "the evaluation", persample.Unfit):
-            if self._evaluation is not None:
-                return self._noised(self._evaluation, message)
+        with untold(self.logger, "the evaluation", UnsupportedModelError):
+            if self._plan.evaluation is not None and self._plan.valid is not None:
+                return self._noised(self._plan.evaluation, self._plan.valid, message)
             reply = super()._evaluation_round(message)
         reply.t_spent = 0.0
         return reply
 
-    def _noised(self, evaluation: Evaluation, message: EvaluationRequest) -> EvaluationReply:
+    def _noised(
+        self, evaluation: Evaluation, valid: Records | Persons, message: EvaluationRequest
+    ) -> EvaluationReply:
         """Evaluate on all validation records, whatever is asked for, and pay before that."""
         if message.weights is not None:
             self.model.set_weights(message.weights, trainable=True)
         ((z, _, rate),) = self.calibration.evaluations
-        found = evaluation.nothing
+        means = evaluation.nothing
         if self._evaluations and self.ledger.reserve(z, rate, 1, self._evaluations, True):
             self._evaluations -= 1
-            rows = evaluation.values(self.model, self._valid, self._fail)
+            rows = evaluation.values(self.model, valid, self._fail)
             self._tell()
-            found = evaluation.noised(rows, z, self._normals)
+            means = evaluation.noised(rows, z, self._normals)
         else:
             self.logger.warning(
                 "The privacy budget allows no more evaluations: the worst loss that counts is "
                 "sent, for one record."
             )
-        loss = float(found[0] * evaluation.bounds[0])
-        return EvaluationReply(loss, 1, 0.0, {**evaluation.states(found)})
+        loss = float(means[0] * evaluation.bounds[0])
+        return EvaluationReply(loss, 1, 0.0, {**evaluation.states(means)})
 
 
 def _enough(expected: float) -> int:

@@ -27,29 +27,32 @@ from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.persample.base import Arrays
 from fedclip.engines.declearn.generics import AnyModule, AnyVector
 from fedclip.engines.declearn.stages import analyse
-from fedclip.privacy import Context, Map
+from fedclip.errors import Problem
+from fedclip.privacy import Context, Guarantee
 from fedclip.privacy.accounting import check_evaluation
-from fedclip.privacy.maps import Shapes
+from fedclip.privacy.guarantees import Shapes
 
-__all__ = ["Place", "SampleClip", "place_of", "unfit"]
+__all__ = ["Place", "SampleClip", "place_of", "problems_before"]
 
 Modules: TypeAlias = Sequence[AnyModule]
 
-# Below, the accountants of samples take minutes beside noise so large.
+# Below, the accountants of samples take minutes for noise so large.
 _LEAST_SHARE = 1e-3
 
 
-def unfit(before: Modules, shapes: Shapes | None = None) -> str:
-    """Return why one of these modules cannot precede `sample-clip`; "" if all can."""
+def problems_before(before: Modules, shapes: Shapes | None = None) -> list[Problem]:
+    """Return why modules cannot precede `sample-clip`; an empty list if all can."""
+    problems = []
     for module in before:
-        (known,) = analyse(module, shapes).maps
+        (known,) = analyse(module, shapes).guarantees
         why = known.shared or ("it adds noise" if known.noise else "")
         if why:
-            return (
-                f"{module.name} can not stand before sample-clip, where each record goes "
+            text = (
+                f"{module.name} cannot stand before sample-clip, where each record goes "
                 f"through it alone: {why}. Put it after sample-clip"
             )
-    return ""
+            problems.append(Problem(text))
+    return problems
 
 
 def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float]:
@@ -142,13 +145,13 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         """What becomes of each record, given its norms."""
         return SampleClipping(self.mode, self.gamma, self.quantile, self.rate)
 
-    def guarantee(self, context: Context) -> Map:
+    def guarantee(self, context: Context) -> Guarantee:
         """Return what becomes of each record; the bound is known if it is written here."""
         why = "it clips single records, and no whole gradient comes to it"
         if self.max_norm is None or self.mode == "adaptive":
             unknown = "its bound is the server's sclip_norm, or follows the norms with noise"
-            return Map(self.name, finite=True, unbounded=unknown, expands=why)
-        return Map(self.name, self.max_norm, f"{self.max_norm:g}", finite=True, expands=why)
+            return Guarantee(self.name, finite=True, unbounded=unknown, expands=why)
+        return Guarantee(self.name, self.max_norm, f"{self.max_norm:g}", finite=True, expands=why)
 
     def in_words(self, limit: str, unit: str = "record") -> str:
         """Return what becomes of records, or persons, and of their sum, with a bound of `limit`."""
@@ -163,9 +166,9 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         }
         each = "tensors" if self.mode == "tensor" else "groups of tensors"
         split = f"each of the k {each} of a {unit} is clipped to {limit}/√k"
-        said = how.get(self.mode, split) if isinstance(self.mode, str) else split
+        sentence = how.get(self.mode, split) if isinstance(self.mode, str) else split
         return (
-            f"{said}. To zero out a {unit} moves the sum of a batch by at most {bound}, to "
+            f"{sentence}. To zero out a {unit} moves the sum of a batch by at most {bound}, to "
             f"replace one by twice that; noise of z·{bound} is added to the sum, which is divided "
             "by the expected size of a batch."
         )
@@ -174,7 +177,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         """Refuse: what comes here is a whole batch, unclipped and without noise."""
         raise RuntimeError(
             "sample-clip clips records, and this client does not: nothing here is private. Use "
-            "fedclip.PrivateFederatedClient in the place of declearn's FederatedClient, and "
+            "fedclip.PrivateFederatedClient instead of declearn's FederatedClient, and "
             "[run.privacy] on the server"
         )
 
@@ -242,11 +245,11 @@ def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
         If there are two, or what stands before is not safe for single records, or its max_norm
         is another one.
     """
-    found = [i for i, module in enumerate(modules) if isinstance(module, SampleClip)]
-    if len(found) > 1:
+    positions = [i for i, module in enumerate(modules) if isinstance(module, SampleClip)]
+    if len(positions) > 1:
         raise ValueError("sample-clip stands in client_opt more than once: leave one")
-    place = found[0] if found else -1
-    marker = modules[place] if found else None
+    place = positions[0] if positions else -1
+    marker = modules[place] if positions else None
     settings = marker if isinstance(marker, SampleClip) else SampleClip()
     if settings.max_norm not in (None, max_norm):
         raise ValueError(
@@ -255,6 +258,6 @@ def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
         )
     groups = settings.clipping.groups([*shapes])
     before = modules[: max(place, 0)]
-    if why := unfit(before, shapes):
-        raise ValueError(why)
+    if problems := problems_before(before, shapes):
+        raise ValueError("; ".join(map(str, problems)))
     return Place(settings, before, [*modules[place + 1 :]], groups)

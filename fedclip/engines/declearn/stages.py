@@ -21,10 +21,9 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip.errors import nearest
-from fedclip.privacy.bounds import analyse_plugins
-from fedclip.privacy.maps import Plugin, Shapes
+from fedclip.privacy.guarantees import Plugin, Shapes
 from fedclip.privacy.norm_conversions import COARSEST, number
-from fedclip.privacy.sensitivity import Analysis
+from fedclip.privacy.sensitivity import Analysis, analyse_plugins
 
 __all__ = ["analyse", "before_noise", "in_words", "warnings"]
 
@@ -229,7 +228,7 @@ def _aggregate(server: Sequence[object]) -> str:
     if not server:
         return "nothing is clipped."
     analysis = analyse(server)
-    if analysis.noised and not analysis.before_noise.maps:
+    if analysis.noised and not analysis.before_noise.guarantees:
         return f"{analysis.bound_in_words} What follows noise is free, and bounds no sensitivity."
     return f"{analysis.bound_in_words} {analysis.aggregate_in_words}"
 
@@ -238,10 +237,10 @@ def warnings(plugins: Sequence[Plugin]) -> list[str]:
     """Return warnings about plug-ins of an optimizer that may not do what the user expects."""
     plugins = _after_records(plugins)
     texts = []
-    for i, map_ in enumerate(analyse(plugins).maps):
+    for i, map_ in enumerate(analyse(plugins).guarantees):
         before = analyse(plugins[:i], finite=True)
         if not map_.noise and before.formula and map_.growth > 1.0 + COARSEST:
-            clip = next(m.name for m in reversed(before.maps) if m.formula)
+            clip = next(m.name for m in reversed(before.guarantees) if m.formula)
             why = map_.expands or map_.unbounded
             texts.append(
                 f"{map_.name} comes after {clip} and can exceed its bound ({why}): put the clipper "
@@ -260,7 +259,7 @@ def before_noise(plugins: Sequence[Plugin]) -> list[str]:
     plugins = _after_records(plugins)
     return [
         text
-        for i, map_ in enumerate(analyse(plugins).maps)
+        for i, map_ in enumerate(analyse(plugins).guarantees)
         if map_.noise
         for text in _unsized(analyse(plugins[:i], finite=True), map_.name)
     ]
@@ -273,14 +272,14 @@ def _after_records(plugins: Sequence[Plugin]) -> Sequence[Plugin]:
 
 
 def _unsized(before: Analysis, noise: str) -> list[str]:
-    if not before.maps or before.noised:
+    if not before.guarantees or before.noised:
         return []
     if not before.formula:
         return [f"nothing bounds what {noise} is added to: no amount of it gives a guarantee"]
     texts = [
         f"{m.name} is an adaptive rule before {noise} ({m.shared}): it bounds no sensitivity per "
         "record; use a fixed limit"
-        for m in before.maps
+        for m in before.guarantees
         if m.shared and m.lipschitz > 1.0 and m.formula
     ]
     if before.l2_bound is None and "√k" in before.formula:

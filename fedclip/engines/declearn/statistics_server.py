@@ -21,7 +21,7 @@ from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.members import expect, sender_of
 from fedclip.errors import StateError, Unchecked
 from fedclip.privacy import guarantees as kinds
-from fedclip.privacy.maps import Plugin
+from fedclip.privacy.guarantees import Plugin
 from fedclip.statistics.client import MAX_STEPS
 from fedclip.statistics.counts import FedclipSharedCounts, FedclipSharedState
 from fedclip.statistics.server import SharedState
@@ -69,7 +69,7 @@ class SharedServer(OptiModule[Any], register=False):
     """
 
     clipper: ClassVar[Plugin]
-    """The clipper of this counterpart, a `fedclip.clippers.sharing.SharedClipper`."""
+    """The clipper of this counterpart, a `fedclip.clippers.sharing.Sharing`."""
     __signature__: ClassVar[inspect.Signature]
     guarantee = kinds.unchanged
     auxvar_cls: Any = FedclipSharedState

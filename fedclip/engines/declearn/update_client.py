@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
-from fedclip.core.version import VERSION, Versioned
+from fedclip.core.plugins import VERSION, Versioned
 from fedclip.engines.declearn.context import ROUND, ClientPart, change
 from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
 from fedclip.engines.declearn.update_norms import UpdateNorms

@@ -36,11 +36,12 @@ from declearn.optimizer import Optimizer
 from fedclip import SampleClip
 from fedclip.core.scopes import Groups
 from fedclip.dpsgd import persample
-from fedclip.dpsgd.persample.base import Data, Host, HostStack, shapes
+from fedclip.dpsgd.persample.base import Data, Host, HostStack
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.dataset_records import Records, first_records
 from fedclip.engines.declearn.experiment import Experiment
 from fedclip.engines.declearn.generics import AnyModel
+from fedclip.engines.declearn.persample import shapes
 from fedclip.engines.declearn.private_training import PrivateTrainingManager
 from fedclip.engines.local.simulate import Simulation
 from fedclip.errors import ToolError
@@ -129,9 +130,9 @@ class Audit(NamedTuple):
         auc, low, high = self.membership
         yield f"membership: AUC {auc:.3f} by losses ({low:.3f} to {high:.3f}, 95 %); 0.5 is a coin"
         yield (
-            "what this does not show: that epsilon is as small as claimed (attacks give lower "
-            "bounds); what goes out besides the model, as losses, votes, logs and numbers of "
-            "records do; and the generator, whose draws are taken as random"
+            "what this does not show: that epsilon is as small as claimed, as attacks give lower "
+            "bounds. It tests neither other messages (losses, votes, logs, numbers of records) nor "
+            "the random generator"
         )
 
 
@@ -308,7 +309,7 @@ class _Watched(PrivateTrainingManager):
 
     def watch(self, rng: np.random.Generator) -> None:
         """Replace the units by canaries, and watch the noise."""
-        self._groups, self._rng = self._place.groups, None
+        self._groups, self._rng = self._plan.stage.groups, None
         self.broken = self._unclipped()
         self._like, many = self.model.get_weights(trainable=True).coefs, len(self.records)
         self._places = _places(self._like, self._groups, min(many, _FEWEST), rng)

@@ -76,18 +76,18 @@ def private_gradients(
     >>> layer.weight.grad = found["weight"]
     """
     torch_check.check(module)
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    arguments = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
 
     def of(run: Run, record: Sequence[torch.Tensor]) -> torch.Tensor:
-        *own, target = (x.unsqueeze(0) for x in record)
-        return loss(run(tuple(own)), target).mean()
+        *batch_of_one, target = (x.unsqueeze(0) for x in record)
+        return loss(run(tuple(batch_of_one)), target).mean()
 
     if module not in _TRIED and len(targets):
-        torch_records.check_tracked(module, of, [_like(x[:1]) for x in (*given, targets)])
+        torch_records.check_tracked(module, of, [_like(x[:1]) for x in (*arguments, targets)])
         _TRIED.add(module)
     weights = torch_records.trained(module)
-    found = mean(
-        torch_records.record_stacks(module, of, (*given, targets), micro_batch),
+    gradients = mean(
+        torch_records.record_stacks(module, of, (*arguments, targets), micro_batch),
         {name: tuple(weight.shape) for name, weight in weights.items()},
     )
-    return torch_records.restored(found, weights)
+    return torch_records.restored(gradients, weights)

@@ -21,7 +21,7 @@ from dpsgd_managers import (
     train,
 )
 
-from fedclip.dpsgd.persample import clipped_sum
+from fedclip.engines.declearn.persample import clipped_sum
 from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy import accounting
 from fedclip.privacy.accounting import Release, epsilon
@@ -148,10 +148,10 @@ def test_declearns_names_of_accountants_change_nothing() -> None:
         ([], {"accountant": "gdp"}, "is no upper bound on epsilon"),
         ([SampleClip(1.0)], {}, "the server's sclip_norm is 0.5"),
         ([SampleClip(), SampleClip()], {}, "more than once"),
-        (["adam", SampleClip()], {}, "adam can not stand before sample-clip"),
-        (["momentum", SampleClip()], {}, "momentum can not stand before sample-clip"),
-        (["zscore-clip", SampleClip()], {}, "zscore-clip can not stand before sample-clip"),
-        (["gaussian-noise", SampleClip()], {}, "gaussian-noise can not stand before"),
+        (["adam", SampleClip()], {}, "adam cannot stand before sample-clip"),
+        (["momentum", SampleClip()], {}, "momentum cannot stand before sample-clip"),
+        (["zscore-clip", SampleClip()], {}, "zscore-clip cannot stand before sample-clip"),
+        (["gaussian-noise", SampleClip()], {}, "gaussian-noise cannot stand before"),
         ([SampleClip(mode=["nothing.*"])], {}, "matches no tensor"),
         ([], {"n_epoch": None}, "set n_epoch or n_steps"),
         ([], {"budget": (3.0, 0.0)}, "delta must be"),
@@ -271,7 +271,7 @@ def test_small_batches_are_not_filled_up_to_large_ones(
         seen.append(micro_batch)
         return clipped_sum(*args, micro_batch=micro_batch, **settings)
 
-    monkeypatch.setattr("fedclip.dpsgd.persample.clipped_sum", note)
+    monkeypatch.setattr("fedclip.engines.declearn.persample.clipped_sum", note)
     for clip in (SampleClip(), SampleClip(micro_batch=7)):
         made = manager([clip], private=request(batches={"batch_size": size}))
         made.run_train_step(made.records.take(np.arange(size)))

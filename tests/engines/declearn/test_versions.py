@@ -15,7 +15,7 @@ from federation_helpers import Clients
 from federation_liars import anything
 
 import fedclip
-from fedclip.core.version import VERSION
+from fedclip.core.plugins import VERSION
 from fedclip.engines.declearn.messages import UpdateClipBound
 from fedclip.statistics.counts import FedclipSharedState
 

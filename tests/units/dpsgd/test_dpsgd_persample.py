@@ -11,7 +11,8 @@ import pytest
 from helpers import require
 
 from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.persample import Unfit, check, clipped_sum, vector
+from fedclip.dpsgd.persample.base import UnsupportedModelError
+from fedclip.engines.declearn.persample import check, clipped_sum, vector
 
 pytestmark = pytest.mark.slow
 
@@ -287,5 +288,5 @@ def test_what_is_used_and_not_followed_is_refused_and_numbers_are_trained() -> N
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, net.get_parameter(name).grad)
     private_gradients(Net(False, dropout=0.5), torch.nn.MSELoss(), x, y, mean)
-    with pytest.raises((Unfit, RuntimeError), match="use_reentrant=False"):
+    with pytest.raises((UnsupportedModelError, RuntimeError), match="use_reentrant=False"):
         private_gradients(Net(reentrant=True), torch.nn.MSELoss(), x, y, mean)

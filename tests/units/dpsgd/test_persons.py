@@ -18,9 +18,9 @@ from units.dpsgd.test_dpsgd_persample import MODELS
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.check.data import asked_for, units
 from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.persample import clipped_sum
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.dataset_records import Records
+from fedclip.engines.declearn.persample import clipped_sum
 from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.ledger import Ledger, fingerprint
 

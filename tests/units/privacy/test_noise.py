@@ -13,8 +13,9 @@ from helpers import BACKENDS, FRAMEWORKS, to_numpy, to_vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedclip.arrays import backend_named
 from fedclip.errors import StateError
-from fedclip.privacy import accounting
+from fedclip.privacy import accounting, noise
 from fedclip.privacy.accounting import (
     Accountant,
     Cost,
@@ -31,6 +32,27 @@ from fedclip.privacy.noise import add_noise, noised, secure_normals
 LARGEST = {"float16": 65504.0, "float32": 3.4028234e38, "bfloat16": 3.3895e38}
 
 
+def test_each_draw_is_the_stream_of_a_new_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[int] = []
+
+    def urandom(size: int) -> bytes:
+        keys.append(size)
+        return bytes(size)
+
+    monkeypatch.setattr(os, "urandom", urandom)
+    # RFC 8439, appendix A.1: the first words for a key of zeros.
+    first, second = (noise.random_words(2).tobytes().hex() for _ in range(2))
+    assert first == second == "76b8e0ada0f13d90405d6ae55386bd28"
+    assert keys == [32, 32]
+
+
+# With torch, and with NumPy where it is absent.
+@pytest.fixture(params=[torch for torch in ("torch", "numpy") if torch in BACKENDS])
+def transform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "backend_named", lambda name: backend_named(request.param))
+
+
+@pytest.mark.usefixtures("transform")
 def test_secure_noise_is_normal(monkeypatch: pytest.MonkeyPatch) -> None:
     """From bytes that are the same each time."""
     from scipy import stats
@@ -47,9 +69,11 @@ def test_secure_noise_is_normal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 10 <= (np.abs(draws) > 4).sum() <= 45  # 25 expected
 
 
+@pytest.mark.usefixtures("transform")
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
 def test_the_extreme_draws_are_finite(byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "urandom", lambda n: bytes([byte]) * n)
+    word = int.from_bytes(bytes([byte]) * 8, "big")
+    monkeypatch.setattr(noise, "random_words", lambda n: np.full(n, word, dtype=np.uint64))
     draws = secure_normals(8)
     assert np.isfinite(draws).all()
     assert np.abs(draws).max() <= math.sqrt(2 * 117 * math.log(2)) + 1e-12
@@ -75,12 +99,12 @@ def test_noised_values_keep_their_dtype_and_are_on_a_grid(framework: str, dtype:
     arrays, std = {"w": values, "b": np.array(1.0), "none": np.zeros((0, 3))}, 0.7
     vector = to_vector(arrays, framework, dtype)
     before = to_numpy(vector)["w"].copy()
-    noised = type(vector)(add_noise(vector.coefs, std, secure_normals))
+    result = type(vector)(add_noise(vector.coefs, std, secure_normals))
     for name, array in vector.coefs.items():
-        assert noised.coefs[name].dtype == array.dtype
-        assert tuple(noised.coefs[name].shape) == tuple(array.shape)
+        assert result.coefs[name].dtype == array.dtype
+        assert tuple(result.coefs[name].shape) == tuple(array.shape)
     np.testing.assert_array_equal(to_numpy(vector)["w"], before)
-    out = to_numpy(noised)["w"]
+    out = to_numpy(result)["w"]
     # Rounding to a float of any width leaves multiples of a power of two what they are; what is
     # below the subnormals of float16 is rounded to one of them.
     grid = 2.0**-31 if dtype != "float16" else 2.0**-24
@@ -122,16 +146,11 @@ def test_the_grid_of_extreme_noise() -> None:
     assert noised(np.array(2.0), 1.0, secure_normals).shape == ()
 
 
+@pytest.mark.usefixtures("transform")
 def test_pairs_are_as_fine_in_their_tail_and_near_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """The radius of a pair must not betray that it is one of few."""
     words: list[list[int]] = []
-    real = os.urandom
-
-    def urandom(size: int) -> bytes:
-        given = words.pop(0) if words else []
-        return b"".join(w.to_bytes(8, "little") for w in given) or real(size)
-
-    monkeypatch.setattr(os, "urandom", urandom)
+    monkeypatch.setattr(noise, "random_words", lambda size: np.array(words.pop(0), np.uint64))
 
     def radius(k: int, more: int = 0) -> float:
         words[:] = [[k, 0], [more]]
@@ -144,7 +163,6 @@ def test_pairs_are_as_fine_in_their_tail_and_near_zero(monkeypatch: pytest.Monke
     top = (1 << 64) - 1
     assert radius(top) == 0.0
     assert 0 < radius(top - 2) < radius(top - 3) < 2.0**-30
-    words.clear()
 
 
 # -- accounting ---------------------------------------------------------------------------------

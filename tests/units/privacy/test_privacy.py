@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedclip import NormClip, ValueClip, ZScoreClip, analyse
-from fedclip.privacy import MAPS, Context, Map
+from fedclip.privacy import GUARANTEES, Context, Guarantee
 from fedclip.privacy.norm_conversions import l2_of, stretch
 
 SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
@@ -119,7 +119,7 @@ def test_noise_first_makes_all_that_follows_free() -> None:
     assert found.sensitivity("add-remove") is None
     assert found.sensitivity("add-remove", "aggregate", 1.0) is None
     assert "comes first" in str(found)
-    assert found.before_noise.maps == ()
+    assert found.before_noise.guarantees == ()
 
 
 def test_what_comes_before_noise_is_what_noise_is_sized_on() -> None:
@@ -143,10 +143,12 @@ def test_a_plugin_that_is_not_known_bounds_nothing(monkeypatch: pytest.MonkeyPat
     assert found.l2_bound is None
     assert "halve: no bound is known of it" in found.reasons
 
-    def halve(module: Any, context: Context) -> Map:
-        return Map("halve", lipschitz=0.5, growth=0.5, finite=context.finite, unbounded="it halves")
+    def halve(module: Any, context: Context) -> Guarantee:
+        return Guarantee(
+            "halve", lipschitz=0.5, growth=0.5, finite=context.finite, unbounded="it halves"
+        )
 
-    monkeypatch.setitem(MAPS, "halve", halve)
+    monkeypatch.setitem(GUARANTEES, "halve", halve)
     found = analyse(["norm-clip", Halve()], SHAPES)
     assert (found.l2_bound, found.lipschitz) == (0.5, 0.5)
     assert found.sensitivity("add-remove", "aggregate", 0.1) == 0.05

@@ -365,7 +365,7 @@ def test_a_server_writes_means_with_noise_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"protocol": "websockets"}, "needs protocol = 'fedclip-websockets' on the server"),
+        ({"protocol": "websockets"}, "needs the server's protocol 'fedclip-websockets'"),
         ({"metrics": ["binary-classif"]}, "asks for binary-classif too: leave that out"),
     ],
 )

@@ -145,7 +145,7 @@ OTHERS: list[tuple[dict[str, str], str, str]] = [
         ({"client": f"modules = {modules}", "run": PRIVATE}, "problem", words)
         for modules, words in (
             ('["sample-clip", "sample-clip"]', "more than once: keep one"),
-            ('["zscore-clip", "sample-clip"]', "zscore-clip can not stand before sample-clip"),
+            ('["zscore-clip", "sample-clip"]', "zscore-clip cannot stand before sample-clip"),
             ('["gaussian-noise", "sample-clip"]', "it adds noise. Put it after sample-clip"),
             ('[["sample-clip", {max_norm = 0.1}]]', "sample-clip has max_norm = 0.1"),
         )

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two passes in JAX: the sums of stored gradients, whatever the records hold."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import require
+
+from fedclip.core.scopes import Groups
+from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.persample import add_up
+
+jax: Any = require("jax")
+jnp = jax.numpy
+made: Any = __import__("fedclip.dpsgd.persample.jax_records", fromlist=["x"])
+
+NAMES, SHAPES = ("v", "w"), {"v": (5, 3), "w": (6, 5)}
+
+
+def loss(weights: Any, others: Any, record: Any) -> Any:
+    """Take dropout from the record's own key."""
+    x, y, key = record
+    x = x * jax.random.bernoulli(key, 0.5, x.shape)
+    return -jax.nn.log_softmax(jnp.tanh(x @ weights["w"]) @ weights["v"])[y]
+
+
+def in_half(weights: Any, others: Any, record: Any) -> Any:
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), weights)
+    return loss(low, others, record).astype(jnp.float32)
+
+
+def at_random(weights: Any, others: Any, record: Any) -> Any:
+    """Draw numbers while it is traced: each compiled pass has others."""
+    return loss(weights, others, record) * np.random.default_rng().uniform(0.5, 2.0)
+
+
+def records(count: int = 13) -> Any:
+    rng = np.random.default_rng(0)
+    keys = jax.random.key_data(jax.random.split(jax.random.key(1), count))
+    x = rng.normal(size=(count, 6)).astype("float32")
+    return x, rng.integers(0, 3, count), np.asarray(keys)
+
+
+def weights() -> Any:
+    rng = np.random.default_rng(1)
+    return {n: jnp.asarray(rng.normal(size=shape), "float32") for n, shape in SHAPES.items()}
+
+
+@functools.cache
+def compiled(two_passes: bool) -> Any:
+    gradients = made.RecordGradients(loss)
+    gradients._is_faster = lambda *args: two_passes
+    return gradients
+
+
+def total(two_passes: bool, some: Any, factors: Any, groups: Any = None) -> Any:
+    stacks = [*compiled(two_passes).stacks(NAMES, weights(), (), some, 5)]
+    kind = made.TwoPassStack if two_passes else made.JaxStack
+    assert {type(stack) for stack in stacks} == {kind}
+    return add_up(stacks, SHAPES, factors, groups)
+
+
+def flat(norms: Any, bound: float = 0.1) -> Any:
+    return SampleClipping().factors(norms, bound)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("odd", [np.nan, 1e30, 0.0])
+@pytest.mark.parametrize("groups", [None, Groups(NAMES, NAMES, ((0,), (1,)))])
+@pytest.mark.parametrize("factors", [flat, partial(flat, bound=1e-36), np.ones_like])
+def test_two_passes_are_the_sum_of_stored_gradients(odd: float, groups: Any, factors: Any) -> None:
+    x, y, keys = records()
+    # The last record also fills up the last micro-batch.
+    x[[2, 12]] = odd
+    sums, norms = total(True, (x, y, keys), factors, groups)
+    right, theirs = total(False, (x, y, keys), factors, groups)
+    np.testing.assert_allclose(norms, theirs, rtol=1e-4)
+    assert (norms >= theirs)[np.isfinite(theirs)].all()
+    for name, array in right.items():
+        np.testing.assert_allclose(sums[name], array, rtol=1e-3, atol=1e-4 * abs(array).max())
+
+
+@pytest.mark.parametrize("kind", [in_half, at_random])
+def test_passes_that_disagree_are_not_taken(kind: Any) -> None:
+    gradients = made.RecordGradients(kind)
+    patched = iter([0.0, 9.0] * 4 + [0.0, 0.1] * 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(made.time, "perf_counter", lambda: next(patched))
+        stacks = [*gradients.stacks(NAMES, weights(), (), records(), 5)]
+    assert {type(stack) for stack in stacks} == {made.JaxStack}
+
+
+@pytest.mark.parametrize(("second", "kind"), [(0.1, "TwoPassStack"), (10.0, "JaxStack")])
+def test_the_faster_way_is_taken_for_each_shape(second: float, kind: str) -> None:
+    gradients = made.RecordGradients(loss)
+    times = [0.0, 9.0] * 4 + [0.0, second] * 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(made.time, "perf_counter", lambda: times.pop(0))
+        stacks = [*gradients.stacks(NAMES, weights(), (), records(), 5)]
+        assert {type(stack).__name__ for stack in stacks} == {kind}
+        # It is measured once, and gradients that are asked for are always stored.
+        (stack,) = gradients.stacks(NAMES, weights(), (), records(5), 5)
+        assert type(stack).__name__ == kind
+        (stack,) = gradients.stacks(NAMES, weights(), (), records(5), 5, materialise=True)
+    assert type(stack) is made.JaxStack
+
+
+def test_keys_of_jax_are_records_too() -> None:
+    x, y, keys = records()
+    gradients = made.RecordGradients(loss)
+    typed = jax.random.wrap_key_data(keys)
+    sums, _ = add_up(gradients.stacks(NAMES, weights(), (), (x, y, typed), 5), SHAPES, flat)
+    right, _ = total(False, (x, y, keys), flat)
+    np.testing.assert_allclose(sums["w"], right["w"], rtol=1e-4, atol=1e-6)
