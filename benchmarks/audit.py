@@ -30,7 +30,6 @@ from scipy import stats
 
 from fedclip import ClippedAveraging, UpdateClipClient, UpdateClipServer
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
-from fedclip.updates import adaptive
 from fedclip.updates import bound as bounds
 from fedclip.updates.limits import Limits
 
@@ -111,33 +110,42 @@ class Round:
             raw = ClippedUpdates(NumpyVector({"w": worst * BOUND * DIRECTION}), 1)
             self.worst = (raw, self.worst[1])
 
-    def play(self, present: bool) -> tuple[float, float]:
-        """Return what is seen: the sum along the worst client's direction, and the votes' sum."""
+    def play(self, present: bool) -> list[float]:
+        """Return what is seen: the sum along the worst client's direction, and all counts."""
         server, replies = self.server, [*self.others, *([self.worst] if present else [])]
-        server.bound, server.evidence = BOUND, 0.0
+        budget, counts = server.budget, list[float]()
+        assert budget is not None
+
+        def seen(possible: Any, round_: int) -> Any:
+            noisy = type(budget).noised_counts(budget, possible, round_)
+            counts.extend(noisy)
+            return noisy
+
+        server.bound = BOUND
         server.collect_aux_var()
-        server.process_aux_var(sum(votes for _, votes in replies))
+        with mock.patch.object(budget, "noised_counts", seen):
+            server.process_aux_var(sum(votes for _, votes in replies))
         average = self.aggregator.finalize_updates(sum(update for update, _ in replies))
         out = server.run(average).coefs["w"]
-        share = server.quantile - np.log(server.bound / BOUND) / server.learning_rate
-        return float(out @ DIRECTION) * CLIENTS / BOUND, (share - 0.5) * CLIENTS
+        return [float(out @ DIRECTION) * CLIENTS / BOUND, *counts]
 
 
 # -- faults -----------------------------------------------------------------------------------
 def half_the_noise(rounds: Round) -> contextlib.AbstractContextManager[Any]:
     budget = rounds.server.budget
     assert budget is not None
-    halves = {"update_noise": budget.update_noise / 2, "bits_noise": budget.bits_noise / 2}
+    halves = {"update_noise": budget.update_noise / 2, "noise_of_bins": budget.noise_of_bins / 2}
     return mock.patch.multiple(budget, **halves)
 
 
 def votes_thrown_away(rounds: Round) -> contextlib.AbstractContextManager[Any]:
-    def discard(votes: int, within: int, clients: int | None, noise: float) -> float | None:
-        if clients is not None and votes > clients:
-            votes = within = 0
-        return bounds.share_within(votes, within, clients, noise)
+    def discard(counts: Any, total: float, *, exactly: bool = False) -> Any:
+        if not exactly and counts.sum() > total:
+            counts = 0.0 * counts
+        return project(counts, total, exactly=exactly)
 
-    return mock.patch.object(adaptive, "share_within", discard)
+    project = bounds.projected
+    return mock.patch.object(bounds, "projected", discard)
 
 
 def nothing_measured(rounds: Round) -> contextlib.AbstractContextManager[Any]:
@@ -163,7 +171,7 @@ CASES = {
     "twice as many clients reply": Case(CROWD),
     "a client does not clip": Case({"honest": False}),
     "half the noise": Case({}, half_the_noise, True),
-    "votes of a crowd are thrown away, not clamped": Case(CROWD, votes_thrown_away, True),
+    "votes of a crowd are thrown away, not projected": Case(CROWD, votes_thrown_away, True),
     "ten times the bound gets through": Case({"honest": False}, nothing_measured, True),
 }
 

@@ -15,8 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.combining import Combining
+from fedclip.updates.aggregation import Combining
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.protocol import Reply
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares

@@ -27,7 +27,7 @@ from scipy import stats
 
 from fedclip.privacy.accounting import noise_multiplier
 from fedclip.privacy.correlated import coefficients, error
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.schedule import Schedule
 from fedclip.updates.server import UpdateServer

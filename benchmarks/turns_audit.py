@@ -23,10 +23,10 @@ from unittest import mock
 import numpy as np
 
 from fedclip.privacy.correlated import Stream
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.noise import Budget
 from fedclip.updates.protocol import Reply
-from fedclip.updates.schedule import Due
+from fedclip.updates.schedule import Participation
 from fedclip.updates.server import UpdateServer
 
 ROUNDS, SEPARATION, CLIENTS = 12, 3, 4
@@ -69,7 +69,7 @@ def play(case: Case, there: bool) -> Array:
         for round_ in range(ROUNDS):
             if case.bound == "falling":
                 made.bound.bound /= 4.0
-            bound = made.open(Due(SEPARATION, SEPARATION * CLIENTS)).bound
+            bound = made.open(Participation(SEPARATION, SEPARATION * CLIENTS)).bound
             due = there and round_ % case.every == 0
             # Each value is a client's whole update in a run of its own, within the bound.
             mine = np.full(WIDE, bound if due else 0.0)

@@ -20,9 +20,9 @@ from rich.table import Table
 from scipy import stats
 
 from benchmarks import unlike_sites as task
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.aggregation import Combining
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.combining import Combining
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares
 

@@ -20,6 +20,7 @@ from website import table
 
 import fedclip  # noqa: F401  (registers the clippers)
 from fedclip.clippers import families, sharing
+from fedclip.clippers.base import Clipper
 from fedclip.core.docstrings import kind_of, meanings
 from fedclip.core.parameters import Parameter, signature_of
 from fedclip.core.toml import toml_value
@@ -107,12 +108,19 @@ def render(kind: str, name: str) -> str:
 
 def common() -> dict[str, tuple[Parameter, str]]:
     """Return the parameters of many clippers, and what they mean."""
-    bases: tuple[Any, ...] = (families.SlicedClipper, sharing.HistoryClipper)
+    parts: tuple[Any, ...] = (
+        Clipper,
+        families.Sliced,
+        families.PastLimit,
+        families.Warmup,
+        sharing.Sharing,
+    )
     known = {
-        name: (declared, meanings(base).get(name, ""))
-        for base in bases
-        for name, declared in base.parameters.items()
+        name: (declared, meanings(part).get(name, ""))
+        for part in parts
+        for name, declared in part.parameters.items()
     }
+    known = {name: known[name] for name in sorted(known, key=Clipper._common_order.index)}
     usual: Any = plugin("module", "zscore-clip")
     return {**known, "feedback": (usual.parameters["feedback"], meanings(usual)["feedback"])}
 

@@ -286,12 +286,13 @@ class Trial:
 def unseen(framework: str) -> Iterator[None]:
     """Hide the memory of arrays from the clippers, as that of a GPU is."""
     cls = type(backend_named(framework))
-    views = cls.views
+    views, dense_views = cls.views, cls.dense_views
     cls.views = lambda self, arrays: [None] * len(arrays)  # type: ignore[method-assign]
+    cls.dense_views = lambda self, arrays: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        cls.views = views  # type: ignore[method-assign]
+        cls.views, cls.dense_views = views, dense_views  # type: ignore[method-assign]
 
 
 def statistics(clipper: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import turns
 from benchmarks.study.cells import Field, Job, Mechanism
 from fedclip.privacy.accounting import noise_multiplier
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.server import UpdateServer
 
 EPSILONS = {"noise epsilon 2": 2.0, "noise epsilon 8": 8.0}
@@ -62,8 +62,8 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "fixed 0.1, every round": Mechanism(_server(0.1, "every round")),
     "fixed 1, every round": Mechanism(_server(1.0, "every round")),
     **{f"fixed 0.3, {how}": Mechanism(_server(0.3, how)) for how in HOW},
-    **{f"adaptive, {how}": Mechanism(_server("search", how), default=True) for how in HOW},
-    SLOW: Mechanism(_server("search", "every round")),
+    **{f"adaptive, {how}": Mechanism(_server(None, how), default=True) for how in HOW},
+    SLOW: Mechanism(_server(None, "every round")),
 }
 
 

@@ -29,12 +29,11 @@ from benchmarks.study.cells import Field, Job, Mechanism
 from benchmarks.study.scenes import SOURCES, Scene
 from fedclip import ZScoreClip
 from fedclip.privacy.accounting import noise_multiplier
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.arc import arc_factors
+from fedclip.updates.aggregation import arc_factors, trimmed_mean
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.schedule import Due
+from fedclip.updates.schedule import Participation
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.trimmed import trimmed_mean
 
 Array = np.ndarray[Any, Any]
 
@@ -61,7 +60,7 @@ def noise_left(job: Job) -> list[float]:
         )
         zeros, rounds = {"w": np.zeros(VALUES)}, []
         for _ in range(turns.ROUNDS):
-            sent = server.open(Due(b, b * PER_ROUND))
+            sent = server.open(Participation(b, b * PER_ROUND))
             replies = [client.clip(zeros, sent, steps=1) for _ in range(PER_ROUND)]
             rounds.append(server.close(replies, like=zeros).average["w"])
         found.append(float(np.sqrt((np.cumsum(rounds, axis=0) ** 2).mean())))

@@ -76,7 +76,7 @@ def on_host(numbers: Any) -> HostView:
 def narrowed(values: Float64, like: Array) -> Array:
     """Return values as an array of the kind, dtype and device of `like`, which is dense.
 
-    What is too large for the dtype becomes its largest number. For an array that is not of floats
+    Values too large for the dtype become its largest number. For an array that is not of floats
     the result is of the framework's widest ones.
     """
     backend = backend_of(like)

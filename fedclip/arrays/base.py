@@ -139,8 +139,8 @@ class Backend(Arithmetic, ABC):
     def traced(self, array: Array) -> bool:
         """Return whether an array stands for others, in code that is compiled or batched.
 
-        So does one whose derivatives are recorded. `torch.compile` is none of these: it follows
-        what a clipper remembers.
+        So does one whose derivatives are recorded. `torch.compile` is not among these: it
+        follows the statistics of a clipper.
         """
         return False
 
@@ -153,7 +153,7 @@ class Backend(Arithmetic, ABC):
         return math.prod(array.shape)
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        """Return arrays with repeated rows merged, in the machine's byte order; most as they are.
+        """Return arrays with repeated rows merged, in the machine's byte order; most unchanged.
 
         The norm of a sum is not the norm of its parts.
         """
@@ -169,6 +169,10 @@ class Backend(Arithmetic, ABC):
 
         The view of a sparse array shows its values, of bfloat16 the bits.
         """
+
+    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
+        """Return NumPy views of dense arrays in host memory, quickly; None if some are others."""
+        return None
 
     @abstractmethod
     def to_host(self, array: Array) -> HostView:
@@ -215,7 +219,7 @@ class Backend(Arithmetic, ABC):
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         """Return the L2 norm of each group; it may not be finite beyond the float64 numbers."""
 
-    def sharpened(
+    def recompute_near_limit(
         self, norms: Array, limits: Array, arrays: Arrays, members: Sequence[Sequence[int]]
     ) -> Array:
         """Return the norms, on the host measured again in float64 where they are near a limit.
@@ -225,7 +229,7 @@ class Backend(Arithmetic, ABC):
         return norms
 
     @abstractmethod
-    def peaks(self, arrays: Arrays) -> Array:
+    def max_abs(self, arrays: Arrays) -> Array:
         """Return the largest absolute element of each array; 0 of one without any."""
 
     @abstractmethod
@@ -240,13 +244,13 @@ class Backend(Arithmetic, ABC):
 
         A slice spans the axes of its array.
         """
-        found = []
+        norms = []
         for array, some in zip(arrays, axes, strict=True):
             wide = self.cast(array, "float64")
             unit = unit_of(self.max(abs(wide), some), self)
             wide = wide / unit
-            found.append(unit * self.sqrt(self.sum(wide * wide, some)))
-        return self.joined(found)
+            norms.append(unit * self.sqrt(self.sum(wide * wide, some)))
+        return self.joined(norms)
 
     def joint_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         """Return the L2 norm of each group from all its elements in one array, after a 0."""
@@ -278,7 +282,7 @@ class Backend(Arithmetic, ABC):
         of a tensor, or many tensors at once. Half precision comes as float32, and numbers so that
         they do not widen the elements; if `wide`, all comes in the widest float. The first result
         is an output: it gets the dtype of the array in the first column, rounded towards zero. The
-        others stay as they are, in which numbers (`max` of the elements) are joined by their
+        others stay unchanged, in which numbers (`max` of the elements) are joined by their
         maximum, to one array of numbers.
 
         On the host, an array that the call does not change comes back itself, and so does one

@@ -19,15 +19,16 @@ This file knows views only: no framework, no groups, no limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedclip.arrays.base import HostView
-from fedclip.arrays.cores import PIECE, each, worthwhile
+from fedclip.arrays.cores import PIECE, each, num_threads
 
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -57,10 +58,11 @@ _BLOCK = 16 * lanes()
 _JOINED = 1024
 # With 500 rows or fewer, `np.vecdot` keeps the lock of the interpreter.
 _ROWS = 2 * PIECE // _BLOCK
+_size, _width, _nbytes = attrgetter("size"), attrgetter("itemsize"), attrgetter("nbytes")
 
 
 def decode(view: HostView) -> HostView:
-    """Return half precision as float32 (uint16 means bfloat16 bits); the rest as it is."""
+    """Return half precision as float32 (uint16 means bfloat16 bits); others unchanged."""
     if view.dtype == np.uint16:
         return (view.astype(np.uint32) << 16).view(np.float32)
     return view.astype(np.float32) if view.dtype == np.float16 else view
@@ -100,18 +102,17 @@ def _chunks(view: HostView) -> Iterator[HostView]:
 
 
 def peak(view: HostView) -> float:
-    """Return the largest absolute element; NaN if there is one, 0 if there is none."""
+    """Return the largest absolute element; NaN if there is one, 0 of an empty view."""
     ends = [end for chunk in _chunks(view) for end in (chunk.min(), chunk.max())]
     # max() of Python drops NaN; NumPy's keeps it.
     return float(np.max(np.abs(ends), initial=0.0))
 
 
-@lru_cache(maxsize=4096)
 def _rows(size: int) -> tuple[int, int]:
     """Return number and length of rows of at most one block.
 
     Prefer a length that leaves no element over: a quiet step of `norm-clip` takes 13 % less ("200
-    tensors, 3.7M" of `make bench`), and to remember the answers saves more than that again.
+    tensors, 3.7M" of `make bench`).
     """
     # BLAS adds what is left over from its lanes in one more rounding, which these have room for.
     lengths = (_BLOCK, *range(_BLOCK - 32, _BLOCK // 4, -1))
@@ -119,45 +120,79 @@ def _rows(size: int) -> tuple[int, int]:
     return size // row, row
 
 
+class _Layout(NamedTuple):
+    """How the square sums of arrays of these sizes are added up: by place in the list."""
+
+    small: tuple[int, ...]
+    """Arrays that are joined."""
+    sizes: tuple[int, ...]
+    large: dict[int, tuple[int, int]]
+    """Arrays that are cut into rows, with number and length of the rows."""
+    halves: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def _layout(sizes: tuple[int, ...], widths: tuple[int, ...]) -> _Layout:
+    pairs = [*enumerate(zip(sizes, widths, strict=True))]
+    small = tuple(i for i, (size, width) in pairs if width > 2 and 0 < size <= _JOINED)
+    large = {i: _rows(size) for i, (size, width) in pairs if width > 2 and size > _JOINED}
+    halves = tuple(i for i, (size, width) in pairs if width == 2 and size)
+    return _Layout(small, tuple(sizes[i] for i in small), large, halves)
+
+
 def square_sums(views: Sequence[HostView]) -> list[float]:
     """Return the sum of squares of each view, over all cores; it may over- or underflow."""
+    places, sizes, large, halves = _layout((*map(_size, views),), (*map(_width, views),))
+    if len(places) == len(views) > 0:
+        return _joined_sums(views, sizes)
     sums = [0.0] * len(views)
-    places = [i for i, v in enumerate(views) if 0 < v.size <= _JOINED and v.itemsize > 2]
-    small = [views[i] for i in places]
-    if len(small) < len(views):
-        rows: list[tuple[int, HostView]] = []
-        halves: list[Callable[[], object]] = []
-        for i, view in enumerate(views):
-            if view.itemsize == 2:
-                halves.append(partial(_add_half, sums, i, view))
-            elif view.size > _JOINED:
-                elements = flat(view)
-                number, length = _rows(view.size)
-                if left := view.size - number * length:
-                    small.append(elements[-left:])
-                    places.append(i)
-                    elements = elements[:-left]
-                rows.append((i, elements.reshape(number, length)))
-        _add_rows(sums, rows, halves, worthwhile([v.nbytes for v in views]))
+    small = [*map(views.__getitem__, places)]
+    if large or halves:
+        ends = _add_rows(sums, views, large, halves)
+        places, small = (*places, *ends), [*small, *ends.values()]
+        sizes = (*sizes, *map(_size, ends.values()))
     if small:
-        values = np.concatenate(small, axis=None, dtype=np.float64)
-        np.multiply(values, values, out=values)
-        _add_up(sums, places, values, [v.size for v in small])
+        for place, total in zip(places, _joined_sums(small, sizes), strict=True):
+            sums[place] += total
+    return sums
+
+
+def _joined_sums(views: Sequence[HostView], sizes: tuple[int, ...]) -> list[float]:
+    """Return the sums of squares in float64 of views that are joined first."""
+    values = np.concatenate(views, axis=None, dtype=np.float64)
+    np.multiply(values, values, out=values)
+    sums: list[float] = np.add.reduceat(values, _starts(sizes)).tolist()
     return sums
 
 
 def _add_rows(
     sums: list[float],
-    rows: Sequence[tuple[int, HostView]],
-    calls: list[Callable[[], object]],
-    threads: int,
-) -> None:
-    """Add the square sums of rows of up to one block, and make the calls, over so many threads."""
-    sizes = [len(table) for _, table in rows]
-    wide = np.float64 if any(table.itemsize == 8 for _, table in rows) else np.float32
+    views: Sequence[HostView],
+    large: Mapping[int, tuple[int, int]],
+    halves: Sequence[int],
+) -> dict[int, HostView]:
+    """Add the square sums of large arrays, over all cores; return the elements that are left over.
+
+    They are cut into rows of up to one block.
+    """
+    left_over: dict[int, HostView] = {}
+    tables: list[HostView] = []
+    for i, shape in large.items():
+        view, (number, length) = views[i], shape
+        number_over = view.size - number * length
+        if not view.flags.c_contiguous:
+            view = flat(view)
+        if number_over:
+            view = view.reshape(-1)
+            left_over[i], view = view[-number_over:], view[:-number_over]
+        tables.append(view.reshape(shape))
+    calls: list[Callable[[], object]] = [partial(_add_half, sums, i, views[i]) for i in halves]
+    threads = num_threads([*map(_nbytes, views)])
+    sizes = (*map(len, tables),)
+    wide = np.float64 if any(table.itemsize == 8 for table in tables) else np.float32
     # One array for all: many small arrays would break up the memory that gradients need.
     dots, stop = np.empty(sum(sizes), wide), 0
-    for (_, table), size in zip(rows, sizes, strict=True):
+    for table, size in zip(tables, sizes, strict=True):
         into, stop = dots[stop : stop + size], stop + size
         if threads < 2:
             np.vecdot(table, table, into)
@@ -168,15 +203,11 @@ def _add_rows(
             some = table[low:high]
             calls.append(partial(np.vecdot, some, some, into[low:high]))
     each(calls, threads)
-    if rows:
-        _add_up(sums, [i for i, _ in rows], dots.astype(np.float64), sizes)
-
-
-def _add_up(sums: list[float], places: Sequence[int], values: Float64, sizes: list[int]) -> None:
-    """Add to the sum at each place so many values, at least one."""
-    totals = np.add.reduceat(values, _starts(tuple(sizes))).tolist()
-    for place, total in zip(places, totals, strict=True):
-        sums[place] += total
+    if tables:
+        totals = np.add.reduceat(dots.astype(np.float64), _starts(sizes)).tolist()
+        for place, total in zip(large, totals, strict=True):
+            sums[place] += total
+    return left_over
 
 
 @lru_cache(maxsize=256)
@@ -204,20 +235,37 @@ def exact_norm(views: Sequence[HostView]) -> float:
 def slice_norms(view: HostView, axes: Sequence[int]) -> Float64:
     """Return the L2 norm of each slice that spans `axes`, in float64, flat.
 
-    NumPy adds up contiguous numbers in pairs, and others one after the other, which would lose
-    as many digits as there are: so the elements of a slice are copied one after the other.
+    Squares of narrower floats neither overflow nor underflow in float64, and may be added up in any
+    order. Of float64, NumPy adds up contiguous numbers in pairs, and others one after the other,
+    which would lose as many digits as there are: the elements of a slice are copied one after the
+    other.
     """
-    kept = [a for a in range(view.ndim) if a not in axes]
+    others = [a for a in range(view.ndim) if a not in axes]
+    narrow = view.itemsize < 8
+    if narrow and others and view.flags.c_contiguous and others == [*range(len(axes), view.ndim)]:
+        # Columns are added up without a copy in another order.
+        table = view.reshape(-1, math.prod(view.shape[len(axes) :]))
+        return np.asarray(np.sqrt(sum(map(_column_squares, _row_chunks(table)))))
     # Take a few rows of the first dimension at a time, so that no float64 copy of all is made.
-    many = max(1, CHUNK * len(view) // view.size)
     parts = []
-    for start in range(0, len(view), many):
-        some = view[start : start + many]
-        table = decode(some).transpose(*kept, *axes).astype(np.float64, order="C")
-        parts.append(_row_norms(table.reshape(*(some.shape[a] for a in kept), -1)))
+    for some in _row_chunks(view):
+        rows = decode(some).transpose(*others, *axes).astype(np.float64, order="C")
+        rows = rows.reshape(*(some.shape[a] for a in others), -1)
+        parts.append(np.sqrt(np.vecdot(rows, rows)) if narrow else _row_norms(rows))
     if 0 in axes and len(parts) > 1:
         return _row_norms(np.stack(parts, -1)).ravel()
-    return np.concatenate(parts).ravel() if 0 not in axes else parts[0].ravel()
+    return np.concatenate(parts, axis=None) if len(parts) > 1 else parts[0].ravel()
+
+
+def _row_chunks(view: HostView) -> Iterator[HostView]:
+    """Yield some rows of the first dimension at a time, that stay in the cache."""
+    number = max(1, CHUNK * len(view) // view.size)
+    return (view[start : start + number] for start in range(0, len(view), number))
+
+
+def _column_squares(table: HostView) -> Float64:
+    wide = decode(table).astype(np.float64)
+    return np.asarray(np.einsum("ij,ij->j", wide, wide))
 
 
 def _row_norms(rows: Float64) -> Float64:

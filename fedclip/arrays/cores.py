@@ -2,7 +2,7 @@
 """All cores that the process may use, for reading and multiplying large arrays.
 
 One core does not read as fast as memory delivers. NumPy releases the interpreter's lock in both
-operations, so threads of Python are enough. What is computed does not depend on their number:
+operations, so threads of Python are enough. The results do not depend on their number:
 each piece has its own place for its result, and the results are added up afterwards, in order.
 
 ``python -m benchmarks --threads 1,2`` shows the gain.
@@ -24,6 +24,8 @@ PIECE = 1 << 18
 
 # Bytes: waking a thread takes as long as reading some hundred kilobytes.
 _PER_CORE = 1 << 21
+THREADED = 2 * _PER_CORE
+"""Bytes from which on a second thread is worth its while."""
 _LARGE = 1 << 18
 _pool: ThreadPoolExecutor | None = None
 
@@ -31,28 +33,28 @@ _pool: ThreadPoolExecutor | None = None
 def cores() -> int:
     """Return the number of threads that may run: by affinity, OMP_NUM_THREADS and torch."""
     affinity = getattr(os, "sched_getaffinity", None)
-    found = len(affinity(0)) if affinity else os.cpu_count() or 1
-    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if wanted.isdigit():
-        found = min(found, int(wanted))
+    number = len(affinity(0)) if affinity else os.cpu_count() or 1
+    setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if setting.isdigit():
+        number = min(number, int(setting))
     torch = sys.modules.get("torch")
     if hasattr(torch, "get_num_threads"):
-        found = min(found, torch.get_num_threads())  # type: ignore[union-attr]
-    return max(found, 1)
+        number = min(number, torch.get_num_threads())  # type: ignore[union-attr]
+    return max(number, 1)
 
 
-def worthwhile(sizes: Sequence[int]) -> int:
-    """Return the number of threads for arrays of so many bytes: 1 for few, or small ones."""
+def num_threads(sizes: Sequence[int]) -> int:
+    """Return the number of threads for arrays of these sizes in bytes: 1 for small ones."""
     # The calls for small arrays are so short that threads only wait for the interpreter's lock:
     # with two, 200 arrays of 74 kB take a third longer.
     size = sum(sizes)
-    if size >= 2 * _PER_CORE:
+    if size >= THREADED:
         size = sum([size for size in sizes if size >= _LARGE])
-    return 1 if size < 2 * _PER_CORE else min(cores(), size // _PER_CORE)
+    return 1 if size < THREADED else min(cores(), size // _PER_CORE)
 
 
 def each(calls: Sequence[Callable[[], object]], threads: int) -> None:
-    """Make all calls, in any order, over so many threads, this one included."""
+    """Make all calls, in any order, over a number of threads, this one included."""
     if threads < 2:
         for call in calls:
             call()

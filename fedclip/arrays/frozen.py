@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a network of torch has beside gradients: running statistics, idle and tied tensors."""
+"""Running statistics, idle tensors and tied tensors of torch's networks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def hold_statistics(network: Any) -> list[str]:
-    """Let frozen BatchNorm normalise by its statistics, and keep them, in training too.
+    """Make frozen BatchNorm normalise by its statistics, and keep them, in training too.
 
     A layer is frozen if it has weights and none of them is trained. The network may be pickled.
 
@@ -16,15 +16,15 @@ def hold_statistics(network: Any) -> list[str]:
     names
         The layers for which this is so from now on.
     """
-    found = []
+    names = []
     for name, layer in network.named_modules():
-        own = [*layer.parameters(recurse=False)]
+        weights = [*layer.parameters(recurse=False)]
         keeps = getattr(layer, "running_mean", None) is not None
-        if keeps and own and not any(weight.requires_grad for weight in own):
-            found.append(name)
+        if keeps and weights and not any(weight.requires_grad for weight in weights):
+            names.append(name)
             if _evaluate not in layer._forward_pre_hooks.values():
                 layer.register_forward_pre_hook(_evaluate)
-    return found
+    return names
 
 
 def _evaluate(layer: Any, inputs: Any) -> None:
@@ -51,4 +51,4 @@ def tied(network: Any) -> list[tuple[str, str]]:
     names = (
         (first.setdefault(id(w), n), n) for n, w in network.named_parameters(remove_duplicate=False)
     )
-    return [(one, other) for one, other in names if one != other]
+    return [(trained, other) for trained, other in names if trained != other]

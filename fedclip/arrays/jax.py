@@ -28,7 +28,7 @@ from fedclip.arrays.base import (
     index_of,
     unit_of,
 )
-from fedclip.arrays.numpy import bits, dtype_name
+from fedclip.arrays.numpy import bits, dtype_name, floats_only
 
 # Float64 for a few lines, also where a session has none: the context under its name of today, or
 # that of before.
@@ -104,8 +104,8 @@ def _flat(array: Array) -> Array:
     if _is_split(array):
         spec: Any = PartitionSpec
         sharding: Any = jax.sharding
-        whole = NamedSharding(jax.typeof(array).sharding.mesh, spec())
-        array = sharding.reshard(array, whole)
+        replicated = NamedSharding(jax.typeof(array).sharding.mesh, spec())
+        array = sharding.reshard(array, replicated)
     return array.ravel()
 
 
@@ -113,8 +113,8 @@ def _varying(array: Array) -> frozenset[Any]:
     """Return the axes of a `shard_map` along which an array differs, if JAX tracks them."""
     kind = jax.typeof(array)
     tracked = getattr(kind, "manual_axis_type", None)
-    found: frozenset[Any] = getattr(kind if tracked is None else tracked, "vma", frozenset())
-    return found if tracked is None else frozenset(tracked.varying)
+    axes: frozenset[Any] = getattr(kind if tracked is None else tracked, "vma", frozenset())
+    return axes if tracked is None else frozenset(tracked.varying)
 
 
 def _over(reduce: Any, array: Array, axes: tuple[str, ...]) -> Array:
@@ -146,6 +146,9 @@ class JaxBackend(Backend):
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
+
+    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
+        return floats_only(self.views(arrays))
 
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         return [self._view(a) for a in arrays]
@@ -241,8 +244,10 @@ class JaxBackend(Backend):
         squares = [_sum_of_squares(_wide(a)) for a in arrays]
         sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
-        sound = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
-        return jax.lax.cond(sound, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members))
+        in_range = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
+        return jax.lax.cond(
+            in_range, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members)
+        )
 
     def _scaled_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         peaks = [*map(self._peak, arrays)]
@@ -259,12 +264,12 @@ class JaxBackend(Backend):
         for i, array in enumerate(arrays):
             alike.setdefault(self._axes_of(array), []).append(i)
         zero = jnp.zeros((), float)
-        found = []
+        parts = []
         for axes, chosen in alike.items():
             rows = [[numbers[i] for i in group if i in chosen] for group in members]
             part = jnp.stack([sum(row, zero) for row in rows])
-            found.append(_over(jax.lax.psum, part, axes))
-        return sum(found[1:], found[0])
+            parts.append(_over(jax.lax.psum, part, axes))
+        return sum(parts[1:], parts[0])
 
     def _axes_of(self, array: Array) -> tuple[str, ...]:
         """Return the axes of a `shard_map` along which an array is split."""
@@ -278,7 +283,7 @@ class JaxBackend(Backend):
         peak = jnp.max(jnp.abs(array), initial=0.0).astype(float)
         return _over(jax.lax.pmax, peak, self._axes_of(array))
 
-    def peaks(self, arrays: Arrays) -> Array:
+    def max_abs(self, arrays: Arrays) -> Array:
         return jnp.stack([*map(self._peak, arrays)])
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
@@ -301,22 +306,22 @@ class JaxBackend(Backend):
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Arrays:
-        found = []
+        rows = []
         for row in zip(*columns, strict=True):
             # What has no dimensions gets one, by which it differs from a number that is returned.
             first = _at_least_single(row[0] if row[0].shape else row[0][None])
             first = first.astype(_widest()) if wide else first
-            given = [_at_least_single(x) if x.shape else x.astype(first.dtype) for x in row[1:]]
-            output, *others = call(first, *given)
+            inputs = [_at_least_single(x) if x.shape else x.astype(first.dtype) for x in row[1:]]
+            output, *others = call(first, *inputs)
             shaped = [x.reshape(row[0].shape) if x.shape else x for x in others]
             output = _towards_zero(output.astype(first.dtype), row[0].dtype)
-            found.append((output.reshape(row[0].shape), shaped, [not x.shape for x in others]))
-        outputs, others, numbers = zip(*found, strict=True)
-        rest = [
+            rows.append((output.reshape(row[0].shape), shaped, [not x.shape for x in others]))
+        outputs, others, numbers = zip(*rows, strict=True)
+        columns_after = [
             jnp.stack(column).astype(float) if number else column
             for column, number in zip(zip(*others, strict=True), numbers[0], strict=True)
         ]
-        return [outputs, *rest]
+        return [outputs, *columns_after]
 
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         if condition is not False:

@@ -70,8 +70,8 @@ class Many:
             return self
         if self.numbers is None and torch.promote_types(dtype, self.dtype) == dtype:
             # Torch has no cast for many; a product is of the wider dtype.
-            one = self.tensors[0].new_ones(1, dtype=dtype)
-            return Many(torch._foreach_mul(self.tensors, [one] * len(self.tensors)))
+            ones = self.tensors[0].new_ones(1, dtype=dtype)
+            return Many(torch._foreach_mul(self.tensors, [ones] * len(self.tensors)))
         return _apply(torch.Tensor.to, self, dtype)
 
     def highest(self) -> Many:
@@ -80,8 +80,8 @@ class Many:
 
     def norm(self, ord: float) -> Many:
         """Return the norm of each."""
-        one = self.numbers is not None
-        return abs(self) if one else Many(torch._foreach_norm(self.tensors, ord))
+        is_number = self.numbers is not None
+        return abs(self) if is_number else Many(torch._foreach_norm(self.tensors, ord))
 
     def masked_fill(self, condition: Many, number: float) -> Many:
         """Return them with a number where the condition holds."""
@@ -105,11 +105,11 @@ class Many:
 
 
 def _clamp(x: list[torch.Tensor], min: Any = None, max: Any = None) -> Sequence[torch.Tensor]:
-    found: Any = x
+    result: Any = x
     if min is not None:
-        found = torch._foreach_clamp_min(found, min)
-    found = found if max is None else torch._foreach_clamp_max(found, max)
-    return list(found)
+        result = torch._foreach_clamp_min(result, min)
+    result = result if max is None else torch._foreach_clamp_max(result, max)
+    return list(result)
 
 
 _FORMS: dict[Any, Call] = {

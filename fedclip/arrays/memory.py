@@ -66,12 +66,12 @@ class Memory:
         self._kept: dict[int, _Kept] = {}
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
-        """Let copies and pickles be empty: two clippers must not write to one memory."""
+        """Return how to make an empty one: two clippers must not write to one memory."""
         return Memory, ()
 
     def like(self, places: Iterable[int], views: Sequence[HostView]) -> list[HostView | None]:
         """Return memory for some of the arrays, laid out like them; None where it is not kept."""
-        kept = self._kept
+        cached = self._kept
         outs: list[HostView | None] = []
         for i in places:
             view = views[i]
@@ -79,18 +79,18 @@ class Memory:
                 outs.append(None)
                 continue
             form = view.shape, view.dtype, view.strides
-            known = kept.get(i)
+            known = cached.get(i)
             if known is None or known[0] != form or _holders(known) > _NOBODY:
                 if in_memory_order(view) is None:
                     # Operations choose a layout of their own for what has gaps.
                     outs.append(None)
                     continue
-                known = kept[i] = form, aligned(view)
+                known = cached[i] = form, aligned(view)
             outs.append(known[1].view())
         return outs
 
     def serves(self, sizes: Sequence[int]) -> bool:
-        """Whether memory is kept for outputs of so many bytes; that of other sizes is released."""
+        """Whether memory is kept for outputs of these sizes; that of other sizes is released."""
         if self._kept and sizes != self._sizes:
             self._kept = {}
         self._sizes = sizes

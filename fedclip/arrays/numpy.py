@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +25,7 @@ from fedclip.arrays.base import (
     Call,
     HostView,
     Owners,
+    Repeated,
     index_of,
     raised,
     with_others,
@@ -38,22 +40,28 @@ from fedclip.arrays.blocks import (
     slice_norms,
     square_sums,
 )
-from fedclip.arrays.cores import PIECE, each, worthwhile
+from fedclip.arrays.cores import PIECE, THREADED, each, num_threads
 from fedclip.arrays.memory import Memory, aligned, in_memory_order
 
 FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
-"""The dtypes of views that show numbers as they are."""
+"""The dtypes of views that show numbers, not bits."""
 
-_ARRAY, _dtype = {np.ndarray}, attrgetter("dtype")
+_ARRAY, _dtype, _nbytes = {np.ndarray}, attrgetter("dtype"), attrgetter("nbytes")
 _BITS = np.dtype(np.uint16)
 _CLOSE = 2 * UNCERTAINTY
 
 
 def bits(array: HostView) -> HostView:
-    """Return bfloat16 as its bits, and any other array as it is."""
+    """Return bfloat16 as its bits, and any other array unchanged."""
     # NumPy has no bfloat16 of its own. Other dtypes that packages add are of the kind "V" too.
     dtype = array.dtype
     return array.view(np.uint16) if dtype.kind == "V" and dtype.itemsize == 2 else array
+
+
+def floats_only(views: Sequence[HostView | None]) -> Sequence[HostView] | None:
+    """Return the views if all are there and show floats, not bits; else None."""
+    known = [view for view in views if view is not None and view.dtype in FLOATS]
+    return known if len(known) == len(views) else None
 
 
 @cache
@@ -84,7 +92,7 @@ class NumpyBackend(Backend):
         views: Sequence[HostView] = (),
         memory: Memory | None = None,
     ) -> None:
-        self._native, self._views, self._memory = native, views, memory
+        self._native, self._views, self.memory = native, views, memory
         # The place of each view, by identity, if memory is kept; found at the first output.
         self._places: dict[int, int] | None = None
         self.in_place = native is not None and native.in_place
@@ -100,9 +108,11 @@ class NumpyBackend(Backend):
             return "bfloat16"
         return dtype_name(array.dtype)
 
+    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
+        usual = {*map(type, arrays)} <= _ARRAY and {*map(_dtype, arrays)} <= FLOATS
+        return arrays if usual else None
+
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
-        if {*map(type, arrays)} <= _ARRAY and {*map(_dtype, arrays)} <= FLOATS:
-            return arrays
         return [bits(np.asarray(a, a.dtype.newbyteorder("="))) for a in arrays]
 
     def to_host(self, array: Array) -> HostView:
@@ -150,9 +160,15 @@ class NumpyBackend(Backend):
 
     # -- numbers ------------------------------------------------------------------------------
     def cast(self, x: Array, dtype: str) -> Array:
-        return (x if self._native is None else decode(x)).astype(dtype, copy=False)
+        wide = x if self._native is None or x.itemsize > 2 else decode(x)
+        return wide.astype(dtype, copy=False)
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
+        if isinstance(owners, Repeated) and all(owners.times):
+            starts = np.cumsum([0, *owners.times[:-1]])
+            values, owners = np.maximum.reduceat(values, starts), owners.owners
+            if [*owners] == [*range(groups)]:
+                return values
         result = np.full(groups, -np.inf)
         np.maximum.at(result, index_of(owners), values)
         return result
@@ -164,11 +180,14 @@ class NumpyBackend(Backend):
         return values[index_of(owners)]
 
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
+        if len(shapes) == 1:
+            return [flat.reshape(shapes[0])]
         if not any(shapes):
             # 0-d arrays, which NumPy handles faster than its numbers.
             return [flat[i, ...] for i in range(len(flat))]
-        parts = np.split(flat, np.cumsum([*map(math.prod, shapes)])[:-1])
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        ends = [*accumulate(map(math.prod, shapes))]
+        spans = zip([0, *ends], ends, shapes, strict=False)
+        return [flat[start:end].reshape(shape) for start, end, shape in spans]
 
     def joined(self, arrays: Arrays) -> Array:
         return np.concatenate([np.ravel(decode(a)) for a in arrays])
@@ -177,7 +196,7 @@ class NumpyBackend(Backend):
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         each_sum, norms = square_sums(arrays), []
         for some in members:
-            total = math.fsum([each_sum[i] for i in some])
+            total = math.fsum(map(each_sum.__getitem__, some))
             # If a sum has overflowed or underflowed, the group is scaled and measured again: 1e20
             # in float32, 1e200 in float64 and 1e-30 give the right norm.
             if UNDERFLOW <= total < math.inf:
@@ -186,7 +205,7 @@ class NumpyBackend(Backend):
                 norms.append(exact_norm([arrays[i] for i in some]))
         return np.array(norms)
 
-    def sharpened(
+    def recompute_near_limit(
         self, norms: Array, limits: Array, arrays: Arrays, members: Sequence[Sequence[int]]
     ) -> Array:
         result = norms
@@ -199,7 +218,7 @@ class NumpyBackend(Backend):
                 result[group] = exact_norm(some)
         return result
 
-    def peaks(self, arrays: Arrays) -> Array:
+    def max_abs(self, arrays: Arrays) -> Array:
         return np.array([*map(peak, arrays)])
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
@@ -214,7 +233,11 @@ class NumpyBackend(Backend):
 
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        # Mostly there is one factor for all.
+        if len({*map(id, factors)}) == 1:
+            # Mostly there is one factor for all, a number.
+            k = factors[0]
+            is_one = not k.ndim and k.item() == 1.0
+            return arrays if is_one else self._products(arrays, factors)
         ones = {key for key, k in {id(k): k for k in factors}.items() if _is_one(k)}
         if not ones:
             return self._products(arrays, factors)
@@ -225,7 +248,8 @@ class NumpyBackend(Backend):
         return with_others(arrays, places, some)
 
     def _products(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        outs, threads = self._outputs(arrays), worthwhile([a.nbytes for a in arrays])
+        outs, sizes = self._outputs(arrays), [*map(_nbytes, arrays)]
+        threads = num_threads(sizes) if sum(sizes) >= THREADED else 1
         if threads < 2 and [*map(_dtype, arrays)] == [*map(_dtype, factors)]:
             # NumPy makes scalars of 0-d arrays.
             return [*map(np.asarray, map(np.multiply, arrays, factors, outs))]
@@ -246,42 +270,42 @@ class NumpyBackend(Backend):
     ) -> Arrays:
         rows = []
         for i, row in enumerate(zip(*columns, strict=True)):
-            left = moved is not None and not moved[i]
-            rows.append(self._mapped(call, row, left, wide))
+            is_unchanged = moved is not None and not moved[i]
+            rows.append(self._mapped(call, row, is_unchanged, wide))
         results = [*zip(*rows, strict=True)]
         return [np.array(r) if type(r[0]) is float else r for r in results]
 
-    def _mapped(self, call: Call, row: Arrays, left: bool, wide: bool) -> tuple[Any, ...]:
-        given = row[0]
+    def _mapped(self, call: Call, row: Arrays, is_unchanged: bool, wide: bool) -> tuple[Any, ...]:
+        array = row[0]
         output: HostView | None = None
         others: list[Array] = []
-        for piece, some in _parts(row, wide=wide, nothing=left):
+        for piece, some in _parts(row, wide=wide, nothing=is_unchanged):
             result, *more = call(*some)
-            if left:
-                return given, *(x if np.ndim(x) else float(x) for x in more)
+            if is_unchanged:
+                return array, *(x if np.ndim(x) else float(x) for x in more)
             if piece.start == 0:
                 # What is shaped like the elements is kept, and numbers are joined.
-                others = [np.empty(given.size, x.dtype) if np.ndim(x) else -math.inf for x in more]
+                others = [np.empty(array.size, x.dtype) if np.ndim(x) else -math.inf for x in more]
             for j, x in enumerate(more):
                 if np.ndim(x):
                     others[j][piece] = x.reshape(-1)
                 else:
                     others[j] = max(others[j], float(x))
             if output is None and result is not some[0] and (result != some[0]).any():
-                (output,) = self._outputs([given])
+                (output,) = self._outputs([array])
                 if output is None or not output.flags.c_contiguous:
-                    output = np.empty(given.size, given.dtype)
+                    output = np.empty(array.size, array.dtype)
                 output = output.reshape(-1)
-                output[: piece.start] = given.reshape(-1)[: piece.start]
+                output[: piece.start] = array.reshape(-1)[: piece.start]
             if output is not None:
-                output[piece] = encode(result.reshape(-1), given.dtype, towards_zero=True)
-        shaped = [x.reshape(given.shape) if np.ndim(x) else x for x in others]
+                output[piece] = encode(result.reshape(-1), array.dtype, towards_zero=True)
+        shaped = [x.reshape(array.shape) if np.ndim(x) else x for x in others]
         if output is None:
-            return given, *shaped
-        output = output.reshape(given.shape)
-        if self.in_place and not np.may_share_memory(output, given):
-            given[...] = output
-        return given if self.in_place else output, *shaped
+            return array, *shaped
+        output = output.reshape(array.shape)
+        if self.in_place and not np.may_share_memory(output, array):
+            array[...] = output
+        return array if self.in_place else output, *shaped
 
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         if condition:
@@ -297,14 +321,12 @@ class NumpyBackend(Backend):
         if self.in_place:
             return arrays
         outs: Sequence[HostView | None] = [None] * len(arrays)
-        if self._places is None:
-            sizes = [v.nbytes for v in self._views]
-            serves = self._memory is not None and self._memory.serves(sizes)
-            self._places = {id(v): i for i, v in enumerate(self._views)} if serves else {}
-        if self._memory is not None and self._places:
+        if self.memory is not None:
+            if self._places is None:
+                self._places = {id(v): i for i, v in enumerate(self._views)}
             places = [self._places.get(id(a), -1) for a in arrays]
             if min(places) >= 0:
-                outs = self._memory.like(places, self._views)
+                outs = self.memory.like(places, self._views)
         if not self.aligned:
             return outs
         pairs = zip(arrays, outs, strict=True)
@@ -321,7 +343,7 @@ def _parts(
 ) -> Iterator[tuple[slice, list[Array]]]:
     """Yield pieces of the dense arrays of a row that stay in the cache, decoded.
 
-    Numbers become floats of Python, which do not widen what they meet. What is empty is one piece.
+    Numbers become floats of Python, which do not widen what they meet. An empty array is one piece.
     An array that something broadcasts against is one piece too.
     """
     first = row[0]
@@ -339,7 +361,7 @@ def _parts(
 
 
 def _decoded(columns: Arrays, wide: bool) -> list[Array]:
-    """Return arrays in float32 or wider, or all in float64; numbers stay as they are."""
+    """Return arrays in float32 or wider, or all in float64; numbers stay unchanged."""
     some: list[Array] = [x if type(x) is float else decode(x) for x in columns]
     if not wide:
         return some

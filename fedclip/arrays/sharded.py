@@ -38,14 +38,14 @@ def _meshes(arrays: Iterable[Array]) -> list[DeviceMesh]:
 
 
 def _mesh(arrays: Iterable[Array]) -> DeviceMesh | None:
-    """Return the mesh of all processes that hold the arrays; None if none is a DTensor."""
+    """Return the mesh of all processes that hold the arrays; None if there is no DTensor."""
     meshes = _meshes(arrays)
     ranks = [{*mesh.mesh.flatten().tolist()} for mesh in meshes] if len(meshes) > 1 else []
     if not all(ranks[0] >= some for some in ranks):
         raise TypeError(
-            "the parameters lie on device meshes of which none holds all the others' processes, so "
-            "that no process knows the whole gradient: clip the parameters of each mesh with a "
-            "clipper of its own"
+            "the parameters lie on several device meshes, and none holds the processes of all, so "
+            "that no process knows the whole gradient. Clip the parameters of each mesh with "
+            "another clipper"
         )
     return meshes[0] if meshes else None
 
@@ -107,8 +107,8 @@ class ShardedBackend(TorchBackend):
 
     # -- each process for itself --------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        own = [_own(k, t) for k, t in zip(factors, arrays, strict=True)]
-        parts = super().scale([_local(t) for t in arrays], own)
+        local_factors = [_own(k, t) for k, t in zip(factors, arrays, strict=True)]
+        parts = super().scale([_local(t) for t in arrays], local_factors)
         return [_like(part, t) for part, t in zip(parts, arrays, strict=True)]
 
     def keep_if(self, condition: Any, arrays: Arrays) -> Arrays:
@@ -117,7 +117,7 @@ class ShardedBackend(TorchBackend):
 
     # -- whole arrays on the host -------------------------------------------------------------
     def to_host(self, array: Array) -> HostView:
-        place = next((i for i, one in enumerate(self._gradient) if one is array), None)
+        place = next((i for i, other in enumerate(self._gradient) if other is array), None)
         if place is not None:
             self._wholes = self._wholes or self._gathered(self._gradient)
             return self._wholes[place]
@@ -129,15 +129,15 @@ class ShardedBackend(TorchBackend):
         wide = torch.float64 if any(t.dtype == torch.float64 for t in arrays) else torch.float32
         sizes = [math.prod(t.shape) for t in arrays]
         joined = torch.full((sum(sizes),), -math.inf, dtype=wide, device=parts[0].device)
-        wholes = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
-        for whole, part, array in zip(wholes, parts, arrays, strict=True):
+        fulls = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
+        for full, part, array in zip(fulls, parts, arrays, strict=True):
             if part.numel():
                 # NaN, and -infinity, in one of several copies count on all processes.
-                _own(whole, array).copy_(torch.where(part.isfinite(), part, math.inf))
+                _own(full, array).copy_(torch.where(part.isfinite(), part, math.inf))
         joined = self._reduced(joined, arrays, "max")
-        wholes = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
-        pairs = zip(wholes, arrays, strict=True)
-        return [super(ShardedBackend, self).to_host(whole.to(t.dtype)) for whole, t in pairs]
+        fulls = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
+        pairs = zip(fulls, arrays, strict=True)
+        return [super(ShardedBackend, self).to_host(full.to(t.dtype)) for full, t in pairs]
 
     def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         made = [torch.from_numpy(v).view(x.dtype) for v, x in zip(values, likes, strict=True)]
@@ -148,7 +148,7 @@ class ShardedBackend(TorchBackend):
     def _common(self, arrays: Arrays) -> DeviceMesh:
         mesh = self._mesh or _mesh(arrays)
         if mesh is None:
-            raise TypeError("none of these arrays is a DTensor, and others of the gradient are")
+            raise TypeError("got no DTensor here, and other arrays of the gradient are DTensors")
         return mesh
 
     def _reduced(self, values: torch.Tensor, arrays: Arrays, op: str = "sum") -> torch.Tensor:
@@ -157,18 +157,18 @@ class ShardedBackend(TorchBackend):
         if op == "max":
             # The maximum of some communication libraries loses NaN, so infinity stands for it.
             values = torch.where(torch.isnan(values), math.inf, values)
-        there = values
+        moved_values = values
         if values.device.type != mesh.device_type:
-            there = values.to(mesh.device_type)
+            moved_values = values.to(mesh.device_type)
         groups: Sequence[Any] = [dist.group.WORLD]
         if mesh.size() < dist.get_world_size():
             # A sum over each dimension in turn is one over all.
             groups = [mesh.get_group(d) for d in range(mesh.ndim)]
         for group in groups:
             # The form that DTensors use, that compiled code can follow and that torch counts.
-            found = functional.all_reduce(there, op, group)
-            there = functional.wait_tensor(found)  # type: ignore[no-untyped-call]
-        return there.to(values.device)
+            reduced = functional.all_reduce(moved_values, op, group)
+            moved_values = functional.wait_tensor(reduced)  # type: ignore[no-untyped-call]
+        return moved_values.to(values.device)
 
     def _weighted(self, values: torch.Tensor, arrays: Arrays) -> torch.Tensor:
         size = self._common(arrays).size()
@@ -184,11 +184,11 @@ class ShardedBackend(TorchBackend):
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         arrays = columns[0]
-        found = super().summed(call, [[_local(t) for t in arrays], *columns[1:]])
-        return self._reduced(self._weighted(found, arrays), arrays)
+        sums = super().summed(call, [[_local(t) for t in arrays], *columns[1:]])
+        return self._reduced(self._weighted(sums, arrays), arrays)
 
-    def peaks(self, arrays: Arrays) -> Array:
-        return self._reduced(super().peaks([_local(t) for t in arrays]), arrays, "max")
+    def max_abs(self, arrays: Arrays) -> Array:
+        return self._reduced(super().max_abs([_local(t) for t in arrays]), arrays, "max")
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         squares = []
@@ -196,11 +196,11 @@ class ShardedBackend(TorchBackend):
         for array, spanned in zip(arrays, axes, strict=True):
             part = _local(array)
             shape = [1 if d in spanned else n for d, n in enumerate(array.shape)]
-            whole = torch.zeros(shape, dtype=torch.float64, device=part.device)
+            full = torch.zeros(shape, dtype=torch.float64, device=part.device)
             if part.numel():
-                own = _own(whole, array)
-                own.copy_(self._norm(part, spanned).reshape(own.shape))
-            squares.append((whole * whole).reshape(-1) * _weight(array, size))
+                local = _own(full, array)
+                local.copy_(self._norm(part, spanned).reshape(local.shape))
+            squares.append((full * full).reshape(-1) * _weight(array, size))
         return self._reduced(self.joined(squares), arrays).sqrt()
 
     def mapped(
@@ -222,8 +222,8 @@ def replicated(number: torch.Tensor, arrays: Iterable[Array]) -> torch.Tensor:
     meshes = _meshes(arrays)
     if not meshes:
         return number
-    there, placements = number.to(meshes[0].device_type), [Replicate()] * meshes[0].ndim
-    result: torch.Tensor = DTensor.from_local(there, meshes[0], placements, run_check=False)
+    local, placements = number.to(meshes[0].device_type), [Replicate()] * meshes[0].ndim
+    result: torch.Tensor = DTensor.from_local(local, meshes[0], placements, run_check=False)
     return result
 
 

@@ -21,7 +21,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from fedclip.arrays.base import UNDERFLOW, Array, Arrays, Backend, Call, HostView, Owners, index_of
 from fedclip.arrays.memory import is_aligned
-from fedclip.arrays.numpy import bits
+from fedclip.arrays.numpy import bits, floats_only
 
 _EAGER = {tf.__internal__.EagerTensor}
 # In rows of so many, no sum adds more than 16 numbers one after the other, in 16 lanes or more.
@@ -141,12 +141,15 @@ class TensorflowBackend(Backend):
         # The shape is that of the variable, which a function knows as it is traced.
         if array.shape.num_elements() is None:
             raise ValueError(
-                "IndexedSlices of unknown shape can not be made dense: give them a dense_shape; in "
+                "IndexedSlices of unknown shape cannot be made dense: give them a dense_shape; in "
                 "a tf.function, take them from a tape in the same function"
             )
         dense = tf.math.unsorted_segment_sum(array.values, array.indices, array.shape[0])
         dense.set_shape(array.shape)
         return dense
+
+    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
+        return floats_only(self.views(arrays)) if {*map(type, arrays)} <= _EAGER else None
 
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         # The usual case first, without a method call for each of hundreds of tensors.
@@ -227,8 +230,8 @@ class TensorflowBackend(Backend):
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         # It would pass over NaN.
-        sound = tf.where(tf.math.is_nan(values), tf.constant(np.inf, values.dtype), values)
-        return tf.math.unsorted_segment_max(sound, index_of(owners), groups)
+        without_nan = tf.where(tf.math.is_nan(values), tf.constant(np.inf, values.dtype), values)
+        return tf.math.unsorted_segment_max(without_nan, index_of(owners), groups)
 
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
         return tf.math.unsorted_segment_sum(values, index_of(owners), groups)
@@ -254,18 +257,18 @@ class TensorflowBackend(Backend):
         each = [_square_sum(_values(t)) for t in arrays]
         sums = tf.stack([tf.add_n([each[i] for i in some]) for some in members])
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
-        sound = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
-        return tf.cond(sound, lambda: _sqrt(sums), lambda: self.joint_norms(arrays, members))
+        in_range = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
+        return tf.cond(in_range, lambda: _sqrt(sums), lambda: self.joint_norms(arrays, members))
 
-    def peaks(self, arrays: Arrays) -> Array:
-        zero, found = tf.zeros(1, tf.float64), []
+    def max_abs(self, arrays: Arrays) -> Array:
+        zero, peaks = tf.zeros(1, tf.float64), []
         for tensor in map(_values, arrays):
             peak = tf.cast(tf.abs(tensor), tf.float64)
             if not tensor.shape.num_elements():
                 # Nothing, or a number of elements that is not known yet.
                 peak = tf.concat([zero, tf.reshape(peak, [-1])], axis=0)
-            found.append(tf.reduce_max(peak))
-        return tf.stack(found)
+            peaks.append(tf.reduce_max(peak))
+        return tf.stack(peaks)
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         rows = zip([*map(_values, columns[0])], *map(_rows, columns[1:]), strict=True)
@@ -275,28 +278,28 @@ class TensorflowBackend(Backend):
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Arrays:
-        found = []
+        results = []
         for tensor, *row in zip(*map(_rows, columns), strict=True):
             values = _values(tensor)
             # What has no dimensions gets one, by which it differs from a number that is returned.
             first = _at_least_single(values if values.shape.rank else values[None])
             first = tf.cast(first, tf.float64) if wide else first
-            given = [_at_least_single(x) if x.shape.rank else tf.cast(x, first.dtype) for x in row]
-            output, *others = call(first, *given)
+            inputs = [_at_least_single(x) if x.shape.rank else tf.cast(x, first.dtype) for x in row]
+            output, *others = call(first, *inputs)
             output = tf.reshape(output, tf.shape(values)) if not values.shape.rank else output
             shaped = [x[0] if x.shape.rank and not values.shape.rank else x for x in others]
             output = _like(tensor, _towards_zero(tf.cast(output, first.dtype), values.dtype))
-            found.append((output, shaped, [not x.shape.rank for x in others]))
-        outputs, rest, numbers = zip(*found, strict=True)
+            results.append((output, shaped, [not x.shape.rank for x in others]))
+        outputs, others_after, numbers = zip(*results, strict=True)
         return [outputs] + [
             tf.stack([tf.cast(x, tf.float64) for x in column]) if number else column
-            for column, number in zip(zip(*rest, strict=True), numbers[0], strict=True)
+            for column, number in zip(zip(*others_after, strict=True), numbers[0], strict=True)
         ]
 
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         values = [_values(t) for t in arrays]
-        kept = [tf.where(condition, v, tf.zeros_like(v)) for v in values]
-        return [_like(t, v) for t, v in zip(arrays, kept, strict=True)]
+        chosen = [tf.where(condition, v, tf.zeros_like(v)) for v in values]
+        return [_like(t, v) for t, v in zip(arrays, chosen, strict=True)]
 
 
 def _merged(slices: Any) -> Any:

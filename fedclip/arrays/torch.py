@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _VIEWED = {torch.uint16, *_NAMES}
 # How many elements are worked on together, on the CPU and elsewhere: so that what is in between
 # stays in the cache, or takes little memory.
 _MOST = {True: 1 << 17, False: 1 << 24}
+_numpy = methodcaller("numpy")
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -64,7 +66,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sparse(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return values as they are for a dense `like`, or a sparse tensor at its indices."""
+    """Return the values for a dense `like`; for a sparse one, a sparse tensor at its indices."""
     if like.layout is torch.strided:
         return values
     return torch.sparse_coo_tensor(
@@ -99,12 +101,14 @@ class TorchBackend(Backend):
     def dense(self, array: Array) -> Array:
         return array if array.layout == torch.strided else array.to_dense()
 
-    def views(self, arrays: Arrays) -> Sequence[HostView | None]:
+    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
         try:
-            # The usual case: dense CPU tensors of a dtype that NumPy has.
-            return [t.numpy() for t in arrays]
+            return [*map(_numpy, arrays)]
         except (TypeError, RuntimeError):
-            return [self._view(t) for t in arrays]
+            return None
+
+    def views(self, arrays: Arrays) -> Sequence[HostView | None]:
+        return [self._view(t) for t in arrays]
 
     def _view(self, tensor: torch.Tensor) -> HostView | None:
         tensor = values_of(tensor)
@@ -270,21 +274,21 @@ class TorchBackend(Backend):
         if any(v.dtype == per.dtype for v in values):
             return self.slice_norms(parts, [(0,)] * len(parts))
         # Squares of what narrower numbers can add up to stay within the floats.
-        found = [torch.linalg.vector_norm(part, keepdim=True) for part in parts]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        norms = [torch.linalg.vector_norm(part, keepdim=True) for part in parts]
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     def _norms(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of each tensor, in the widest float."""
         wide = _widest(values[0].device)
         if not self._foreach(values) or any(v.dtype == wide or not v.numel() for v in values):
-            found: Any = [self._norm(v.reshape(1, -1), (1,))[0] for v in values]
+            norms: Any = [self._norm(v.reshape(1, -1), (1,))[0] for v in values]
         else:
-            found = torch._foreach_norm(list(values), 2, dtype=wide)
-        return torch.stack([n.to(values[0].device) for n in found])
+            norms = torch._foreach_norm(list(values), 2, dtype=wide)
+        return torch.stack([n.to(values[0].device) for n in norms])
 
-    def peaks(self, arrays: Arrays) -> Array:
+    def max_abs(self, arrays: Arrays) -> Array:
         values = [values_of(t) for t in arrays]
-        found: list[Array] = [None] * len(values)
+        parts: list[Array] = [None] * len(values)
         for places in self._bundles(values):
             x = self._bundle([values[i] for i in places])
             if isinstance(x, Many) and x.device.type != "cpu":
@@ -292,25 +296,25 @@ class TorchBackend(Backend):
             else:
                 # On the CPU, vectors are faster.
                 peaks = self.max(abs(x))
-            _put(found, places, peaks.tensors if isinstance(peaks, Many) else [peaks])
+            _put(parts, places, peaks.tensors if isinstance(peaks, Many) else [peaks])
         # One dtype need not hold the numbers of another.
-        like, wide = found[0], _widest(found[0].device)
-        dtype = like.dtype if len({x.dtype for x in found}) == 1 else wide
-        return torch.stack([x.to(like.device, dtype) for x in found]).to(wide)
+        like, wide = parts[0], _widest(parts[0].device)
+        dtype = like.dtype if len({x.dtype for x in parts}) == 1 else wide
+        return torch.stack([x.to(like.device, dtype) for x in parts]).to(wide)
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         values = [values_of(t) for t in columns[0]]
-        found: list[Array] = [None] * len(values)
+        parts: list[Array] = [None] * len(values)
         for places in self._bundles(values):
             first = self.cast(self._bundle([values[i] for i in places]), "float64")
             x = call(first, *(self._column(c, places) for c in columns[1:]))
             if isinstance(x, Many):
                 # Torch has no sum of many, but norms: of what is above 0, and of what is below.
                 sums = self.maximum(x, 0.0).norm(1) - self.minimum(x, 0.0).norm(1)
-                _put(found, places, sums.tensors)
+                _put(parts, places, sums.tensors)
             else:
-                _put(found, places, [self.sum(x)])
-        return torch.stack([x.to(found[0].device) for x in found])
+                _put(parts, places, [self.sum(x)])
+        return torch.stack([x.to(parts[0].device) for x in parts])
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         pairs = zip(arrays, axes, strict=True)
@@ -322,8 +326,8 @@ class TorchBackend(Backend):
         if tensor.dtype == wide and tensor.numel():
             return super().slice_norms([tensor], [axes])
         # No square of a narrower dtype overflows or underflows.
-        found = torch.linalg.vector_norm(tensor, dim=axes, dtype=wide)
-        return found if found.dim() == 1 else found.reshape(-1)
+        norms = torch.linalg.vector_norm(tensor, dim=axes, dtype=wide)
+        return norms if norms.dim() == 1 else norms.reshape(-1)
 
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
@@ -336,8 +340,8 @@ class TorchBackend(Backend):
             some = [arrays[i] for i in places]
             k = factors[places[0]]
             to = some[0].device, torch.float64 if some[0].dtype == torch.float64 else torch.float32
-            given: Any = [factors[i].to(*to) for i in places] if k.dim() else k.to(*to)
-            _put(outputs, places, self._multiplied(some, given))
+            wide: Any = [factors[i].to(*to) for i in places] if k.dim() else k.to(*to)
+            _put(outputs, places, self._multiplied(some, wide))
         return outputs
 
     def _multiplied(self, tensors: Arrays, factors: Any) -> Arrays:
@@ -362,8 +366,8 @@ class TorchBackend(Backend):
         product = torch.mul(values.float() if half else values, factor)
         if half:
             # Below its smallest number, half precision has no digits that a margin could cover.
-            kept = torch.trunc(product.detach() * 2.0**24) * 2.0**-24
-            product = product + (kept - product.detach())
+            truncated = torch.trunc(product.detach() * 2.0**24) * 2.0**-24
+            product = product + (truncated - product.detach())
         return _sparse(product.to(tensor.dtype), tensor)
 
     def _stored(self, values: Arrays, likes: Arrays) -> Arrays:
@@ -379,8 +383,8 @@ class TorchBackend(Backend):
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Arrays:
-        given = [*columns[0]]
-        values = [values_of(t) for t in given]
+        inputs = [*columns[0]]
+        values = [values_of(t) for t in inputs]
         results: list[list[Array]] = []
         numbers: set[int] = set()
         for places in self._bundles(values):
@@ -389,9 +393,9 @@ class TorchBackend(Backend):
             first = self._bundle([t if t.dim() else t[None] for t in some])
             first = first.to(torch.float32) if some[0].dtype.itemsize == 2 else first
             first = self.cast(first, "float64") if wide else first
-            found = call(first, *(self._column(c, places) for c in columns[1:]))
-            results = results or [[None] * len(given) for _ in found]
-            for j, x in enumerate(found):
+            outcomes = call(first, *(self._column(c, places) for c in columns[1:]))
+            results = results or [[None] * len(inputs) for _ in outcomes]
+            for j, x in enumerate(outcomes):
                 if j == 0 and x is first:
                     _put(results[0], places, some)
                     continue
@@ -405,7 +409,7 @@ class TorchBackend(Backend):
                 _put(results[j], places, self._narrowed(parts, some) if j == 0 else parts)
         results[0] = [
             t if x is v else _sparse(x, t)
-            for x, v, t in zip(results[0], values, given, strict=True)
+            for x, v, t in zip(results[0], values, inputs, strict=True)
         ]
         like = values[0]
         return [

@@ -120,7 +120,7 @@ def compare(
     resolved = {path.resolve() for path in named.values()}
     results: dict[str, dict[str, Result]] = {}
     for name, path in named.items():
-        report = showing.read(path, apart=resolved)
+        report = showing.read(path, excluded=resolved)
         runs = {seed.partition("/")[0]: result_of(report, seed) for seed in report.experiments}
         results[name] = runs
     show_ranking(Ranking(results, next(iter(results))), "fedclip-compare/2", as_json)

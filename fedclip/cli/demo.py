@@ -97,9 +97,9 @@ def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
     ratios = (pulls(reports[way]) for way in ("fixed-bound", "adaptive-bound"))
     late = [np.median(some[:, some.shape[1] * 2 // 3 :]) for some in ratios]
     yield (
-        f"Without clipping, {SITES[-1]}'s updates outweigh those of the other sites. In the last "
-        f"third of the rounds, it pulls the model {late[0]:.1f} times as hard as the median site "
-        f"with the fixed bound, and {late[1]:.1f} times with the adaptive one."
+        f"Without clipping, {SITES[-1]}'s updates outweigh those of the others. With the fixed "
+        f"bound, it pulls the model {late[0]:.1f} times as hard as the median site in the last "
+        f"third of the rounds, and {late[1]:.1f} times with the adaptive one."
     )
     low = ranking.worst([*reports][-1])
     none, fixed, adaptive = (ranking.mean(way, low)[0] for way in reports)
@@ -162,7 +162,7 @@ WAYS = {
     ),
     "adaptive-bound": Way(
         "updates clipped to a bound that follows the median of their norms",
-        server='[["update-clip-server", {learning_rate = 1.0}]]',
+        server='["update-clip-server"]',
     ),
 }
 """The three ways to train, each in a folder of its name."""

@@ -33,10 +33,10 @@ def console() -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
 
 
-def read(folder: Path, apart: Collection[Path] = ()) -> Report:
-    """Read a report, without runs in the folders `apart`; end the command if that fails."""
+def read(folder: Path, excluded: Collection[Path] = ()) -> Report:
+    """Read a report, without runs in the folders `excluded`; end the command if that fails."""
     try:
-        result = _newest(_without(apart, folder))
+        result = _newest(_without(excluded, folder))
     except ReportError as exc:
         if os.path.exists(folder):
             fail(str(exc), code=1 if os.path.isdir(folder) else 2)
@@ -48,10 +48,10 @@ def read(folder: Path, apart: Collection[Path] = ()) -> Report:
     return result
 
 
-def _without(apart: Collection[Path], folder: Path) -> Report:
+def _without(excluded: Collection[Path], folder: Path) -> Report:
     report = read_report(folder)
     names = [
-        name for name in report.experiments if not name or (folder / name).resolve() not in apart
+        name for name in report.experiments if not name or (folder / name).resolve() not in excluded
     ]
     return report.only(names or report.experiments)
 

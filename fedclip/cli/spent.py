@@ -16,7 +16,7 @@ from fedclip.privacy.accounting import ZERO_OUT, Accountant, Release, account, m
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.privacy.trust_models import by_silent
 from fedclip.privacy.trust_models import in_words as trust_lines
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.store import read, server_in
 

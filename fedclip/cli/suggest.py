@@ -68,11 +68,12 @@ _TEXTS = {
 
 
 def proposals(norms: Norms, early: bool = False, cut: Collection[str] = ()) -> Iterator[Proposal]:
-    """Yield the proposals for one place.
+    """Yield the proposals for one stage.
 
-    Fixed limits are above about 95 % of the norms of the median client; or, if the norms of later
-    rounds are of no use (`early`), above half of those of the first. Where that would clip another
-    client more than those to be clipped (`cut`), they are above what is usual for all others.
+    Fixed limits are above about 95 % of the norms of the median client. If norms of later rounds
+    are of no use (`early`), they are above half of those of the first round. If that would clip
+    another client more than those to be clipped (`cut`), they are above the usual norms of all
+    others.
     """
     if norms.lacking or not (limit := norms.middle(0.5 if early else 0.95, early)):
         return
@@ -93,7 +94,7 @@ def proposals(norms: Norms, early: bool = False, cut: Collection[str] = ()) -> I
     fixed = ("clipped-averaging", {"max_norm": limit, **weights})
     yield _proposal(norms, "fixed", {"aggregator": fixed}, shares, limit)
     # In 20 rounds this rate was 0 to 1 point of accuracy better than the default.
-    follows = {"start_norm": rounded(norms.middle(0.5, first=True) or limit), "learning_rate": 0.5}
+    follows = {"start_norm": rounded(norms.middle(0.5, first=True) or limit)}
     lines: Lines = {
         "aggregator": ("clipped-averaging", weights),
         "client_opt": ("update-clip-client", {}),

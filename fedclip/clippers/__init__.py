@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     # Tools ask modules for names of other kinds, for which nothing is to be imported.
     if name[:1].isupper():
         for home in map(import_module, _homes()):
-            found = vars(home).get(name)
-            if isinstance(found, type) and found.__module__ == home.__name__:
-                return found
+            value = vars(home).get(name)
+            if isinstance(value, type) and value.__module__ == home.__name__:
+                return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 
-from fedclip.clippers.sharing import SharedClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import PastLimit
+from fedclip.clippers.sharing import Sharing
 from fedclip.core.parameters import (
     at_least_one,
     integer,
@@ -20,7 +22,7 @@ from fedclip.rules.adaptive import Adaptive
 from fedclip.transforms import Transform
 
 
-class AdaptiveClip(SharedClipper):
+class AdaptiveClip(Sharing, PastLimit, Clipper):
     """Clip to a limit that adapts until a given share of norms is below it.
 
     ::
@@ -71,7 +73,7 @@ class AdaptiveClip(SharedClipper):
     name = "adaptive-clip"
     guarantee = kinds.learnt_limit
     _client_settings = ("warmup_factor",)
-    _common_settings = ("max_norm", *SharedClipper._common_settings)
+    _common_settings = ("max_norm", *Sharing._common_settings)
 
     quantile: float = parameter(unit_interval, default=0.5, kw_only=False)
     """Share of norms that should be at most the limit, in (0, 1)."""

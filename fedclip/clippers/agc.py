@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, NumpyBackend, backend_of
-from fedclip.clippers.core import Core
+from fedclip.clippers.core import Core, check_mapping
 from fedclip.clippers.families import as_tuple
 from fedclip.core.parameters import boolean, choice, non_negative, parameter, positive
 from fedclip.core.plugins import Regularizer, V
@@ -20,7 +20,7 @@ from fedclip.core.scopes import Groups, check_exclude, resolve
 from fedclip.errors import FedclipWarning
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.constant import Constant, Given
-from fedclip.transforms import Action, Gradient, NormClipping, SliceClipping, Transform
+from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, spanned
 
 
@@ -85,6 +85,7 @@ class AGC(Core, Regularizer):
 
     name = "agc"
     guarantee = kinds.weight_limit
+    _follows_weights = True
 
     ratio: float = parameter(positive, default=1.0, kw_only=False)
     """Largest gradient norm, relative to the weights' norm, > 0; the paper's 0.01 is
@@ -142,8 +143,9 @@ class AGC(Core, Regularizer):
 
         `outputs` holds the axes of the outputs of tensors whose layers are known, by name.
         """
-        self._checked(weights)
-        for name, array in self._checked(arrays).items():
+        for mapping in (arrays, weights):
+            check_mapping(mapping)
+        for name, array in arrays.items():
             shape = getattr(weights.get(name), "shape", array.shape)
             if shape != array.shape:
                 raise ValueError(
@@ -153,7 +155,7 @@ class AGC(Core, Regularizer):
         with self.lock:
             self._weights, self._outputs = weights, outputs
             try:
-                return self._clip(arrays, backend)
+                return self.clip_arrays(arrays, backend)
             finally:
                 # Do not keep the weights after the step.
                 self._weights = {}
@@ -204,22 +206,31 @@ class AGC(Core, Regularizer):
             native = [*map(backend.constant, native)]
         views: Any = [None] if traced else backend.views(native)
         if any(view is None for view in views):
-            return self._of(Gradient(native, groups, backend), outputs)
+            return self._of(native, groups, backend, backend.name, outputs)
         with np.errstate(all="ignore"):
-            return self._of(Gradient(native, groups, backend, None, views), outputs)
+            return self._of(views, groups, NumpyBackend(backend, views), backend.name, outputs)
 
-    def _of(self, weights: Gradient, outputs: Outputs | None) -> NormClipping | SliceClipping:
-        arrays, groups, xp = weights.arrays, weights.groups, weights.xp
+    def _of(
+        self,
+        arrays: Sequence[Array],
+        groups: Groups,
+        xp: Backend,
+        framework: str,
+        outputs: Outputs | None,
+    ) -> NormClipping | SliceClipping:
+        """Return the transform for weights, which are views on the host."""
         if self.unit in ("tensor", "global"):
             limits = self._limits(xp.group_norms(arrays, groups.members), xp)
             return NormClipping(Given(limits), action=Action(self.eps))
-        usual = self.usual_outputs(weights.backend.name)
+        usual = self.usual_outputs(framework)
         known = [(outputs or {}).get(name, usual) for name in groups.names]
-        spans = [self._span(a.shape or (1,), o) for a, o in zip(arrays, known, strict=True)]
+        shapes = [tuple(array.shape) for array in arrays]
+        spans = tuple([self._span(s or (1,), o) for s, o in zip(shapes, known, strict=True)])
         slices = SliceClipping((), None, action=Action(self.eps), spans=spans)
-        if not slices.spans_of(arrays):
+        layout = slices.layout(shapes, groups.owners, is_cached=isinstance(xp, NumpyBackend))
+        if not layout.spans:
             return slices
-        return replace(slices, limit=self._limits(slices.measure(arrays, xp), xp))
+        return replace(slices, limit=self._limits(slices.measure(arrays, layout, xp), xp))
 
     def get_limit(self, weight_norm: float) -> float:
         """Return the limit of a unit with weights of this norm.
@@ -267,8 +278,8 @@ class AGC(Core, Regularizer):
         if self.dims is not None:
             return spanned(ndim, as_tuple(self.dims), False)
         if self.unit == "optax":
-            whole = sum(n > 1 for n in shape) <= 1
-            return tuple(range(ndim if whole else 1 if ndim < 4 else ndim - 1))
+            is_vector = sum(n > 1 for n in shape) <= 1
+            return tuple(range(ndim if is_vector else 1 if ndim < 4 else ndim - 1))
         if ndim < 2:
             return (0,)
         return spanned(ndim, outputs if self.axis is None else (self.axis,), True)
@@ -282,21 +293,21 @@ def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Arra
     ValueError
         If some are missing.
     """
-    given = weights or {}
-    missing = [name for name in groups.names if given.get(name) is None]
+    known = weights or {}
+    missing = [name for name in groups.names if known.get(name) is None]
     if missing:
         raise ValueError(
             f"agc has no weights for {', '.join(map(repr, missing))}; it was given "
-            f"{', '.join(map(repr, given)) or 'none'}: it takes its limits from the weights, by "
-            "the names of the gradients"
+            f"{', '.join(map(repr, known)) or 'none'}: give the weights under the names of the "
+            "gradients"
         )
-    return [given[name] for name in groups.names]
+    return [known[name] for name in groups.names]
 
 
 def _check_real(weights: Sequence[Array], groups: Groups, backend: Backend) -> None:
     for name, weight in zip(groups.names, weights, strict=True):
         if (dtype := backend.dtype(weight)).startswith("complex"):
             raise TypeError(
-                f"agc takes the norms of real weights; those of {name!r} are {dtype}: put its "
+                f"the weights {name!r} are {dtype}, and agc takes norms of real weights: put the "
                 "name in exclude"
             )

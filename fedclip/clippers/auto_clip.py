@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.sharing import HistoryClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import PastLimit, Warmup
+from fedclip.clippers.sharing import Sharing
 from fedclip.core.parameters import (
     choice,
     non_negative,
@@ -18,7 +20,7 @@ from fedclip.rules.quantiles import Markers, Window
 from fedclip.transforms import Transform
 
 
-class AutoClip(HistoryClipper):
+class AutoClip(Warmup, Sharing, PastLimit, Clipper):
     """Limit three standard deviations above the running median of norms.
 
     ::
@@ -88,7 +90,7 @@ class AutoClip(HistoryClipper):
     """Norms that only fill the statistics, >= 0; fewer than 5 count as 5."""
 
     def build(self) -> Transform:
-        self._goes_with("window", "median", "window")
+        self.check_goes_with("window", "median", "window")
         exact = self.median == "window"
         median = Window(0.5, self.window or 64) if exact else Markers(0.5)
         return self.with_rule(Auto, median=median)

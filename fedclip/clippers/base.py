@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from fedclip.errors import StateError, nearest, shown
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules import Rule, known
 from fedclip.transforms import NormClipping, Transform
+
+if TYPE_CHECKING:
+    from fedclip.clippers.sharing import SharedState
 
 
 class Clipper(Core, OptiModule, register=False):
@@ -74,22 +77,55 @@ class Clipper(Core, OptiModule, register=False):
             by_name()
         super().__init_subclass__(register=register, **kwargs)
 
+    def __post_init__(self) -> None:
+        """Build the transform, and what is shared of it."""
+        super().__post_init__()
+        self._sharing = self._shared_state(self._transform)
+
+    def _shared_state(self, transform: Transform) -> SharedState | None:
+        """Return the client's side of a state that all clients share, if there is one."""
+        return None
+
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: V) -> V:
         """Return the clipped gradients; the same object if nothing is clipped."""
-        coefs = self._coefs(gradients)
+        coefs: Any = getattr(gradients, "coefs", None)
+        if type(coefs) is not dict:
+            coefs = self._coefs(gradients)
         outputs = self.clip(coefs)
         make: Callable[[dict[str, Array]], V] = type(gradients)
         return gradients if outputs is coefs else make(dict(outputs))
 
     def collect_aux_var(self) -> object | None:
-        """Return nothing; on a server, begin a round."""
+        """Return the counts, if they are shared; on a server, start a round."""
         with self.lock:
             self._memory.release()
             # declearn calls `on_round_start` only on clients, and this before a server's step.
             if not self._on_client:
                 self._recorder.start_round()
+                # A clipper on the server shares nothing; the clients' counts are for its module.
+                vars(self)["aux_name"] = None
+            elif self._sharing is not None and self._sharing.heard():
+                message, statistics = self._sharing.message(self._statistics())
+                self._install(statistics)
+                return message
         return None
+
+    def process_aux_var(self, aux_var: object) -> None:
+        """Take over the state that the server has sent, if it is shared.
+
+        Raises
+        ------
+        ValueError
+            If clipper and server module do not match, or the message is not valid.
+        """
+        if self._sharing is None or not self._sharing.reads(aux_var):
+            super().process_aux_var(aux_var)
+            return
+        with self.lock:
+            statistics = self._sharing.receive(aux_var, self._statistics())
+            self._transform = self._sharing.transform(self._sharing.version)
+            self._install(statistics)
 
     def get_state(self) -> dict[str, Any]:
         """Return the statistics by group, and the records, as plain numbers, strings and lists."""
@@ -100,7 +136,13 @@ class Clipper(Core, OptiModule, register=False):
                 "arrays": states.fetched(self._arrays),
                 **self._recorder.get_state(),
                 **({"owner": dict(self.owner)} if self.owner else {}),
+                **({} if self._sharing is None else {"shared": self._sharing.get_state()}),
             }
+
+    def reset(self) -> None:
+        super().reset()
+        if self._sharing is not None:
+            self._sharing.version, self._transform = None, self._sharing.transform(None)
 
     def set_state(self, state: Mapping[str, object]) -> None:
         """Restore a state that `get_state` of the same clipper returned, on any framework.
@@ -116,13 +158,20 @@ class Clipper(Core, OptiModule, register=False):
         self.owner, self.model = owner, None
 
     def _take_over(self, state: object, transform: Transform) -> None:
+        version = None
+        if self._sharing is not None and isinstance(state, Mapping):
+            version = self._sharing.check_state(state.get("shared"))
+            transform = self._sharing.transform(version)
         statistics, arrays, round_, rounds = self._check_state(state, transform)
         with self.lock:
             self._transform = transform
             self._install(statistics)
             self._last = None
             self._arrays = arrays
-            self._loaded = bool(statistics or arrays)
+            # The server decides which groups there are, and may know more of them.
+            self._loaded = bool(statistics or arrays) and version is None
+            if self._sharing is not None:
+                self._sharing.version = version
             self._recorder.set_state(round_, rounds)
             self._warned = -1
 
@@ -159,7 +208,7 @@ class Clipper(Core, OptiModule, register=False):
         backend
             The framework of the arrays. None: derived from their type.
         """
-        return self._clip(arrays, backend)
+        return self.clip_arrays(arrays, backend)
 
     # -- numbers instead of tensors -----------------------------------------------------------
     def observe(self, norms: float | Mapping[str, float]) -> StepRecord:
@@ -180,10 +229,16 @@ class Clipper(Core, OptiModule, register=False):
         """
         transform = self._transform
         if not isinstance(transform, NormClipping) or transform.ord in MEANS:
-            raise TypeError(f"{self.name} needs the elements of tensors, not their norms alone")
+            raise TypeError(
+                f"{self.name} goes by the elements of tensors, and observe takes norms: call clip "
+                "with the arrays"
+            )
         if not isinstance(norms, Mapping):
             if self.scope != "global":
-                raise ValueError(f"with scope={self.scope!r}, give a dict of norms by tensor")
+                raise ValueError(
+                    f"got one norm, and scope={self.scope!r} has several groups: give a dict of "
+                    "norms by tensor"
+                )
             norms = {"norm": norms}
         numbers = {name: np.array([_norm(name, norm)]) for name, norm in norms.items()}
         with self.lock:
@@ -251,12 +306,12 @@ class Clipper(Core, OptiModule, register=False):
             (group,) = learnt
         if learnt and group not in learnt:
             return {}
-        one = Groups((group,), (group,), ((0,),))
-        transform = self.transform(one)
-        state = states.load(transform.init(one), learnt, (group,))
+        groups = Groups((group,), (group,), ((0,),))
+        transform = self.transform(groups)
+        state = states.load(transform.init(groups), learnt, (group,))
         columns = known(_rule_of(transform), state, NUMPY)
-        found = {field: on_host(column)[..., 0].tolist() for field, column in columns.items()}
-        return found | ({"count": int(found["count"])} if "count" in found else {})
+        numbers = {field: on_host(column)[..., 0].tolist() for field, column in columns.items()}
+        return numbers | ({"count": int(numbers["count"])} if "count" in numbers else {})
 
     def set_statistics(self, group: str = ALL, **statistics: float) -> None:
         """Set statistics of a group, such as its mean; others do not change.
@@ -304,8 +359,8 @@ class Clipper(Core, OptiModule, register=False):
         if state["clipper"] != self.name:
             raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
         round_ = states.check_count("round", state["round"])
-        one = transform.init(Groups(("x",), ("x",), ((0,),)))
-        groups = states.check_groups(state["groups"], one)
+        single = transform.init(Groups(("x",), ("x",), ((0,),)))
+        groups = states.check_groups(state["groups"], single)
         arrays = states.check_arrays(state["arrays"], transform.array_fields)
         return groups, arrays, round_, read_rounds(state)
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.families import SlicedClipper, as_tuple
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import Sliced, as_tuple
 from fedclip.core.parameters import parameter
 from fedclip.privacy import guarantees as kinds
 from fedclip.transforms import Transform
@@ -11,7 +12,7 @@ from fedclip.transforms.moment import Centralizing
 from fedclip.transforms.slice import check_slices
 
 
-class Centralize(SlicedClipper):
+class Centralize(Sliced, Clipper):
     """Subtract the mean of each slice, of each tensor, or of all tensors.
 
     ::

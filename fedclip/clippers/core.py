@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 from fedclip.arrays import Array, Backend, Memory
 from fedclip.core import states
@@ -21,10 +21,15 @@ from fedclip.core.records import ALL, Recorder, RoundRecord, StepRecord
 from fedclip.core.scopes import Groups, Scope, check_exclude, resolve
 from fedclip.core.states import Statistics
 from fedclip.errors import FedclipWarning, NonFiniteError
-from fedclip.transforms import Gradient, NotFiniteError, Outcome, SliceClipping, Transform
-
-_Clipped: TypeAlias = tuple[Sequence[Array], Mapping[str, Array]]
-"""New arrays of the groups, and the excluded tensors; the very same where nothing changes."""
+from fedclip.transforms import (
+    Gradient,
+    NotFiniteError,
+    Plan,
+    SliceClipping,
+    Transform,
+    prepare,
+    take_step,
+)
 
 # Number of absent names whose statistics are kept, in case the names come back.
 _MOST_ABSENT = 1000
@@ -36,6 +41,8 @@ _CHANGING = ("_absent", "_arrays", "_recorder", "_transform")
 class Core(Documented):
     """Base of all clippers: a subclass says in `build` which transform it is made of."""
 
+    # Whether each step has another transform.
+    _follows_weights: ClassVar[bool] = False
     scope: Scope = "global"
     keep_memory: bool = True
     exclude: str | Sequence[str] | None = parameter(
@@ -52,15 +59,19 @@ class Core(Documented):
         # Called after each step with its record, if set; not in compiled code.
         self.on_record: Callable[[StepRecord], object] | None = None
         self._recorder = Recorder()
-        # What the statistics are of, which the adapters for loops know (adapters/owner.py): a
-        # fingerprint, and a tensor of the model in this process.
+        # What the statistics are of, for training loops (loops/owner.py): a fingerprint; in this
+        # process, a tensor of the model, and who uses the clipper.
         self.owner: dict[str, str] | None = None
         self.model: Callable[[], object] | None = None
+        self.use: Any = None
         # Names, groups, and the statistics of each group; known from the first gradient on.
         self._names: tuple[str, ...] = ()
         self._groups: Groups | None = None
         self._state: Any = None
         self._on_device = False
+        # The transform for the groups, and what the last gradient has in common with others.
+        self._current: Transform | None = None
+        self._plan: Plan | None = None
         # Statistics of groups that are missing in the current gradient, by label.
         self._absent: Statistics = {}
         # The transform's arrays, by tensor and field, in host memory.
@@ -76,18 +87,22 @@ class Core(Documented):
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but the lock, for a copy or a pickle.
+        """Return all attributes but those of this process, for a copy or a pickle.
 
         Attributes that steps change in place are copied here, between two steps.
         """
         with self.lock:
             changing = {key: copy.deepcopy(vars(self)[key]) for key in _CHANGING}
-            return {k: v for k, v in vars(self).items() if k not in ("lock", "model")} | changing
+            plain = {k: v for k, v in vars(self).items() if k not in ("lock", "model", "use")}
+        return plain | changing | {"_current": None, "_plan": None}
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
         vars(self).update(
-            {"on_record": None, "owner": None, **state}, model=None, lock=threading.RLock()
+            {"on_record": None, "owner": None, **state},
+            model=None,
+            use=None,
+            lock=threading.RLock(),
         )
 
     @classmethod
@@ -142,9 +157,9 @@ class Core(Documented):
         (5.0, 1)
         """
         with self.lock:
-            found = {} if self.last is None else self.last.as_dict(prefix)
+            numbers = {} if self.last is None else self.last.as_dict(prefix)
             rounds = [record for record in self.rounds if record.group == ALL]
-        return found | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
+        return numbers | (rounds[-1].as_dict(f"{prefix}round/") if rounds else {})
 
     def __eq__(self, other: object) -> bool:
         """Return whether the other has the same class and configuration; statistics do not matter.
@@ -155,15 +170,6 @@ class Core(Documented):
         return config_of(self) == config_of(other) if same else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
-
-    def _goes_with(self, name: str, other: str, value: object) -> None:
-        """Refuse a parameter that is not at its default, unless another one has a value."""
-        given, found = getattr(self, name), getattr(self, other)
-        if given != self.parameters[name].default and found != value:
-            raise ValueError(
-                f"{name} goes with {other}={value!r} only, got {name}={given!r} with "
-                f"{other}={found!r}"
-            )
 
     def on_round_start(self) -> None:
         """Start the records of a new round; statistics continue."""
@@ -182,16 +188,6 @@ class Core(Documented):
             )
         return coefs
 
-    def _checked(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return a dict of arrays; raise a TypeError for anything else."""
-        # To ask for a Mapping takes longer, at each step.
-        if type(arrays) is not dict and not isinstance(arrays, Mapping):
-            raise TypeError(
-                f"clip takes a dict of arrays by name, got {type(arrays).__name__}: write "
-                'clip({"w": array}), and run(vector) for a declearn Vector'
-            )
-        return arrays
-
     def _grouped(self, arrays: Mapping[str, Array]) -> Groups:
         """Return the groups of arrays that share a norm."""
         return resolve(self.scope, self.exclude, tuple(arrays))
@@ -200,48 +196,74 @@ class Core(Documented):
         """Return the transform that clips these groups."""
         return self._transform
 
-    def _clip(self, arrays: Mapping[str, Array], backend: Backend | None) -> Mapping[str, Array]:
+    def clip_arrays(
+        self, arrays: Mapping[str, Array], backend: Backend | None
+    ) -> Mapping[str, Array]:
+        """Return the arrays, clipped, by name; the very same mapping if nothing is clipped."""
+        # To ask for a Mapping takes longer, at each step.
+        if type(arrays) is not dict:
+            check_mapping(arrays)
         with self.lock:
-            groups = self._resolve(self._checked(arrays))
+            groups = self._groups
+            if groups is None or self._names != tuple(arrays):
+                groups = self._resolve(arrays)
             if not arrays:
                 self._last = (groups.labels,)
                 return arrays
+            transform = self._current
+            if transform is None:
+                transform = self._made(groups, backend)
+                self._current = None if self._follows_weights else transform
             memory = self._memory if self.keep_memory else None
-            transform = self._made(groups, backend)
-            gradient = Gradient.of(self.name, arrays, groups, transform, backend, memory)
-            if not gradient.on_host and any(map(gradient.backend.traced, gradient.arrays)):
-                raise TypeError(
-                    f"{self.name}: what a clipper learns and records can not leave code that is "
-                    "compiled, batched or differentiated (jit, vmap, tf.function, a watching tape, "
-                    "create_graph=True). There, use as_optax of fedclip.loops.jax, clip of "
-                    "fedclip.loops.tensorflow within a tf.function, or PureClipping of "
-                    "fedclip.loops.torch; who needs no derivatives can detach the arrays first"
-                )
+            gradient = prepare(
+                self.name, arrays, groups, transform, backend, memory=memory, plan=self._plan
+            )
+            self._plan = gradient.plan
+            if not gradient.on_host:
+                self._check_untraced(gradient)
             try:
-                outputs, rest = self._stepped(transform, gradient)
+                outputs = self._stepped(transform, gradient)
             except NotFiniteError:
                 self._report_nonfinite(gradient)
-                outputs, rest = self._replaced(gradient)
-            return gradient.result(arrays, outputs, rest)
+                outputs = self._replaced(gradient)
+            return gradient.result(arrays, outputs)
 
-    def _stepped(self, transform: Transform, gradient: Gradient) -> _Clipped:
-        groups = gradient.groups
-        if gradient.on_host and not any(view.size for view in gradient.arrays):
+    def _check_untraced(self, gradient: Gradient) -> None:
+        if any(map(gradient.plan.backend.traced, gradient.arrays)):
+            raise TypeError(
+                f"{self.name}: what a clipper learns and records cannot leave code that is "
+                "compiled, batched or differentiated (jit, vmap, tf.function, a watching tape, "
+                "create_graph=True). There, use as_optax of fedclip.loops.jax, clip of "
+                "fedclip.loops.tensorflow within a tf.function, or PureClipping of "
+                "fedclip.loops.torch. If you need no derivatives, detach the arrays first"
+            )
+
+    def _stepped(self, transform: Transform, gradient: Gradient) -> Sequence[Array]:
+        labels = gradient.groups.labels
+        if gradient.plan.is_empty:
             # There is nothing to measure, and nothing to learn from.
-            self._last = (groups.labels,)
-            if not gradient.rest_is_finite():
+            self._last = (labels,)
+            if not gradient.excluded_is_finite():
                 raise NotFiniteError
-            return gradient.unchanged()
-        self._state = self._moved(transform, gradient)
-        gradient.kept = self._arrays
-        outcome = gradient.clipped(transform, self._state, self.on_nonfinite)
-        self._note(transform, outcome, groups)
-        return outcome.outputs, gradient.rest_after(outcome, self.on_nonfinite)
+            return gradient.inputs
+        if self._on_device == gradient.on_host:
+            self._state = self._moved(transform, gradient)
+        gradient.cached = self._arrays
+        outcome = take_step(transform, gradient, self._state, self.on_nonfinite)
+        basis = transform.basis
+        warm = getattr(self._state, basis.field) if basis.field else 0.0
+        outputs, self._state, norms, limits, clipped, is_finite, *_ = outcome
+        if gradient.groups.excluded and not gradient.on_host:
+            # The norms do not show NaN or infinity in excluded tensors.
+            norms = gradient.xp.where(is_finite, norms, math.nan)
+        self._last = (labels, norms, limits, clipped)
+        self._recorder.add(labels, norms, limits, clipped, warm=warm, basis=basis)
+        if self.on_record is not None:
+            self._tell()
+        return outputs
 
     def _moved(self, transform: Transform, gradient: Gradient) -> Any:
         """Return the state where the gradient is: on the host, or on its device."""
-        if self._on_device == (not gradient.on_host):
-            return self._state
         self._on_device, labels = not gradient.on_host, gradient.groups.labels
         if not self._on_device:
             self._arrays.update(states.fetched(self._arrays))
@@ -250,15 +272,6 @@ class Core(Documented):
             )
         like, xp = gradient.arrays[0], gradient.xp
         return type(self._state)(*(xp.asarray(column, like=like) for column in self._state))
-
-    def _note(self, transform: Transform, outcome: Outcome, groups: Groups) -> None:
-        basis = transform.basis
-        warm = getattr(self._state, basis.field) if basis.field else 0.0
-        _, self._state, norms, limits, clipped, _ = outcome
-        self._last = (groups.labels, norms, limits, clipped)
-        self._recorder.add(groups.labels, norms, limits, clipped, warm=warm, basis=basis)
-        if self.on_record is not None:
-            self._tell()
 
     def _tell(self) -> None:
         if self.on_record is not None and (record := self.last) is not None:
@@ -277,19 +290,17 @@ class Core(Documented):
             return None if self._last is None else StepRecord(*self._last)
 
     def _resolve(self, arrays: Mapping[str, Array]) -> Groups:
-        names = tuple(arrays)
-        if self._groups is not None and self._names == names:
-            return self._groups
-        found = self._grouped(arrays)
-        fresh, statistics = self._transform.init(found), self.known(found)
-        self._state, self._on_device = states.load(fresh, statistics, found.labels), False
+        names, groups = tuple(arrays), self._grouped(arrays)
+        fresh, statistics = self._transform.init(groups), self.known(groups)
+        self._state, self._on_device = states.load(fresh, statistics, groups.labels), False
         # Keep the statistics of a tensor that has no gradient for some steps.
-        self._absent = {k: v for k, v in statistics.items() if k not in found.labels}
-        self._groups, self._names, self._loaded = found, names, False
-        self._forget(found)
+        self._absent = {k: v for k, v in statistics.items() if k not in groups.labels}
+        self._groups, self._names, self._loaded = groups, names, False
+        self._current = None
+        self._forget(groups)
         if isinstance(self._transform, SliceClipping):
-            self._check_slices(self._transform, [tuple(arrays[n].shape) for n in found.names])
-        return found
+            self._check_slices(self._transform, [tuple(arrays[n].shape) for n in groups.names])
+        return groups
 
     def known(self, groups: Groups) -> Statistics:
         """Return the statistics of all known groups; a state that was loaded must have these.
@@ -307,7 +318,7 @@ class Core(Documented):
         if self._loaded and missing:
             raise ValueError(
                 f"the state loaded into {self.name} is of {sorted({*statistics, *self._arrays})}, "
-                f"and the gradient has {missing} besides: load the state of this model, or none"
+                f"and the gradient also has {missing}: load the state of this model, or none"
             )
         return statistics
 
@@ -321,8 +332,8 @@ class Core(Documented):
         if shapes:
             dims = None if transform.dims is None else list(transform.dims)
             warnings.warn(
-                f"{self.name} leaves all tensors alone: none has slices along dims = "
-                f"{dims} of at least min_size = {transform.min_size} elements; their shapes are "
+                f"{self.name} clips nothing: no tensor has slices along dims = {dims} of at least "
+                f"min_size = {transform.min_size} elements. The shapes are "
                 f"{', '.join(map(str, shapes[:5]))}{', …' if shapes[5:] else ''}",
                 FedclipWarning,
                 stacklevel=6,
@@ -330,14 +341,14 @@ class Core(Documented):
 
     def _forget(self, present: Groups) -> None:
         """Drop the statistics of the names that were absent longest, if there are too many."""
-        for kept, now in ((self._absent, present.labels), (self._arrays, present.names)):
-            old = [name for name in kept if name not in set(now)]
+        for cached, now in ((self._absent, present.labels), (self._arrays, present.names)):
+            old = [name for name in cached if name not in set(now)]
             if len(old) > _MOST_ABSENT:
                 for name in old[:-_MOST_ABSENT]:
-                    del kept[name]
+                    del cached[name]
                 warnings.warn(
-                    f"{self.name}: statistics of more than {_MOST_ABSENT:,} names that this "
-                    "gradient does not have, the oldest are dropped; give tensors the same names "
+                    f"{self.name} has statistics of more than {_MOST_ABSENT:,} names that this "
+                    "gradient does not have, and drops the oldest: give tensors the same names "
                     "at each step",
                     FedclipWarning,
                     stacklevel=6,
@@ -345,7 +356,7 @@ class Core(Documented):
 
     def _install(self, statistics: Statistics) -> None:
         """Take over statistics, to be matched with the names of the next gradient."""
-        self._groups, self._names, self._state = None, (), None
+        self._groups, self._names, self._state, self._current = None, (), None, None
         self._absent, self._loaded = statistics, False
 
     def _statistics(self) -> Statistics:
@@ -358,23 +369,32 @@ class Core(Documented):
         bad = gradient.nonfinite()
         blamed = bad or ("a norm beyond float64",)
         self._last = (gradient.groups.labels, (), (), (), blamed)
-        told = ", ".join(map(repr, blamed))
-        told = f"NaN or infinity in {told}" if bad else blamed[0]
+        reason = ", ".join(map(repr, blamed))
+        reason = f"NaN or infinity in {reason}" if bad else blamed[0]
         if self.on_nonfinite == "raise":
-            raise NonFiniteError(f"{self.name}: {told}") from None
+            raise NonFiniteError(f"{self.name}: {reason}") from None
         self._recorder.add_nonfinite()
         self._tell()
         if self._warned != self._recorder.round:
             self._warned = self._recorder.round
             done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
             warnings.warn(
-                f"{self.name}: {told}; the gradient is {done} "
-                f"(round {self._recorder.round}; more of them are counted without a warning)",
+                f"{self.name}: {reason}; the gradient is {done} "
+                f"(round {self._recorder.round}; later ones are counted without a warning)",
                 FedclipWarning,
                 # Point to the caller of `run`.
                 stacklevel=5,
             )
 
-    def _replaced(self, gradient: Gradient) -> _Clipped:
+    def _replaced(self, gradient: Gradient) -> Sequence[Array]:
         """Return the output of a step that is not finite."""
         return gradient.replaced(self.on_nonfinite)
+
+
+def check_mapping(arrays: object) -> None:
+    """Raise a TypeError for anything but a dict of arrays."""
+    if not isinstance(arrays, Mapping):
+        raise TypeError(
+            f"clip takes a dict of arrays by name, got {type(arrays).__name__}: write "
+            'clip({"w": array}), and run(vector) for a declearn Vector'
+        )

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.sharing import HistoryClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import PastLimit, Warmup
+from fedclip.clippers.sharing import Sharing
 from fedclip.core.parameters import choice, parameter, positive, unit_interval
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.adagc import JointEma, Smallest
@@ -11,7 +13,7 @@ from fedclip.rules.ema import Average, Ema
 from fedclip.transforms import Transform
 
 
-class EmaClip(HistoryClipper):
+class EmaClip(Warmup, Sharing, PastLimit, Clipper):
     """Limit at a multiple of the moving average of past norms (AdaGC).
 
     ::

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.families import ORD_VAR, MeasuredClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import ORD_VAR, Measured
 from fedclip.core.parameters import (
     at_least_one,
     boolean,
@@ -25,7 +26,7 @@ def _check_init(init: object) -> float | str:
     return number("a finite number or 'first'", init=init)
 
 
-class EmaNormClip(MeasuredClipper):
+class EmaNormClip(Measured, Clipper):
     """Limit at the norm of the moving average of the gradient itself.
 
     ::
@@ -96,5 +97,5 @@ class EmaNormClip(MeasuredClipper):
             )
         start = None if isinstance(self.init, str) else self.init
         names = ("decay", "ord", "max_growth", "min_norm", "debias")
-        own = {name: getattr(self, name) for name in names}
-        return AverageClipping(**own, start=start, rescale=self._rescale)
+        settings = {name: getattr(self, name) for name in names}
+        return AverageClipping(**settings, start=start, rescale=self._rescale)

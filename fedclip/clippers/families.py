@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of clippers: which parameters they share, and what is built from these."""
+"""The parameters that several clippers share, and the transforms that are built from these.
+
+A clipper is a `Clipper` with some of these parts: ``class GrowthClip(PastLimit, Clipper)``.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from fedclip.clippers.base import Clipper
-from fedclip.core.measures import MEANS, Order, check_order, degree
-from fedclip.core.parameters import boolean, choice, integer, limit, non_negative, parameter
-from fedclip.core.scopes import Groups, check_scope, in_table
+from fedclip.core.measures import MEANS, SQUARED, Order, check_order
+from fedclip.core.parameters import (
+    Configured,
+    at_least_one,
+    boolean,
+    choice,
+    integer,
+    limit,
+    non_negative,
+    parameter,
+)
+from fedclip.core.scopes import Groups, Scope, check_scope, in_table
 from fedclip.rules import Rule
 from fedclip.rules.constant import Constant
 from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, check_slices
 
-_NORMS = [word for word in MEANS if degree(word) == 1]
+_NORMS = [word for word in MEANS if word not in SQUARED]
 
 
 def _orders(words: Sequence[str]) -> str:
@@ -36,11 +47,11 @@ SCOPE_TABLE = parameter(
 
 def as_tuple(dims: int | Sequence[int] | None) -> tuple[int, ...] | None:
     """Return the parameter `dims` as transforms take it."""
-    found = check_dims(dims=dims)
-    return None if found is None else tuple(found)
+    checked = check_dims(dims=dims)
+    return None if checked is None else tuple(checked)
 
 
-class SlicedClipper(Clipper, register=False):
+class Sliced(Configured):
     """Base of clippers that can treat each slice of a tensor separately."""
 
     dims: int | Sequence[int] | None = parameter(
@@ -54,27 +65,30 @@ class SlicedClipper(Clipper, register=False):
     """Skip slices, or with the scope "tensor" tensors, with fewer elements."""
 
 
-class MeasuredClipper(Clipper, register=False):
-    """Base of clippers that measure a norm."""
+class Measured(Configured):
+    """The parameter of clippers that measure a norm."""
 
     ord: Order = parameter(check_order, default=2, kind=_orders(_NORMS))
     """Order of the norm, see `fedclip.core.measures`; 2 is the Euclidean norm."""
 
 
-class ExactClipper(MeasuredClipper, register=False):
-    """Base of clippers that bring a norm to a limit."""
+class Exact(Measured):
+    """The parameters of clippers that bring a norm to a limit."""
 
     eps: float = parameter(non_negative, default=0.0)
     """Added to the norm in the factor ``limit / (n + eps)``, >= 0; 0 is exact."""
 
 
-class FixedClipper(SlicedClipper, ExactClipper, register=False):
-    """Base of clippers that bring the norm of a group, or of a slice, to a fixed limit."""
+class FixedLimit(Sliced):
+    """The parameters of clippers that bring the norm of a group, or slice, to a fixed limit."""
 
-    scope = SCOPE_TABLE
-    ord = ORD_VAR
+    scope: Scope = SCOPE_TABLE
+    ord: Order = ORD_VAR
+    """Order of the norm, see `fedclip.core.measures`; 2 is the Euclidean norm."""
+    eps: float = parameter(non_negative, default=0.0)
+    """Added to the norm in the factor ``limit / (n + eps)``, >= 0; 0 is exact."""
 
-    def _fixed(self, limit: float, action: Action) -> Transform:
+    def with_limit(self, limit: float, action: Action) -> Transform:
         """Return the transform that brings the norms of groups, or of slices, to a fixed limit."""
         check_slices(self.dims, self.scope, self.inverse_dims, self.min_size)
         if self.dims is None and self.min_size == 1:
@@ -82,17 +96,19 @@ class FixedClipper(SlicedClipper, ExactClipper, register=False):
         dims = as_tuple(self.dims)
         return SliceClipping(limit, dims, self.inverse_dims, self.min_size, self.ord, action)
 
-    def _by_table(self, groups: Groups, rest: float) -> Transform:
-        """Return the transform with the limits of a table in `scope`, if it is one."""
-        # A dict, as `check_scope` returns: to ask for a Mapping takes five times as long.
-        if not isinstance(self.scope, dict) or not isinstance(self._transform, NormClipping):
-            return self._transform
-        limits = tuple(in_table(self.scope, label, rest) for label in groups.labels)
-        return replace(self._transform, rule=Constant(limits))
+    def with_table(self, transform: Transform, groups: Groups, others: float) -> Transform:
+        """Return the transform with the limits of a table in `scope`, if it is one.
+
+        `others` is the limit of groups that are not in the table.
+        """
+        if not isinstance(self.scope, Mapping) or not isinstance(transform, NormClipping):
+            return transform
+        limits = tuple(in_table(self.scope, label, others) for label in groups.labels)
+        return replace(transform, rule=Constant(limits))
 
 
-class LimitedClipper(ExactClipper, register=False):
-    """Base of clippers whose limit follows from past norms."""
+class PastLimit(Exact):
+    """The parameters of clippers with a limit that follows from past norms."""
 
     max_norm: float | None = parameter(limit, default=None)
     """Largest limit ever, > 0, in units of the gradient."""
@@ -100,12 +116,38 @@ class LimitedClipper(ExactClipper, register=False):
     """Clip a group above its limit ("clip"), or set it to zero ("skip"); torch and Keras loops then
     skip its step."""
 
-    def with_rule(self, rule: Callable[..., Rule], **own: object) -> NormClipping:
+    def with_rule(self, rule: Callable[..., Rule], **changes: object) -> NormClipping:
         """Return the transform that brings norms to the limits of a rule.
 
-        The rule gets the clipper's parameters of the same names, except for those given.
+        The rule gets the clipper's parameters of the same names, except for those in `changes`.
         """
-        wanted = inspect.signature(rule).parameters
-        names = [name for name in wanted if name not in own and name in self.parameters]
-        made = rule(**{name: getattr(self, name) for name in names}, **own)
+        fields = inspect.signature(rule).parameters
+        names = [name for name in fields if name not in changes and name in self.parameters]
+        made = rule(**{name: getattr(self, name) for name in names}, **changes)
         return NormClipping(made, self.ord, Action(self.eps, skip=self.on_spike == "skip"))
+
+
+class Warmup(Configured):
+    """The parameters of clippers with statistics of the norms themselves."""
+
+    include_current: bool = parameter(boolean, default=False)
+    """Learn a norm before judging it; needs ``feedback="raw"``."""
+    warmup: int = parameter(integer, 0, default=20)
+    """Norms, >= 0, before the statistics set the limit; they never limit the first one. Shared:
+    norms of all clients count, except the first of each."""
+    warmup_norm: float | None = parameter(limit, default=None)
+    """Fixed limit during the warm-up, > 0, in units of the gradient."""
+    warmup_factor: float | None = parameter(at_least_one, default=2.25)
+    """Limit during the warm-up, in medians of the last five norms, >= 1. Spikes are learnt as 1.1
+    medians; the first five norms only fill the median. None: no limit; norms are learnt
+    unclipped."""
+
+    def __post_init__(self) -> None:
+        """Check that a norm is learnt as it was seen."""
+        feedback = getattr(self, "feedback", "clipped")
+        if self.include_current and feedback != "raw":
+            raise ValueError(
+                "include_current=True needs feedback='raw': a norm that has been learnt already "
+                f"cannot be fed back clipped; got feedback={feedback!r}"
+            )
+        super().__post_init__()

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.families import LimitedClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import PastLimit
 from fedclip.core.parameters import at_least_one, limit, parameter, positive
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.growth import Growth
 from fedclip.transforms import Transform
 
 
-class GrowthClip(LimitedClipper):
+class GrowthClip(PastLimit, Clipper):
     """Limit how fast a norm may grow from one step to the next.
 
     ::

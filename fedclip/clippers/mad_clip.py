@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.sharing import HistoryClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import PastLimit, Warmup
+from fedclip.clippers.sharing import Sharing
 from fedclip.core.parameters import choice, non_negative, parameter, positive, window_size
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.mad import Mad
@@ -11,7 +13,7 @@ from fedclip.rules.quantiles import Window
 from fedclip.transforms import Transform
 
 
-class MadClip(HistoryClipper):
+class MadClip(Warmup, Sharing, PastLimit, Clipper):
     """Limit three median absolute deviations above the median of norms.
 
     ::

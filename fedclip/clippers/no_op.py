@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from fedclip.arrays import Array
-from fedclip.clippers.families import ORD_VAR, MeasuredClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import ORD_VAR, Measured
 from fedclip.core.parameters import choice, limit, parameter
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.constant import Constant
 from fedclip.transforms import Gradient, NormClipping, Transform
 
 
-class NoOp(MeasuredClipper):
+class NoOp(Measured, Clipper):
     """Change nothing, and count what a limit would have clipped.
 
     ::
@@ -62,5 +63,5 @@ class NoOp(MeasuredClipper):
         limit = math.inf if self.max_norm is None else self.max_norm
         return NormClipping(Constant((limit,)), self.ord, dry=True)
 
-    def _replaced(self, gradient: Gradient) -> tuple[Sequence[Array], Mapping[str, Array]]:
-        return gradient.unchanged()
+    def _replaced(self, gradient: Gradient) -> Sequence[Array]:
+        return gradient.inputs

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 
-from fedclip.clippers.families import FixedClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import FixedLimit
 from fedclip.core.parameters import limit, parameter
 from fedclip.core.scopes import Groups
 from fedclip.privacy import guarantees as kinds
 from fedclip.transforms import Action, Transform
 
 
-class NormClip(FixedClipper):
+class NormClip(FixedLimit, Clipper):
     """Clip to a fixed norm: global, by tensor, layer, pattern, or slice.
 
     ::
@@ -75,7 +76,7 @@ class NormClip(FixedClipper):
             raise ValueError(
                 f"min_norm must be <= max_norm, got {self.min_norm!r} > {self.max_norm!r}"
             )
-        return self._fixed(most, Action(self.eps, self.min_norm))
+        return self.with_limit(most, Action(self.eps, self.min_norm))
 
     def transform(self, groups: Groups) -> Transform:
-        return self._by_table(groups, self.max_norm or math.inf)
+        return self.with_table(self._transform, groups, self.max_norm or math.inf)

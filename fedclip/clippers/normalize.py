@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.families import FixedClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import FixedLimit
 from fedclip.core.parameters import limit, parameter
 from fedclip.core.scopes import Groups
 from fedclip.privacy import guarantees as kinds
 from fedclip.transforms import Action, Transform
 
 
-class Normalize(FixedClipper):
+class Normalize(FixedLimit, Clipper):
     """Rescale to a fixed norm: global, by tensor, layer, pattern or slice.
 
     ::
@@ -65,7 +66,7 @@ class Normalize(FixedClipper):
     """Added to the norm in the factor, >= 0: norms near or below `eps` stay smaller."""
 
     def build(self) -> Transform:
-        return self._fixed(self.norm, Action(self.eps, rescale=True))
+        return self.with_limit(self.norm, Action(self.eps, rescale=True))
 
     def transform(self, groups: Groups) -> Transform:
-        return self._by_table(groups, self.norm)
+        return self.with_table(self._transform, groups, self.norm)

@@ -7,13 +7,13 @@ import inspect
 from typing import Any
 
 from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import ExactClipper
+from fedclip.clippers.families import Exact
 from fedclip.core.parameters import parameter
 from fedclip.rules.own import Limit, Own
 from fedclip.transforms import Action, NormClipping, Transform
 
 
-class OwnLimit(ExactClipper, register=False):
+class OwnLimit(Exact, Clipper, register=False):
     """Clip to a limit that your function computes, from any clipper's statistics of past norms.
 
     ::

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.sharing import HistoryClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import PastLimit, Warmup
+from fedclip.clippers.sharing import Sharing
 from fedclip.core.parameters import (
     LARGEST_WINDOW,
     choice,
@@ -18,7 +20,7 @@ from fedclip.rules.quantiles import Markers, Quantile, Stream, Window
 from fedclip.transforms import Transform
 
 
-class PercentileNormClip(HistoryClipper):
+class PercentileNormClip(Warmup, Sharing, PastLimit, Clipper):
     """Limit at a percentile of past norms (AutoClip).
 
     ::
@@ -96,7 +98,7 @@ class PercentileNormClip(HistoryClipper):
                 f"ever rises is no limit; got history={self.history!r}"
             )
         for name, history in (("window", "window"), ("rate", "stream"), ("decay", "stream")):
-            self._goes_with(name, "history", history)
+            self.check_goes_with(name, "history", history)
         if self.shared and self.history == "stream":
             raise ValueError(
                 "shared=True does not go with history='stream', which depends on the order of the "

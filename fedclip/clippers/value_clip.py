@@ -78,17 +78,17 @@ class ValueClip(Clipper):
                 )
         return self._box(1, {})
 
-    def _box(self, groups: int, own: Mapping[int, float]) -> ValueClipping:
+    def _box(self, groups: int, limits: Mapping[int, float]) -> ValueClipping:
         low = -self.max_value if self.min_value is None else self.min_value
         return ValueClipping(
-            tuple(-own[g] if g in own else low for g in range(groups)),
-            tuple(own.get(g, self.max_value) for g in range(groups)),
+            tuple(-limits[g] if g in limits else low for g in range(groups)),
+            tuple(limits.get(g, self.max_value) for g in range(groups)),
         )
 
     def transform(self, groups: Groups) -> Transform:
         table = self.scope if isinstance(self.scope, Mapping) else {}
-        own = {g: table[label] for g, label in enumerate(groups.labels) if label in table}
-        return self._box(len(groups), own)
+        limits = {g: table[label] for g, label in enumerate(groups.labels) if label in table}
+        return self._box(len(groups), limits)
 
 
 def _end(open_end: float, **values: Any) -> float:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedclip.clippers.sharing import HistoryClipper
+from fedclip.clippers.base import Clipper
+from fedclip.clippers.families import PastLimit, Warmup
+from fedclip.clippers.sharing import Sharing
 from fedclip.core.parameters import choice, non_negative, parameter, positive, unit_interval
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.drytorch import Drytorch
@@ -16,7 +18,7 @@ from fedclip.rules.zscore import ZScore
 from fedclip.transforms import Transform
 
 
-class ZScoreClip(HistoryClipper):
+class ZScoreClip(Warmup, Sharing, PastLimit, Clipper):
     """Limit some standard deviations above the mean of past norms (ZClip).
 
     ::
@@ -88,7 +90,7 @@ class ZScoreClip(HistoryClipper):
     """Smallest standard deviation, as a multiple of the mean, >= 0."""
 
     def build(self) -> Transform:
-        self._goes_with("factor", "action", "reciprocal")
+        self.check_goes_with("factor", "action", "reciprocal")
         estimators: Any = {"zclip": ZClip, "drytorch": Drytorch, "smartclip": Smartclip}
         rule = ZScore if self.action == "max" and not self.std_eps else Reciprocal
         moments = estimators[self.estimator](self.decay, self.warmup)

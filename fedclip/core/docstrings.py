@@ -47,22 +47,22 @@ def docstring_of(cls: Any, text: str) -> str:
     text = inspect.cleandoc(text)
     if not cls.parameters:
         return text
-    (head, found), base = _sections(text), cls.__base__
+    (head, sections), base = _sections(text), cls.__base__
     if cls.parameters == base.parameters and hasattr(base, "name"):
-        found = {**_sections(base.__doc__)[1], **found}
+        sections = {**_sections(base.__doc__)[1], **sections}
     else:
         words = meanings(cls)
         entries = [_entry(name, p, words.get(name, "")) for name, p in cls.parameters.items()]
-        found = {"Parameters": "\n".join(["Parameters\n----------", *entries]), **found}
-    return "\n\n".join([head, *found.values()]).replace("{name}", cls.name)
+        sections = {"Parameters": "\n".join(["Parameters\n----------", *entries]), **sections}
+    return "\n\n".join([head, *sections.values()]).replace("{name}", cls.name)
 
 
 def meanings(cls: type) -> dict[str, str]:
     """Return what the docstrings below the declarations of a class and its bases say."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        found |= _written(base)
-    return found
+        texts |= _written(base)
+    return texts
 
 
 @cache
@@ -86,9 +86,9 @@ def _entry(name: str, parameter: Parameter, meaning: str) -> str:
     """Return the lines of a numpydoc docstring."""
     default = parameter.default
     shown = f'"{default}"' if isinstance(default, str) else repr(default)
-    told = "" if default is inspect.Parameter.empty else f", default={shown}"
+    shown_default = "" if default is inspect.Parameter.empty else f", default={shown}"
     lines = textwrap.wrap(meaning, 92, break_on_hyphens=False)
-    return "\n    ".join([f"{name} : {kind_of(parameter)}{told}", *lines])
+    return "\n    ".join([f"{name} : {kind_of(parameter)}{shown_default}", *lines])
 
 
 def kind_of(parameter: Parameter) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from fedclip.core.plugins import Plugin
-from fedclip.core.version import VERSION, other
+from fedclip.core.plugins import VERSION, Plugin, other
 from fedclip.errors import Unchecked
 
 
@@ -75,29 +74,29 @@ class FromServer(Message, register=False):
 
     fedclip: Unchecked = field(default=VERSION, kw_only=True)
     # Additional fields of a newer fedclip; they do not count in comparisons.
-    rest: dict[str, object] = field(
+    unread: dict[str, object] = field(
         default_factory=dict, init=False, repr=False, compare=False, kw_only=True
     )
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, those of a newer fedclip too."""
         known = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {**self.rest, **known}
+        return {**self.unread, **known}
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
         """Make a message from anything that came over the wire."""
-        found = dict(data) if isinstance(data, Mapping) else {}
-        result = cls(**{f.name: found.pop(f.name, None) for f in fields(cls) if f.init})
-        result.rest = found
+        known = dict(data) if isinstance(data, Mapping) else {}
+        result = cls(**{f.name: known.pop(f.name, None) for f in fields(cls) if f.init})
+        result.unread = known
         return result
 
     def missing(self) -> str:
-        """Say which fields are missing or of another kind, in a sentence; "" if none is."""
+        """Say which fields are missing or of another kind, in a sentence; "" if no field is."""
         kinds = {**self.kinds, "fedclip": str}
-        found = {name: getattr(self, name) for name in kinds}
-        lacking = [name for name, value in found.items() if value is None]
-        odd = [name for name, value in found.items() if not isinstance(value, kinds[name])]
+        values = {name: getattr(self, name) for name in kinds}
+        lacking = [name for name, value in values.items() if value is None]
+        odd = [name for name, value in values.items() if not isinstance(value, kinds[name])]
         if not odd:
             return ""
         what = f"lacks {', '.join(lacking)}" if lacking else f"has no valid {', '.join(odd)}"

@@ -198,10 +198,10 @@ def refuse_unknown(cls: Any, config: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a class says of one of its parameters."""
+    """The declaration of one parameter of a class."""
 
     check: Callable[..., object] | None
-    """Takes the value by the parameter's name, after `allowed`, and returns it as it is kept."""
+    """Takes the value by the parameter's name, after `allowed`, and returns it checked."""
     allowed: tuple[Any, ...]
     default: object
     kw_only: bool
@@ -227,7 +227,7 @@ class Parameter:
         )
 
     def checked(self, name: str, value: object) -> object:
-        """Return the value as it is kept."""
+        """Return the checked value."""
         optional = "None" in self.annotation or "Optional" in self.annotation
         if self.check is None or (value is None and optional):
             return value
@@ -286,18 +286,20 @@ class Configured:
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Collect the parameters, of the bases too."""
         super().__init_subclass__(**kwargs)
-        found: dict[str, Parameter] = {}
+        collected: dict[str, Parameter] = {}
         for base in reversed(cls.__bases__):
-            found |= getattr(base, "parameters", {})
-        own = vars(cls).get("__annotations__", {})
+            collected |= getattr(base, "parameters", {})
+        annotations = vars(cls).get("__annotations__", {})
         for name, value in list(vars(cls).items()):
             if isinstance(value, Parameter):
                 common = not hasattr(cls, "name")
-                found[name] = value.over(found.get(name), own.get(name), common)
-                setattr(cls, name, found[name].default)
-        known = [*cls._common_order, *found]
-        place = {name: known.index(name) if p.common else -1 for name, p in found.items()}
-        cls.parameters = {name: found[name] for name in sorted(found, key=place.__getitem__)}
+                collected[name] = value.over(collected.get(name), annotations.get(name), common)
+                setattr(cls, name, collected[name].default)
+        known = [*cls._common_order, *collected]
+        place = {name: known.index(name) if p.common else -1 for name, p in collected.items()}
+        cls.parameters = {
+            name: collected[name] for name in sorted(collected, key=place.__getitem__)
+        }
         cls._signature = inspect.Signature([p.formal(name) for name, p in cls.parameters.items()])
         shown = cls._signature
         if cls.__init__ is not Configured.__init__:
@@ -321,6 +323,15 @@ class Configured:
 
     def __post_init__(self) -> None:
         """Go on from the parameters, which are all set."""
+
+    def check_goes_with(self, name: str, other: str, needed: object) -> None:
+        """Raise a ValueError for a parameter that is not at its default, unless another fits."""
+        value, actual = getattr(self, name), getattr(self, other)
+        if value != self.parameters[name].default and actual != needed:
+            raise ValueError(
+                f"{name} goes with {other}={needed!r} only, got {name}={value!r} with "
+                f"{other}={actual!r}"
+            )
 
     def get_config(self) -> Config:
         """Return the parameters, as they would be written in a TOML file."""

@@ -8,11 +8,23 @@ subclasses of declearn's and registers each clipper, as soon as declearn is impo
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
+from fedclip.core.parameters import Configured
 from fedclip.errors import nearest
 
-__all__ = ["PLUGINS", "OptiModule", "Plugin", "Regularizer", "V", "register_with"]
+__all__ = [
+    "PLUGINS",
+    "VERSION",
+    "OptiModule",
+    "Plugin",
+    "Regularizer",
+    "V",
+    "Versioned",
+    "other",
+    "register_with",
+]
 
 V = TypeVar("V")
 """A declearn Vector, of the framework that the caller uses."""
@@ -24,7 +36,7 @@ _engines: list[Callable[[type[Plugin]], None]] = []
 
 
 class Plugin:
-    """A class that declearn registers as one of its own; declearn need not be installed."""
+    """A class that declearn registers; declearn need not be installed."""
 
     name: ClassVar[str]
     group: ClassVar[str]
@@ -94,3 +106,32 @@ def register_with(register_class: Callable[[type[Plugin]], None]) -> None:
     """Call a function with each plug-in that is defined from now on."""
     if register_class not in _engines:
         _engines.append(register_class)
+
+
+try:
+    VERSION = metadata.version("fedclip")
+except metadata.PackageNotFoundError:  # not installed: run from its folder
+    VERSION = "unknown"
+
+
+def other(theirs: object) -> str:
+    """Say that something is of another fedclip than this one; "" if it is not."""
+    if not isinstance(theirs, str) or theirs == VERSION:
+        return ""
+    return f"; it is of fedclip {theirs!s:.30}, and this is {VERSION}: install one on all nodes"
+
+
+class Versioned(Configured):
+    """Base of plug-ins that a server sets up for its clients, with its own version of fedclip."""
+
+    def __new__(cls, *args: object, **config: object) -> Self:
+        """Refuse unknown parameters, and say whose they may be."""
+        try:
+            return super().__new__(cls, *args, **config)
+        except TypeError as exc:
+            raise TypeError(f"{exc}{other(config.get('fedclip'))}") from None
+
+    @property
+    def fedclip(self) -> str:
+        """The version that wrote the configuration: this one."""
+        return VERSION

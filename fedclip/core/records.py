@@ -3,7 +3,7 @@
 
 During training, a recorder only notes the numbers of each step. It adds them up when a round ends
 or when somebody reads the records. A round keeps counts, extremes and a sketch of the norms
-(`fedclip.core.sketch`), which gives every quantile within 1 % and does not grow with the
+(`Sketch`), which gives every quantile within 1 % and does not grow with the
 number of steps.
 """
 
@@ -13,14 +13,67 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.arrays import Array, Float64, HostView, on_host
-from fedclip.core.sketch import Sketch, holder
 from fedclip.errors import StateError
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Edge = TypeVar("Edge", float, Float64)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """The buckets that count numbers > 0, and the number that stands for each bucket.
+
+    ::
+
+        gamma         = (1 + error) / (1 - error)
+        bucket of x   = the k with  lowest * gamma^(k-1) < x <= lowest * gamma^k
+        stands for    = 2 * lowest * gamma^k / (gamma + 1)        within `error` of all in it
+
+    Add the counts of two sketches to get the sketch of all numbers. Masson, Rim & Lee, 2019,
+    "DDSketch: a fast and fully-mergeable quantile sketch with relative-error guarantees",
+    arXiv:1908.10693.
+
+    Attributes
+    ----------
+    error
+        Relative error of a quantile, in (0, 1).
+    lowest
+        Upper edge of bucket 0.
+    """
+
+    error: float
+    lowest: float = 1.0
+
+    @property
+    def gamma(self) -> float:
+        """Factor by which each bucket is wider than the one before."""
+        return (1 + self.error) / (1 - self.error)
+
+    def bucket(self, numbers: Float64) -> Integers:
+        """Return the bucket of each number; it may be negative, and has no upper end."""
+        steps = np.log(numbers / self.lowest) / math.log(self.gamma)
+        return np.ceil(steps).astype(np.int64)
+
+    def edges(self, size: int) -> Float64:
+        """Return the upper edges of the buckets 0 to ``size - 1``."""
+        edges: Float64 = self.lowest * self.gamma ** np.arange(float(size))
+        return edges
+
+    def middle(self, edge: Edge) -> Edge:
+        """Return the number that stands for the bucket with this upper edge."""
+        return 2.0 * edge / (self.gamma + 1.0)
+
+
+def holder(counts: Sequence[int] | Integers, rank: float) -> int:
+    """Return the bucket that holds the number of a rank (counted from 0, rounded down)."""
+    return int(np.searchsorted(np.cumsum(counts), math.floor(rank), side="right"))
+
 
 ALL = "all"
 _SKETCH = Sketch(error=0.01)
@@ -128,15 +181,15 @@ class StepRecord:
         """
         norms, limits, clipped = self.norm_before, self.limit, self.clipped
         finite = self.is_finite
-        found: dict[str, float] = {"norm": self.norm, "clipped": 0, "nonfinite": int(not finite)}
+        numbers: dict[str, float] = {"norm": self.norm, "clipped": 0, "nonfinite": int(not finite)}
         if finite and norms:
             rows = list(zip(self.groups, norms, limits, clipped, strict=True))
             tightest = max(rows, key=lambda row: row[1] / row[2] if row[2] else math.inf)
-            found |= {"limit": tightest[2], "clipped": int(any(clipped))}
+            numbers |= {"limit": tightest[2], "clipped": int(any(clipped))}
             for label, norm, limit, over in rows if groups and len(rows) > 1 else ():
-                own = {"norm": norm, "limit": limit, "clipped": int(over)}
-                found |= {f"{label}/{name}": number for name, number in own.items()}
-        return _finite(found, prefix)
+                of_group = {"norm": norm, "limit": limit, "clipped": int(over)}
+                numbers |= {f"{label}/{name}": value for name, value in of_group.items()}
+        return _finite(numbers, prefix)
 
     def __repr__(self) -> str:
         fields = ("groups", "norm_before", "limit", "clipped", "nonfinite")
@@ -234,7 +287,7 @@ class RoundRecord:
 
         They are ``round``, ``steps``, ``clipped``, ``nonfinite``, ``fixed``, ``learnt``,
         ``warmup``, ``norm_min``, ``norm_max``, ``limit``, ``limit_min`` and ``limit_max``, as
-        above, ``clipped_share`` and ``norm_median``. What is not known is left out.
+        above, ``clipped_share`` and ``norm_median``. Unknown numbers are left out.
 
         Parameters
         ----------
@@ -299,14 +352,14 @@ def _batches(
         buckets.T,
     )
     for row in zip(*(column.tolist() for column in columns), strict=True):
-        found = RoundRecord(0, steps=steps)
-        found.clipped, found.norm_min, found.norm_max, *ends = row[:6]
+        record = RoundRecord(0, steps=steps)
+        record.clipped, record.norm_min, record.norm_max, *ends = row[:6]
         if math.isfinite(ends[0]):
-            found.limit, found.limit_min, found.limit_max = ends
-        found.fixed, found.learnt, found.warmup, held = row[6:]
+            record.limit, record.limit_min, record.limit_max = ends
+        record.fixed, record.learnt, record.warmup, held = row[6:]
         counts = Counter(held)
-        found.buckets, found.counts = [*counts], [*counts.values()]
-        yield found
+        record.buckets, record.counts = [*counts], [*counts.values()]
+        yield record
 
 
 # The bucket of a norm of exactly 0, below that of the smallest float.

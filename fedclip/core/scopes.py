@@ -5,7 +5,7 @@
 scope                   groups
 ======================  ===================================================================
 ``"global"``            one: all arrays together
-``"tensor"``            each array by itself
+``"tensor"``            one for each array
 ``"layer"``             arrays whose names agree up to the last ``.`` or ``/``, or Haiku's ``:``
                         (parametrized ones of torch by the name of what they stand for)
 ``["enc.*", "head"]``   one for each pattern (`fnmatch`, first match wins), one for the rest
@@ -80,8 +80,8 @@ class Groups:
 
     def __post_init__(self) -> None:
         # In plain Python, which torch.compile can follow.
-        found = {i: group for group, members in enumerate(self.members) for i in members}
-        object.__setattr__(self, "owners", [found[i] for i in range(len(self.names))])
+        group_of = {i: group for group, members in enumerate(self.members) for i in members}
+        object.__setattr__(self, "owners", [group_of[i] for i in range(len(self.names))])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -120,8 +120,8 @@ def check_exclude(exclude: object, parameter: str = "exclude") -> list[str] | No
     allowed = "a name pattern or a list of name patterns"
     patterns = [exclude] if isinstance(exclude, str) else exclude
     if not isinstance(patterns, (list, tuple)):
-        given = f"{exclude!r} ({type(exclude).__name__})"
-        raise TypeError(f"{parameter} must be {allowed}, got {given}")
+        got = f"{exclude!r} ({type(exclude).__name__})"
+        raise TypeError(f"{parameter} must be {allowed}, got {got}")
     if not patterns:
         return None
     _check_patterns(parameter, patterns, allowed)
@@ -162,8 +162,8 @@ def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -
     labels: Iterable[str]
     by_label: dict[str, list[int]] = {}
     if not isinstance(scope, str):
-        found = matched("scope", list(scope), measured)
-        labels = [found.get(name, _REST) for name in measured]
+        patterns = matched("scope", list(scope), measured)
+        labels = [patterns.get(name, _REST) for name in measured]
         # Groups have the order of the patterns; the rest comes last.
         by_label = {pattern: [] for pattern in scope}
     elif scope == "global":
@@ -199,19 +199,19 @@ def unwrapped(name: str) -> str:
 
 def matched(parameter: str, patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Return the first pattern that matches each name; raise if a pattern matches none at all."""
-    found: dict[str, str] = {}
-    left = dict.fromkeys(names)
+    owners: dict[str, str] = {}
+    unmatched = dict.fromkeys(names)
     for pattern in patterns:
-        hits = [pattern] if pattern in left else []
+        hits = [pattern] if pattern in unmatched else []
         # Search for the longest literal part first, which most names do not contain: 40 patterns
         # on 500 names take an eighth of the time.
         literal = max(_WILD.split(pattern), key=len)
         if literal != pattern:
             matches = re.compile(translate(pattern)).match
-            hits = [name for name in left if literal in name and matches(name)]
-            known = any(literal in name and matches(name) for name in found)
+            hits = [name for name in unmatched if literal in name and matches(name)]
+            known = any(literal in name and matches(name) for name in owners)
         else:
-            known = pattern in found
+            known = pattern in owners
         if not hits and not known:
             inside = within(pattern, names)
             if not inside:
@@ -221,11 +221,11 @@ def matched(parameter: str, patterns: Sequence[str], names: Sequence[str]) -> di
                     f"{parameter} pattern {pattern!r} finds {', '.join(map(repr, inside[:20]))}, "
                     "some of which differ in what wrappers add only: write the names in full"
                 )
-            hits = [name for name in inside if name in left]
+            hits = [name for name in inside if name in unmatched]
         for name in hits:
-            found[name] = pattern
-            del left[name]
-    return found
+            owners[name] = pattern
+            del unmatched[name]
+    return owners
 
 
 def within(pattern: str, names: Sequence[str]) -> list[str]:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several adapters do with a clipper: take it, hold it, call it, and tell what it did."""
+"""What several loops do with a clipper: make it from a name or limit, call it, skip a step."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from fedclip.arrays import Array, Backend
 from fedclip.clippers import by_name
@@ -17,16 +15,15 @@ from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
 from fedclip.errors import nearest
 
-T = TypeVar("T")
 Theirs: TypeAlias = Any
-"""An object of the trainer that calls, as it has it."""
+"""An object of the trainer that calls, which has no types."""
 
 Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, object]]
 """A clipper, a fixed limit of the norm, or a name or (name, config) as in a configuration."""
 
 
 def clipper_of(spec: Spec) -> Clipper | AGC:
-    """Return a clipper, made of its limit, or name and configuration, if it is not one yet."""
+    """Return a clipper; make it if its limit, name, or name and configuration is given."""
     if isinstance(spec, int | float):
         return NormClip(spec)
     match (spec, {}) if isinstance(spec, str) else spec:
@@ -38,13 +35,13 @@ def clipper_of(spec: Spec) -> Clipper | AGC:
     return check_clipper(spec)
 
 
-def check_clipper(given: object) -> Clipper | AGC:
-    """Return a clipper; raise a TypeError for what is none."""
-    if isinstance(given, (Clipper, AGC)):
-        return given
+def check_clipper(clipper: object) -> Clipper | AGC:
+    """Return a clipper; raise a TypeError if it is not one."""
+    if isinstance(clipper, (Clipper, AGC)):
+        return clipper
     raise TypeError(
-        f"{given!r:.80} is not a clipper of fedclip: give one, such as NormClip(1.0), made once, "
-        "before the first step"
+        f"{clipper!r:.80} is not a clipper of fedclip: make one before the first step, such as "
+        "NormClip(1.0), and pass it to each step"
     )
 
 
@@ -55,9 +52,9 @@ def clipped(
     backend: Backend | None = None,
     outputs: Outputs | None = None,
 ) -> Mapping[str, Array]:
-    """Return the gradients, clipped in eager code.
+    """Return the clipped gradients, in eager code.
 
-    Only `agc` asks for the weights, and for the axes of the outputs of layers.
+    Only `agc` needs the weights, and the axes of the outputs of layers.
     """
     if isinstance(clipper, AGC):
         return clipper.clip(gradients, weights(), backend=backend, outputs=outputs)
@@ -65,14 +62,14 @@ def clipped(
 
 
 def skips(clipper: Clipper | AGC) -> bool:
-    """Whether a clipper may skip steps, not finite ones or spikes."""
+    """Whether a clipper may skip a step: one that is not finite, or a spike."""
     return clipper.on_nonfinite == "skip" or getattr(clipper, "on_spike", "clip") == "skip"
 
 
 def skipped(
     clipper: Clipper | AGC, record: StepRecord, shapes: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """Return the names of the tensors whose step a clipper has skipped; the host waits for it."""
+    """Return the names of the tensors that a clipper skipped in a step; the host waits for it."""
     if clipper.on_nonfinite == "skip" and not record.is_finite:
         return list(shapes)
     if getattr(clipper, "on_spike", "clip") != "skip" or not any(over := record.clipped):
@@ -82,105 +79,34 @@ def skipped(
 
 
 def skip_of_all(clipper: Clipper | AGC, what: str) -> bool:
-    """Return whether spikes are skipped; `what` skips a step for all variables, or none.
+    """Return whether a clipper skips spikes in `what`, which skips a step of all variables or none.
 
     Raises
     ------
     NotImplementedError
-        If each group has spikes of its own.
+        If it skips the spikes of each group separately.
     """
     spikes = getattr(clipper, "on_spike", "clip") == "skip"
     if spikes and getattr(clipper, "scope", "global") != "global":
         raise NotImplementedError(
-            f"{clipper.name} with on_spike='skip' and scope={clipper.scope!r} would skip the step "
-            f"of some variables, and {what} skips that of all or none: use scope='global'"
+            f"{clipper.name} with on_spike='skip' and scope={clipper.scope!r} skips some of the "
+            f"variables, but {what} skips a step of all or none: use scope='global'"
         )
     return spikes
 
 
-class Holder(NamedTuple):
-    """What acts with a clipper until it lets go of it, and where that is, in words."""
-
-    ref: weakref.ref[object]
-    where: str
-
-
-class ByClipper(Generic[T]):
-    """Values of clippers by identity, as equal clippers may have learnt different things."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, T] = {}
-
-    def get(self, clipper: Clipper | AGC) -> T | None:
-        """Return the value of a clipper, if it has one."""
-        return self._values.get(id(clipper))
-
-    def set(self, clipper: Clipper | AGC, value: T) -> T:
-        """Return the value, which is kept until the clipper is gone."""
-        if id(clipper) not in self._values:
-            weakref.finalize(clipper, self._values.pop, id(clipper), None).atexit = False
-        self._values[id(clipper)] = value
-        return value
-
-    def remove(self, clipper: Clipper | AGC) -> None:
-        """Forget the value of a clipper."""
-        self._values.pop(id(clipper), None)
-
-
-_holders: ByClipper[Holder] = ByClipper()
-
-
-def holder_of(clipper: Clipper | AGC) -> Holder | None:
-    """Return what acts with a clipper now, if anything does."""
-    found = _holders.get(clipper)
-    if found is not None and found.ref() is not None:
-        # What nobody can reach any more may still wait to be collected.
-        gc.collect()
-    return found if found is not None and found.ref() is not None else None
-
-
-def hold(clipper: Clipper | AGC, holder: object, where: str) -> None:
-    """Note what acts with a clipper from now on: one thing, as it has one record of the past.
-
-    Raises
-    ------
-    ValueError
-        If something does already.
-    """
-    check_free(clipper)
-    _holders.set(clipper, Holder(weakref.ref(holder), where))
-
-
-def release(clipper: Clipper | AGC, holder: object) -> None:
-    """Note that something acts with a clipper no longer."""
-    found = _holders.get(clipper)
-    if found is not None and found.ref() is holder:
-        _holders.remove(clipper)
-
-
-def check_free(clipper: Clipper | AGC) -> None:
-    """Raise a ValueError for a clipper that something acts with."""
-    found = holder_of(clipper)
-    if found is not None:
-        raise ValueError(
-            f"this {clipper.name} is {found.where} already, and would take the norms of both for "
-            "those of one: give each a clipper of its own, by copy.deepcopy(clipper), or as a "
-            "name or (name, config); or remove the first"
-        )
-
-
 def unique(names: Iterable[str]) -> list[str]:
-    """Return the names, all different: those that come again are numbered.
+    """Return the names, all different: repeated ones are numbered.
 
     >>> unique(["w", "b", "w", "w#1"])
     ['w', 'b', 'w#1', 'w#1#1']
     """
-    found: dict[str, None] = {}
+    numbered: dict[str, None] = {}
     counts: Counter[str] = Counter()
     for name in names:
         chosen = name
-        while chosen in found:
+        while chosen in numbered:
             counts[name] += 1
             chosen = f"{name}#{counts[name]}"
-        found[chosen] = None
-    return list(found)
+        numbered[chosen] = None
+    return list(numbered)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clipper in compiled code: the states that its steps carry along, first ones and later ones."""
+"""A clipper in compiled code: the state before the first step, and after each step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +15,8 @@ from fedclip.clippers.base import Clipper
 from fedclip.core import states
 from fedclip.core.records import RoundRecord, StepRecord
 from fedclip.core.scopes import Groups
-from fedclip.loops.owner import owner_of
-from fedclip.transforms import Carried, Outcome, SliceClipping, State, Transform, carried
+from fedclip.loops.owner import owner_of, shapes_of
+from fedclip.transforms import DeviceState, Outcome, SliceClipping, State, Transform, device_state
 
 
 class ClipState(NamedTuple):
@@ -58,27 +58,27 @@ def check_compilable(clipper: Clipper | AGC) -> None:
 
     if isinstance(clipper, OwnLimit):
         raise NotImplementedError(
-            f"{clipper.name} asks a function of yours, which needs numbers, and compiled code has "
-            "none: clip in eager code (`clip_` or `attach` in torch, `clip` in TensorFlow), or "
-            "take a clipper with a rule of its own, such as ZScoreClip"
+            f"{clipper.name} calls your function with numbers, which compiled code does not have: "
+            "clip in eager code (`clip_` or `attach` in torch, `clip` in TensorFlow), or use "
+            "another clipper, such as ZScoreClip"
         )
     if clipper.on_nonfinite == "raise":
         raise NotImplementedError(
-            "on_nonfinite='raise' can not be done in compiled code, which would have to wait for "
-            "the device: use 'skip' or 'propagate'"
+            "on_nonfinite='raise' does not work in compiled code, which cannot wait for the "
+            "device: use 'skip' or 'propagate'"
         )
     if isinstance(clipper, Clipper) and not clipper.runs_on_device:
         raise NotImplementedError(
-            f"{clipper.name} works on the host only: use it in eager code, or let its transform "
-            "say runs_on_device"
+            f"{clipper.name} works on the host only: use it in eager code, or set runs_on_device "
+            "in its transform"
         )
 
 
 class Kind(NamedTuple):
     """What all states of a clipper for the same groups have in common.
 
-    The number of groups; the type of their numbers, and the size of each; and the names of the
-    arrays that are kept for each tensor.
+    The number of groups, the type of their numbers and the size of each, and the names of the
+    arrays of each tensor.
     """
 
     groups: int
@@ -95,10 +95,9 @@ def kind_of(clipper: Clipper | AGC, groups: Groups) -> Kind:
 
 
 def check_state(state: object, kind: Kind | None, name: str) -> None:
-    """Raise a TypeError for what is no state of compiled code of the clipper of this name.
+    """Raise a TypeError if this is not a state of the clipper of this name, in compiled code.
 
-    A state of another number of groups raises a ValueError. Without a kind, nothing is known but
-    that it is a state.
+    A state of another number of groups raises a ValueError. Without a kind, any state passes.
     """
     if not isinstance(state, ClipState):
         raise TypeError(f"update needs the ClipState that init returned, got {state!r:.80}")
@@ -107,23 +106,23 @@ def check_state(state: object, kind: Kind | None, name: str) -> None:
     groups = math.prod(state.norm.shape)
     if groups != kind.groups:
         raise ValueError(
-            f"the state is of {groups} groups of tensors, and these gradients have {kind.groups}: "
+            f"the state is of {groups} groups of tensors, but these gradients have {kind.groups}: "
             "give init and update the same tensors"
         )
     numbers, arrays = parts(state.statistics)
     sizes = tuple(math.prod(column.shape) for column in numbers)
-    carries = isinstance(state.statistics, Carried)
-    alike = type(numbers) is kind.fields and sizes == kind.sizes and carries == bool(kind.arrays)
-    if not alike or any({*kept} != {*kind.arrays} for kept in arrays.values()):
+    carries = isinstance(state.statistics, DeviceState)
+    fits = type(numbers) is kind.fields and sizes == kind.sizes and carries == bool(kind.arrays)
+    if not fits or any({*fields} != {*kind.arrays} for fields in arrays.values()):
         raise TypeError(
             f"the state is another clipper's, or of {name} with other parameters: give update "
-            f"what init, or the last update, of this {name} returned"
+            f"the state that init, or the last update, of this {name} returned"
         )
 
 
 def groups_of(clipper: Clipper | AGC, tensors: Mapping[str, Array]) -> Groups:
-    """Return the groups of a clipper for tensors by name; `agc` looks at their shapes."""
-    return clipper.groups({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    """Return the groups of a clipper for tensors by name."""
+    return clipper.groups(shapes_of(tensors))
 
 
 def transform_of(
@@ -144,8 +143,8 @@ def transform_of(
 def first_numbers(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> State:
     """Return the numbers of a first state: the clipper's statistics if it has those of all groups.
 
-    If it is `fresh`, it knows nothing; `agc` learns nothing. A state that was loaded and is of
-    other groups raises a ValueError, as in a step of the clipper itself.
+    A `fresh` state has no statistics. If the clipper's state was loaded and is of other groups,
+    this raises a ValueError.
     """
     if isinstance(clipper, AGC):
         return SliceClipping((), None).init(groups)
@@ -164,13 +163,13 @@ def first_state(
     first = first_numbers(clipper, groups)
     if isinstance(clipper, AGC) or not groups.names:
         return first
-    kept = clipper.get_state()["arrays"]
-    return carried(clipper.transform(groups), tensors, groups, backend, first, kept)
+    arrays = clipper.get_state()["arrays"]
+    return device_state(clipper.transform(groups), tensors, groups, backend, first, arrays)
 
 
-def parts(statistics: object) -> Carried:
-    """Return the numbers of the groups, and the arrays that are kept for each tensor, if any."""
-    return statistics if isinstance(statistics, Carried) else Carried(statistics, {})
+def parts(statistics: object) -> DeviceState:
+    """Return the numbers of the groups, and the arrays of each tensor, if any."""
+    return statistics if isinstance(statistics, DeviceState) else DeviceState(statistics, {})
 
 
 def after(state: ClipState, step: Outcome) -> ClipState:
@@ -192,37 +191,39 @@ def load(
     labels: Sequence[str],
     tensors: Mapping[str, Array],
 ) -> None:
-    """Put the statistics of compiled code, of these tensors, into a clipper; `agc` has none."""
+    """Put the statistics of compiled code, of these tensors, into a clipper."""
     if isinstance(clipper, AGC):
         return
     (numbers, arrays), state = parts(statistics), clipper.get_state()
-    if isinstance(statistics, Carried):
+    if isinstance(statistics, DeviceState):
         state["arrays"] = states.fetched(arrays)
     clipper.set_state({**state, "groups": states.dump(numbers, labels)})
-    clipper.owner = owner_of(clipper, {n: tuple(t.shape) for n, t in tensors.items()}, "")
+    clipper.owner = owner_of(clipper, shapes_of(tensors), "")
 
 
-def of_state(state: ClipState, labels: tuple[str, ...], prefix: str) -> dict[str, float]:
-    """Return the plain numbers of `metrics` from a state of compiled code."""
-    last = StepRecord(labels, state.norm, state.limit, state.over)
-    every = counted((state.steps, state.clipped, state.nonfinite), f"{prefix}round/")
+def last_of(state: ClipState, labels: tuple[str, ...]) -> StepRecord | None:
+    """Return the record of the last step from a state; None before the first."""
     # A round may have begun since the last step.
     stepped = int(state.steps) or bool(state.norm.any())
-    return (last.as_dict(prefix) if stepped else {}) | every
+    return StepRecord(labels, state.norm, state.limit, state.over) if stepped else None
+
+
+def of_state(
+    state: ClipState, labels: tuple[str, ...], prefix: str, round_: int = 0
+) -> dict[str, float]:
+    """Return the plain numbers of `metrics` from a state.
+
+    Compiled code does not count which rule set its limits: these numbers are left out.
+    """
+    last = last_of(state, labels)
+    steps, clipped, nonfinite = map(int, (state.steps, state.clipped, state.nonfinite))
+    counts = RoundRecord(round_, steps=steps, clipped=clipped, nonfinite=nonfinite).as_dict()
+    numbers = {} if last is None else last.as_dict(prefix)
+    unknown = ("fixed", "learnt", "warmup")
+    return numbers | {f"{prefix}round/{n}": x for n, x in counts.items() if n not in unknown}
 
 
 def on_round_start(state: ClipState) -> ClipState:
     """Return the state at the start of a round: its counts are 0, its statistics stay."""
     counts = {name: 0 * getattr(state, name) for name in ("steps", "clipped", "nonfinite")}
     return state._replace(**counts)
-
-
-def counted(counts: Iterable[Array], prefix: str, round_: int = 0) -> dict[str, float]:
-    """Return numbers of steps, clipped and nonfinite ones as those of a round.
-
-    Compiled code does not count what set its limits: these numbers are left out.
-    """
-    steps, clipped, nonfinite = map(int, counts)
-    every = RoundRecord(round_, steps=steps, clipped=clipped, nonfinite=nonfinite).as_dict()
-    unknown = ("fixed", "learnt", "warmup")
-    return {prefix + name: number for name, number in every.items() if name not in unknown}

@@ -28,7 +28,7 @@ from fedclip.loops import compiled
 from fedclip.loops.clippers import Spec, clipper_of, skip_of_all, unique
 from fedclip.loops.compiled import ClipState, groups_of
 from fedclip.loops.owner import check_owner
-from fedclip.transforms import Carried, NormClipping, SliceClipping, Transform, clip_on_device
+from fedclip.transforms import DeviceState, NormClipping, SliceClipping, Transform, clip_on_device
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +51,7 @@ __dir__ = public_names(__name__)
 class ClipTransformation(optax.GradientTransformationExtraArgs):
     """A clipper as optax's gradient transformation; made by `as_optax`.
 
-    optax comes without types, so this says those of its two functions.
+    optax has no types; these are the types of its two functions.
     """
 
     init: Callable[[Tree], ClipState]
@@ -133,9 +133,9 @@ def as_optax(
         shown = {name: _shown(leaves[name]) for name in groups.names}
         first = compiled.first_state(clipper, groups, shown, backend)
         if not groups.names and compiled.kind_of(clipper, groups).arrays:
-            # optax asks with a placeholder for the parameters, which these arrays are no copy of.
+            # optax calls init with one placeholder for all parameters.
             one_leaf: Array = np.zeros(())
-            first = Carried(first, one_leaf)
+            first = DeviceState(first, one_leaf)
         # Two fields of one buffer could not be donated.
         copied = functools.partial(jnp.array, copy=True)
         norm, limit = (copied(np.full(len(groups), x), float) for x in (0.0, np.inf))
@@ -156,8 +156,8 @@ def as_optax(
             state = init(updates)
             if groups.names and jax.tree.leaves(state.statistics):
                 raise ValueError(
-                    f"{clipper.name} learns from past steps: give update the state that init, or "
-                    "the last update, returned"
+                    f"{clipper.name} learns from past steps, but update got no state: give it the "
+                    "state that init, or the last update, returned"
                 )
         if not groups.names:
             return updates, state
@@ -167,15 +167,15 @@ def as_optax(
         transform = compiled.transform_of(clipper, groups, weights, backend, outputs)
         if max_norm is not None:
             transform = _limited(transform, clipper, jnp.maximum(backend.asarray(max_norm), 0.0))
-        whole = isinstance(transform, NormClipping) and transform.ord == 2
-        if axes and not whole:
+        by_l2_norms = isinstance(transform, NormClipping) and transform.ord == 2
+        if axes and not by_l2_norms:
             raise NotImplementedError(
-                f"{clipper.name} with axis_name: only L2 norms of whole tensors are known over all "
-                "shards; clip outside of shard_map"
+                f"{clipper.name} does not clip by L2 norms of whole tensors, which axis_name "
+                "needs: clip outside of shard_map"
             )
         clipped, step = clip_on_device(
             transform,
-            {name: _real(name, leaf, groups, whole) for name, leaf in leaves.items()},
+            {name: _real(name, leaf, groups, by_l2_norms) for name, leaf in leaves.items()},
             groups,
             backend,
             state.statistics,
@@ -194,7 +194,7 @@ def _around(
     inner: optax.GradientTransformation,
     clipper: Clipper | AGC,
 ) -> ClipTransformation:
-    """Return both, one after the other; the second does not step where the first skips."""
+    """Return both, one after the other; the second leaves out the steps that the first skips."""
     spikes, inner = skip_of_all(clipper, "inner"), optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> Tree:
@@ -209,17 +209,17 @@ def _around(
         skip = (after.nonfinite > before.nonfinite) & (clipper.on_nonfinite == "skip")
         skip |= after.over.all() & spikes
 
-        def kept(old: Tree, new: Tree) -> Tree:
+        def chosen(old: Tree, new: Tree) -> Tree:
             return new if _is_float0(new) else jnp.where(skip, old, new)
 
         nothing = jax.tree.map(lambda x: x if _is_float0(x) else jnp.zeros_like(x), stepped)
-        return jax.tree.map(kept, nothing, stepped), (after, jax.tree.map(kept, old, new))
+        return jax.tree.map(chosen, nothing, stepped), (after, jax.tree.map(chosen, old, new))
 
     return ClipTransformation(init, update)
 
 
 def _promoting(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, which mixes ranks and dtypes though a session may forbid it."""
+    """Return the function, with promotion of ranks and dtypes, which a session may forbid."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -239,23 +239,23 @@ def _limited(transform: Transform, clipper: Clipper | AGC, max_norm: Array) -> T
             return replace(transform, rule=replace(rule, limits=(max_norm,)))
         if isinstance(transform, NormClipping) and hasattr(rule, "max_norm"):
             return replace(transform, rule=replace(rule, max_norm=max_norm))
-    raise TypeError(f"{clipper.name} has no single max_norm that could be replaced")
+    raise TypeError(f"{clipper.name} has no single max_norm: leave max_norm out of as_optax")
 
 
 def _is_float0(leaf: object) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _real(name: str, leaf: Array, groups: Groups, whole: bool) -> Array:
-    """Return a leaf of floats: of complex numbers, real and imaginary parts."""
+def _real(name: str, leaf: Array, groups: Groups, by_l2_norms: bool) -> Array:
+    """Return a leaf of floats; for complex numbers, their real and imaginary parts."""
     if name in groups.excluded or jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         raise TypeError(f"{name!r} is {leaf.dtype}, not a float: put its name in exclude")
-    if not whole:
+    if not by_l2_norms:
         raise TypeError(
             f"{name!r} is complex, which only clippers by L2 norms of whole tensors clip: put its "
-            "name in exclude, or clip real and imaginary parts as leaves of their own"
+            "name in exclude, or make real and imaginary parts two leaves"
         )
     return jnp.stack([leaf.real, leaf.imag], axis=-1)
 
@@ -325,8 +325,8 @@ def set_state(clipper: Clipper | AGC, state: object, params: Tree) -> None:
     ValueError
         As `metrics`.
     """
-    found, labels = _labelled(clipper, state, params)
-    compiled.load(clipper, found.statistics, labels, _parameters(clipper, params))
+    clip_state, labels = _labelled(clipper, state, params)
+    compiled.load(clipper, clip_state.statistics, labels, _parameters(clipper, params))
 
 
 def _labelled(
@@ -336,23 +336,23 @@ def _labelled(
     leaves, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda node: isinstance(node, ClipState)
     )
-    found = {f"state{jax.tree_util.keystr(p)}": s for p, s in leaves if isinstance(s, ClipState)}
-    if len(found) != 1:
-        hint = f": give the one of this clipper, {' or '.join(found)}" if found else ""
-        raise ValueError(f"the state must hold one ClipState, and it holds {len(found)}{hint}")
-    one = jax.tree.map(jnp.asarray, *found.values(), is_leaf=_is_variable)
+    states = {f"state{jax.tree_util.keystr(p)}": s for p, s in leaves if isinstance(s, ClipState)}
+    if len(states) != 1:
+        hint = f": give the one of this clipper, {' or '.join(states)}" if states else ""
+        raise ValueError(f"the state must hold one ClipState, but it holds {len(states)}{hint}")
+    clip_state = jax.tree.map(jnp.asarray, *states.values(), is_leaf=_is_variable)
     labels = groups_of(clipper, _parameters(clipper, params)).labels
-    if one.norm.shape != (len(labels),):
+    if clip_state.norm.shape != (len(labels),):
         raise ValueError(
-            f"the state has norms of shape {one.norm.shape}, and these parameters have "
-            f"{len(labels)} groups: give those that init got (under optax.masked, the ones it "
-            "keeps), and of many models at once the state of one"
+            f"the state has norms of shape {clip_state.norm.shape}, but these parameters have "
+            f"{len(labels)} groups: give the parameters of init (under optax.masked, those that "
+            "it keeps); for a vmap over models, give the state of one model"
         )
-    return one, labels
+    return clip_state, labels
 
 
 def _is_variable(node: object) -> bool:
-    """Whether this is a variable, in which NNX wraps an array at times."""
+    """Whether this is a variable of NNX around one array."""
     return hasattr(node, "__jax_array__") and len(jax.tree.leaves(node)) == 1
 
 
@@ -364,9 +364,9 @@ def _names(tree: object) -> list[str]:
 def _outputs(clipper: Clipper | AGC, params: object) -> Outputs | None:
     """Return the axes that hold the outputs of layers, by name; None if the clipper asks for none.
 
-    Those of Equinox' layers, which are in the pytree, are as in torch. Queries, keys and values of
-    Flax' attention have two, transposed convolutions of Haiku the last but one, and a bias is one
-    unit; of others it is the last.
+    Layers of Equinox are in the pytree, and have the axes of torch. Queries, keys and values in
+    Flax' attention have two; transposed convolutions of Haiku the last but one; a bias is one
+    unit; all others have the last.
     """
     if not isinstance(clipper, AGC) or not clipper.asks_layers:
         return None
@@ -398,7 +398,7 @@ def _axes(tree: Any, path: Sequence[Any], ndim: int) -> Axes:
 
 
 def _parameters(clipper: Clipper | AGC, params: object) -> dict[str, Array]:
-    """Return the parameters by name; integers, which have gradients of float0, if excluded."""
+    """Return the parameters by name, without integers unless they are excluded."""
     leaves = _by_name(params)
     excluded = groups_of(clipper, leaves).excluded if leaves else frozenset()
     chosen = {n for n, a in leaves.items() if jnp.issubdtype(a.dtype, jnp.inexact)}
@@ -412,20 +412,20 @@ def _by_name(tree: object) -> dict[str, Array]:
 
 
 def _array(name: str, leaf: object) -> Array:
-    # What jax.eval_shape returns has shape and dtype alone; see `_shown`.
+    # The results of jax.eval_shape have only shape and dtype; see `_shown`.
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
         return jnp.asarray(leaf)
     except TypeError as error:
         raise TypeError(
-            f"{name!r} is no array, but {leaf!r:.80}: give the arrays alone, as "
-            "eqx.filter(model, eqx.is_inexact_array) does"
+            f"{name!r} is not an array, but {leaf!r:.80}: pass only the arrays, as "
+            "eqx.filter(model, eqx.is_inexact_array) returns them"
         ) from error
 
 
 def _shown(leaf: object) -> Array:
-    """Return a leaf; for shape and dtype alone, zeros that take no memory."""
+    """Return a leaf; if it has only shape and dtype, zeros that take no memory."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     return leaf

@@ -22,8 +22,8 @@ from fedclip.arrays import Array, backend_named
 from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
 from fedclip.loops import compiled
-from fedclip.loops.clippers import Spec, Theirs, clipper_of, skip_of_all, skips, unique
-from fedclip.loops.variables import HeldClipper, Operations, Verbs
+from fedclip.loops.clippers import Spec, Theirs, clipper_of, skip_of_all, skips
+from fedclip.loops.variables import HeldClipper, Operations, Verbs, names_of
 from fedclip.transforms import clip_on_device
 
 __all__ = ["ClipHistory", "ClippedOptimizer"]
@@ -38,20 +38,18 @@ _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 def _chain(optimizer: Optimizer) -> list[Optimizer]:
-    """Return an optimizer and those inside of it; the last is the one that steps."""
-    found = [optimizer]
-    while hasattr(found[-1], "inner_optimizer"):
-        found.append(found[-1].inner_optimizer)
-    return found
+    """Return an optimizer and those inside of it; the last one steps."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [optimizer] if inner is None else [optimizer, *_chain(inner)]
 
 
 def _checked(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that steps, if it would be clipped, and not be clipped twice."""
+    """Return the optimizer that steps; raise an error if it would not be clipped once."""
     *outer, stepping = _chain(optimizer)
     if hasattr(stepping, "optimizers"):
         raise ValueError(
             f"{type(stepping).__name__} has several optimizers, each for some of the variables: "
-            "give each of them a ClippedOptimizer of its own"
+            "put a ClippedOptimizer around each of them"
         )
     _check_options(stepping)
     apply = getattr(type(stepping), "apply", None)
@@ -60,13 +58,13 @@ def _checked(optimizer: Optimizer) -> Optimizer:
         raise TypeError(
             f"{type(stepping).__name__} with Keras {keras.__version__} does not step as Keras' "
             "optimizers do, which clip in their method apply: derive it from "
-            "keras.optimizers.Optimizer, of Keras 3.4 or newer, and leave apply as it is"
+            "keras.optimizers.Optimizer, of Keras 3.4 or newer, and do not override apply"
         )
     clipped = next((o for o in outer if isinstance(o, ClippedOptimizer)), None)
     owner = getattr(stepping._clip_gradients, "__self__", None)
     if owner is not getattr(clipped, "_hook", stepping):
         raise ValueError(
-            f"{stepping.name!r} is in another ClippedOptimizer already, which would clip too: "
+            f"{stepping.name!r} is already in another ClippedOptimizer, which would clip too: "
             "make a new optimizer"
         )
     return stepping
@@ -75,7 +73,7 @@ def _checked(optimizer: Optimizer) -> Optimizer:
 def _check_options(stepping: Optimizer) -> None:
     for option in _CLIPS:
         if getattr(stepping, option, None) is not None:
-            raise ValueError(f"{option} of the inner optimizer would clip twice: leave it out")
+            raise ValueError(f"{option} of the inner optimizer would clip twice: remove it")
 
 
 def _value(variable: Variable) -> Array:
@@ -86,8 +84,8 @@ def _value(variable: Variable) -> Array:
 class _Hook:
     """Called by the inner optimizer where Keras clips.
 
-    Keras calls ``_clip_gradients`` on gradients that are unscaled, averaged over accumulated
-    steps, and not for variables that they overwrite; `_apply` notes for which variables.
+    Keras calls ``_clip_gradients`` on unscaled gradients, averaged over accumulated steps, without
+    those that overwrite their variables; `apply` notes for which variables.
     """
 
     def __init__(self, stepping: Optimizer, clipper: Clipper | AGC) -> None:
@@ -117,7 +115,7 @@ class _Hook:
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the variables of the clipper."""
-        names = unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
+        names = names_of(variables)
         keys = map(self.stepping._var_key, variables)
         self._names = dict(zip(keys, names, strict=True))
         pairs = zip(names, variables, strict=True)
@@ -127,11 +125,11 @@ class _Hook:
         )
 
     def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:
-        """Note the variables, and let the optimizer step."""
+        """Note the variables, then step."""
         if any(self.stepping._var_key(v) not in self._names for v in variables):
             raise ValueError(
-                f"{self.stepping.name!r} is inside of a ClippedOptimizer that does not know these "
-                "variables: let that one step, which builds the clipper"
+                f"{self.stepping.name!r} is inside of a ClippedOptimizer that was not built for "
+                "these variables: call apply of the ClippedOptimizer first"
             )
         self._now.variables, self._now.clipped = variables, False
         restore = self._restoring(variables) if skips(self.held.clipper) else None
@@ -141,19 +139,19 @@ class _Hook:
         # Eager code clips in the last of the accumulated steps only.
         if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
             raise RuntimeError(
-                f"{type(self.stepping).__name__} has stepped without a call of _clip_gradients, "
-                "where Keras' optimizers clip: call it in _backend_apply_gradients"
+                f"{type(self.stepping).__name__} stepped without a call of _clip_gradients, where "
+                "Keras' optimizers clip: call it in _backend_apply_gradients"
             )
 
     def _restoring(self, weights: Sequence[Variable]) -> Callable[[], None]:
-        """Return what undoes the step that follows, if the clipper skips it.
+        """Return a function that undoes the step that follows, if the clipper skips it.
 
-        Keras offers no place in which a step could be left out, after the clip.
+        Keras has no hook that could leave out a step after the clip.
         """
         stepping, held = self.stepping, self.held
         gathered = getattr(stepping, "_accumulated_gradients", None) or ()
-        left = {*map(id, (stepping._iterations, *held.variables, *gathered))}
-        chosen = [v for v in (*weights, *stepping.variables) if id(v) not in left]
+        excluded = {*map(id, (stepping._iterations, *held.variables, *gathered))}
+        chosen = [v for v in (*weights, *stepping.variables) if id(v) not in excluded]
         old, before = [keras.ops.copy(v) for v in chosen], keras.ops.copy(held.variables[0])
         steps = stepping.gradient_accumulation_steps or 1
 
@@ -167,7 +165,7 @@ class _Hook:
                 chosen,
                 [keras.ops.where(skip, o, _value(v)) for o, v in zip(old, chosen, strict=True)],
             )
-            # Keras counts the step when it is over.
+            # Keras counts the step after this.
             iterations = stepping._iterations
             iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * steps)
 
@@ -177,9 +175,9 @@ class _Hook:
         """Return the clipped gradients."""
         variables, self._now.clipped = self._now.variables, True
         names = [self._names[self.stepping._var_key(v)] for v in variables]
-        whole, share = _of_all_replicas(_tensors(gradients))
+        sums, share = _sum_of_replicas(_tensors(gradients))
         weights = dict(zip(names, variables, strict=True))
-        clipped = self.held.clip(dict(zip(names, whole, strict=True)), weights)
+        clipped = self.held.clip(dict(zip(names, sums, strict=True)), weights)
         return self._clip([share(clipped[name]) for name in names])
 
     def clip_alone(self, gradients: Sequence[Array]) -> list[Array]:
@@ -194,8 +192,8 @@ class _Hook:
         kind = compiled.kind_of(clipper, groups)
         if isinstance(clipper, AGC) or kind.arrays or kind.sizes:
             raise RuntimeError(
-                f"{clipper.name} clips in steps, which show it the variables and their past: call "
-                "apply, or apply_gradients"
+                f"{clipper.name} clips in steps only, where it has the variables and its "
+                "statistics: call apply, or apply_gradients"
             )
         backend, policy = backend_named(keras.backend.backend()), clipper.on_nonfinite
         transform = clipper.transform(groups)
@@ -213,39 +211,42 @@ def _tensors(gradients: Sequence[Array]) -> list[Array]:
     ]
 
 
-def _of_all_replicas(
+def _replicas() -> Any:
+    """Return TensorFlow's replica context, if several replicas step together."""
+    if keras.backend.backend() != "tensorflow":
+        return None
+    import tensorflow as tf
+
+    context = tf.distribute.get_replica_context()
+    return context if context and context.num_replicas_in_sync > 1 else None
+
+
+def _sum_of_replicas(
     gradients: Sequence[Array],
 ) -> tuple[Sequence[Array], Callable[[Array], Array]]:
-    """Return the sums of the replicas' gradients, and how to get a replica's share of a sum.
+    """Return the sums of the replicas' gradients, and a function to a replica's share of a sum.
 
     Keras adds the replicas' gradients up after the clip.
     """
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
+    if (context := _replicas()) is None:
+        return gradients, lambda gradient: gradient
+    import tensorflow as tf
 
-        context = tf.distribute.get_replica_context()
-        replicas = context.num_replicas_in_sync if context else 1
-        if replicas > 1:
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients))
-            return sums, lambda gradient: tf.math.scalar_mul(1.0 / replicas, gradient)
-    return gradients, lambda gradient: gradient
+    share = functools.partial(tf.math.scalar_mul, 1.0 / context.num_replicas_in_sync)
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients)), share
 
 
 def _assign(variables: Sequence[Variable], values: Sequence[Array]) -> None:
     """Assign a value to each variable, the same in all replicas."""
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
 
-        context = tf.distribute.get_replica_context()
-        if context and context.num_replicas_in_sync > 1:
+    def assign(strategy: Any, values: Sequence[Array]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            inside = getattr(variable, "value", variable)
+            strategy.extended.update(inside, lambda v, new: v.assign(new), args=(value,))
 
-            def assign(strategy: Any, values: Sequence[Array]) -> None:
-                for variable, value in zip(variables, values, strict=True):
-                    inside = getattr(variable, "value", variable)
-                    strategy.extended.update(inside, lambda v, new: v.assign(new), args=(value,))
-
-            context.merge_call(assign, args=(list(values),))
-            return
+    if (context := _replicas()) is not None:
+        context.merge_call(assign, args=(list(values),))
+        return
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
@@ -270,7 +271,7 @@ def _none(option: str) -> property:
     def put(self: Optimizer, value: object) -> None:
         if value is not None:
             raise ValueError(
-                f"{option} of a ClippedOptimizer would clip nothing: put the limit into its clipper"
+                f"{option} of a ClippedOptimizer would clip nothing: set the limit in its clipper"
             )
 
     return property(lambda self: None, put, doc="None: the clipper clips.")
@@ -330,7 +331,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
             inner_optimizer = keras.optimizers.get(inner_optimizer)
         stepping = _checked(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
-        # What is loaded before the first step goes into the clipper, and to nobody else.
+        # States that are loaded before the first step change this copy only.
         self.clipper = copy.deepcopy(clipper_of(clipper))
         self._hook = _Hook(stepping, self.clipper)
         self.held = self._hook.held
@@ -348,7 +349,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Variable]:
-        """The variables of the inner optimizer, those of the clipper among them."""
+        """The variables of the inner optimizer, including those of the clipper."""
         return [*self._variables, *self.inner_optimizer.variables]
 
     def apply(
@@ -371,11 +372,11 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         trainable_variables: Sequence[Variable],
     ) -> tuple[list[Array], list[Array]]:
         """Return new weights and new variables, as Keras on JAX needs them."""
-        own = len(self._variables)
+        count = len(self._variables)
         weights, inner = self.inner_optimizer.stateless_apply(
-            optimizer_variables[own:], grads, trainable_variables
+            optimizer_variables[count:], grads, trainable_variables
         )
-        return weights, [*map(_value, optimizer_variables[:own]), *inner]
+        return weights, [*map(_value, optimizer_variables[:count]), *inner]
 
     def scale_loss(self, loss: Array) -> Array:
         """Return the loss as the inner optimizer scales it."""
@@ -391,9 +392,9 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
 
     def set_weights(self, weights: Sequence[Variable]) -> None:
         """Set all `variables`."""
-        own = len(self._variables)
-        super().set_weights(weights[:own])
-        self.inner_optimizer.set_weights(weights[own:])
+        count = len(self._variables)
+        super().set_weights(weights[:count])
+        self.inner_optimizer.set_weights(weights[count:])
 
     def get_config(self) -> dict[str, object]:
         """Return inner optimizer and clipper, as Keras saves them."""

@@ -62,8 +62,8 @@ class ClipCallback(Callback):
 
     def __init__(self, clipper: Spec | list[Spec]) -> None:
         self._copies = not isinstance(clipper, list)
-        given = clipper if isinstance(clipper, list) else [clipper]
-        self.clippers = [clipper_of(one) for one in given]
+        specs = clipper if isinstance(clipper, list) else [clipper]
+        self.clippers = [clipper_of(spec) for spec in specs]
         self._handles: list[ClipHandle] = []
 
     def setup(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
@@ -73,13 +73,13 @@ class ClipCallback(Callback):
         if trainer.gradient_clip_val:
             raise ValueError(
                 f"gradient_clip_val={trainer.gradient_clip_val!r} and ClipCallback would clip "
-                "twice: leave gradient_clip_val out of the Trainer"
+                "twice: remove gradient_clip_val from the Trainer"
             )
         if "DeepSpeed" in type(trainer.strategy).__name__:
             raise NotImplementedError(
-                "DeepSpeed keeps the gradients to itself: use its own gradient_clip_val"
+                "DeepSpeed does not show whole gradients: use its gradient_clip_val"
             )
-        # Finders of a learning rate or batch size step in their own on_fit_start.
+        # Finders of a learning rate or batch size step in on_fit_start.
         trainer.callbacks = sorted(trainer.callbacks, key=lambda c: not isinstance(c, ClipCallback))
 
     def on_fit_start(self, trainer: Theirs, pl_module: Theirs) -> None:
@@ -91,7 +91,7 @@ class ClipCallback(Callback):
         if len(self.clippers) != len(optimizers):
             raise ValueError(
                 f"there are {len(self.clippers)} clippers and {len(optimizers)} optimizers: give "
-                "one clipper for each optimizer, or a single one to be copied"
+                "one clipper for each optimizer, or a single one, which is copied"
             )
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         for handle in self._handles:
@@ -156,8 +156,8 @@ class LightningClipping:
 
         @functools.wraps(inner)
         def configure_callbacks(self: Theirs) -> list[Theirs]:
-            found = inner(self)
-            callbacks = list(found) if isinstance(found, Sequence) else [found]
+            configured = inner(self)
+            callbacks = [*configured] if isinstance(configured, Sequence) else [configured]
             if not any(isinstance(callback, ClipCallback) for callback in callbacks):
                 # Keep the callback for the next fit, with the clippers of further optimizers.
                 if self._clip_callback is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model, optimizer and configuration a clipper's statistics belong to.
+"""Which model, optimizer and tensors a clipper's statistics belong to, and what uses it.
 
 ===========================  ==================================  ==================================
 what differs                 when a clipper is attached again,   when a state is loaded
@@ -10,29 +10,34 @@ names or shapes of weights,  it starts anew, with a warning      refused
 or the model itself
 class of the optimizer       it starts anew, with a warning      it starts anew, with a warning
 configuration of clipper     (does not change)                   it starts anew, with a warning
-a state that does not say    it continues                        it continues
+a state without an owner     it continues                        it continues
 ===========================  ==================================  ==================================
 
-A state that does not say is an older one, or comes from a federation.
+A state without an owner is an older one, or comes from a federation.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
+from fedclip.core.scopes import Groups, resolve
 from fedclip.errors import FedclipWarning, StateError
 
-Owner = dict[str, str]
+Owner: TypeAlias = dict[str, str]
+Shapes: TypeAlias = Mapping[str, Sequence[int]]
 
 
-def owner_of(clipper: Clipper, shapes: Mapping[str, Sequence[int]], optimizer: str) -> Owner:
+# -- the statistics ------------------------------------------------------------------------------
+def owner_of(clipper: Clipper, shapes: Shapes, optimizer: str) -> Owner:
     """Return the fingerprint of weights by name, the class of an optimizer, and a configuration."""
     named = sorted((name, [*map(int, shape)]) for name, shape in shapes.items())
     digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
@@ -46,17 +51,11 @@ def configuration(clipper: Clipper | AGC) -> str:
 
 def configuration_of(name: str, config: Mapping[str, object]) -> str:
     """Return name and parameters of a clipper as text."""
-    found = {key: value for key, value in config.items() if key != "keep_memory"}
-    return json.dumps([name, found], sort_keys=True, default=repr)
+    compared = {key: value for key, value in config.items() if key != "keep_memory"}
+    return json.dumps([name, compared], sort_keys=True, default=repr)
 
 
-def clipper_in(state: Any) -> str | None:
-    """Return the configuration that a state is of, if it says so."""
-    owner = state.get("owner") if isinstance(state, Mapping) else None
-    return owner.get("clipper") if isinstance(owner, Mapping) else None
-
-
-def learns(clipper: Clipper | AGC, shapes: Mapping[str, Sequence[int]]) -> bool:
+def learns(clipper: Clipper | AGC, shapes: Shapes) -> bool:
     """Whether a clipper keeps statistics of past steps of tensors of these shapes."""
     if isinstance(clipper, AGC):
         return False
@@ -74,12 +73,9 @@ def has_learnt(clipper: Clipper | AGC) -> bool:
 
 
 def begin(
-    clipper: Clipper | AGC,
-    shapes: Mapping[str, Sequence[int]],
-    optimizer: str,
-    tensors: Sequence[Any],
+    clipper: Clipper | AGC, shapes: Shapes, optimizer: str, tensors: Sequence[object]
 ) -> None:
-    """Let a clipper continue with its statistics, or forget them with a warning.
+    """Continue with the statistics of a clipper, or forget them with a warning.
 
     Parameters
     ----------
@@ -100,7 +96,8 @@ def begin(
         if model is None:
             fits = fitting(clipper, clipper.get_state(), now) is not None
         else:
-            fits = any(model() is t for t in tensors) and not _different(clipper.owner or {}, now)
+            same = any(model() is tensor for tensor in tensors)
+            fits = same and not _different(clipper.owner or {}, now)
             if not fits:
                 _warn(clipper, "another model or optimizer")
         if not fits:
@@ -108,7 +105,7 @@ def begin(
     clipper.owner, clipper.model = now, weakref.ref(tensors[0])
 
 
-def check_owner(clipper: Clipper | AGC, shapes: Mapping[str, Sequence[int]]) -> None:
+def check_owner(clipper: Clipper | AGC, shapes: Shapes) -> None:
     """Raise a StateError for a clipper whose statistics are of weights of other names or shapes."""
     if isinstance(clipper, Clipper) and clipper.owner is not None and has_learnt(clipper):
         fitting(clipper, clipper.get_state(), owner_of(clipper, shapes, ""))
@@ -125,20 +122,22 @@ def fitting(clipper: Clipper, state: Mapping[str, Any], now: Owner) -> Mapping[s
     past = state.get("owner") if isinstance(state, Mapping) else None
     if not isinstance(past, Mapping):
         return state
-    if "model" in (found := _different(past, now)):
+    different = _different(past, now)
+    if "model" in different:
         raise StateError(
             f"the statistics of {clipper.name} are of a model with other names or shapes of "
-            "parameters: load the state of this model, or none; clipper.reset() forgets them"
+            "parameters: load the state of this model, or call clipper.reset() to start anew"
         )
-    if found:
-        other = past["optimizer"] if found == ["optimizer"] else f"a {clipper.name} set otherwise"
-        _warn(clipper, f"{other}, and this is {clipper.name} with {now['optimizer'] or 'a loop'}")
-        return None
-    return state
+    if not different:
+        return state
+    config = f"a {clipper.name} with another configuration"
+    saved = past["optimizer"] if different == ["optimizer"] else config
+    _warn(clipper, f"{saved}, and this is {clipper.name} with {now['optimizer'] or 'a loop'}")
+    return None
 
 
 def _different(past: Mapping[str, str], now: Owner) -> list[str]:
-    return [what for what in now if past.get(what) and now[what] and past[what] != now[what]]
+    return [key for key in now if past.get(key) and now[key] and past[key] != now[key]]
 
 
 def _warn(clipper: Clipper, text: str) -> None:
@@ -147,3 +146,164 @@ def _warn(clipper: Clipper, text: str) -> None:
         FedclipWarning,
         stacklevel=4,
     )
+
+
+# -- the tensors of a step -----------------------------------------------------------------------
+Home: TypeAlias = tuple[str, int]
+"""A group, and how often all of its tensors had been replaced."""
+
+
+class Members:
+    """The tensors that stood for the groups of a clipper in past steps."""
+
+    def __init__(self) -> None:
+        self.last: list[int] = []
+        self._shapes: dict[str, Sequence[int]] = {}
+        self._turns: Counter[str] = Counter()
+        self._homes: dict[int, tuple[weakref.ref[Any], Home]] = {}
+
+    def home(self, tensor: object) -> Home | None:
+        """Return where a tensor was in past steps, if it was in one."""
+        ref, home = self._homes.get(id(tensor), (None, None))
+        return home if ref is not None and ref() is tensor else None
+
+    def check(
+        self, clipper: Clipper | AGC, tensors: Mapping[str, Any], groups: Groups, *, fixed: bool
+    ) -> None:
+        """Note the tensors of a step.
+
+        Some of a group may be left out. New tensors may replace all of a group, as in loops that
+        make their tensors at each step, but replaced ones must not come back. `fixed` tensors
+        cannot be replaced.
+
+        Raises
+        ------
+        ValueError
+            If the statistics of a group are of other tensors.
+        """
+        another = bool(self._turns) and not any(map(self.home, tensors.values()))
+        for label, places in zip(groups.labels, groups.members, strict=True):
+            members = [tensors[groups.names[place]] for place in places]
+            homes = {home for tensor in members if (home := self.home(tensor)) is not None}
+            if not homes:
+                self._turns[label] += 1
+            turn, shape = self._turns[label], members[0].shape
+            replaced = homes - {(label, turn)} or (fixed and (another or turn > 1))
+            reshaped = label in tensors and self._shapes.setdefault(label, shape) != shape
+            if replaced or reshaped:
+                raise ValueError(
+                    f"the statistics of {clipper.name} for {label!r} are of other tensors than "
+                    "those of this step: give it the model, or model.named_parameters(), at each "
+                    "step, and give each model a clipper, copy.deepcopy(clipper); "
+                    "clipper.reset() starts anew"
+                )
+            for tensor in members:
+                self._add(tensor, (label, turn))
+
+    def _add(self, tensor: object, home: Home) -> None:
+        key, homes = id(tensor), self._homes
+        homes[key] = weakref.ref(tensor, lambda _: homes.pop(key, None)), home
+
+
+def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def check_members(
+    clipper: Clipper | AGC,
+    tensors: Mapping[str, Any],
+    *,
+    fixed: bool,
+    new_model: bool = False,
+    shapes: Callable[[Mapping[str, Any]], Shapes] = shapes_of,
+) -> None:
+    """Check the tensors of a step that a loop passes to a clipper; see `Members.check`.
+
+    With the first tensors, and with others if they can be a `new_model`, a training begins, of a
+    model of these `shapes`.
+    """
+    if isinstance(clipper, AGC):
+        return
+    members, now = use_of(clipper).members, [*map(id, tensors.values())]
+    if now == members.last:
+        return
+    if clipper.last is None:
+        # Nothing has been learnt yet, or it was forgotten.
+        members = use_of(clipper).members = Members()
+    begins = not members.last or new_model
+    if tensors and begins and not any(map(members.home, tensors.values())):
+        begin(clipper, shapes(tensors), "", [*tensors.values()])
+    groups = clipper.groups(shapes_of(tensors))
+    transform = clipper.transform(groups)
+    if transform.array_fields or transform.init(groups)._fields:
+        if transform.array_fields or fixed:
+            groups = by_tensor(tensors if fixed else groups.names)
+        members.check(clipper, tensors, groups, fixed=fixed)
+    members.last = now
+
+
+def by_tensor(names: Iterable[str]) -> Groups:
+    """Return groups of one tensor each."""
+    return resolve("tensor", None, list(names))
+
+
+# -- what uses a clipper -------------------------------------------------------------------------
+class Use:
+    """The use of a clipper in this process; copies and states of the clipper leave it out."""
+
+    def __init__(self) -> None:
+        self.holder: weakref.ref[object] | None = None
+        self.place = ""
+        self.members = Members()
+        # The parameters that were checked at the last call of `clip_`.
+        self.selection: Any = None
+        # Of TensorFlow: its compiled form, and the axes of the outputs of layers.
+        self.compiled: Any = None
+        self.outputs: dict[str, tuple[int, ...]] = {}
+
+
+def use_of(clipper: Clipper | AGC) -> Use:
+    """Return the use of a clipper in this process."""
+    if clipper.use is None:
+        clipper.use = Use()
+    use: Use = clipper.use
+    return use
+
+
+def is_held(clipper: Clipper | AGC) -> bool:
+    """Return whether something clips with a clipper now."""
+    holder = use_of(clipper).holder
+    if holder is not None and holder() is not None:
+        # Objects that nothing refers to may still wait to be collected.
+        gc.collect()
+    return holder is not None and holder() is not None
+
+
+def hold(clipper: Clipper | AGC, holder: object, place: str) -> None:
+    """Note what clips with a clipper from now on.
+
+    Raises
+    ------
+    ValueError
+        If something does already.
+    """
+    check_free(clipper)
+    use = use_of(clipper)
+    use.holder, use.place, use.selection = weakref.ref(holder), place, None
+
+
+def release(clipper: Clipper | AGC, holder: object) -> None:
+    """Note that something no longer clips with a clipper."""
+    use = use_of(clipper)
+    if use.holder is not None and use.holder() is holder:
+        use.holder = None
+
+
+def check_free(clipper: Clipper | AGC) -> None:
+    """Raise a ValueError for a clipper that something clips with."""
+    if is_held(clipper):
+        raise ValueError(
+            f"this {clipper.name} is already {use_of(clipper).place}; sharing it would mix their "
+            "norm statistics. Give a copy, copy.deepcopy(clipper), or remove the first"
+        )

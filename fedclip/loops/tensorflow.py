@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from fedclip.arrays import HostView
 from fedclip.errors import needing, public_names
@@ -15,35 +14,23 @@ with needing(__name__, "TensorFlow: pip install tensorflow"):
     import tensorflow as tf
 
 from fedclip.arrays import Array, backend_named
-from fedclip.clippers.agc import AGC, Axes
+from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
-from fedclip.loops.clippers import ByClipper, Spec, check_clipper, clipped, clipper_of, unique
+from fedclip.loops.clippers import Spec, check_clipper, clipped, clipper_of
 from fedclip.loops.keras import ClippedOptimizer
-from fedclip.loops.owner import begin, learns
+from fedclip.loops.owner import check_members, use_of
 from fedclip.loops.variables import (
     HeldClipper,
-    Known,
     Operations,
     Verbs,
-    check_known,
+    model_shapes,
+    names_of,
     outputs_of,
-    shapes_of,
 )
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
 __dir__ = public_names(__name__)
-
-
-class _Seen(NamedTuple):
-    """Variables that a clipper has seen in eager code, and the axes of their outputs."""
-
-    known: Known
-    outputs: dict[str, Axes]
-
-
-_seen: ByClipper[_Seen] = ByClipper()
-_compiled: ByClipper[CompiledClipper] = ByClipper()
 
 
 def clip(
@@ -75,35 +62,25 @@ def clip(
     check_clipper(clipper)
     pairs = list(grads_and_vars)
     if not tf.executing_eagerly():
-        made: list[tuple[Array, Variable]] = CompiledClipper.of(clipper)(pairs)
-        return made
+        pairs_clipped: list[tuple[Array, Variable]] = CompiledClipper.of(clipper)(pairs)
+        return pairs_clipped
     present, variables = _by_name(pairs)
     if not present:
         return pairs
-    seen = _seen.get(clipper)
-    if seen is None or (clipper.last is None and not isinstance(clipper, AGC)):
-        # Nothing has been learnt yet, or it was forgotten.
-        seen = _seen.set(clipper, _Seen({}, {}))
-        begin(clipper, shapes_of(variables), "", [*variables.values()])
-    if learns(clipper, {n: tuple(v.shape) for n, v in variables.items()}):
-        check_known(clipper, seen.known, variables)
-    if isinstance(clipper, AGC) and not seen.outputs.keys() >= variables.keys():
-        seen.outputs.update(outputs_of(clipper, variables) or {})
-    outputs = clipped(
-        clipper,
-        present,
-        lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()},
-        None,
-        seen.outputs or None,
-    )
-    return [(outputs.get(n), v) for n, v in variables.items()]
+    check_members(clipper, variables, fixed=True, shapes=model_shapes)
+    outputs = use_of(clipper).outputs
+    if isinstance(clipper, AGC) and not outputs.keys() >= variables.keys():
+        outputs.update(outputs_of(clipper, variables) or {})
+    weights = lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()}  # noqa: E731
+    after = clipped(clipper, present, weights, None, outputs or None)
+    return [(after.get(n), v) for n, v in variables.items()]
 
 
 def _by_name(
     pairs: Sequence[tuple[Array, Variable]],
 ) -> tuple[dict[str, Array], dict[str, Variable]]:
     """Return what gradients there are, and all variables, by Keras' path or TensorFlow's name."""
-    names = unique(getattr(v, "path", None) or v.name.removesuffix(":0") for _, v in pairs)
+    names = names_of(v for _, v in pairs)
     gradients = {n: g for n, (g, _) in zip(names, pairs, strict=True) if g is not None}
     return gradients, {n: v for n, (_, v) in zip(names, pairs, strict=True)}
 
@@ -132,9 +109,12 @@ class CompiledClipper(Verbs, tf.Module):
     @classmethod
     def of(cls, clipper: Clipper | AGC) -> CompiledClipper:
         """Return the compiled form of a clipper; the first call creates it."""
-        return _compiled.get(clipper) or _compiled.set(clipper, cls(clipper))
+        use = use_of(clipper)
+        use.compiled = use.compiled or cls(clipper)
+        made: CompiledClipper = use.compiled
+        return made
 
-    # What AutoGraph would rewrite branches on no tensor.
+    # No branch depends on a tensor, so AutoGraph has nothing to rewrite.
     @tf.autograph.experimental.do_not_convert
     def __call__(
         self, grads_and_vars: Iterable[tuple[Array, Variable]]
@@ -146,11 +126,11 @@ class CompiledClipper(Verbs, tf.Module):
             return pairs
         weights = {name: variables[name] for name in present}
         if not self._variables:
-            # Leave the function that is being traced: variables are made once.
+            # Outside of the function that is traced: variables are made once.
             with tf.init_scope():
                 if not tf.executing_eagerly():
                     raise RuntimeError(
-                        f"{self.clipper.name} can not clip in the graph of a TensorFlow 1 session: "
+                        f"{self.clipper.name} cannot clip in the graph of a TensorFlow 1 session: "
                         "write the step as a tf.function, in a program that runs eagerly"
                     )
                 self.held.build(weights)

@@ -21,8 +21,16 @@ with needing(__name__, "Transformers: pip install 'transformers[torch]'"):
 
 from fedclip.clippers.agc import AGC
 from fedclip.core import states
-from fedclip.loops.clippers import Spec, clipper_of, hold, release
-from fedclip.loops.owner import begin, configuration, configuration_of, owner_of
+from fedclip.loops.clippers import Spec, clipper_of
+from fedclip.loops.owner import (
+    begin,
+    configuration,
+    configuration_of,
+    hold,
+    owner_of,
+    release,
+    shapes_of,
+)
 from fedclip.loops.torch import set_state
 from fedclip.loops.torch.clip import clip_named
 from fedclip.loops.torch.names import check_sharding, named, outputs_of
@@ -72,15 +80,15 @@ class ClipCallback(TrainerCallback, ExportableState):
         self._training: object = None
 
     def _wrote(self, entry: Theirs) -> bool:
-        """Whether an entry of a checkpoint is of a clipper of this name and configuration."""
+        """Whether a checkpoint entry is of a clipper of this name and configuration."""
         name, config = entry["args"]["clipper"]
         return bool(configuration_of(name, config) == configuration(self.clipper))
 
     def on_train_begin(
-        self, args: Theirs, state: Theirs, control: Theirs, **theirs: Theirs
+        self, args: Theirs, state: Theirs, control: Theirs, **kwargs: Theirs
     ) -> None:
         """Refuse to clip twice, and restore the state of a checkpoint."""
-        optimizer = theirs["optimizer"]
+        optimizer = kwargs["optimizer"]
         if args.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm={args.max_grad_norm!r} and {self.clipper.name} would clip twice: "
@@ -88,7 +96,7 @@ class ClipCallback(TrainerCallback, ExportableState):
             )
         if "DeepSpeed" in type(optimizer).__name__:
             raise NotImplementedError(
-                "DeepSpeed keeps the gradients to itself: use its own gradient_clipping"
+                "DeepSpeed does not show whole gradients: use its gradient_clipping"
             )
         for other in _TRAINING:
             same = configuration(other.clipper) == configuration(self.clipper)
@@ -97,7 +105,7 @@ class ClipCallback(TrainerCallback, ExportableState):
                     f"two ClipCallbacks have the same {self.clipper.name}, and would get each "
                     "other's statistics from a checkpoint: give one, or clippers that differ"
                 )
-        # Of a training that failed, the end was not seen.
+        # A training that failed did not call on_train_end.
         failed = self._training is not None
         release(self.clipper, self)
         hold(self.clipper, self, "in the ClipCallback of a Trainer")
@@ -107,37 +115,36 @@ class ClipCallback(TrainerCallback, ExportableState):
             self.clipper.reset()
         # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
-        parameters = named(theirs["model"], self.clipper)
-        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        parameters = named(kwargs["model"], self.clipper)
+        shapes = shapes_of(parameters)
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         self._within = bool(state.global_step and state.epoch % 1)
         if state.global_step and not isinstance(self.clipper, AGC):
             # The Trainer adds the states of several callbacks to the end of one list.
             entries = saved if isinstance(saved, list) else [saved]
-            ours = [_read(e["attributes"]["clipper_state"]) for e in entries if self._wrote(e)]
-            set_state(
-                self.clipper, ours[-1] if ours else None, owner_of(self.clipper, shapes, kind)
-            )
+            states_ = [_read(e["attributes"]["clipper_state"]) for e in entries if self._wrote(e)]
+            owner = owner_of(self.clipper, shapes, kind)
+            set_state(self.clipper, states_[-1] if states_ else None, owner)
         begin(self.clipper, shapes, kind, [*parameters.values()])
 
-    def on_train_end(self, *args: object, **theirs: object) -> None:
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
         """Release the clipper for another Trainer."""
         release(self.clipper, self)
         self._training = None
         _TRAINING.discard(self)
 
-    def on_epoch_begin(self, *args: object, **theirs: object) -> None:
+    def on_epoch_begin(self, *args: object, **kwargs: object) -> None:
         """Start a round of the records, unless the run resumes within an epoch."""
         if not self._within:
             self.clipper.on_round_start()
         self._within = False
 
-    def on_pre_optimizer_step(self, *args: object, **theirs: Theirs) -> None:
+    def on_pre_optimizer_step(self, *args: object, **kwargs: Theirs) -> None:
         """Unscale the gradients, unless the Trainer has (as from version 5 on), and clip."""
-        model, optimizer = theirs["model"], theirs["optimizer"]
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
-            # What says that the gradients are unscaled already is this error alone.
+            # Only this error shows that the gradients are already unscaled.
             with suppress(RuntimeError):
                 scaler.unscale_(optimizer.optimizer)
         parameters = named(model, self.clipper)
@@ -145,22 +152,22 @@ class ClipCallback(TrainerCallback, ExportableState):
         outputs = outputs_of(model, parameters, self.clipper)
         if clip_named(parameters, self.clipper, outputs) is None:
             raise RuntimeError(
-                f"{self.clipper.name} finds no gradient before the step: a layer-wise optimizer, "
-                "LOMO or the like, steps while the gradients are computed, and keeps none; take "
-                "an optimizer that steps once, as optim='adamw_torch' does"
+                f"{self.clipper.name} found no gradient before the step: layer-wise optimizers, "
+                "such as LOMO, step in backward() and keep no gradients. Use an optimizer with one "
+                "step, such as optim='adamw_torch'"
             )
 
-    def on_log(self, args: object, state: Theirs, control: object, **theirs: Theirs) -> None:
+    def on_log(self, args: object, state: Theirs, control: object, **kwargs: Theirs) -> None:
         """Add the numbers of the last step to the Trainer's logs of steps."""
-        logs = theirs["logs"]
+        logs = kwargs["logs"]
         if "loss" not in logs or self.clipper.last is None:
             return
         epoch = next(r for r in reversed(self.clipper.rounds) if r.group == "all")
-        found = {**self.clipper.last.as_dict(groups=False), "clipped_share": epoch.clipped_share}
-        if "norm" in found:
-            logs.setdefault("grad_norm", found.pop("norm"))
+        numbers = {**self.clipper.last.as_dict(groups=False), "clipped_share": epoch.clipped_share}
+        if "norm" in numbers:
+            logs.setdefault("grad_norm", numbers.pop("norm"))
         prefix = f"{self.clipper.name}/" if "limit" in logs else ""
-        logs |= {prefix + name: number for name, number in found.items()}
+        logs |= {prefix + name: number for name, number in numbers.items()}
         state.log_history[-1] |= logs
 
     def state(self) -> dict[str, object]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,8 +19,9 @@ from fedclip.core.records import StepRecord
 from fedclip.core.states import Fields
 from fedclip.loops import compiled
 from fedclip.loops.clippers import unique
-from fedclip.loops.owner import begin, fitting
-from fedclip.transforms import Carried, clip_on_device
+from fedclip.loops.compiled import ClipState
+from fedclip.loops.owner import Members, begin, by_tensor, fitting, shapes_of
+from fedclip.transforms import DeviceState, clip_on_device
 
 Variable: TypeAlias = Array
 
@@ -55,12 +55,12 @@ class HeldClipper:
         self.clipper, self._backend, self._ops = clipper, backend, operations
         self.labels: tuple[str, ...] = ()
         # Counts of steps, clipped and nonfinite ones; norms, limits and which were clipped, of the
-        # last step; the fields of the state; and the arrays that are kept for tensors.
+        # last step; the fields of the state; and the arrays of tensors.
         self.variables: list[Variable] = []
-        self.kept: dict[tuple[str, str], Variable] = {}
+        self.arrays: dict[tuple[str, str], Variable] = {}
         self._columns = self.round = 0
         self._groups: Any = None
-        self._known: Known = {}
+        self._members = Members()
         self.type: Any = None
         self._outputs: Outputs | None = None
 
@@ -68,10 +68,10 @@ class HeldClipper:
         """Make the variables, once, for the gradients of these weights."""
         if self.variables:
             return
-        begin(self.clipper, shapes_of(weights), optimizer, [*weights.values()])
+        begin(self.clipper, model_shapes(weights), optimizer, [*weights.values()])
         self._outputs = outputs_of(self.clipper, weights)
         self._groups = compiled.groups_of(self.clipper, weights)
-        # Not the values: Keras may fill its variables later, as ``fit`` builds a model.
+        # Only their shapes: Keras may fill its variables later, as ``fit`` builds a model.
         shaped = {n: np.zeros(tuple(w.shape), _wide(w)) for n, w in weights.items()}
         first, arrays = compiled.parts(
             compiled.first_state(self.clipper, self._groups, shaped, NUMPY)
@@ -85,35 +85,35 @@ class HeldClipper:
         self.variables = [self._ops.make(column, name) for name, column in values.items()]
         for name, fields in states.fetched(arrays).items():
             for field, value in fields.items():
-                self.kept[name, field] = self._ops.make(value, f"{name}/{field}")
+                self.arrays[name, field] = self._ops.make(value, f"{name}/{field}")
         self._columns = len(self.variables)
-        self.variables += self.kept.values()
+        self.variables += self.arrays.values()
 
     def clip(
         self, gradients: Mapping[str, Array], weights: Mapping[str, Array]
     ) -> Mapping[str, Array]:
-        """Return the clipped gradients, by name, and learn from them."""
+        """Return the clipped gradients, by name, and update the statistics."""
         xp, ops, labels = self._backend, self._ops, self.labels
         groups = compiled.groups_of(self.clipper, weights)
         if not groups.names:
             return gradients
-        check_known(self.clipper, self._known, weights)
+        self._members.check(self.clipper, weights, by_tensor(weights), fixed=True)
         unknown = [label for label in groups.labels if label not in labels]
         if unknown:
             raise ValueError(
-                f"{self.clipper.name} was compiled for the groups {list(labels)}, and the "
-                f"gradients have {unknown} besides"
+                f"{self.clipper.name} was compiled for the groups {list(labels)}, but the "
+                f"gradients also have {unknown}: give all variables at the first step"
             )
         counts, *columns = self.variables[: self._columns]
         places = [labels.index(label) for label in groups.labels]
-        whole = groups.labels == labels
-        before = [ops.read(column) for column in columns[whole:]]
-        state = self.type(*(before if whole else (ops.take(b, places) for b in before[1:])))
+        complete = groups.labels == labels
+        before = [ops.read(column) for column in columns[complete:]]
+        state = self.type(*(before if complete else (ops.take(b, places) for b in before[1:])))
         if isinstance(self.clipper, AGC):
             weights = {name: ops.read(weight) for name, weight in weights.items()}
-        if self.kept:
-            own = {k: ops.read(v) for k, v in self.kept.items() if k[0] in groups.names}
-            state = Carried(state, _by_tensor(own))
+        if self.arrays:
+            read = {k: ops.read(v) for k, v in self.arrays.items() if k[0] in groups.names}
+            state = DeviceState(state, _by_tensor(read))
         transform = compiled.transform_of(self.clipper, groups, weights, xp, self._outputs)
         policy = self.clipper.on_nonfinite
         clipped, step = clip_on_device(transform, gradients, groups, xp, state, policy)
@@ -121,10 +121,10 @@ class HeldClipper:
         learnt, arrays = compiled.parts(step.state)
         for name, fields in arrays.items():
             for field, value in fields.items():
-                variable = self.kept[name, field]
+                variable = self.arrays[name, field]
                 variable.assign(ops.cast(value, variable.dtype))
         after = [xp.stack([step.norms, step.limits, over]), *learnt]
-        if not whole:
+        if not complete:
             # A group without a gradient keeps its statistics, and has no norm and no limit.
             before[0] = xp.asarray(_no_step(len(labels)), like=after[0])
             present = xp.asarray([float(label in groups.labels) for label in labels]) > 0
@@ -139,9 +139,9 @@ class HeldClipper:
         return clipped
 
     def restart(self, arrays: states.Statistics, *, fresh: bool = False) -> None:
-        """Begin with the clipper's statistics and these arrays, or without any if it is fresh."""
+        """Start with the clipper's statistics and these arrays, or without any if `fresh`."""
         state = compiled.first_numbers(self.clipper, self._groups, fresh=fresh)
-        for (name, field), variable in self.kept.items():
+        for (name, field), variable in self.arrays.items():
             nothing = np.zeros_like(variable.numpy())
             variable.assign(arrays.get(name, {}).get(field, nothing))
         for variable, column in zip(self.variables[2 : self._columns], state, strict=True):
@@ -151,34 +151,28 @@ class HeldClipper:
         counts.assign(np.zeros_like(counts.numpy()))
         last.assign(_no_step(len(self._groups)))
 
-    def numbers(self) -> list[HostView]:
-        """Return counts, the last step's norms, limits and clips, and the fields of the state."""
-        return [np.asarray(v.numpy(), np.float64) for v in self.variables[: self._columns]]
+    def state(self) -> ClipState:
+        """Return the numbers of the variables."""
+        read = [np.asarray(v.numpy(), np.float64) for v in self.variables[: self._columns]]
+        counts, (norms, limits, clipped), *fields = read or [np.zeros(3), _no_step(0)]
+        statistics = self.type(*fields) if read else ()
+        return ClipState(statistics, norms, limits, clipped > 0, *counts)
 
 
 class Verbs:
-    """The verbs of what steps with a clipper that has `held`."""
+    """The methods of an object that steps with a `HeldClipper`."""
 
     held: HeldClipper
 
     @property
     def last(self) -> StepRecord | None:
         """Record of the last step; None before the first."""
-        held = self.held
-        if not held.variables:
-            return None
-        counts, (norms, limits, clipped), *_ = held.numbers()
-        # A round may have begun since.
-        if not counts[0] and not norms.any():
-            return None
-        return StepRecord(held.labels, norms, limits, clipped > 0)
+        return compiled.last_of(self.held.state(), self.held.labels)
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger, of the last step and of all steps (``round/...``)."""
-        held, last = self.held, self.last
-        counts = held.numbers()[0] if held.variables else (0, 0, 0)
-        every = compiled.counted(counts, f"{prefix}round/", held.round)
-        return every if last is None else last.as_dict(prefix) | every
+        held = self.held
+        return compiled.of_state(held.state(), held.labels, prefix, held.round)
 
     def on_round_start(self) -> None:
         """Start a round: counts (``round/...`` in `metrics`) are 0, statistics continue."""
@@ -193,8 +187,8 @@ class Verbs:
             return {}
         state = clipper.get_state()
         if held.variables:
-            state["groups"] = states.dump(held.type(*held.numbers()[2:]), held.labels)
-            state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in held.kept.items()})
+            state["groups"] = states.dump(held.state().statistics, held.labels)
+            state["arrays"] = _by_tensor({k: np.array(v.numpy()) for k, v in held.arrays.items()})
         return state
 
     def set_state(self, state: Fields) -> None:
@@ -222,46 +216,35 @@ class Verbs:
         if self.held.variables:
             self.held.restart({}, fresh=True)
         else:
-            # Before the first step, a state that was loaded is the clipper's own.
+            # Before the first step, a state that was loaded is in the clipper.
             self.held.clipper.reset()
 
 
-Known: TypeAlias = dict[str, "weakref.ref[Any]"]
-"""The variables that a clipper has seen, by name."""
+def names_of(variables: Iterable[Variable]) -> list[str]:
+    """Return the names of variables: Keras' path, or TensorFlow's name; all different."""
+    return unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
 
 
-def shapes_of(variables: Mapping[str, Variable]) -> dict[str, tuple[int, ...]]:
+def model_shapes(variables: Mapping[str, Variable]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of variables, by name, without the numbers that Keras gives to layers."""
     names = unique(re.sub(r"_\d+(?=/|$)", "", name) for name in variables)
-    return {n: tuple(v.shape) for n, v in zip(names, variables.values(), strict=True)}
+    return dict(zip(names, shapes_of(variables).values(), strict=True))
 
 
-def check_known(clipper: Clipper | AGC, known: Known, variables: Mapping[str, Variable]) -> None:
-    """Note variables; raise a ValueError if a clipper has seen others, of another model."""
-    others = [n for n, v in variables.items() if n in known and known[n]() is not v]
-    if others or (known and known.keys().isdisjoint(variables)):
-        raise ValueError(
-            f"this {clipper.name} clips {_few(known)}, and would take the norms of "
-            f"{_few(others or variables)} of another model for theirs: give each model a clipper "
-            "of its own"
-        )
-    known.update({n: weakref.ref(v) for n, v in variables.items() if n not in known})
-
-
-def _by_tensor(kept: Mapping[tuple[str, str], Array]) -> states.Statistics:
-    found: states.Statistics = {}
-    for (name, field), value in kept.items():
-        found.setdefault(name, {})[field] = value
-    return found
+def _by_tensor(arrays: Mapping[tuple[str, str], Array]) -> states.Statistics:
+    by_name: states.Statistics = {}
+    for (name, field), value in arrays.items():
+        by_name.setdefault(name, {})[field] = value
+    return by_name
 
 
 def _no_step(groups: int) -> HostView:
-    """Return norms, limits and which were clipped of groups that no step had: no limit."""
+    """Return norms, limits and which were clipped, for groups before their first step."""
     return np.outer([0.0, np.inf, 0.0], np.ones(groups))
 
 
 def outputs_of(clipper: Clipper | AGC, variables: Mapping[str, Variable]) -> Outputs | None:
-    """Return the axes that hold the outputs of layers, by name; None if the clipper asks for none.
+    """Return the axes that hold the outputs of layers, by name; None if the clipper needs none.
 
     ============================================  ==============================================
     layer of Keras                                axes
@@ -277,7 +260,7 @@ def outputs_of(clipper: Clipper | AGC, variables: Mapping[str, Variable]) -> Out
         return None
     layers: dict[int, Any] = {}
     if "keras" in sys.modules:
-        # A variable does not know its layer.
+        # A variable has no reference to its layer.
         base = sys.modules["keras"].layers.Layer
         alive = [o for o in gc.get_objects() if issubclass(type(o), base)]
         layers = {
@@ -300,11 +283,6 @@ def _axes(variable: Variable, layer: Any) -> Axes:
         kernel, _, output = layer.equation.partition(",")[2].partition("->")
         return tuple(i for i, letter in enumerate(kernel) if letter in output)
     return (-1,)
-
-
-def _few(names: Iterable[str]) -> str:
-    first = sorted(names)
-    return ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
 
 
 def _wide(variable: Variable) -> str:

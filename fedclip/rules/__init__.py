@@ -120,9 +120,9 @@ def updated(
     """Return the state with new values of some fields, in the groups of each change's condition."""
     conditions, fields = [], {}
     for condition, new in changes:
-        moved = {name: value for name, value in new.items() if value is not getattr(state, name)}
-        conditions += [condition] * len(moved)
-        fields.update(moved)
+        changed = {name: value for name, value in new.items() if value is not getattr(state, name)}
+        conditions += [condition] * len(changed)
+        fields.update(changed)
     if not fields:
         return state
     old = [getattr(state, name) for name in fields]

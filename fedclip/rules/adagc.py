@@ -43,11 +43,11 @@ class JointEma(Ema):
         return None if self.warmup_norm is None else self._shares(norms + self.eps, norms, xp)
 
     def shortened(self, norms: Array, judged: Judgement, xp: Arithmetic) -> Array:
-        seen = judged.seen
+        observed = judged.observed
         if self.warmup_norm is not None:
             first = xp.minimum(norms, self._shares(norms, norms, xp))
-            seen = xp.where(judged.ready, seen, first)
-        return xp.minimum(seen, judged.limits)
+            observed = xp.where(judged.ready, observed, first)
+        return xp.minimum(observed, judged.limits)
 
     def _shares(self, parts: Array, norms: Array, xp: Arithmetic) -> Array:
         peak = xp.maximum(xp.max(norms), TINY)

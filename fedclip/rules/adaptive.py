@@ -16,7 +16,7 @@ import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array, Float64
 from fedclip.rules import TINY, Basis, State, updated, zeros
-from fedclip.rules.protection import Protection, Unprotected
+from fedclip.rules.protection import NoGuard, WarmupGuard
 from fedclip.rules.sharing import Counted, Judgement, Learning, Sketched
 
 
@@ -73,8 +73,8 @@ class Adaptive(Learning):
         return Basis(self._most, "limit", TINY)
 
     @property
-    def protection(self) -> Protection:
-        return Protection(self.warmup_factor) if self.start_norm is None else Unprotected()
+    def guard(self) -> WarmupGuard:
+        return WarmupGuard(self.warmup_factor) if self.start_norm is None else NoGuard()
 
     def begin(self, groups: int, xp: Arithmetic) -> State:
         state = zeros(groups, xp, "limit", "unclipped", "count")
@@ -92,22 +92,22 @@ class Adaptive(Learning):
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         limits, after = super().__call__(norms, state, xp)
         if self.start_norm is None:
-            begun = (state.limit <= 0) & self.protection.suffices(norms, after)
-            first = self._bounded(self.protection.median(after, xp), xp)
+            begun = (state.limit <= 0) & self.guard.suffices(norms, after)
+            first = self._bounded(self.guard.median(after, xp), xp)
             after = after._replace(limit=xp.where(begun, first, after.limit))
         return limits, after
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic, guard: Protection) -> Judgement:
+    def judge(self, norms: Array, state: State, xp: Arithmetic, guard: WarmupGuard) -> Judgement:
         threshold, base = self.threshold(state, xp), norms + self.eps
         ready = self.ready(state, threshold)
-        first, tamed = guard.limits(norms, state, xp)
+        first, warmup_norms = guard.limits(norms, state, xp)
         limits = xp.minimum(xp.where(ready, threshold, first), self._most)
-        usual = xp.where(ready | (base <= first), norms, tamed)
+        reference = xp.where(ready | (base <= first), norms, warmup_norms)
         learns = (norms > 0) & (ready | guard.suffices(norms, state))
         below = xp.where(base <= state.limit, 1.0, 0.0)
         # Without a start from the norms, a client learns nothing else of them.
-        seen = usual if self.start_norm is None else below
-        return Judgement(limits, seen, learns, ready, usual, below)
+        observed = reference if self.start_norm is None else below
+        return Judgement(limits, observed, learns, ready, reference, below)
 
     def learn(self, judged: Judgement, state: State, xp: Arithmetic) -> Mapping[str, Array]:
         return self._update(state, judged.unclipped, 1.0, xp)
@@ -134,11 +134,11 @@ class Adaptive(Learning):
     def _update(self, state: State, unclipped: Array, n: Array, xp: Arithmetic) -> dict[str, Array]:
         unclipped, count = state.unclipped + unclipped, state.count + n
         share = unclipped / xp.maximum(count, 1.0)
-        moved = geometric_update(state.limit, share, quantile=self.quantile, rate=self.rate, xp=xp)
-        moved, due = self._bounded(moved, xp), count >= self.every
+        limit = geometric_update(state.limit, share, quantile=self.quantile, rate=self.rate, xp=xp)
+        limit, due = self._bounded(limit, xp), count >= self.every
         return {
             # Not near the largest float, where the next step would overflow.
-            "limit": xp.where(due & (moved < math.inf), moved, state.limit),
+            "limit": xp.where(due & (limit < math.inf), limit, state.limit),
             "unclipped": xp.where(due, 0.0, unclipped),
             "count": xp.where(due, 0.0, count),
         }

@@ -50,8 +50,8 @@ class Auto(History):
         std = xp.sqrt(state.variance * (state.count / few))
         return median + self.std_factor * xp.maximum(std, self.min_std * median)
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        return self._update(self.median.observe(seen, state, xp), one(seen), xp)
+    def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
+        return self._update(self.median.observe(observed, state, xp), one(observed), xp)
 
     def _update(self, state: State, counted: Counted, xp: Arithmetic) -> State:
         # Welford's update, until the past has its final weight.

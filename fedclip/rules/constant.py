@@ -36,8 +36,8 @@ class Constant:
 
     def __call__(self, norms: Array, state: NoState, xp: Arithmetic) -> tuple[Array, NoState]:
         # One number needs no copy to a device.
-        one = len(self.limits) == 1
-        limits = self.limits[0] if one else xp.asarray(self.limits, like=norms)
+        is_one = len(self.limits) == 1
+        limits = self.limits[0] if is_one else xp.asarray(self.limits, like=norms)
         return limits + 0.0 * norms, state
 
 

@@ -9,7 +9,7 @@ from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.rules import TINY, State, zeros
 from fedclip.rules.history import History
 from fedclip.rules.moments import one
-from fedclip.rules.protection import Protection
+from fedclip.rules.protection import WarmupGuard
 from fedclip.rules.sharing import Counted, Judgement
 
 
@@ -75,23 +75,26 @@ class Ema(History):
             return threshold
         return threshold * (threshold / xp.maximum(norms, TINY))
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic, guard: Protection) -> Judgement:
+    def judge(self, norms: Array, state: State, xp: Arithmetic, guard: WarmupGuard) -> Judgement:
         judged = super().judge(norms, state, xp, guard)
-        seen, learns = judged.seen, judged.learns
+        observed, learns = judged.observed, judged.learns
         if self.feedback != "raw":
             # What comes out is learnt, with fixed limits too.
-            seen = self.shortened(norms, judged, xp)
+            observed = self.shortened(norms, judged, xp)
         if self.warmup_factor is not None:
             # It has shortened the first norms; and one of 0 says nothing about the scale.
-            seen, learns = xp.where(judged.ready, seen, judged.seen), learns & (norms > 0)
-        return judged._replace(seen=seen, learns=learns)
+            observed, learns = (
+                xp.where(judged.ready, observed, judged.observed),
+                learns & (norms > 0),
+            )
+        return judged._replace(observed=observed, learns=learns)
 
     def shortened(self, norms: Array, judged: Judgement, xp: Arithmetic) -> Array:
         """Return the norms after clipping."""
-        return xp.minimum(judged.seen, judged.limits)
+        return xp.minimum(judged.observed, judged.limits)
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        return self.average.update(state, one(seen), xp)
+    def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
+        return self.average.update(state, one(observed), xp)
 
     def merge(self, state: State, counted: Counted) -> State:
         return self.average.update(state, counted, NUMPY)

@@ -3,17 +3,17 @@
 
 ::
 
-    threshold, target, learnt = of the rule           where it is ready
+    threshold, target, spike_norms = of the rule           where it is ready
                                 of its protection     elsewhere
     spike  = n + eps > threshold
     limit  = target                                   for a spike, mostly the threshold
              threshold, at least n + eps              for any other norm
     limit  = min(limit, warmup_norm)                  where the rule is not ready
     limit  = min(limit, max_norm)
-    usual  = learnt                                   for a spike, mostly the target
+    reference = spike_norms                                  for a spike, mostly the target
              n                                        for any other norm
-    seen   = usual | n | nothing of a spike           (feedback)
-    state  = observe(seen, state)                     in the groups that learn
+    observed = reference | n | nothing of a spike           (feedback)
+    state  = observe(observed, state)                     in the groups that learn
 
 A rule is ready after `warmup` norms, or as many as it needs, if its threshold is above 0. Until
 then `fedclip.rules.protection` protects, if there is a `warmup_factor`: its median alone learns
@@ -33,13 +33,13 @@ import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array, Float64
 from fedclip.rules import Basis, State
-from fedclip.rules.protection import Protection, Unprotected
+from fedclip.rules.protection import NoGuard, WarmupGuard
 from fedclip.rules.sharing import Judgement, Learning
 
 
 @dataclass(frozen=True, kw_only=True)
 class History(Learning):
-    """A rule that judges each norm by those before it, or by itself as well.
+    """A rule that judges each norm by those before it, and optionally by that norm too.
 
     Its fields, like those of all rules, are parameters of the clipper, under the same names.
     """
@@ -51,7 +51,7 @@ class History(Learning):
     warmup_factor: float | None
     max_norm: float | None
     eps: float
-    alone: bool = True
+    is_local: bool = True
     """Whether the state is of this machine alone, or else of a federation."""
 
     # -- what a rule says ---------------------------------------------------------------------
@@ -60,7 +60,7 @@ class History(Learning):
         """Return the norm of each group above which a norm is a spike."""
 
     @abstractmethod
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+    def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
         """Return the state after it has learnt one norm of each group, and counted it."""
 
     # -- what it may say ----------------------------------------------------------------------
@@ -70,7 +70,7 @@ class History(Learning):
         return 1
 
     def ready(self, state: State, threshold: Array) -> Array:
-        """Return which groups can be judged; a threshold of 0 is none to judge by."""
+        """Return which groups can be judged; with a threshold of 0 a group cannot."""
         return (state.count >= self.needed) & (threshold > 0)
 
     def compared(self, norms: Array) -> Array:
@@ -81,7 +81,7 @@ class History(Learning):
         """Return the limit of a spike."""
         return threshold
 
-    def learnt(self, norms: Array, target: Array, xp: Arithmetic) -> Array:
+    def spike_norms(self, norms: Array, target: Array, xp: Arithmetic) -> Array:
         """Return what the statistics learn from a spike."""
         return target
 
@@ -96,13 +96,13 @@ class History(Learning):
 
         A server does not know which norms its clients leave to their protection.
         """
-        return max(self.warmup, self.least) - (self._left_to_protection if self.alone else 0)
+        return max(self.warmup, self.least) - (self._left_to_guard if self.is_local else 0)
 
     @property
-    def _left_to_protection(self) -> int:
+    def _left_to_guard(self) -> int:
         if self.warmup_factor is None or self.feedback == "raw":
             return 0
-        return min(5, max(self.warmup - self.least, 0)) if self.alone else 5
+        return min(5, max(self.warmup - self.least, 0)) if self.is_local else 5
 
     @property
     def basis(self) -> Basis:
@@ -111,13 +111,13 @@ class History(Learning):
         return Basis(fixed, "count", self.needed - self.include_current)
 
     @property
-    def protection(self) -> Protection:
+    def guard(self) -> WarmupGuard:
         if self.warmup_factor is None:
-            return Unprotected()
-        return Protection(self.warmup_factor, least=self._left_to_protection)
+            return NoGuard()
+        return WarmupGuard(self.warmup_factor, least=self._left_to_guard)
 
     def shared(self) -> Self:
-        return replace(self, alone=False)
+        return replace(self, is_local=False)
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         if self.include_current:
@@ -125,16 +125,19 @@ class History(Learning):
         return super().__call__(norms, state, xp)
 
     def learn(self, judged: Judgement, state: State, xp: Arithmetic) -> Mapping[str, Array]:
-        return {} if self.include_current else self.observe(judged.seen, state, xp)._asdict()
+        return {} if self.include_current else self.observe(judged.observed, state, xp)._asdict()
 
-    def judge(self, norms: Array, state: State, xp: Arithmetic, guard: Protection) -> Judgement:
-        own, base = self.threshold(state, xp), norms + self.eps if self.eps else norms
-        ready = self.ready(state, own)
-        target = self.target(norms, own, state, xp)
-        learnt = self.learnt(norms, target, xp)
-        first, tamed = guard.limits(norms, state, xp)
-        threshold = xp.where(ready, own, first)
-        target, learnt = xp.where(ready, target, first), xp.where(ready, learnt, tamed)
+    def judge(self, norms: Array, state: State, xp: Arithmetic, guard: WarmupGuard) -> Judgement:
+        adaptive, base = self.threshold(state, xp), norms + self.eps if self.eps else norms
+        ready = self.ready(state, adaptive)
+        target = self.target(norms, adaptive, state, xp)
+        spike_norms = self.spike_norms(norms, target, xp)
+        first, warmup_norms = guard.limits(norms, state, xp)
+        threshold = xp.where(ready, adaptive, first)
+        target, spike_norms = (
+            xp.where(ready, target, first),
+            xp.where(ready, spike_norms, warmup_norms),
+        )
 
         spike = self.compared(norms) > threshold
         limits = xp.where(spike, target, xp.maximum(threshold, base))
@@ -143,14 +146,14 @@ class History(Learning):
         if self.max_norm is not None:
             limits = xp.minimum(limits, self.max_norm)
 
-        usual = xp.where(spike, learnt, norms)
-        seen = norms if self.feedback == "raw" else usual
+        reference = xp.where(spike, spike_norms, norms)
+        observed = norms if self.feedback == "raw" else reference
         learns = ready | guard.suffices(norms, state)
         if self.feedback == "none":
             learns = learns & ~(ready & spike)
-        return Judgement(limits, seen, learns, ready, usual)
+        return Judgement(limits, observed, learns, ready, reference)
 
     def ceiling(self, state: State) -> Float64:
         threshold = self.threshold(state, NUMPY)
         bounded = self.ready(state, threshold) & (self.feedback != "raw")
-        return np.where(bounded, self.learnt(threshold + math.inf, threshold, NUMPY), math.inf)
+        return np.where(bounded, self.spike_norms(threshold + math.inf, threshold, NUMPY), math.inf)

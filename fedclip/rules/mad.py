@@ -16,7 +16,7 @@ _NORMAL = 1.4826
 
 @dataclass(frozen=True, kw_only=True)
 class Mad(Percentile):
-    """Limits at so many median absolute deviations above the median.
+    """Limits at a number of median absolute deviations above the median.
 
     ::
 
@@ -45,7 +45,7 @@ class Mad(Percentile):
         return median + self.mad_factor * xp.maximum(_NORMAL * spread, self.min_mad * median)
 
     def shared(self) -> Mad:
-        return MadGiven(**{**vars(self), "alone": False})
+        return MadGiven(**{**vars(self), "is_local": False})
 
     def levels(self, sketch: Sketched) -> tuple[float, ...]:
         median = sketch.quantile(0.5)

@@ -41,7 +41,7 @@ class Own:
             known = self._known(state, xp)
         except Exception as error:
             raise NotImplementedError(
-                "a limit by a function of your own needs numbers, and compiled code has none"
+                "your limit function needs numbers, and compiled code has none: clip in eager code"
             ) from error
         limits = []
         for group, norm in enumerate(numbers):

@@ -46,11 +46,11 @@ class Percentile(History):
     def threshold(self, state: State, xp: Arithmetic) -> Array:
         return self.history.estimate(state, xp)
 
-    def learnt(self, norms: Array, target: Array, xp: Arithmetic) -> Array:
+    def spike_norms(self, norms: Array, target: Array, xp: Arithmetic) -> Array:
         return xp.minimum(norms, 2.0 * target)
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        return self.history.observe(seen, state, xp)._replace(count=state.count + 1.0)
+    def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
+        return self.history.observe(observed, state, xp)._replace(count=state.count + 1.0)
 
     def shared(self) -> Self:
         return replace(super().shared(), history=self.history.given())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protection of a group until its rule is ready: a median of its last norms.
+"""The guard of the warm-up: a median of the last norms, until a rule is ready.
 
 ::
 
@@ -12,7 +12,7 @@ nothing before the median is of 5 norms, or of as many as a shorter warm-up can 
 other clients' norms count too.
 
 Two spikes among five norms do not change the median, and more spikes hardly raise it. The
-protection has no scale: norms that are s times as large get limits that are s times as large.
+guard has no scale: norms that are s times as large get limits that are s times as large.
 Norms that have risen for good lift the median by a tenth every three steps.
 """
 
@@ -29,7 +29,7 @@ _SLOTS = ("start_1", "start_2", "start_3", "start_4", "start_5")
 
 
 @dataclass(frozen=True)
-class Protection:
+class WarmupGuard:
     """Limits at `factor` times the median; the rule learns once that is of `least` norms.
 
     Its fields are in the state, next to those of the rule. Norms come in at the last and move
@@ -67,8 +67,8 @@ class Protection:
 
 
 @dataclass(frozen=True)
-class Unprotected(Protection):
-    """No limit before the rule is ready, which learns all norms as they are."""
+class NoGuard(WarmupGuard):
+    """No limit before the rule is ready, which learns all norms unchanged."""
 
     factor: float = math.inf
     least: int = 0

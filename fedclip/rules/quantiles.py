@@ -4,7 +4,7 @@
 =============  ==================================================================  ============
 estimator      quantile                                                            state a group
 =============  ==================================================================  ============
-`Window`       exact, of the last so many norms                                    the window
+`Window`       exact, of the last `size` norms                                    the window
 `Markers`      P2: approximate, of all norms                                       8 numbers
 `Stream`       approximate, follows norms that change                              2 numbers
 `Given`        from the server of a federation                                     1 number
@@ -53,8 +53,8 @@ class Quantile(ABC):
         """Return the estimator's own fields, and `count`, before the first norm."""
 
     @abstractmethod
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        """Return the state after a norm, `count` left as it is."""
+    def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
+        """Return the state after a norm, with the same `count`."""
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
         """Return the quantile; any finite number while there is no estimate."""
@@ -74,8 +74,8 @@ class Window(Quantile):
         window = np.zeros((groups, self.size)).T
         return state_of({"window": xp.asarray(window)}, zeros(groups, xp, "count"))
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        return state._replace(window=xp.put(state.window, state.count % self.size, seen))
+    def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
+        return state._replace(window=xp.put(state.window, state.count % self.size, observed))
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
         held = xp.maximum(xp.minimum(state.count, float(self.size)), 1.0)
@@ -108,16 +108,16 @@ class Markers(Quantile):
         state = zeros(groups, xp, *_HEIGHTS, *_POSITIONS, "count")
         return state._replace(n1=state.n1 + 2.0, n2=state.n2 + 3.0, n3=state.n3 + 4.0)
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+    def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
         count, few = state.count, state.count < 5
         h = [getattr(state, name) for name in _HEIGHTS]
         n = [1.0, state.n1, state.n2, state.n3, xp.maximum(count + 1.0, 6.0)]
         # The first five norms in order, with 0 for those still missing.
         held = [xp.where(count <= k, math.inf, height) for k, height in enumerate(h)]
-        ordered = xp.sort(xp.stack([*held, seen]))
+        ordered = xp.sort(xp.stack([*held, observed]))
         first = [xp.where(count < k, 0.0, ordered[k]) for k in range(5)]
         # Before five norms, any ordered heights will do: the result is not used.
-        h = self._move(seen, [xp.where(few, float(k), x) for k, x in enumerate(h)], n, xp)
+        h = self._move(observed, [xp.where(few, float(k), x) for k, x in enumerate(h)], n, xp)
         h = [xp.where(few, early, late) for early, late in zip(first, h, strict=True)]
         n = [xp.where(few, i + 1.0, n[i]) for i in (1, 2, 3)]
         return state._replace(**dict(zip(_HEIGHTS + _POSITIONS, h + n, strict=True)))
@@ -126,20 +126,20 @@ class Markers(Quantile):
         level: Array = state.h2
         return level
 
-    def _move(self, seen: Array, h: list[Array], n: list[Array], xp: Arithmetic) -> list[Array]:
+    def _move(self, observed: Array, h: list[Array], n: list[Array], xp: Arithmetic) -> list[Array]:
         """Return the heights after a norm, and move the inner positions `n` in place."""
         p = self.quantile
         for i in (1, 2, 3):
-            n[i] = n[i] + xp.where(seen < h[i], 1.0, 0.0)
-        h[0], h[4] = xp.minimum(h[0], seen), xp.maximum(h[4], seen)
+            n[i] = n[i] + xp.where(observed < h[i], 1.0, 0.0)
+        h[0], h[4] = xp.minimum(h[0], observed), xp.maximum(h[4], observed)
         for i, share in ((1, p / 2), (2, p), (3, (1 + p) / 2)):
             gap = 1.0 + share * (n[4] - 1.0) - n[i]
-            left, right = n[i] - n[i - 1], n[i + 1] - n[i]
-            up = (gap >= 1) & (right > 1)
-            down = (gap <= -1) & (left > 1)
+            below, above = n[i] - n[i - 1], n[i + 1] - n[i]
+            up = (gap >= 1) & (above > 1)
+            down = (gap <= -1) & (below > 1)
             s = xp.where(up, 1.0, xp.where(down, -1.0, 0.0))
-            rise, fall = (h[i + 1] - h[i]) / right, (h[i] - h[i - 1]) / left
-            curved = h[i] + s / (left + right) * ((left + s) * rise + (right - s) * fall)
+            rise, fall = (h[i + 1] - h[i]) / above, (h[i] - h[i - 1]) / below
+            curved = h[i] + s / (below + above) * ((below + s) * rise + (above - s) * fall)
             inside = (h[i - 1] < curved) & (curved < h[i + 1])
             straight = h[i] + xp.where(up, rise, -fall)
             h[i] = xp.where(up | down, xp.where(inside, curved, straight), h[i])
@@ -168,17 +168,19 @@ class Stream(Quantile):
     def init(self, groups: int, xp: Arithmetic) -> State:
         return zeros(groups, xp, "level", "spread", "count")
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+    def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
         level = state.level
         start = 1.0 / xp.maximum(state.count, 1.0)
-        distance = abs(xp.minimum(seen, 10.0 * level) - level)
+        distance = abs(xp.minimum(observed, 10.0 * level) - level)
         gain = xp.maximum(start, 1 - self.decay)
         spread = state.spread + gain * (distance - state.spread)
-        toward = self.quantile - xp.where(seen < level, 1.0, 0.0)
-        moved = level + xp.maximum(4.0 * start, self.rate) * spread * toward
-        moved = xp.minimum(xp.maximum(moved, xp.minimum(seen, level)), xp.maximum(seen, level))
+        toward = self.quantile - xp.where(observed < level, 1.0, 0.0)
+        estimate = level + xp.maximum(4.0 * start, self.rate) * spread * toward
+        estimate = xp.minimum(
+            xp.maximum(estimate, xp.minimum(observed, level)), xp.maximum(observed, level)
+        )
         # A level of 0 gives steps of 0: start again from the norm.
-        return state._replace(level=xp.where(level == 0, seen, moved), spread=spread)
+        return state._replace(level=xp.where(level == 0, observed, estimate), spread=spread)
 
 
 class Given(Quantile):
@@ -187,5 +189,5 @@ class Given(Quantile):
     def init(self, groups: int, xp: Arithmetic) -> State:
         return zeros(groups, xp, "level", "count")
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
+    def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
         return state

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol, Self
 
 from fedclip.arrays import Arithmetic, Array, Float64
 from fedclip.rules import Basis, State, state_of, updated
-from fedclip.rules.protection import Protection
+from fedclip.rules.protection import WarmupGuard
 
 
 class Sketched(Protocol):
@@ -44,23 +44,23 @@ class Judgement(NamedTuple):
     ----------
     limits
         The limits.
-    seen
+    observed
         The norms that the statistics learn.
     learns
         The groups whose statistics learn.
     ready
         The groups that have statistics to judge by.
-    usual
+    reference
         The norms that the protection learns.
     unclipped
         1 for a norm of at most the limit, else 0; only from rules that count "bits".
     """
 
     limits: Array
-    seen: Array
+    observed: Array
     learns: Array
     ready: Array = None
-    usual: Array = None
+    reference: Array = None
     unclipped: Array = None
 
 
@@ -101,7 +101,7 @@ class Learning(ABC):
 
     @property
     @abstractmethod
-    def protection(self) -> Protection:
+    def guard(self) -> WarmupGuard:
         """The protection of groups that are not ready, on each client separately."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Learning(ABC):
         """Return the statistics before the first norm."""
 
     @abstractmethod
-    def judge(self, norms: Array, state: State, xp: Arithmetic, guard: Protection) -> Judgement:
+    def judge(self, norms: Array, state: State, xp: Arithmetic, guard: WarmupGuard) -> Judgement:
         """Return the limits, and what the statistics should learn."""
 
     @abstractmethod
@@ -138,12 +138,12 @@ class Learning(ABC):
         return ()
 
     def init(self, groups: int, xp: Arithmetic) -> State:
-        parts = self.begin(groups, xp), self.protection.init(groups, xp)
+        parts = self.begin(groups, xp), self.guard.init(groups, xp)
         return state_of(*parts, name=type(self).__name__)
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
-        guard = self.protection
+        guard = self.guard
         judged = self.judge(norms, state, xp, guard)
-        learnt = (judged.learns, self.learn(judged, state, xp))
-        guarded = guard.learn(judged.usual, state)
-        return judged.limits, updated(state, [learnt, guarded], xp)
+        update = (judged.learns, self.learn(judged, state, xp))
+        guarded = guard.learn(judged.reference, state)
+        return judged.limits, updated(state, [update, guarded], xp)

@@ -20,7 +20,7 @@ from fedclip.rules.moments import Moments
 
 
 class Smartclip(Moments):
-    """The estimator without a start of its own."""
+    """The estimator without a start."""
 
     adds_eps: ClassVar[bool] = True
 

@@ -51,8 +51,8 @@ class ZScore(History):
     def compared(self, norms: Array) -> Array:
         return super().compared(norms) if self.moments.adds_eps else norms
 
-    def observe(self, seen: Array, state: State, xp: Arithmetic) -> State:
-        return self.moments.update(state, one(seen), xp)
+    def observe(self, observed: Array, state: State, xp: Arithmetic) -> State:
+        return self.moments.update(state, one(observed), xp)
 
     def merge(self, state: State, counted: Counted) -> State:
         return self.moments.update(state, counted, NUMPY)

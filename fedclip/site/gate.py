@@ -38,11 +38,9 @@ from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.locks import locked
 from fedclip.privacy.noise import add_noise, secure_normals
 from fedclip.site.policy import Policy, check_owned
-from fedclip.updates.averaging import zeros
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.limits import alike, signature
-from fedclip.updates.protocol import COUNTS, VOTES, Arrays, is_one_of
-from fedclip.updates.running import refuse_statistics
+from fedclip.updates.limits import alike, refuse_statistics, signature, zeros
+from fedclip.updates.protocol import BINS, COUNTS, VOTES, Arrays, is_one_of
 
 AnyArray: TypeAlias = NDArray[Any]
 
@@ -122,9 +120,12 @@ class Replies:
 
     Examples
     --------
-    >>> replies = Replies(2, 3)
-    >>> [replies.admit(run) for run in ("a", "a", "a", "b", "b")]
-    ['', '', 'max_replies_per_run = 2', '', 'max_replies = 3']
+    >>> replies = Replies(per_run=2, most=3)
+    >>> for run in ("a", "a"):
+    ...     replies.admit(run)
+    >>> replies.admit("a")
+    Traceback (most recent call last):
+    fedclip.site.gate.Refused: the policy allows no more replies: max_replies_per_run = 2
     """
 
     def __init__(self, per_run: int, most: int, path: Path | None = None) -> None:
@@ -132,11 +133,13 @@ class Replies:
         key = None if path is None else Path(os.path.realpath(path))
         self._known = _OF_THIS_PROCESS.setdefault(key, []) if key else list[str]()
 
-    def admit(self, run: str) -> str:
-        """Count one more reply of a run; return the limit that forbids it, or "".
+    def admit(self, run: str) -> None:
+        """Count one more reply of a run.
 
         Raises
         ------
+        Refused
+            If a limit forbids the reply.
         OSError
             If the file cannot be read or written; then nothing may leave.
         """
@@ -161,7 +164,8 @@ class Replies:
                     file.write("\n".join(["", *lacking, ""]))
                     file.flush()
                     os.fsync(file.fileno())
-        return limit
+        if limit:
+            raise Refused(f"the policy allows no more replies: {limit}")
 
     def _read(self) -> list[str]:
         if self.path is None or not self.path.exists():
@@ -233,11 +237,9 @@ class Gate:
             cannot be counted.
         """
         try:
-            limit = self._replies.admit(str(run))
+            self._replies.admit(str(run))
         except OSError as exc:
             raise Refused(f"replies cannot be counted ({exc})") from None
-        if limit:
-            raise Refused(f"the policy allows no more replies: {limit}")
 
     def update(self, arrays: Arrays, like: Arrays | None = None) -> Arrays:
         """Return the part of an update that may leave; the ledger charges it.
@@ -310,6 +312,9 @@ class Gate:
                 result |= {name: int(bool(bit)) for name, bit in zip(names, bits, strict=True)}
             else:
                 _LOGGER.warning("not sent: %s, which is no vote", " and ".join(names))
+        place = found.get("bin")
+        if result["votes"] and type(place) is int and 0 <= place < BINS:
+            result["bin"] = place
         return result
 
     def _charge(self) -> None:

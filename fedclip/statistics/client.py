@@ -27,14 +27,13 @@ import numpy as np
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.core import states
 from fedclip.core.parameters import Config
+from fedclip.core.plugins import other
 from fedclip.core.states import Fields, Statistics
-from fedclip.core.version import other
 from fedclip.errors import FedclipWarning, StateError, shown
 from fedclip.rules import Basis, State, state_of, updated
-from fedclip.rules.protection import Protection
+from fedclip.rules.protection import WarmupGuard
 from fedclip.rules.sharing import Learning
-from fedclip.statistics.counts import Counts, Tally
-from fedclip.statistics.messages import FedclipSharedState
+from fedclip.statistics.counts import Counts, FedclipSharedState, Tally
 
 MAX_STEPS = 10_000
 """Largest number of norms of a group that a client counts in a round, by default."""
@@ -74,21 +73,21 @@ class SharedRule:
         return self.rule.basis
 
     @property
-    def protection(self) -> Protection:
+    def guard(self) -> WarmupGuard:
         """The protection of the first norms; the rule learns from the second on."""
-        own = self.rule.protection
-        return replace(own, least=min(own.least, 1))
+        guard = self.rule.guard
+        return replace(guard, least=min(guard.least, 1))
 
     def init(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first round, with all counts 0."""
-        own = self.protection.init(groups, xp)
-        return state_of(self.rule.begin(groups, xp), own, self.tally.init(groups, xp))
+        initial = self.guard.init(groups, xp)
+        return state_of(self.rule.begin(groups, xp), initial, self.tally.init(groups, xp))
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         """Return the limits, and the state with this step counted."""
         # Until the server knows enough, each client judges by its own norms.
-        judged = self.rule.judge(norms, state, xp, self.protection)
-        state = updated(state, [self.protection.learn(judged.usual, state)], xp)
+        judged = self.rule.judge(norms, state, xp, self.guard)
+        state = updated(state, [self.guard.learn(judged.reference, state)], xp)
         return judged.limits, self.tally.add(judged, self.max_steps, state, xp)
 
 
@@ -114,13 +113,13 @@ class SharedStatistics:
         return self._local if version is None else replace(self._local, rule=self.rule)
 
     def heard(self) -> bool:
-        """Whether there is a counterpart; warn the first time that there is none."""
+        """Whether there is a counterpart; warn once if it is missing."""
         if self.version is None and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self.clipper} has shared = true and has heard from no counterpart, so that it "
                 f"clips by its own statistics and sends nothing: add {self.clipper + '-server'!r} "
-                "to server_opt, or, if it is there, give each pair a shared_name of its own",
+                "to server_opt; if it is there, give each pair its own shared_name",
                 FedclipWarning,
                 stacklevel=2,
             )
@@ -141,28 +140,28 @@ class SharedStatistics:
             raise ValueError(f"{self.clipper}: {lacking}")
         self._compare(message.settings)
         rule = SharedRule(self.rule.rule, message.max_steps)
-        one = rule.rule.begin(1, NUMPY)
+        blank = rule.rule.begin(1, NUMPY)
         try:
             received: Statistics = {
-                label: {name: message.state[name][place] for name in one._fields}
+                label: {name: message.state[name][place] for name in blank._fields}
                 for place, label in enumerate(message.labels)
             }
-            states.check_groups(received, one)
+            states.check_groups(received, blank)
         except (TypeError, LookupError) as exc:
             raise ValueError(
-                f"{self.clipper} can not read the state that the server has sent"
+                f"{self.clipper} cannot read the state that the server has sent"
                 f"{other(message.fedclip)}"
             ) from exc
         self.rule, self.labels = rule, tuple(message.labels)
         unsent = statistics if self.version == message.version else {}
         self.version = message.version
         nothing = self._nothing()
-        own = _plain(rule.protection.init(1, NUMPY))
+        defaults = _plain(rule.guard.init(1, NUMPY))
         result: Statistics = {k: v for k, v in unsent.items() if k not in received}
         for label, fields in received.items():
-            mine = statistics.get(label, {})
-            kept = {name: mine.get(name, value) for name, value in own.items()}
-            result[label] = {**nothing, **kept, **unsent.get(label, {}), **fields}
+            local = statistics.get(label, {})
+            complete = {name: local.get(name, value) for name, value in defaults.items()}
+            result[label] = {**nothing, **complete, **unsent.get(label, {}), **fields}
         return result
 
     def collect(self, statistics: Statistics) -> tuple[Counts, Statistics]:
@@ -196,11 +195,11 @@ class SharedStatistics:
         return _plain(self.rule.tally.init(1, NUMPY))
 
     def _compare(self, theirs: Mapping[str, object]) -> None:
-        for name, mine in self.settings.items():
-            given = theirs.get(name)
+        for name, value in self.settings.items():
+            theirs_value = theirs.get(name)
             # An array is equal to nothing that a setting can be.
-            if name not in theirs or isinstance(given, np.ndarray) or given != mine:
+            if name not in theirs or isinstance(theirs_value, np.ndarray) or theirs_value != value:
                 raise ValueError(
                     f"{self.clipper} and {self.clipper}-server must agree on {name}: the clients "
-                    f"have {mine!r}, the server has {shown(given)}; write the same in both"
+                    f"have {value!r}, the server has {shown(theirs_value)}; write the same in both"
                 )

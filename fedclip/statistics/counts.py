@@ -11,7 +11,7 @@ counter    rows    what it is
 moments   44      ``sum(u - c)``, its positive and its negative part, and ``sum((u - c)^2)``,
                   each a fixed-point number in digits of 16 bits; c is the mean that the server
                   has sent, so that nothing cancels
-sketch    512     number of u in each bucket (`fedclip.core.sketch`), which gives a quantile
+sketch    512     number of u in each bucket (`fedclip.core.records`), which gives a quantile
                   between 1e-8 and 2e5 within 3 %; smaller norms count as 0
 bits      1       number of norms that were at most the limit
 all       1       number of norms that were learnt
@@ -23,17 +23,21 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from typing import NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.arrays import Arithmetic, Array, Float64
-from fedclip.core.sketch import Integers, Sketch, holder
+from fedclip.core.messages import FromServer, Message
+from fedclip.core.records import Integers, Sketch, holder
 from fedclip.core.states import Fields
+from fedclip.errors import Unchecked
 from fedclip.rules import State
 from fedclip.rules.sharing import Judgement
 
@@ -113,22 +117,22 @@ class Tally:
 
     def add(self, judged: Judgement, most: int, state: State, xp: Arithmetic) -> State:
         """Return the state after counting one step; count at most `most` norms."""
-        seen, unclipped = judged.seen, judged.unclipped
-        learnt = judged.learns & (seen < LARGEST) & (state.new < most)
-        weight = xp.where(learnt, 1.0, 0.0)
+        observed, unclipped = judged.observed, judged.unclipped
+        counted = judged.learns & (observed < LARGEST) & (state.new < most)
+        weight = xp.where(counted, 1.0, 0.0)
         fields: dict[str, Array] = {"new": state.new + weight}
         if self.has_bits:
             fields["new_unclipped"] = state.new_unclipped + weight * unclipped
         if self.has_moments:
             # Welford's update.
-            seen = xp.where(weight > 0, seen, state.new_mean)
-            delta = seen - state.new_mean
+            observed = xp.where(weight > 0, observed, state.new_mean)
+            delta = observed - state.new_mean
             mean = state.new_mean + delta / xp.maximum(fields["new"], 1.0)
             fields["new_mean"] = mean
-            fields["new_squares"] = state.new_squares + delta * (seen - mean)
+            fields["new_squares"] = state.new_squares + delta * (observed - mean)
         if self.has_sketch:
-            edges = xp.asarray(_COLUMN, like=seen)
-            more = xp.where(seen > edges, weight, 0.0 * weight)
+            edges = xp.asarray(_COLUMN, like=observed)
+            more = xp.where(observed > edges, weight, 0.0 * weight)
             fields["new_above"] = state.new_above + more
         return state._replace(**fields)
 
@@ -168,7 +172,7 @@ class Tally:
         return Round(n, unclipped, first, second, buckets)
 
     def fault(self, counts: Counts, members: int, most: int, bounds: Bounds) -> str:
-        """Return why these `members` clients can not have made these counts; "" if they can.
+        """Return why these `members` clients cannot have made these counts; "" if they can.
 
         Each of them counts at most `most` norms of a group; the counts have the right shape.
         """
@@ -199,7 +203,7 @@ class Tally:
 
 
 class Bounds(NamedTuple):
-    """What the server knows about the groups before it reads the clients' counts.
+    """The server's knowledge of the groups before it reads the clients' counts.
 
     Attributes
     ----------
@@ -257,14 +261,14 @@ def _implausible(n: Float64, digits: Counts, bounds: Bounds) -> str:
 
 def _digits(value: float, scale: int, size: int) -> list[int]:
     """Return a number >= 0 in fixed point, lowest digit first; further bits are cut off."""
-    whole = int(math.ldexp(value, scale))
-    return [(whole >> (_BITS * place)) & (2**_BITS - 1) for place in range(size)]
+    integer = int(math.ldexp(value, scale))
+    return [(integer >> (_BITS * place)) & (2**_BITS - 1) for place in range(size)]
 
 
 def _number(digits: Sequence[int], scale: int) -> Fraction:
     """Return the number with these digits, which may be sums of digits."""
-    whole = sum(digit << (_BITS * place) for place, digit in enumerate(digits))
-    return Fraction(whole, 2**scale)
+    integer = sum(digit << (_BITS * place) for place, digit in enumerate(digits))
+    return Fraction(integer, 2**scale)
 
 
 def counts_of(members: object, counts: object, shape: tuple[int, int]) -> tuple[Counts | None, str]:
@@ -310,3 +314,84 @@ def quantile_of(buckets: Integers, quantile: float, centre: float = 0.0) -> floa
         float(distances[order[holder(buckets[order], rank)]]) for rank in (place, math.ceil(place))
     )
     return low + (place - math.floor(place)) * (high - low)
+
+
+# -- messages; their names are global in declearn, so they begin with the name of the package -----
+
+
+@dataclass
+class FedclipSharedState(FromServer):
+    """The message from the server to every client, at the start of each round.
+
+    Attributes
+    ----------
+    version
+        How many times the state has been updated.
+    settings
+        The parameters that clipper and counterpart must have in common.
+    max_steps
+        Largest number of norms of a group that a client counts in a round.
+    labels
+        The groups, in the order of the counts; empty while the server does not know them.
+    state
+        The numbers of each field of the state, one for each label.
+    """
+
+    kinds = MappingProxyType(
+        {"version": int, "settings": Mapping, "max_steps": int, "labels": list, "state": Mapping}
+    )
+
+    version: Unchecked
+    settings: Unchecked
+    max_steps: Unchecked
+    labels: Unchecked
+    state: Unchecked
+
+
+@dataclass
+class FedclipSharedCounts(Message):
+    """The message from a client to the server, at the end of each round, or a sum of messages.
+
+    Nothing here raises, whatever a client may have sent: an exception while declearn adds up the
+    replies would leave its server waiting for ever. `counts_of` finds invalid messages later, and
+    the server leaves them out.
+
+    Attributes
+    ----------
+    members
+        Number of clients in the message.
+    counts
+        Whole numbers >= 0, of shape (rows, groups); see `fedclip.statistics.counts`.
+    parts
+        The messages of single clients, if they came in cleartext.
+    """
+
+    members: Unchecked
+    counts: Unchecked
+    parts: list[object] | None = field(default=None, repr=False)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the message in cleartext: small integers, most of them of one byte."""
+        return {"counts": np.asarray(self.counts).ravel().tolist()}
+
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Make the message of one client from what came over the wire, unchecked."""
+        return cls(1, data.get("counts") if isinstance(data, Mapping) else None)
+
+    def aggregate(self, other: object) -> Self:
+        """Put another client's message next to this one, in constant time."""
+        if self.parts is None:
+            return type(self)(0, None, parts=[self, other])
+        self.parts.append(other)
+        return self
+
+    def __radd__(self, other: object) -> Self:
+        """Take ``0 + message``, and a message of another kind that came first."""
+        if isinstance(other, int) and other == 0:
+            return self
+        return type(self)(0, None, parts=[other, self])
+
+    def prepare_for_secagg(self) -> tuple[dict[str, object], dict[str, object] | None]:
+        """Return all fields, for encryption: `Tally` makes no number above 2^31."""
+        return {"members": self.members, "counts": self.counts}, None

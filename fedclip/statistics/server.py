@@ -11,7 +11,7 @@ import numpy as np
 
 from fedclip.arrays import NUMPY, Array
 from fedclip.core import parameters, states
-from fedclip.core.sketch import Integers
+from fedclip.core.records import Integers
 from fedclip.errors import StateError, Unchecked
 from fedclip.rules import State
 from fedclip.rules.sharing import Counted, Learning
@@ -95,7 +95,7 @@ class SharedState:
     Notes
     -----
     Counts that no norms have are excluded, so a malicious client can only choose norms. If it has
-    a share p of the norms, and all of its own lie on one side of the quantile q of all, that is the
+    a share p of the norms, and all its norms lie on one side of the quantile q of all, that is the
     quantile ``(q - p) / (1 - p)`` or ``q / (1 - p)`` of the others. Any other choice lies between.
     """
 
@@ -149,10 +149,10 @@ class SharedState:
             if self._fault([(n, counts) for n, counts, fault in read if not fault], bounds):
                 # Somebody's counts are impossible: find out whose.
                 read = [(n, c, fault or self._fault([(n, c)], bounds)) for n, c, fault in read]
-            sound = [(n, counts) for n, counts, fault in read if not fault and counts is not None]
-            if sound:
-                total += np.sum([counts for _, counts in sound], axis=0, dtype=np.uint64)
-                members += sum(n for n, _ in sound)
+            valid = [(n, counts) for n, counts, fault in read if not fault and counts is not None]
+            if valid:
+                total += np.sum([counts for _, counts in valid], axis=0, dtype=np.uint64)
+                members += sum(n for n, _ in valid)
             faults += [fault for *_, fault in read]
         return total, members, faults
 
@@ -190,16 +190,16 @@ class SharedState:
         counted = Counted(n, means, variances, np.array(levels).T, unclipped)
         with np.errstate(all="ignore"):
             after = self.rule.merge(self.state, counted)
-        sound = (counted.n > 0) & np.all([np.isfinite(column) for column in after], axis=0)
+        valid = (counted.n > 0) & np.all([np.isfinite(column) for column in after], axis=0)
         self.state = type(after)(
-            *(np.where(sound, new, old) for old, new in zip(self.state, after, strict=True))
+            *(np.where(valid, new, old) for old, new in zip(self.state, after, strict=True))
         )
 
     def get_state(self) -> dict[str, object]:
         """Return the state by group, as plain numbers, strings and lists."""
         groups = {} if self.state is None else states.dump(self.state, self.labels)
         pairs = zip(self.labels, self._histories, strict=True)
-        history = {label: one.get_state() for label, one in pairs if self.tally.has_sketch}
+        history = {label: past.get_state() for label, past in pairs if self.tally.has_sketch}
         return {"groups": groups, "history": history, "version": self.version}
 
     def set_state(self, state: Mapping[str, object]) -> None:
@@ -213,9 +213,9 @@ class SharedState:
         version = states.check_count("version", state["version"])
         groups = states.check_groups(state["groups"], self.rule.begin(1, NUMPY))
         labels, history = tuple(groups), state["history"]
-        wanted = set(labels) if self.tally.has_sketch else set()
-        if not isinstance(history, Mapping) or set(history) != wanted:
-            raise StateError(f"'history' must have {sorted(wanted)}, got {history!r:.100}")
+        expected = set(labels) if self.tally.has_sketch else set()
+        if not isinstance(history, Mapping) or set(history) != expected:
+            raise StateError(f"'history' must have {sorted(expected)}, got {history!r:.100}")
         size = self.rule.remembered
         histories = [History.from_state(size, history.get(label, ())) for label in labels]
         fresh = self.rule.begin(len(labels), NUMPY)

@@ -16,10 +16,11 @@ frameworks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fedclip.arrays import HALF_UNIT, LARGEST, Arithmetic, Array, Backend
+from fedclip.arrays import HALF_UNIT, LARGEST, Arithmetic, Array, Arrays, Backend
 from fedclip.core.parameters import LEAST
 
 MARGIN = {
@@ -42,25 +43,45 @@ class Decision(NamedTuple):
 
     over: Array
     """Whether it is over its limit."""
-    moved: Array
+    is_scaled: Array
     """Whether it is scaled, by ``target / base``."""
     target: Array
     base: Array
 
-    def factors(self, dtype: str, degree: int, xp: Backend, peaks: Array | None = None) -> Array:
+    def factors(self, dtype: str, squared: bool, xp: Backend, peaks: Array | None = None) -> Array:
         """Return the factor for the tensors of a dtype, 1 where not moved; half ones' in float32.
 
-        `peaks`, the largest elements, keep products within the dtype; None if none is longer.
+        `squared`: the measure scales with the square of the factor. `peaks`, the largest elements,
+        keep products within the dtype; None if no factor is above 1.
         """
-        k = self.target / xp.where(self.moved, self.base, 1.0)
-        k = xp.sqrt(k) if degree == 2 else k
+        k = self.target / xp.where(self.is_scaled, self.base, 1.0)
+        k = xp.sqrt(k) if squared else k
         far = 1022 if dtype == "float64" else 126
         if peaks is not None:
             # No factor may leave the range of float32 either, in which products are made.
             k = xp.minimum(k, LARGEST[dtype] / xp.maximum(peaks, LARGEST[dtype] * 2.0**-far))
         k = k * (1.0 - MARGIN[dtype])
         k = xp.where((self.target < LEAST) | (k < 2.0**-far), 0.0, k)
-        return xp.cast(xp.where(self.moved, k, 1.0), "float64" if dtype == "float64" else "float32")
+        return xp.cast(
+            xp.where(self.is_scaled, k, 1.0), "float64" if dtype == "float64" else "float32"
+        )
+
+    def by_tensor(
+        self,
+        dtypes: Sequence[str],
+        owners: Sequence[int],
+        squared: bool,
+        xp: Backend,
+        peaks: Array | None = None,
+    ) -> Arrays:
+        """Return for each tensor the factor of its group; `owners` holds the groups."""
+        columns: dict[str, Arrays] = {}
+        for dtype in dict.fromkeys(dtypes):
+            k = self.factors(dtype, squared, xp, peaks)
+            columns[dtype] = xp.pieces(k, [()] * k.shape[0])
+        if len(columns) == 1:
+            return [*map(columns[dtypes[0]].__getitem__, owners)]
+        return [columns[dtype][g] for dtype, g in zip(dtypes, owners, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -83,11 +104,11 @@ class Action:
     min_norm: float | None = None
     rescale: bool = False
     skip: bool = False
+    scales_up: bool = field(init=False, repr=False, compare=False)
+    """Whether a group may be scaled up."""
 
-    @property
-    def raises(self) -> bool:
-        """Whether a group may be scaled up."""
-        return self.rescale or self.min_norm is not None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scales_up", self.rescale or self.min_norm is not None)
 
     def decide(self, norms: Array, limits: Array, xp: Arithmetic) -> Decision:
         """Decide on finite norms."""
@@ -95,15 +116,15 @@ class Action:
         if self.eps:
             base = norms + self.eps
             over = (base > limits) & (norms > 0)
-        moved, target = over, limits
+        is_scaled, target = over, limits
         if self.rescale:
-            moved = norms > 0
+            is_scaled = norms > 0
         elif self.min_norm is not None:
             low = (norms < self.min_norm) & (norms > 0)
-            moved, target = over | low, xp.where(low, xp.minimum(limits, self.min_norm), limits)
+            is_scaled, target = over | low, xp.where(low, xp.minimum(limits, self.min_norm), limits)
         if self.skip:
             target = 0.0 * norms
-        return Decision(over, moved, target, base)
+        return Decision(over, is_scaled, target, base)
 
 
 SCALE_DOWN = Action()

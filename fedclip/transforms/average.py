@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedclip.arrays import Array, Arrays
-from fedclip.core.measures import Order, degree, measure
+from fedclip.core.measures import SQUARED, Order, measure
 from fedclip.core.scopes import Groups
 from fedclip.rules import CLEAR, NoState, State
 from fedclip.rules.constant import Given
@@ -61,7 +61,7 @@ class AverageClipping(Remembering):
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient to the norm of the average, which it is part of."""
         groups, xp = gradient.groups, gradient.xp
-        norms = gradient.sound(measure(gradient.arrays, groups, self.ord, xp))
+        norms = gradient.finite_norms(measure(gradient.arrays, groups, self.ord, xp))
         pasts, counts = self.begun(gradient)
         means = self._learnt(gradient, pasts, counts)
         sizes, first = measure(means, groups, self.ord, xp), state.count == 0
@@ -72,12 +72,12 @@ class AverageClipping(Remembering):
             before = xp.where(first | (state.norm == 0), sizes, state.norm)
             allowed = xp.maximum(before * self.max_growth, self.min_norm or 0.0)
             factors = xp.where(sizes > allowed, allowed / xp.where(sizes > 0, sizes, 1.0), 1.0)
-            factors = xp.sqrt(factors) if degree(self.ord) == 2 else factors
+            factors = xp.sqrt(factors) if self.ord in SQUARED else factors
             means = xp.scale(means, by_tensor(factors, groups, xp))
             sizes = xp.minimum(sizes, allowed)
         if self.ord == 2:
             # Norms close to a limit are measured again: then the limit is, too.
-            sizes = xp.sharpened(sizes, norms, means, groups.members)
+            sizes = xp.recompute_near_limit(sizes, norms, means, groups.members)
         limits = sizes
         if not self.rescale and (self.start is None or self.debias):
             # The average of one gradient is that gradient: rounding its norm must not clip it.

@@ -34,7 +34,7 @@ class Centralizing(Transform):
         """Centre one gradient; the record has the largest mean as norm, and 0 as limit."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         owners, number = groups.owners, len(groups)
-        peaks = gradient.sound(xp.group_max(xp.peaks(arrays), owners, number))
+        peaks = gradient.finite_norms(xp.group_max(xp.max_abs(arrays), owners, number))
 
         def shift(values: Array, centre: Array) -> tuple[Array, Array]:
             shifted = values - centre
@@ -78,8 +78,8 @@ class Centralizing(Transform):
     def _means(self, gradient: Gradient) -> Array:
         """Return the mean of each group; 0 of one that is left alone."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        found = sizes_of(arrays, groups, xp)
-        sizes = [n if n and n >= self.min_size else math.inf for n in found]
+        counts = sizes_of(arrays, groups, xp)
+        sizes = [n if n and n >= self.min_size else math.inf for n in counts]
         divisors = xp.asarray(sizes, like=arrays[0])
         return total(lambda x, size: x / size, arrays, [divisors], groups, xp)
 
@@ -97,7 +97,7 @@ class Standardizing(Transform):
         """Standardise one gradient; the record has the deviation as norm, and 1 as limit."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         owners, number = groups.owners, len(groups)
-        peaks = gradient.sound(xp.group_max(xp.peaks(arrays), owners, number))
+        peaks = gradient.finite_norms(xp.group_max(xp.max_abs(arrays), owners, number))
         sizes, unit, means, variances = spread_of(arrays, groups, peaks, xp)
         deviations = xp.sqrt(variances)
         # What is not more than roundings of the mean is the deviation of equal numbers.
@@ -107,10 +107,13 @@ class Standardizing(Transform):
         equal = equal | (deviations < 2.0**-1020)
         deviations = xp.where(equal, 0.0, deviations)
         # One by itself has no deviation, and stays as it is.
-        alone = (sizes < 2) | (peaks == 0)
+        is_single = (sizes < 2) | (peaks == 0)
         divisors = xp.where(equal, math.inf, deviations + self.eps)
         # Halves: the difference of two of the largest numbers overflows.
-        columns = [xp.where(alone, 0.0, 0.5 * unit * means), xp.where(alone, 0.5, 0.5 * divisors)]
+        columns = [
+            xp.where(is_single, 0.0, 0.5 * unit * means),
+            xp.where(is_single, 0.5, 0.5 * divisors),
+        ]
 
         def standardise(values: Array, mean: Array, divisor: Array) -> tuple[Array]:
             return ((0.5 * values - mean) / divisor,)

@@ -21,14 +21,13 @@ Guarantees, for the L2 norm with ``eps = 0``
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from fedclip.arrays import NUMPY, Array, Arrays
-from fedclip.core.measures import MEANS, Order, degree, measure
+from fedclip.arrays import NUMPY, Array
+from fedclip.core.measures import MEANS, SQUARED, Order, measure
 from fedclip.core.scopes import Groups
 from fedclip.rules import Rule, State
-from fedclip.transforms.action import SCALE_DOWN, Action, Decision
-from fedclip.transforms.base import Gradient, Outcome, Transform, by_tensor
+from fedclip.transforms.action import SCALE_DOWN, Action
+from fedclip.transforms.base import Gradient, Outcome, Transform
 
 
 @dataclass(frozen=True)
@@ -56,34 +55,29 @@ class NormClipping(Transform):
 
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient by norms."""
-        measured = measure(gradient.arrays, gradient.groups, self.ord, gradient.xp)
-        return self.judged(gradient, gradient.sound(measured), state)
+        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
+        if self.ord == 2:
+            measured = xp.group_norms(arrays, groups.members)
+        else:
+            measured = measure(arrays, groups, self.ord, xp)
+        return self.judged(gradient, gradient.finite_norms(measured), state)
 
     def judged(self, gradient: Gradient, norms: Array, state: State) -> Outcome:
-        """Clip one gradient with these norms, which are sound."""
+        """Clip one gradient with these norms, which are finite."""
         arrays, xp = gradient.arrays, gradient.xp
         limits, after = self.rule(norms, state, xp)
         if self.ord == 2:
-            sharp = xp.sharpened(norms, limits, arrays, gradient.groups.members)
-            if sharp is not norms:
-                norms = sharp
+            exact = xp.recompute_near_limit(norms, limits, arrays, gradient.groups.members)
+            if exact is not norms:
+                norms = exact
                 limits, after = self.rule(norms, state, xp)
         decision = self.action.decide(norms, limits, xp)
-        outputs = arrays if self.dry else self._scaled(gradient, decision)
-        return Outcome(outputs, after, norms, limits, decision.over)
-
-    def _scaled(self, gradient: Gradient, decision: Decision) -> Arrays:
-        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        if gradient.on_host and not any(decision.moved.tolist()):
-            # All factors are 1: to compute them would double the time of small gradients.
-            return arrays
-        peaks = None
-        if self.action.raises:
-            peaks = xp.group_max(xp.peaks(arrays), groups.owners, len(groups))
-        factors: dict[Any, Arrays] = {}
-        for dtype, array in {a.dtype: a for a in arrays}.items():
-            k = decision.factors(xp.dtype(array), degree(self.ord), xp, peaks)
-            factors[dtype] = by_tensor(k, groups, xp)
-        if len(factors) == 1:
-            return xp.scale(arrays, *factors.values())
-        return xp.scale(arrays, [factors[a.dtype][i] for i, a in enumerate(arrays)])
+        factors = None
+        # If the host sees that all factors are 1, it does not compute them.
+        if not (self.dry or (gradient.on_host and not any(decision.is_scaled.tolist()))):
+            groups, peaks = gradient.groups, None
+            if self.action.scales_up:
+                peaks = xp.group_max(xp.max_abs(arrays), groups.owners, len(groups))
+            squared, dtypes = self.ord in SQUARED, gradient.plan.dtypes
+            factors = decision.by_tensor(dtypes, groups.owners, squared, xp, peaks)
+        return Outcome(arrays, after, norms, limits, decision.over, factors=factors)

@@ -40,14 +40,14 @@ class Remembering(Transform):
         ValueError
             If the past that is kept for a tensor does not have its shape.
         """
-        kept = self.recalled(gradient)
-        gradient.kept.update(kept)
-        each = [kept[name] for name in gradient.groups.names]
+        cached = self.recalled(gradient)
+        gradient.cached.update(cached)
+        each = [cached[name] for name in gradient.groups.names]
         return [k["past"] for k in each], gradient.xp.joined([k["count"] for k in each])
 
 
 def _recall(gradient: Gradient, name: str, array: Array) -> dict[str, Array]:
-    xp, known = gradient.xp, gradient.kept.get(name)
+    xp, known = gradient.xp, gradient.cached.get(name)
     dtype = "float64" if xp.dtype(array) == "float64" else "float32"
     if known is None:
         return {"past": _zeros(gradient, array, dtype), "count": xp.asarray(0.0, like=array)}
@@ -95,7 +95,7 @@ class PastClipping(Remembering):
         """Clip one gradient; the record has the largest element as norm, and the largest limit."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         owners, number = groups.owners, len(groups)
-        norms = gradient.sound(xp.group_max(xp.peaks(arrays), owners, number))
+        norms = gradient.finite_norms(xp.group_max(xp.max_abs(arrays), owners, number))
         pasts, counts = self.begun(gradient)
 
         def call(values: Array, past: Array, *numbers: Array) -> tuple[Array, ...]:

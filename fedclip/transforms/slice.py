@@ -15,13 +15,13 @@ measured nor clipped. A 0-d array counts as one of shape (1,); a sparse array is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from fedclip.arrays import Array, Arrays, Backend, Repeated, with_others
-from fedclip.core.measures import Order, degree, slice_measures
+from fedclip.core.measures import SQUARED, Order, slice_measures
 from fedclip.rules import FIXED, LEARNT, Basis, State
 from fedclip.transforms.action import SCALE_DOWN, Action, Decision
 from fedclip.transforms.base import Gradient, Outcome, Transform
@@ -41,9 +41,11 @@ def check_dims(*, dims: Any) -> list[int] | None:
 
 
 def check_slices(dims: Any, scope: Any, inverse_dims: bool, min_size: int = 1) -> None:
-    """Raise a ValueError if what says which slices to take does not go together."""
+    """Raise a ValueError if the parameters that choose the slices do not go together."""
     if dims is None and inverse_dims:
-        raise ValueError("inverse_dims=True needs dims: all dimensions but which?")
+        raise ValueError(
+            "inverse_dims=True needs dims, got dims=None: give the dims that slices do not span"
+        )
     if dims is None and min_size > 1 and scope != "tensor":
         raise ValueError(f"min_size={min_size} needs dims or scope='tensor', got scope={scope!r}")
     if dims is not None and scope not in ("global", "tensor"):
@@ -56,6 +58,49 @@ def spanned(ndim: int, dims: tuple[int, ...] | None, inverse: bool) -> tuple[int
         return tuple(range(ndim))
     real = {d + ndim if d < 0 else d for d in dims} & set(range(ndim))
     return tuple(sorted(set(range(ndim)) - real if inverse else real))
+
+
+class Layout(NamedTuple):
+    """Which slices arrays of some shapes have."""
+
+    spans: dict[int, tuple[int, ...]]
+    """The dims that the slices span, of each array that is clipped, by place."""
+    unclipped: list[int]
+    """The places of the other arrays."""
+    counts: list[tuple[int, ...]]
+    """The shapes of the measures of the slices, in which the dims that they span are 1."""
+    owners: Repeated
+    """The group of each slice."""
+    all_owners: Repeated
+    """The group of each slice, and of each other array."""
+
+
+@lru_cache(maxsize=64)
+def _layout(
+    dims: tuple[int, ...] | None,
+    inverse: bool,
+    min_size: int,
+    spans: Sequence[tuple[int, ...]] | None,
+    shapes: tuple[tuple[int, ...], ...],
+    owners: tuple[int, ...],
+) -> Layout:
+    clipped: dict[int, tuple[int, ...]] = {}
+    for i, shape in enumerate(shapes):
+        sizes = shape if shape else (1,)
+        axes = spanned(len(sizes), dims, inverse) if spans is None else spans[i]
+        # A list, not a generator: torch.compile can follow it.
+        size = math.prod([sizes[a] for a in axes])
+        if axes and size >= min_size and all(sizes):
+            clipped[i] = axes
+    unclipped = [i for i in range(len(shapes)) if i not in clipped]
+    counts = [
+        tuple([1 if a in axes else n for a, n in enumerate(shapes[i])])
+        for i, axes in clipped.items()
+    ]
+    groups, times = [owners[i] for i in clipped], [*map(math.prod, counts)]
+    others = [owners[i] for i in unclipped]
+    all_owners = Repeated([*groups, *others], [*times, *([1] * len(others))])
+    return Layout(clipped, unclipped, counts, Repeated(groups, times), all_owners)
 
 
 @dataclass(frozen=True)
@@ -85,50 +130,50 @@ class SliceClipping(Transform):
     @property
     def runs_on_parts(self) -> bool:
         # What raises a slice has to know its largest element.
-        return self.ord == 2 and not self.action.raises
+        return self.ord == 2 and not self.action.scales_up
 
-    def axes(self, shape: tuple[int, ...], place: int = 0) -> tuple[int, ...] | None:
-        """Return the dims that the slices span; None if the array at this place is left alone."""
-        shape = shape or (1,)
-        if self.spans is None:
-            axes = spanned(len(shape), self.dims, self.inverse_dims)
-        else:
-            axes = self.spans[place]
-        # A list, not a generator: torch.compile can follow it.
-        size = math.prod([shape[a] for a in axes])
-        return axes if axes and size and math.prod(shape) and size >= self.min_size else None
+    def layout(
+        self, shapes: Sequence[tuple[int, ...]], owners: Sequence[int], *, is_cached: bool = False
+    ) -> Layout:
+        """Return which slices arrays of these shapes have; `owners` holds their groups."""
+        # torch.compile cannot follow a cache.
+        make: Any = _layout if is_cached else _layout.__wrapped__
+        rule = self.dims, self.inverse_dims, self.min_size, self.spans
+        layout: Layout = make(*rule, tuple(shapes), tuple(owners))
+        return layout
 
-    def measure(self, arrays: Arrays, xp: Backend, ord: Order | None = None) -> Array:
-        """Return the measures of all slices, flat; of arrays of which some are not left alone."""
-        spans = self.spans_of(arrays)
-        some = [arrays[i] if len(arrays[i].shape) else arrays[i][None] for i in spans]
-        return slice_measures(some, [*spans.values()], self.ord if ord is None else ord, xp)
+    def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the dims that the slices of an array span; None if it is not clipped."""
+        return self.layout([shape], [0]).spans.get(0)
 
-    def spans_of(self, arrays: Arrays) -> dict[int, tuple[int, ...]]:
-        """Return the dims that the slices span, of the arrays that are not left alone."""
-        found = ((i, self.axes(tuple(array.shape), i)) for i, array in enumerate(arrays))
-        return {i: axes for i, axes in found if axes is not None}
+    def measure(
+        self, arrays: Arrays, layout: Layout, xp: Backend, ord: Order | None = None
+    ) -> Array:
+        """Return the measures of all slices, flat; of arrays of which some are clipped."""
+        some = [arrays[i] if len(arrays[i].shape) else arrays[i][None] for i in layout.spans]
+        axes = [*layout.spans.values()]
+        return slice_measures(some, axes, self.ord if ord is None else ord, xp)
 
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient; the record has the norm and limit of the worst slice of a group."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        spans = self.spans_of(arrays)
-        # Arrays that are not clipped are only checked for NaN and infinity.
-        alone = [i for i in range(len(arrays)) if i not in spans]
-        tensors, number = [groups.owners[i] for i in [*spans, *alone]], len(groups)
-        shapes = [_counts(tuple(arrays[i].shape), axes) for i, axes in spans.items()]
-        many = [*map(math.prod, shapes)]
-        measured = [self.measure(arrays, xp)] if spans else []
-        peaks = [xp.peaks([arrays[i] for i in alone])] if alone else []
-        flat, times = xp.joined([*measured, *peaks]), [*many, *([1] * len(alone))]
-        sound = gradient.sound(xp.group_max(flat, Repeated(tensors, times), number))
-        if not spans:
-            nothing = 0.0 * sound
-            return Outcome([*arrays], state, nothing, nothing + math.inf, nothing > 0)
-        norms, owners = measured[0], Repeated(tensors[: len(spans)], many)
+        shapes, number = [tuple(array.shape) for array in arrays], len(groups)
+        layout = self.layout(shapes, groups.owners, is_cached=gradient.on_host)
+        parts = [self.measure(arrays, layout, xp)] if layout.spans else []
+        if layout.unclipped:
+            # Other arrays are only checked for NaN and infinity.
+            parts.append(xp.max_abs([arrays[i] for i in layout.unclipped]))
+        flat = parts[0] if len(parts) == 1 else xp.joined(parts)
+        finite = gradient.finite_norms(xp.group_max(flat, layout.all_owners, number))
+        if not layout.spans:
+            zeros = 0.0 * finite
+            return Outcome([*arrays], state, zeros, zeros + math.inf, zeros > 0)
+        norms, owners = parts[0], layout.owners
         limits = self.limit + 0.0 * norms
         decision = self.action.decide(norms, limits, xp)
-        outputs = self._scaled(gradient, decision, spans, shapes)
+        outputs = arrays
+        if not (gradient.on_host and not decision.is_scaled.any()):
+            outputs = self._scaled(gradient, decision, layout)
         # Record the slice that is furthest over its limit, or nearest to it.
         ratios = norms / limits
         most = xp.group_max(ratios, owners, number)
@@ -137,30 +182,20 @@ class SliceClipping(Transform):
             xp.group_max(xp.where(behind, 0.0, x), owners, number) for x in (norms, limits)
         )
         worst = xp.where(most < 0, 0.0, worst)
-        free = math.inf if not isinstance(self.limit, float) else self.limit
-        bounds = xp.where(most < 0, free, bounds)
+        unlimited = math.inf if not isinstance(self.limit, float) else self.limit
+        bounds = xp.where(most < 0, unlimited, bounds)
         return Outcome(outputs, state, worst, bounds, worst + self.action.eps > bounds)
 
-    def _scaled(
-        self,
-        gradient: Gradient,
-        decision: Decision,
-        spans: Mapping[int, tuple[int, ...]],
-        shapes: Sequence[tuple[int, ...]],
-    ) -> Arrays:
-        arrays, xp = gradient.arrays, gradient.xp
-        names, outputs = {i: xp.dtype(arrays[i]) for i in spans}, list(arrays)
-        peaks = self.measure(arrays, xp, "inf") if self.action.raises else None
-        for dtype in sorted({*names.values()}):
+    def _scaled(self, gradient: Gradient, decision: Decision, layout: Layout) -> Arrays:
+        """Return the arrays, multiplied slice by slice."""
+        arrays, xp, dtypes = gradient.arrays, gradient.xp, gradient.plan.dtypes
+        peaks = self.measure(arrays, layout, xp, "inf") if self.action.scales_up else None
+        outputs = list(arrays)
+        for dtype in sorted({dtypes[i] for i in layout.spans}):
             # A factor for each slice, as if all arrays had this dtype.
-            flat = decision.factors(dtype, degree(self.ord), xp, peaks)
-            factors = dict(zip(spans, xp.pieces(flat, shapes), strict=True))
-            places = [i for i in spans if names[i] == dtype]
-            some = xp.scale([arrays[i] for i in places], [factors[i] for i in places])
-            outputs = with_others(outputs, places, some)
+            flat = decision.factors(dtype, self.ord in SQUARED, xp, peaks)
+            pairs = zip(layout.spans, xp.pieces(flat, layout.counts), strict=True)
+            factors = {i: k for i, k in pairs if dtypes[i] == dtype}
+            some = xp.scale([arrays[i] for i in factors], [*factors.values()])
+            outputs = with_others(outputs, [*factors], some)
         return outputs
-
-
-def _counts(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the measures of slices, with the axes that they span kept as 1."""
-    return tuple(1 if a in axes else n for a, n in enumerate(shape))

@@ -44,8 +44,8 @@ def _boxed(gradient: Gradient, ends: Arrays, peaks: Array, limits: Array, state:
         return output, xp.max(abs(output - x))
 
     # All that is nearer to 0 than both ends stays as it is.
-    moved = peaks > xp.minimum(-ends[0], ends[1])
-    outputs, moves = xp.mapped(clip, [gradient.arrays, *ends], moved)
+    may_change = peaks > xp.minimum(-ends[0], ends[1])
+    outputs, moves = xp.mapped(clip, [gradient.arrays, *ends], may_change)
     clipped = xp.group_max(moves, groups.owners, len(groups)) > 0
     norms = xp.group_max(peaks, groups.owners, len(groups))
     return Outcome(outputs, state, norms, limits, clipped)
@@ -68,7 +68,7 @@ class ValueClipping(Transform):
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient element by element."""
         owners, xp = gradient.groups.owners, gradient.xp
-        peaks = _sound_peaks(gradient)
+        peaks = _finite_peaks(gradient)
         names = [*map(xp.dtype, gradient.arrays)]
         lows = [inwards(self.lows[g], n, True) for g, n in zip(owners, names, strict=True)]
         highs = [inwards(self.highs[g], n, False) for g, n in zip(owners, names, strict=True)]
@@ -88,9 +88,9 @@ class PercentileClipping(Transform):
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient; the record has the largest absolute element as norm."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        peaks = _sound_peaks(gradient)
-        found = [self._limit([arrays[i] for i in some], xp) for some in groups.members]
-        limits = xp.joined(found)
+        peaks = _finite_peaks(gradient)
+        parts = [self._limit([arrays[i] for i in some], xp) for some in groups.members]
+        limits = xp.joined(parts)
         ends = xp.take(limits, groups.owners)
         wide = xp.asarray([float(xp.dtype(a) == "float64") for a in arrays], like=peaks)
         ends = xp.where(wide > 0, ends, _single(ends, xp))
@@ -103,8 +103,8 @@ class PercentileClipping(Transform):
         if isinstance(size, int) and not size:
             return xp.asarray([0.0], like=arrays[0])
         # Use integers: floats miss the position for some sizes.
-        steps, whole = self.percentile.numerator * (size - 1), 100 * self.percentile.denominator
-        low = steps // whole
+        steps, divisor = self.percentile.numerator * (size - 1), 100 * self.percentile.denominator
+        low = steps // divisor
         table, held, rank = abs(xp.joined(arrays))[:, None], size, low
         if not isinstance(size, int):
             held, rank = (xp.asarray([x], like=table) for x in (size, low))
@@ -112,7 +112,7 @@ class PercentileClipping(Transform):
         first = xp.asarray(first, like=table)
         if not self.linear:
             return first
-        between = (steps - low * whole) / whole
+        between = (steps - low * divisor) / divisor
         return first + between * (xp.asarray(second, like=table) - first)
 
 
@@ -124,9 +124,9 @@ def _single(limits: Array, xp: Backend) -> Array:
     return xp.where(near > limits, less, near)
 
 
-def _sound_peaks(gradient: Gradient) -> Array:
+def _finite_peaks(gradient: Gradient) -> Array:
     """Return the largest absolute element of each tensor, after a look whether all are finite."""
     groups, xp = gradient.groups, gradient.xp
-    peaks = xp.peaks(gradient.arrays)
-    gradient.sound(xp.group_max(peaks, groups.owners, len(groups)))
+    peaks = xp.max_abs(gradient.arrays)
+    gradient.finite_norms(xp.group_max(peaks, groups.owners, len(groups)))
     return peaks

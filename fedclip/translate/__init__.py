@@ -105,9 +105,8 @@ def translate(package: str, cls: str, config: Mapping[str, object]) -> tuple[str
     TypeError
         If the parameters are not given by name.
     ValueError
-        If the package, class, parameter, or a word given for a parameter is not known; if we have
-        nothing that does the same; if a parameter without a default is missing; or if the value
-        of one is of a wrong type.
+        If the package, class, parameter or a word given for a parameter is unknown, or a value has
+        a wrong type. If a parameter without a default is missing, or fedclip has no equivalent.
 
     Examples
     --------

@@ -1,57 +1,228 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closes a round, for any engine: its replies are vetted, weighed, and made one.
+"""Aggregates a round for any engine: each reply is vetted, weighed and added as it arrives.
 
 ::
 
-    for each reply:
-        fault = its weight is none, or no honest client can have sent it
-    a secure sum of m clients: the nearest one of norm m * C
-    exact = the mean of those without a fault, by their shares; or what resists hostile ones
-            the others are zeros
+    for each reply, when it arrives:
+        fault = it has no valid weight, or no honest client can have sent it
+        a secure sum of m clients: the nearest one of norm m * C
+        sum += weight * update                       in float64; zeros if there is a fault
+    average = sum / number of replies, or / sum of the weights
+
+The sum is Kahan's: whatever the order of the replies, it is within 1e-15 of the sum of absolute
+terms. A round then holds two arrays of the model's size, however many clients there are. Where all
+replies are needed first, they are held until the end: with `max_share`, and to combine them so that
+some malicious clients do little harm::
+
+    "arc"       the mean, after the longest updates are shortened to the next longest
+                    k = floor(2 (f / n) (n - f))           of n updates, f of them malicious
+                    limit = norm of the (k + 1)-th longest update
+                one client moves it by 2 f C / n, and no update stays longer than the longest of
+                those that are not malicious
+    "trimmed"   of each coordinate, the mean of all but the f smallest and the f largest values
+                one client moves it by C / (n - 2 f), and in no coordinate beyond the values of
+                those that are not malicious
+
+That is against zeros as its update; the plain mean moves by C / n. The mean and "arc" are no longer
+than C, and "trimmed" no longer than sqrt(n / (n - f)) C. A reply that is refused counts as zeros.
+
+Allouah, Guerraoui, Gupta, Jellouli, Rizk & Stephan, 2024, "Adaptive gradient clipping for robust
+federated learning", arXiv:2405.14432: their proof for ARC needs a robust mean to follow, not the
+plain one here. Yin, Chen, Ramchandran & Bartlett, 2018, "Byzantine-robust distributed learning:
+towards optimal statistical rates", arXiv:1803.01498.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from fedclip.arrays import Float64
-from fedclip.updates.combining import Combining
-from fedclip.updates.limits import Limits
+import numpy as np
+
+from fedclip.arrays import Float64, HostView, backend_of
+from fedclip.core import parameters
+from fedclip.core.scopes import resolve
+from fedclip.updates.limits import Limits, host_values, norms_of
 from fedclip.updates.protocol import Arrays, Reply
 from fedclip.updates.weights import WITH_NOISE, Shares
 
+# Numbers of values that are added at once, in the cache, and of a table that is sorted at once.
+_PIECE, _TABLE = 2**14, 2**20
 
-class Vetted(NamedTuple):
-    """What the replies of a round are.
+REPEATED = "its sender has replied already"
 
-    Attributes
-    ----------
-    faults
-        Why each counts as zeros; "" if it does not.
-    sound
-        Those without a fault.
-    exact
-        The average; None if no reply is sound, so that it is zeros.
+
+class ExactSum:
+    """The sum of updates times factors, tensor by tensor, in float64.
+
+    In float64: a sum in the dtype of the updates is rounded at each client, so that with noise
+    one client could move it by more than the bound, and without noise many small updates in half
+    precision would add up to too little.
     """
 
-    faults: list[str]
-    sound: list[Reply]
-    exact: dict[str, Float64] | None
+    def __init__(self) -> None:
+        self._sums: dict[str, Float64] = {}
+        self._lost: dict[str, Float64] = {}
+
+    def add(self, update: Arrays, factor: float = 1.0) -> None:
+        """Add an update times a factor; an update that cannot be read changes nothing."""
+        rows = {name: host_values(array) for name, array in update.items()}
+        if not self._sums:
+            self._sums = {name: np.zeros(row.shape) for name, row in rows.items()}
+            self._lost = {name: np.zeros(row.shape) for name, row in rows.items()}
+        for name, row in rows.items():
+            _add(self._sums[name].reshape(-1), self._lost[name].reshape(-1), row, factor)
+
+    def divided(self, divisor: float) -> dict[str, Float64]:
+        """Return the sum divided by a number."""
+        return {name: np.asarray(total / divisor) for name, total in self._sums.items()}
+
+
+def _add(total: Float64, lost: Float64, row: HostView, factor: float) -> None:
+    """Add values times a factor; `lost` is what rounding has added too much so far (Kahan)."""
+    values = row.reshape(-1)
+    for start in range(0, total.size, _PIECE):
+        piece = slice(start, start + _PIECE)
+        term = np.multiply(values[piece], factor, dtype=np.float64)
+        term -= lost[piece]
+        before = total[piece]
+        after = before + term
+        np.subtract(after, before, out=before)
+        np.subtract(before, term, out=lost[piece])
+        total[piece] = after
+
+
+class Combining:
+    """How updates are combined; the parameters are those of `clipped-averaging`."""
+
+    def __init__(self, combine: str = "mean", n_hostile: int | None = None) -> None:
+        self.kind = parameters.choice(("mean", "arc", "trimmed"), combine=combine)
+        hostile = parameters.optional(parameters.integer, 1, n_hostile=n_hostile)
+        if (self.kind == "mean") != (hostile is None):
+            raise ValueError(
+                "combine='arc' and combine='trimmed' go with n_hostile, and nothing else does; got "
+                f"combine={combine!r} and n_hostile={n_hostile!r}"
+            )
+        self.n_hostile = hostile or 0
 
     @property
-    def void(self) -> str:
-        """Why the average holds no update; "" if it holds some."""
-        if self.sound:
+    def pull(self) -> str:
+        """By how much one client moves the average, as a multiple of the bound, of n replies."""
+        of = {"mean": "1 / n", "arc": f"{2 * self.n_hostile} / n"}
+        return of.get(self.kind, f"1 / (n - {2 * self.n_hostile})")
+
+    def unfit(self, *, weights: bool = False, noise: bool = False, secure: bool = False) -> str:
+        """Return why updates cannot be combined like this; "" if they can."""
+        reasons = (
+            (
+                secure,
+                "secure aggregation: the server sees the sum of the updates, and none of them",
+            ),
+            (noise, f"noise: that is sized on 1 / n of the bound, not on {self.pull}"),
+            (weights, "weights: n_hostile counts clients, and one may have most of the weight"),
+        )
+        why = next((why for applies, why in reasons if applies), "") if self.n_hostile else ""
+        return f"combine = {self.kind!r} does not go with {why}; take the mean" if why else ""
+
+    def too_few(self, clients: int) -> str:
+        """Return that there are too few clients in a round; "" if there are enough."""
+        if not self.n_hostile or clients > 2 * self.n_hostile:
             return ""
-        why = self.faults[0] if self.faults else "nobody has replied"
-        return f"none of the {len(self.faults)} replies of the round can be used: {why}"
+        return (
+            f"combine = {self.kind!r} with n_hostile = {self.n_hostile} needs more than "
+            f"{2 * self.n_hostile} replies in a round, and there are {clients}"
+        )
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether all replies are needed first."""
+        return self.kind != "mean"
+
+    def of(
+        self,
+        updates: Sequence[Arrays],
+        clients: int,
+        factors: Sequence[float],
+        divisor: float | None = None,
+    ) -> dict[str, Float64]:
+        """Return one update for a number of clients; those without an update count as zeros.
+
+        The mean is the sum of updates times factors, over the `divisor` (None: the clients).
+        """
+        if self.kind == "trimmed":
+            return trimmed_mean(updates, clients, self.n_hostile)
+        if self.kind == "arc":
+            norms = [0.0] * clients
+            for i, update in enumerate(updates):
+                groups = resolve("global", None, tuple(update))
+                norms[i] = sum(norms_of(update, groups, "arc") or [])
+            factors = arc_factors(norms, self.n_hostile)[: len(updates)]
+        return averaged(updates, divisor or clients, factors)
+
+
+def averaged(
+    updates: Sequence[Arrays], divisor: float, factors: Sequence[float]
+) -> dict[str, Float64]:
+    """Return the sum of updates times factors, divided by a number, in float64."""
+    total = ExactSum()
+    for update, factor in zip(updates, factors, strict=True):
+        total.add(update, factor)
+    return total.divided(divisor)
+
+
+def num_shortened(clients: int, n_hostile: int) -> int:
+    """Return how many updates are shortened to the length of the next longest: k."""
+    return 2 * n_hostile * (clients - n_hostile) // clients
+
+
+def arc_factors(norms: Sequence[float], n_hostile: int) -> list[float]:
+    """Return by what each update is multiplied; of n norms, 2 `n_hostile` < n.
+
+    Examples
+    --------
+    >>> arc_factors([1.0, 4.0, 2.0], 1)
+    [1.0, 0.5, 1.0]
+    """
+    limit = sorted(norms, reverse=True)[num_shortened(len(norms), n_hostile)]
+    return [limit / norm if norm > limit else 1.0 for norm in norms]
+
+
+def trimmed_mean(updates: Sequence[Arrays], clients: int, n_hostile: int) -> dict[str, Float64]:
+    """Return the trimmed mean of updates, tensor by tensor, in float64.
+
+    If there are fewer than `clients`, of which there are more than 2 `n_hostile`, the others count
+    as zeros.
+
+    Examples
+    --------
+    >>> trimmed_mean([{"w": np.array([w, 1.0])} for w in (1.0, -99.0, 3.0)], 3, 1)
+    {'w': array([1., 1.])}
+    """
+    means = {}
+    for name, first in updates[0].items():
+        backends = [backend_of(update[name]) for update in updates]
+        rows = [
+            np.asarray(backend.to_host(backend.dense(update[name]))).reshape(-1)
+            for backend, update in zip(backends, updates, strict=True)
+        ]
+        mean = np.zeros(rows[0].size)
+        # Narrower dtypes are sorted as float32, which is exact.
+        dtype, step = np.result_type(np.float32, *rows), max(1, _TABLE // clients)
+        for start in range(0, mean.size, step):
+            piece = slice(start, start + step)
+            table = np.zeros((mean[piece].size, clients), dtype)
+            for column, row in enumerate(rows):
+                table[:, column] = row[piece]
+            table.sort(axis=1)
+            middle = table[:, n_hostile : clients - n_hostile]
+            mean[piece] = middle.mean(axis=1, dtype=np.float64)
+        means[name] = mean.reshape(tuple(first.shape))
+    return means
 
 
 @dataclass(frozen=True)
-class Closing:
-    """Limits of the replies, their weights, and how they become one."""
+class Aggregation:
+    """How the replies of a round become one update: limits, weights, and combining."""
 
     limits: Limits
     shares: Shares
@@ -62,61 +233,183 @@ class Closing:
         if why := self.combining.unfit(weights=self.shares.kind != "equal"):
             raise ValueError(why)
 
-    def beside_noise(self) -> str:
+    def unfit_for_noise(self) -> str:
         """Return why no noise can be sized on this average; "" if it can."""
         if self.limits.exclude:
             return (
-                f"noise can not be sized on what exclude={list(self.limits.exclude)} leaves "
+                f"noise cannot be sized on what exclude={list(self.limits.exclude)} leaves "
                 "without a bound"
             )
         return WITH_NOISE if self.shares.kind != "equal" else self.combining.unfit(noise=True)
 
-    def of_sums(self, replies: Sequence[Reply]) -> str:
-        """Return why these can not be combined, as they are secure sums; "" if they can."""
+    def unfit_for_sums(self, replies: Sequence[Reply]) -> str:
+        """Return why these cannot be combined, because they are secure sums; "" if they can."""
         return self.combining.unfit(secure=any(reply.clients > 1 for reply in replies))
 
-    def of(
+    @property
+    def holds(self) -> str:
+        """The replies that a round holds beyond two arrays of the model's size; "" if nothing."""
+        if self.combining.needs_all:
+            return f"all replies, as combine = {self.combining.kind!r} compares them"
+        if self.shares.max_share is not None:
+            return "all replies, as max_share takes the weights of all of them"
+        return ""
+
+    def start(
         self,
-        replies: Sequence[Reply],
         like: Arrays,
         bound: float,
         warn: Callable[[str], None],
         *,
         whole: bool = True,
         clients: int | None = None,
-    ) -> Vetted:
-        """Return the replies and their average, in float64.
+    ) -> RunningAverage:
+        """Start a round.
 
         Parameters
         ----------
-        replies, like
-            The replies, or their secure sum; and what has the names and shapes of the model.
+        like
+            What has the names and shapes of the model.
         bound
             Of the `whole` update, or of each group.
         warn
-            Is told which replies count as zeros.
+            Is called with which replies count as zeros.
         clients
-            By how many to divide; None: by as many as replied.
+            By how many to divide; None: by as many as reply.
         """
-        unfit = self.of_sums(replies) or self.combining.too_few(len(replies))
-        there, found = sum(reply.clients for reply in replies), Vetted([], [], None)
-        arrays: list[Arrays] = []
-        factors: list[float] = []
-        for reply, share in zip(replies, self.shares.of(replies), strict=True):
-            fault = unfit or share.fault or self.limits.fault(reply, like, bound, whole)
-            found.faults.append(fault)
-            if fault:
-                who = repr(reply.sender) if reply.sender else f"one of {there} replies"
-                warn(f"the update of {who} counts as zero: {fault}")
-                continue
-            found.sound.append(reply)
-            factors.append(share.factor)
-            tensors, n = reply.arrays, reply.clients
-            if n > 1:
-                tensors = self.limits.projected(tensors, bound, whole, n, share.mass)
-            arrays.append(tensors)
+        return RunningAverage(self, like, bound, warn, whole, clients)
+
+
+class RunningAverage:
+    """The average of the replies that have come so far.
+
+    Attributes
+    ----------
+    faults
+        Why each reply counts as zeros, in the order of arrival; "" if it does not.
+    clients
+        How many clients have replied.
+    valid
+        Of how many clients the updates count.
+    clipped, zeroed
+        How many of these have clipped their update, or replaced it by zeros.
+    """
+
+    def __init__(
+        self,
+        aggregation: Aggregation,
+        like: Arrays,
+        bound: float,
+        warn: Callable[[str], None],
+        whole: bool,
+        divisor: int | None,
+    ) -> None:
+        self.aggregation, self.like, self.bound = aggregation, like, bound
+        self._warn, self._whole, self._divisor = warn, whole, divisor
+        self.faults: list[str] = []
+        self.clients = self.valid = self.clipped = self.zeroed = 0
+        self._total, self._mass = ExactSum(), 0.0
+        self._held: list[Reply] = []
+        self._senders: set[str] = set()
+        self._holds = bool(aggregation.holds)
+
+    def add(self, reply: Reply) -> str:
+        """Add a reply; return why it counts as zeros, as far as that is known, or "".
+
+        A second reply of a sender, and one that cannot be read, changes nothing.
+        """
+        if reply.sender and reply.sender in self._senders:
+            self._refuse(reply, REPEATED)
+            return REPEATED
+        if self._holds:
+            self._held.append(reply)
+            self.faults.append("")
+            fault = ""
+        else:
+            fault = self._add(reply)
+        self._senders.add(reply.sender)
+        self.clients += reply.clients
+        return fault
+
+    def _add(self, reply: Reply) -> str:
+        shares, mixed = self.aggregation.shares, self.clients > 0 and self._sums(reply)
+        share = shares.weight_of(reply, alone=not mixed)
+        try:
+            fault = share.fault or self._fault(reply)
+            if not fault:
+                self._total.add(self._within(reply, share.mass), share.factor)
+        except Exception as exc:  # a client may have sent anything
+            fault = f"it cannot be read ({exc!r:.200})"
+        self._mass += shares.divisor_of(reply, share)
+        self._note(reply, fault)
+        return fault
+
+    def _sums(self, reply: Reply) -> bool:
+        """Whether this reply, or one before it, is a secure sum."""
+        return reply.clients > 1 or self.clients > len(self.faults)
+
+    def _fault(self, reply: Reply) -> str:
+        return self.aggregation.limits.fault(reply, self.like, self.bound, self._whole)
+
+    def _within(self, reply: Reply, mass: float) -> Arrays:
+        if reply.clients == 1:
+            return reply.arrays
+        limits = self.aggregation.limits
+        return limits.projected(reply.arrays, self.bound, self._whole, reply.clients, mass)
+
+    def _note(self, reply: Reply, fault: str, place: int | None = None) -> None:
+        if fault:
+            self._refuse(reply, fault, place)
+            return
+        if place is None:
+            self.faults.append("")
+        self.valid += reply.clients
+        self.clipped += reply.clipped
+        self.zeroed += reply.zeroed
+
+    def _refuse(self, reply: Reply, fault: str, place: int | None = None) -> None:
+        if place is None:
+            self.faults.append(fault)
+        else:
+            self.faults[place] = fault
+        who = repr(reply.sender) if reply.sender else "one of the replies"
+        self._warn(f"the update of {who} counts as zero: {fault}")
+
+    def finish(self) -> dict[str, Float64] | None:
+        """Return the average in float64; None if no reply counts, so that it is zeros."""
+        if self._holds:
+            return self._combined()
+        if not self.valid:
+            return None
+        if self.aggregation.shares.kind == "equal":
+            return self._total.divided(self._divisor or self.clients)
+        # All weights may be 0.
+        return self._total.divided(self._mass or 1.0)
+
+    def _combined(self) -> dict[str, Float64] | None:
+        """Combine the replies that were held."""
+        aggregation, held = self.aggregation, self._held
+        unfit = aggregation.unfit_for_sums(held) or aggregation.combining.too_few(len(held))
+        places = [i for i, fault in enumerate(self.faults) if fault != REPEATED]
+        arrays, factors = list[Arrays](), list[float]()
+        shares = aggregation.shares.of(held)
+        for place, reply, share in zip(places, held, shares, strict=True):
+            fault = unfit or share.fault or self._fault(reply)
+            self._note(reply, fault, place)
+            if not fault:
+                arrays.append(self._within(reply, share.mass))
+                factors.append(share.factor)
         if not arrays:
-            return found
+            return None
         # Other shares than equal ones add up to 1 already.
-        divisor = (clients or there) if self.shares.kind == "equal" else 1
-        return found._replace(exact=self.combining.of(arrays, divisor, factors))
+        equal = aggregation.shares.kind == "equal"
+        divisor = (self._divisor or self.clients) if equal else 1
+        return aggregation.combining.of(arrays, self.clients, factors, divisor)
+
+    @property
+    def void(self) -> str:
+        """Why the average holds no update; "" if it holds some."""
+        if self.valid:
+            return ""
+        why = self.faults[0] if self.faults else "nobody has replied"
+        return f"none of the {len(self.faults)} replies of the round can be used: {why}"

@@ -7,7 +7,7 @@
         update = 0
     for each group of tensors:
         group *= min(1, limit / norm(group))
-    vote 1 if nothing was clipped, else 0; none without an update
+    vote for the bin of log2(norm / bound); with groups, of the largest such ratio
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from fedclip.core.scopes import Scope, check_exclude, check_scope, resolve
 from fedclip.errors import FedclipWarning, NonFiniteError
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
-from fedclip.transforms import Gradient, NormClipping, NotFiniteError
-from fedclip.updates.averaging import zeros
-from fedclip.updates.limits import Limits, norms_of
-from fedclip.updates.protocol import Arrays, Reply, SentBound
-from fedclip.updates.running import refuse_statistics
+from fedclip.transforms import Gradient, NormClipping, NotFiniteError, prepare, take_step
+from fedclip.updates.limits import Limits, norms_of, refuse_statistics, zeros
+from fedclip.updates.protocol import BINS, Arrays, Reply, SentBound, one_hot
 
 
 class Outcome(NamedTuple):
@@ -39,7 +37,9 @@ class Outcome(NamedTuple):
     Attributes
     ----------
     norm
-        The smallest bound that would leave the update alone; None without a valid update.
+        The smallest bound that would not clip the update; None without a valid update.
+    times
+        That norm as a multiple of the bound.
     clipped
         Whether the update was above the bound.
     zeroed
@@ -50,18 +50,20 @@ class Outcome(NamedTuple):
     norm: float | None = None
     clipped: bool = False
     zeroed: str = ""
+    times: float = 0.0
 
     def reply(self, sent: SentBound) -> Reply:
-        """Return what the server is told."""
-        # Do not send a bit that the server does not need.
+        """Return what the client sends to the server: no number that the server does not need."""
         votes = sent.adaptive and self.norm is not None
-        told, zeroed = not sent.private, bool(self.zeroed)
+        counted, zeroed = not sent.private, bool(self.zeroed)
+        bins = one_hot(self.times, self.clipped) if votes else (0,) * BINS
         return Reply(
-            self.arrays,
+            zeros(self.arrays) if sent.only_votes else self.arrays,
             votes=int(votes),
             within=int(votes and not self.clipped),
-            clipped=int(told and self.clipped and not zeroed),
-            zeroed=int(told and zeroed),
+            clipped=int(counted and self.clipped and not zeroed),
+            zeroed=int(counted and zeroed),
+            bins=bins if sent.adaptive and sent.bins == BINS else (),
         )
 
 
@@ -117,8 +119,8 @@ class UpdateClient:
         RuntimeError
             If the server has decided to stop.
         ValueError
-            If the bound is none, or for another scope; with noise, if the update is also of running
-            statistics.
+            If `sent` has no valid bound, or its scope differs; with noise, if the update is also of
+            running statistics.
         NonFiniteError
             If the update is not finite and ``on_nonfinite="raise"``; the message names the tensors.
         """
@@ -141,20 +143,20 @@ class UpdateClient:
         groups = self.limits.groups(update)
         limits = self.limits.of(groups, bound, whole)
         transform = NormClipping(Constant(limits))
-        gradient = Gradient.of(self.called, update, groups, transform)
+        gradient = prepare(self.called, update, groups, transform)
         try:
-            found = gradient.clipped(transform, NoState(), "raise")
+            step = take_step(transform, gradient, NoState(), "raise")
         except NotFiniteError:
             return Outcome(zeros(update), zeroed=self._told(self._not_finite(gradient)))
         # The factor by which the bound would have to grow to leave the update alone.
-        pairs = zip(on_host(found.norms).tolist(), limits, strict=True)
+        pairs = zip(on_host(step.norms).tolist(), limits, strict=True)
         times = max((n / c for n, c in pairs), default=0.0)
         idle = times == 0.0 if steps is None else steps == 0
         norm = None if idle else times * bound
-        clipped = bool(on_host(found.clipped).any())
+        clipped = bool(on_host(step.clipped).any())
         if far := self._far(update, times):
-            return Outcome(zeros(update), norm, clipped, self._told(far))
-        return Outcome(gradient.result(update, found.outputs, gradient.rest), norm, clipped)
+            return Outcome(zeros(update), norm, clipped, self._told(far), times)
+        return Outcome(gradient.result(update, step.outputs), norm, clipped, times=times)
 
     def _told(self, why: str) -> str:
         self.logger.warning("%s shares zeros for the update: %s", self.called, why)
@@ -165,16 +167,16 @@ class UpdateClient:
         text = f"NaN or infinity in {named}" if named else "a norm beyond float64"
         if self.on_nonfinite == "raise":
             raise NonFiniteError(f"{self.called}: {text}")
-        told = f"{self.called}: {text}; zeros are shared for the update"
+        warning = f"{self.called}: {text}; zeros are shared for the update"
         # Point to the caller of `clip`, or of `prepare_for_sharing`.
-        warnings.warn(told, FedclipWarning, stacklevel=4)
+        warnings.warn(warning, FedclipWarning, stacklevel=4)
         return text
 
     def _far(self, update: Arrays, times: float) -> str:
         """Return a sentence if a finite update is far out of range, else ""."""
         if self.zeroing_norm is not None:
-            whole = resolve("global", None, tuple(update))
-            norm = (norms_of(update, whole, self.called, self.zeroing_ord) or [math.inf])[0]
+            groups = resolve("global", None, tuple(update))
+            norm = (norms_of(update, groups, self.called, self.zeroing_ord) or [math.inf])[0]
             if norm > self.zeroing_norm:
                 return f"its norm is {norm:.4g}, above zeroing_norm={self.zeroing_norm!r}"
         if self.zeroing_factor is not None and times > self.zeroing_factor:

@@ -3,16 +3,17 @@ r"""Noise from the sites: each client adds its share of it, so that no server se
 
 ::
 
-    n        = floor(honest * m)                 so many of m clients surely add their noise
+    n        = floor(honest * m)                 this number of m clients surely adds noise
     sigma    = z_delta * C / sqrt(n)             of one client, on each value
     update  -> norm <= C - step * sqrt(d) / 2    rounding adds no more to it than that
     k        = round(update / step) + discrete Gaussian of standard deviation sigma / step
-    vote    -> A * (-1, 0 or 1) + discrete Gaussian of standard deviation 2 A bits_noise / sqrt(n)
+    vote    -> A * (0 or 1) + discrete Gaussian of standard deviation 2 A bits_noise / sqrt(n)
+                                                 for each bin
 
-The integers k, and those of the votes, are what is summed, exactly. The sum over n clients tells no
+The integers k, and those of the votes, are summed exactly. The sum over n clients tells no
 more than one Gaussian mechanism of multiplier z, for update and votes together
-(`fedclip.privacy.discrete` says why). What is rounded *after* continuous noise has no such proof,
-once others are added to it.
+(`fedclip.privacy.discrete` has the proof). A value that is rounded *after* continuous noise has no
+such proof, once others are added to it.
 
 A client without secure aggregation refuses to share. declearn's sends integers: step is
 ``2 clipval / (2^bits - 1)``, and a client shares ``(k + 1/2) * step``, which declearn's quantizer
@@ -31,16 +32,15 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip.arrays import Array, backend_of
+from fedclip.arrays import Array, Float64, backend_of
 from fedclip.core import parameters
-from fedclip.core.measures import Float64
 from fedclip.core.parameters import Configured, integer, limit, non_negative, parameter, positive
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance
-from fedclip.updates.averaging import rounded
-from fedclip.updates.protocol import Arrays, SentBound
+from fedclip.updates.limits import rounded
+from fedclip.updates.protocol import BINS, Arrays, SentBound
 
-# A draw beyond so many standard deviations has a probability of 1e-31.
+# A draw beyond this number of standard deviations has a probability of 1e-31.
 _TAIL = 12
 # The same of the votes, whose noise has up to 256 steps.
 _VOTES, _VOTES_TAIL = 128, 16
@@ -51,7 +51,7 @@ _BITS = {"float64": 48, "float32": 24}
 
 SITES_ELSEWHERE = (
     "noise_at='clients' is for federations of declearn, whose clients have update-clip-client with "
-    "the table noise; here leave the noise to the server, or let a site's policy add its own"
+    "the table noise; here leave the noise to the server, or to a site's policy"
 )
 """Why another engine does not take noise from the clients."""
 
@@ -69,11 +69,11 @@ UNSURE_MASKS = (
     "server that predicts it, only the noise of each client alone is left"
 )
 UNSURE_PEERS = (
-    "joye-libert tells no client how many others are in a sum, nor whether they have the same "
+    "with joye-libert, no client knows how many others are in a sum, or whether they have the same "
     "bound: against a server that does not keep to the protocol, only the noise of each client "
     "alone is left. With masking, clients count the others"
 )
-"""What the sums rest on."""
+"""The assumptions under which the sums are safe."""
 
 
 def share_of_clients(honest: float) -> float:
@@ -87,13 +87,13 @@ class SiteNoise(Configured):
     Parameters
     ----------
     noise_multiplier, expected_clients, max_norm
-        Those of `update-clip-server`: what the sum is accounted for, the number of clients in a
+        Those of `update-clip-server`: the noise that is accounted for, the number of clients in a
         round, and the largest bound.
     honest
         Share of these clients that surely add their noise, in (0, 1]: the others may collude with
         the server, or send none.
     bits_noise
-        Standard deviation of the noise on the sum of the votes; 0 if there are none.
+        Standard deviation of the noise on the votes, as of `update-clip-server`; 0 without votes.
 
     Attributes
     ----------
@@ -135,18 +135,18 @@ class SiteNoise(Configured):
         self._offset = self._vote + _VOTES_TAIL * math.ceil(math.sqrt(self._variance))
 
     def multiplier(self, silent: int) -> float:
-        """Return the noise multiplier of a round in which so many clients send no noise."""
+        """Return the noise multiplier of a round in which a number of clients send no noise."""
         return self.noise_multiplier * math.sqrt((self.expected_clients - silent) / self.sure)
 
     def std(self, bound: float) -> float:
         """Return the standard deviation of a client's noise on each value."""
         return self._spread * bound
 
-    def refusal(self, told: object, sent: SentBound) -> str:
+    def refusal(self, announced: object, sent: SentBound) -> str:
         """Return why a client takes no part in a round of a server; "" if it does."""
-        own = self.get_config()
-        if told != own:
-            return f"this client adds noise = {own}, and the server expects {told!r:.300}"
+        config = self.get_config()
+        if announced != config:
+            return f"this client adds noise = {config}, and the server expects {announced!r:.300}"
         if not sent.private or sent.adaptive != bool(self.bits_noise):
             return "the server asks for what this client's noise does not cover"
         if sent.bound > self.max_norm or (sent.bound < self.max_norm and not sent.adaptive):
@@ -156,7 +156,7 @@ class SiteNoise(Configured):
     def void(self, clients: int, counted: bool) -> str:
         """Return why a round must not be released; "" if it may.
 
-        Noise has come from so many clients. A sum in which clients are `counted` as clipped is
+        Noise has come from `clients`. A sum in which clients are `counted` as clipped is
         none: with noise they do not say so.
         """
         if counted or not 0 <= clients < 2**31:
@@ -166,21 +166,24 @@ class SiteNoise(Configured):
         return ""
 
     # -- votes ----------------------------------------------------------------------------------
-    def vote(self, votes: int, within: int) -> int:
-        """Return a client's vote with noise, an integer >= 0."""
-        noise = int(draws(self._variance, 1)[0])
-        return self._kept(self._offset + self._vote * (2 * within - votes) + noise)
+    def vote(self, bins: Sequence[int]) -> list[int]:
+        """Return a client's vote with noise: an integer >= 0 for each bin."""
+        noise = draws(self._variance, BINS).tolist()
+        pairs = zip(bins, noise, strict=True)
+        return [self._in_range(self._offset + self._vote * n + x) for n, x in pairs]
 
-    def _kept(self, vote: int) -> int:
-        return min(max(vote, 0), 2 * self._offset)
+    def _in_range(self, vote: int, clients: int = 1) -> int:
+        return min(max(vote, 0), 2 * self._offset * clients)
 
-    def centred(self, votes: Sequence[int], clients: int) -> float:
-        """Return the sum of votes of ± 1/2, with their noise; or what the only one, a sum, is."""
-        if len(votes) == 1:
-            # Honest clients' votes are in that range; a float does not hold any integer.
-            vote = min(max(votes[0], 0), 2 * self._offset * max(clients, 1))
-            return (vote - clients * self._offset) / (2 * self._vote)
-        return sum(self._kept(vote) - self._offset for vote in votes) / (2 * self._vote)
+    def counts(self, votes: Sequence[Sequence[int]], clients: int) -> Float64:
+        """Return the counts of the bins with their noise; the only vote may be a secure sum."""
+        senders = max(clients, 1) if len(votes) == 1 else 1
+        # Honest clients' votes are in that range; a float does not hold any integer.
+        rows = [[self._in_range(int(n), senders) for n in vote] for vote in votes]
+        if len(votes) != 1:
+            clients = len(votes)
+        sums = [sum(column) - clients * self._offset for column in zip(*rows, strict=True)]
+        return np.array(sums or [0] * BINS, np.float64) / self._vote
 
     # -- updates --------------------------------------------------------------------------------
     def step(self, arrays: Arrays, bound: float, encrypter: Any) -> float:
@@ -191,7 +194,7 @@ class SiteNoise(Configured):
         Raises
         ------
         ValueError
-            If its values with their noise can not be such integers, or fewer clients than expected
+            If its values with their noise cannot be such integers, or fewer clients than expected
             are in the sum.
         """
         clipval, integers = encrypter.quantizer.val_range, encrypter.quantizer.int_range
@@ -204,7 +207,7 @@ class SiteNoise(Configured):
         return step
 
     def _room(self, size: int, bound: float, step: float) -> float:
-        """Return how long an update of so many values may be before it is rounded, in steps."""
+        """Return how long an update of `size` values may be before it is rounded, in steps."""
         room = bound / step - math.sqrt(size) / 2
         if room < bound / step / 2:
             raise ValueError(
@@ -239,13 +242,13 @@ class SiteNoise(Configured):
         ValueError
             If the dtypes, or the quantizer of the `encrypter`, do not hold the integers.
         """
-        found = self.integers(arrays, bound, step)
+        drawn = self.integers(arrays, bound, step)
         quantizer = encrypter.quantizer
         if not hasattr(encrypter, "biprime"):
             self._agree(encrypter, [bound, quantizer.val_range, quantizer.int_range])
-        middles = {name: np.asarray((k + 0.5) * step) for name, k in found.items()}
+        middles = {name: np.asarray((k + 0.5) * step) for name, k in drawn.items()}
         shared, zero = rounded(middles, arrays), (int(quantizer.int_range) + 1) // 2
-        for name, k in found.items():
+        for name, k in drawn.items():
             arrived = quantizer.quantize_array(_values(shared[name])).astype(np.int64) - zero
             if (arrived != k).any():
                 raise ValueError(f"{name!r} would arrive as other integers than were drawn")
@@ -256,7 +259,7 @@ class SiteNoise(Configured):
         return bound + _TAIL * self.std(bound)
 
     def unfit(self, bits: int, clipval: float, most: int) -> str:
-        """Return why integers of so many bits for each client can not hold it; "" if they can.
+        """Return why integers of `bits` bits for each client cannot hold it; "" if they can.
 
         The dtypes hold `most` bits.
         """
@@ -273,9 +276,9 @@ class SiteNoise(Configured):
         return ""
 
     def unsafe(self, secagg: Mapping[str, Any], arrays: Arrays) -> str:
-        """Return why declearn's secure aggregation, so set, can not sum it; "" if it can.
+        """Return why declearn's secure aggregation with these settings cannot sum it; "" if it can.
 
-        The `arrays` have the dtypes of the model, as far as they are known.
+        The `arrays` have the dtypes of the model, as far as known.
 
         Raises
         ------
@@ -296,8 +299,8 @@ class SiteNoise(Configured):
         agreed = json.dumps([*terms, self.get_config()], sort_keys=True)
         for generator in (*encrypter._pos_rng, *encrypter._neg_rng):
             bits = generator.bit_generator
-            told = json.dumps(bits.state, sort_keys=True) + agreed
-            seed = int.from_bytes(hashlib.sha256(told.encode()).digest(), "big")
+            terms_so_far = json.dumps(bits.state, sort_keys=True) + agreed
+            seed = int.from_bytes(hashlib.sha256(terms_so_far.encode()).digest(), "big")
             bits.state = type(bits)(seed).state
 
     def _few(self, encrypter: Any) -> str:

@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of an update, group by group, and whether a client's reply is within them."""
+"""The limits of an update, group by group; whether a reply is within them; and its arrays.
+
+Also finds running statistics, such as those of BatchNorm, which must not get noise.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fedclip.arrays import Float64, backend_of, on_host
+import numpy as np
+
+from fedclip.arrays import Array, Float64, HostView, backend_of, narrowed, on_host
+from fedclip.arrays.blocks import peak as peak_of
+from fedclip.arrays.numpy import bits
 from fedclip.core.measures import Order
 from fedclip.core.scopes import Groups, Scope, in_table, resolve
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
-from fedclip.transforms import Gradient, NormClipping, NotFiniteError
-from fedclip.updates.averaging import finite_values
+from fedclip.transforms import NormClipping, NotFiniteError, prepare, take_step
 from fedclip.updates.protocol import COUNTS, Arrays, Reply, is_one_of
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
@@ -28,7 +38,7 @@ _SLACK = 1.0 + 1e-5
 def signature(arrays: Arrays) -> Signature:
     """Return names and shapes.
 
-    Dtypes are none of it: if one client's dtype decided about the updates of others, that client
+    Dtypes do not count: if one client's dtype decided about the updates of others, that client
     could move the average by more than its share.
     """
     return tuple(sorted((name, tuple(array.shape)) for name, array in arrays.items()))
@@ -99,7 +109,7 @@ class Limits:
         try:
             return self.excess(reply.arrays, bound, whole, reply.clients)
         except Exception as exc:
-            return f"it can not be measured ({exc!r:.200})"
+            return f"it cannot be measured ({exc!r:.200})"
 
     def excess(self, arrays: Arrays, bound: float, whole: bool = True, clients: int = 1) -> str:
         """Return by how much an update is beyond its limit; of a sum, only what its dtypes are."""
@@ -138,17 +148,150 @@ class Limits:
         noise = self._noise(arrays, bound, clients)
         limits = tuple(limit * mass + noise for limit in self.of(groups, bound, whole))
         transform = NormClipping(Constant(limits))
-        gradient = Gradient.of(self.called, sums, groups, transform)
-        found = gradient.clipped(transform, NoState(), "raise")
-        return dict(gradient.result(sums, found.outputs, gradient.rest))
+        gradient = prepare(self.called, sums, groups, transform)
+        outcome = take_step(transform, gradient, NoState(), "raise")
+        return dict(gradient.result(sums, outcome.outputs))
 
 
 def norms_of(arrays: Arrays, groups: Groups, called: str, ord: Order = 2) -> list[float] | None:
     """Return the norms of the groups of an update; None if an array holds NaN or infinity."""
     transform = NormClipping(Constant((math.inf,)), ord, dry=True)
-    gradient = Gradient.of(called, arrays, groups, transform)
+    gradient = prepare(called, arrays, groups, transform)
     try:
-        norms = gradient.clipped(transform, NoState(), "raise").norms
+        norms = take_step(transform, gradient, NoState(), "raise").norms
     except NotFiniteError:
         return None
     return [float(norm) for norm in on_host(norms)]
+
+
+# -- arrays of updates --------------------------------------------------------------------------
+
+
+def host_values(array: Array) -> HostView:
+    """Return an array's values on the host, dense."""
+    backend = backend_of(array)
+    return backend.to_host(backend.dense(array))
+
+
+def finite_values(array: Array) -> Float64:
+    """Return an array in float64, with the ends of its dtype instead of infinity."""
+    return np.asarray(np.nan_to_num(host_values(array)), np.float64)
+
+
+def rounded(means: Mapping[str, Float64], like: Arrays) -> dict[str, Array]:
+    """Return averages as arrays like those of an update, but dense."""
+    return {
+        name: narrowed(mean, backend_of(like[name]).dense(like[name]))
+        for name, mean in means.items()
+    }
+
+
+def zeros(arrays: Arrays) -> dict[str, Array]:
+    """Return zeros of the same shapes, whatever the arrays hold."""
+    return {name: backend_of(array).keep_if(False, [array])[0] for name, array in arrays.items()}
+
+
+def peaks(arrays: Arrays, limit: float) -> dict[str, float]:
+    """Return the tensors that hold a value beyond ±limit, or NaN, and their largest values."""
+    beyond = {}
+    for name, array in arrays.items():
+        peak = peak_of(bits(backend_of(array).to_host(array)))
+        if not peak <= limit:
+            beyond[name] = peak
+    return beyond
+
+
+# -- running statistics, such as those of BatchNorm ---------------------------------------------
+#
+#     by name       running_mean, moving_variance, mean_ema, batch_stats, num_batches_tracked
+#     by siblings   mean and var of one layer; with a counter in it, any two of one shape that are
+#                   not called like weights
+#     by form       arrays without names: of three vectors in a row of one length, only the last is
+#                   positive everywhere, like BatchNorm's beta, mean, variance; or a counter follows
+#
+# Noise belongs on free numbers. A variance with noise turns negative, and a mean or variance is
+# often many times longer than all weights together, so that it uses up the bound.
+_MOMENT = "(?:mean|var|variance|std|avg|average)"
+_NAMED = re.compile(
+    rf"(?:running|moving|ema|population|tracked)_?(?:{_MOMENT}|stats?)(?![a-z])"
+    rf"|(?<![a-z]){_MOMENT}_ema(?![a-z])|batch_?stats|num_batches_tracked"
+)
+_LEARNT = {"weight", "bias", "scale", "offset", "gamma", "beta", "kernel", "w", "b"}
+
+
+def refuse_statistics(model: Arrays) -> None:
+    """Refuse noise on a model that holds running statistics.
+
+    Raises
+    ------
+    ValueError
+        The message names them, and says what to do.
+    """
+    if names := statistics_of(model):
+        named = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
+        raise ValueError(
+            f"the model holds running statistics ({named:.300}), and noise is for weights only: a "
+            "variance with noise turns negative. Keep them at the clients (personal layers; or "
+            "leave them out of the exchanged arrays), or use a layer without them, as GroupNorm"
+        )
+
+
+def statistics_of(model: Arrays) -> list[str]:
+    """Return the names of the arrays that are running statistics, in the model's order.
+
+    Parameters
+    ----------
+    model
+        Arrays by name, of any framework; their values are looked at only if they have no names.
+
+    Examples
+    --------
+    >>> ones = np.ones(2)
+    >>> statistics_of({"bn.weight": ones, "bn.running_var": ones, "fc.weight": np.ones((2, 2))})
+    ['bn.running_var']
+    """
+    layers: dict[str, dict[str, str]] = {}
+    for name in model:
+        *above, last = re.split(r"[/.:|]+|==", re.sub(r":\d+$", "", name.lower()))
+        layers.setdefault("/".join(above), {})[last] = name
+    matches = {name for name in model if _NAMED.search(name.lower())}
+    for prefix, layer in layers.items():
+        matches |= _siblings(layer, model) if prefix else set()
+        matches |= set(_in_rows(layer, model))
+    return [name for name in model if name in matches and not _is_whole(model[name])]
+
+
+def _siblings(layer: Mapping[str, str], model: Arrays) -> set[str]:
+    """Return the statistics of a layer that its other arrays give away."""
+    matches = {last for last in ("var", "variance", "std") if {last, "mean"} <= layer.keys()}
+    matches |= {"mean"} if matches else set()
+    if any(_is_counter(model[name]) for name in layer.values()):
+        unknown = [last for last in layer if not (last in _LEARNT or last.isdecimal())]
+        shapes = Counter(tuple(model[layer[last]].shape) for last in unknown)
+        matches |= {last for last in unknown if shapes[tuple(model[layer[last]].shape)] > 1}
+    return {layer[last] for last in matches}
+
+
+def _in_rows(layer: Mapping[str, str], model: Arrays) -> Iterator[str]:
+    """Yield the variances among arrays whose names are numbers."""
+    names = [layer[last] for last in sorted(filter(str.isdecimal, layer), key=int)]
+    for name, after in itertools.pairwise(names):
+        if len(model[name].shape) == 1 and _is_counter(model[after]) and _is_positive(model[name]):
+            yield name
+    for shape, group in itertools.groupby(names, lambda name: tuple(model[name].shape)):
+        row = [(name, _is_positive(model[name])) for name in group if len(shape) == 1 < shape[0]]
+        for (_, beta), (_, mean), (name, variance) in zip(row, row[1:], row[2:], strict=False):
+            if variance and not (beta or mean):
+                yield name
+
+
+def _is_counter(array: Any) -> bool:
+    return bool(np.prod(array.shape) == 1 and _is_whole(array))
+
+
+def _is_whole(array: object) -> bool:
+    return "int" in backend_of(array).dtype(array)
+
+
+def _is_positive(array: object) -> bool:
+    return bool(np.all(np.asarray(backend_of(array).to_host(array)) > 0))

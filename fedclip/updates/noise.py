@@ -21,24 +21,24 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
 
-from fedclip.arrays import Array
-from fedclip.core.measures import Float64
+from fedclip.arrays import Array, Float64
 from fedclip.privacy import accounting
 from fedclip.privacy.accounting import Accountant, Release, covers
 from fedclip.privacy.correlated import Stream
 from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
-from fedclip.updates.schedule import Due
+from fedclip.updates.schedule import Participation
 
 MANY_ROUNDS = 10**6
 UNIT = "the updates of a client"
-"""What a ledger of a server says that it protects."""
+"""The unit of protection in a server's ledger."""
 
 # Ledgers without a file, by their identity: a state may go on in another object.
 _OF_THIS_PROCESS: dict[str, Ledger] = {}
@@ -62,8 +62,9 @@ class Budget:
     The parameters are those of `update-clip-server`. `clients` is the number by which the average
     is divided; `bits_noise` is 0 if the clients do not vote (None: the default). A turn costs
     as much as one Gaussian mechanism of multiplier `noise_multiplier`: with coefficients of banded
-    noise, that of a round grows by their norm. `path` is the ledger; without one, what was spent
-    ends with this object.
+    noise, that of a round grows by their norm. With `votes_first`, the first round only
+    counts votes, and costs no more. `path` is the ledger; without one, what was spent ends with
+    this object.
 
     Notes
     -----
@@ -91,6 +92,7 @@ class Budget:
         coefficients: tuple[float, ...] = (1.0,),
         evaluation_share: float = 0.0,
         path: str | None = None,
+        votes_first: bool = False,
     ) -> None:
         self.noise_multiplier, self.clients, self._draws = noise_multiplier, clients, draws
         self.max_epsilon, relation = max_epsilon, accountant.relation
@@ -99,7 +101,7 @@ class Budget:
         # What states say was spent, and in which ledger it was: taken over before the next round.
         self._before = accountant
         self._origins: list[str] = []
-        self._identity, self._due = uuid4().hex, Due(1, 0)
+        self._identity, self._due = uuid4().hex, Participation(1, 0)
         both = accounting.split_evaluation(noise_multiplier, evaluation_share)
         self.update_noise, self.evaluation_noise = both
         # Whether a round was trained, and its evaluation, which is paid for, is not done.
@@ -108,7 +110,10 @@ class Budget:
         self._begin()
         if bits_noise is None:
             bits_noise = accounting.default_bits_noise(both[0], clients)
-        self.bits_noise = bits_noise
+        self.bits_noise, self.votes_first = bits_noise, votes_first
+        # One vote moves the counts by 1, another vote in its place by sqrt(2), where the update
+        # moves by C and by 2 C.
+        self.noise_of_bins = bits_noise * (2.0 if relation == "add-remove" else math.sqrt(2.0))
         if bits_noise:
             self.update_noise = accounting.split_noise(self.update_noise, bits_noise)
         self.update_noise *= math.hypot(*coefficients)
@@ -129,7 +134,7 @@ class Budget:
         self._rounds, self._stream, self._drawn = 0, Stream(self.coefficients), False
 
     def _turns(self, rounds: int) -> int:
-        """Return how many turns a client has, at most, from the first of so many rounds on."""
+        """Return how many turns a client has, at most, in the first `rounds` rounds."""
         return -(-rounds // self.separation)
 
     @property
@@ -165,33 +170,56 @@ class Budget:
 
     def cost(self, rounds: int) -> float:
         """Return the epsilon after `rounds` more rounds."""
+        accountant = self._after_votes()
+        rounds = max(rounds - self.votes_first, 0)
         turns = self._turns(self._rounds + rounds) - self._turns(self._rounds)
-        return self.accountant.epsilon(self.noise_multiplier, turns)
+        return accountant.epsilon(self.noise_multiplier, turns)
+
+    @property
+    def _votes_multiplier(self) -> float:
+        """The noise multiplier of a round that only counts votes, and its evaluation."""
+        votes = min(2.0 * self.bits_noise, sys.float_info.max)
+        if self.evaluation_noise > 0.0:
+            # 1 / sqrt(votes^-2 + evaluation^-2), without squares that overflow.
+            return votes / math.hypot(1.0, votes / self.evaluation_noise)
+        return votes
+
+    def _after_votes(self) -> Accountant:
+        """Return what will be spent after a first round that only counts votes."""
+        accountant = self.accountant
+        if self.votes_first:
+            accountant.add(self._votes_multiplier)
+        return accountant
 
     def rounds_left(self, most: int = MANY_ROUNDS) -> int:
         """Return how many more rounds the budget allows, up to `most`."""
         if self.max_epsilon is None:
             return most
-        turns = self.accountant.affordable(self.noise_multiplier, self.max_epsilon, most)
+        accountant = self._after_votes()
+        turns = accountant.affordable(self.noise_multiplier, self.max_epsilon, most)
         paid = self.separation * self._turns(self._rounds) - self._rounds
-        return min(paid + self.separation * turns, most)
+        return min(self.votes_first + paid + self.separation * turns, most)
 
-    def reserve(self, round_: int, due: Due | None = None) -> str:
-        """Charge a round before anything of it leaves; return why there is none, or ""."""
-        due = due or Due(1, 0)
+    def reserve(self, round_: int, due: Participation | None = None) -> str:
+        """Charge a round before anything of it leaves; return why it cannot begin, or ""."""
+        due = due or Participation(1, 0)
         if not (self._drawn and due.follows(self._due)):
             self._begin()
         self._due, self._drawn = due, False
         turns = int(self._rounds % self.separation == 0)
+        only_votes, self.votes_first = self.votes_first, False
         try:
             if why := self._take_over():
                 return why
             z, name = self.noise_multiplier, self.schedule
+            if only_votes:
+                z, turns = self._votes_multiplier, 1
             if self.ledger.reserve(z, 1.0, turns, schedule=name, round_=round_) < turns:
                 return self.refusal() or "the privacy budget is spent"
         except (OSError, ValueError) as exc:
             return str(exc)
-        self._rounds += 1
+        # The first round with an update begins a schedule.
+        self._rounds += not only_votes
         return ""
 
     def identity(self) -> str:
@@ -247,10 +275,9 @@ class Budget:
             f"max_epsilon = {self.max_epsilon:g}"
         )
 
-    def noise_on_votes(self, round_: int) -> float:
-        """Return the noise on the sum of the votes of a round."""
-        # A sum of votes lies on the grid of its noise, so the noise can be drawn by itself.
-        return float(noised(np.zeros(1), self.bits_noise, self._draws(round_, 0))[0])
+    def noised_counts(self, counts: Float64, round_: int) -> Float64:
+        """Return the counts of the votes of a round with noise."""
+        return noised(counts, self.noise_of_bins, self._draws(round_, 0))
 
     def evaluated(self, rows: Float64, round_: int) -> Float64 | None:
         """Return the means of the clients' numbers with noise; None if it is not paid for.
@@ -280,8 +307,8 @@ class Budget:
         # What a round takes back must be of the same values, whatever their order.
         names = sorted(average)
         normals = self._next(average, round_)
-        found = add_noise({name: average[name] for name in names}, std, normals, exact)
-        return {name: found[name] for name in average}
+        result = add_noise({name: average[name] for name in names}, std, normals, exact)
+        return {name: result[name] for name in average}
 
     def skip(self, average: Mapping[str, Array], round_: int) -> None:
         """Draw the noise of a round that is not released: later rounds count it as one."""
@@ -297,7 +324,7 @@ class Budget:
 
         def piece(size: int) -> Float64:
             nonlocal noise
-            found, noise = noise[:size], noise[size:]
-            return found
+            drawn, noise = noise[:size], noise[size:]
+            return drawn
 
         return piece

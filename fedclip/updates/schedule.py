@@ -21,8 +21,8 @@ from uuid import uuid4
 from fedclip.core import parameters
 
 
-class Due(NamedTuple):
-    """What a schedule says of a round.
+class Participation(NamedTuple):
+    """The place of a round in a schedule.
 
     Attributes
     ----------
@@ -41,14 +41,14 @@ class Due(NamedTuple):
     schedule: str = ""
     round: int = 0
 
-    def follows(self, other: Due) -> bool:
+    def follows(self, other: Participation) -> bool:
         """Whether this is the next round of the same schedule."""
-        wanted = other.round + bool(self.schedule)
-        return (self.schedule, self.round) == (other.schedule, wanted)
+        expected = other.round + bool(self.schedule)
+        return (self.schedule, self.round) == (other.schedule, expected)
 
     @classmethod
-    def of(cls, clients: int, per_round: int) -> Due:
-        """Return how far turns are apart where at most so many of the clients are in a round."""
+    def of(cls, clients: int, per_round: int) -> Participation:
+        """Return how far turns are apart with at most `per_round` of the clients in a round."""
         return cls(-(-clients // per_round), clients)
 
     def refusal(self, separation: int, per_round: int) -> str:
@@ -74,7 +74,7 @@ class Schedule:
 
     Attributes
     ----------
-    turns : Due
+    turns : Participation
         How far a client's turns are from each other, and how many clients take them.
     identity : str
         A name that no other schedule has.
@@ -98,14 +98,14 @@ class Schedule:
             raise ValueError("a schedule needs at least one client, got none")
         if len(set(self.clients)) < len(self.clients):
             raise ValueError("a schedule needs different names: a client would have two turns")
-        self.turns = Due.of(len(self.clients), per_round)
+        self.turns = Participation.of(len(self.clients), per_round)
         self.identity = uuid4().hex
 
-    def at(self, round_: int) -> Due:
+    def at(self, round_: int) -> Participation:
         """Return what `AdaptiveBound.open` has to know of a round, from 0 on."""
         return self.turns._replace(schedule=self.identity, round=round_)
 
     def due(self, round_: int) -> Sequence[str]:
         """Return who has a turn in a round, from 0 on."""
-        apart = self.turns.separation
-        return self.clients[round_ % apart :: apart]
+        separation = self.turns.separation
+        return self.clients[round_ % separation :: separation]

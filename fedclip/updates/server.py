@@ -7,26 +7,37 @@
     for each round:
         sent = server.open()                            to each client
         reply = client.clip(update, sent, steps=n)      on each client, an `UpdateClient`
-        closed = server.close(replies, like=model)
+        for each reply that arrives:
+            server.add(reply, like=model)
+        closed = server.close()
         the model moves by closed.average
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from fedclip.arrays import Float64
 from fedclip.core.scopes import Scope, check_exclude, check_scope
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.aggregation import Closing
-from fedclip.updates.averaging import rounded, zeros
+from fedclip.updates.aggregation import Aggregation, Combining, RunningAverage
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SITES_ELSEWHERE
-from fedclip.updates.combining import Combining
-from fedclip.updates.limits import Limits, check_whole
-from fedclip.updates.protocol import VOTES, Arrays, Closed, Reply, SentBound, is_one_of
-from fedclip.updates.running import refuse_statistics
-from fedclip.updates.schedule import Due
+from fedclip.updates.limits import Limits, check_whole, refuse_statistics, rounded, zeros
+from fedclip.updates.protocol import (
+    BINS,
+    WITHOUT_BINS,
+    Arrays,
+    Reply,
+    RoundResult,
+    SentBound,
+    counts_of,
+    is_vote,
+)
+from fedclip.updates.schedule import Participation
 from fedclip.updates.weights import Shares
 
 
@@ -80,8 +91,10 @@ class UpdateServer:
         self.bound = bound
         limits = Limits(check_scope(scope, limits=True), check_exclude(exclude), bound.name)
         check_whole(limits.scope)
-        self.closing = Closing(limits, shares or Shares(), combining or Combining())
-        why = self.closing.beside_noise() if bound.budget else ""
+        self.aggregation = Aggregation(limits, shares or Shares(), combining or Combining())
+        self._running: RunningAverage | None = None
+        self._counts = np.zeros(BINS)
+        why = self.aggregation.unfit_for_noise() if bound.budget else ""
         if bound.site is not None:
             why = SITES_ELSEWHERE
         if bound.evaluation_share:
@@ -100,57 +113,110 @@ class UpdateServer:
         if self.bound.budget:
             refuse_statistics(model)
 
-    def open(self, due: Due | None = None) -> SentBound:
+    def open(self, due: Participation | None = None) -> SentBound:
         """Return the message to each client, which may say why the training ends.
 
         `due` is what a `Schedule` says of the round, if clients take turns.
         """
         self.bound.sent = replace(
             self.bound.open(due),
-            scope=self.closing.limits.scope,
-            steps=self.closing.shares.kind == "steps",
+            scope=self.aggregation.limits.scope,
+            steps=self.aggregation.shares.kind == "steps",
         )
+        # A round that was not closed is discarded.
+        self._running = None
         return self.bound.sent
 
-    def close(self, replies: Sequence[Reply], like: Arrays) -> Closed:
-        """Return the average of the replies; those that no honest client has sent are zeros.
+    def add(self, reply: Reply, like: Arrays) -> str:
+        """Add a reply to the open round; return why it counts as zeros, or "".
+
+        A round holds two arrays of the model's size in float64, however many clients reply;
+        `aggregation.holds` says what it holds beyond that. A second reply of a sender changes
+        nothing, and neither does one that cannot be read.
 
         Parameters
         ----------
-        replies
-            All replies of the round; or their secure sum.
+        reply
+            The reply of a client, or the secure sum of all of them.
         like
             The model, or what else has the names, shapes and dtypes of its updates.
 
         Raises
         ------
         RuntimeError
-            If no round is open, or the open one must not be released; with noise, if no reply of
-            the first round can be used.
+            If no round is open, or the open one must not be released.
         ValueError
             If a secure sum is not to become a mean; see `check_model`.
         """
-        self.check_model(like)
         bound, sent = self.bound, self.bound.sent
         if sent is None or sent.stop:
             raise RuntimeError(sent.stop if sent else "no round is open: call open() first")
-        if why := self.closing.of_sums(replies):
+        if why := self.aggregation.unfit_for_sums([reply]):
             raise ValueError(why)
-        # With noise, divide by the clients that were asked, whoever replies.
-        fixed = bound.budget.clients if bound.budget else None
-        vetted = self.closing.of(replies, like, sent.bound, bound.warn, clients=fixed)
-        if why := bound.unheard(vetted.void):
+        if self._running is None:
+            self.check_model(like)
+            # With noise, divide by the clients that were asked, whoever replies.
+            clients = bound.budget.clients if bound.budget else None
+            self._counts = np.zeros(BINS)
+            self._running = self.aggregation.start(like, sent.bound, bound.warn, clients=clients)
+        before = self._running.clients
+        fault = self._running.add(reply)
+        if self._running.clients > before:
+            self._counts += self._votes(reply)
+        return fault
+
+    def close(self, replies: Iterable[Reply] = (), like: Arrays | None = None) -> RoundResult:
+        """Return the average of the replies; those that no honest client has sent are zeros.
+
+        Parameters
+        ----------
+        replies
+            Replies, or their secure sum, that are added first.
+        like
+            As for `add`; needed if nothing was added before.
+
+        Raises
+        ------
+        RuntimeError
+            As `add`; with noise, also if no reply of the first round can be used.
+        ValueError
+            As `add`.
+        """
+        if like is not None:
+            self.check_model(like)
+        bound = self.bound
+        if bound.sent is None or bound.sent.stop:
+            raise RuntimeError(
+                bound.sent.stop if bound.sent else "no round is open: call open() first"
+            )
+        for reply in replies:
+            self.add(reply, like or {})
+        running, self._running = self._running, None
+        if running is None:
+            if like is None:
+                raise ValueError("nobody has replied: give close() the model as `like`")
+            self._counts = np.zeros(BINS)
+            running = self.aggregation.start(like, bound.sent.bound, bound.warn)
+        exact = running.finish()
+        if why := bound.unheard(running.void):
             bound.halt(why)
             raise RuntimeError(why)
-        said = [r for r in replies if r.clients > 1 or is_one_of(VOTES, (r.votes, r.within))]
-        clients = sum(reply.clients for reply in replies)
-        record = bound.count(sum(r.votes for r in said), sum(r.within for r in said), clients)
-        record["clipped"] = sum(reply.clipped for reply in vetted.sound)
-        record["zeroed"] = sum(reply.zeroed for reply in vetted.sound)
-        record |= {"replies": clients, "refused": len(replies) - len(vetted.sound)}
-        average = rounded(vetted.exact, like) if vetted.exact else zeros(like)
-        released = dict(bound.release(average, vetted.exact))
-        return Closed(released, bound.withheld, vetted.faults, record)
+        record = bound.count(self._counts, running.clients)
+        record |= {"clipped": running.clipped, "zeroed": running.zeroed}
+        refused = sum(map(bool, running.faults))
+        record |= {"replies": running.clients, "refused": refused}
+        average = rounded(exact, running.like) if exact else zeros(running.like)
+        released = dict(bound.release(average, exact))
+        return RoundResult(released, bound.withheld, running.faults, record)
+
+    def _votes(self, reply: Reply) -> Float64:
+        """Return the counts of a reply; none if no honest client votes so."""
+        if reply.clients == 1 and not is_vote(reply.votes, reply.within, reply.bins):
+            return np.zeros(BINS)
+        if self.bound.budget and reply.votes and not len(reply.bins):
+            self.bound.warn(f"{reply.sender or 'a reply'}: {WITHOUT_BINS}")
+            return np.zeros(BINS)
+        return counts_of(reply.votes, reply.within, reply.bins)
 
     def get_state(self) -> dict[str, Any]:
         """Return the bound, the number of rounds, and what was spent of the budget."""

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's rounds and state, kept in a file over restarts, for any engine.
+"""A server from a table of settings, with its rounds and state in a file, for any engine.
+
+The settings of server and clients are in one table: `server_of`, `client_of`; among those of an
+app, `settings_in`.
 
 ::
 
-    Served(settings, folder):
+    PersistentServer(settings, folder):
         lock the file; take over the state that it holds
-        write the file                       one that can not be written is found out now
+        write the file                       a file that cannot be written is refused now
     Open a round:
         charge it to the ledger in the same folder, if there is noise
     Close a round:
@@ -14,52 +17,167 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedclip.core.plugins import VERSION
 from fedclip.core.records import SERVED, RoundRecord
-from fedclip.core.version import VERSION
-from fedclip.errors import StateError
+from fedclip.errors import StateError, nearest
 from fedclip.privacy.ledger import FILE
 from fedclip.privacy.locks import locked
-from fedclip.updates.protocol import Arrays, Closed, Reply, SentBound
-from fedclip.updates.schedule import Due
+from fedclip.updates.aggregation import Combining
+from fedclip.updates.bound import AdaptiveBound
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.client_noise import SITES_ELSEWHERE
+from fedclip.updates.protocol import Arrays, Reply, RoundResult, SentBound
+from fedclip.updates.schedule import Participation
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.tables import server_of
+from fedclip.updates.weights import Shares
+
+_PARTS: tuple[Callable[..., Any], ...] = (AdaptiveBound, UpdateClient, Shares, Combining)
+# Those that an app may have for itself, too, outside of the table.
+_ANYBODYS = {
+    *("combine", "delta", "exclude", "generator", "learning_rate", "max_steps", "momentum"),
+    *("noise", "quantile", "relation", "rounds", "scope", "seed", "weights"),
+}
 
 
-class Kept(NamedTuple):
-    """What a file holds: settings, the server's state, and the record of each round."""
+def _known(part: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(part).parameters)
+
+
+def _of(part: Callable[..., Any], settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return those of the settings that a part takes; refuse one that none takes."""
+    known = set[str]().union(*map(_known, _PARTS))
+    for name in settings.keys() - known:
+        hint = nearest(name, known) or f"; its parameters are {', '.join(sorted(known))}"
+        raise TypeError(f"update clipping has no parameter {name!r}{hint}")
+    return {name: settings[name] for name in settings if name in _known(part)}
+
+
+def settings_in(run_config: Mapping[str, object]) -> dict[str, Any]:
+    """Return what an app's run configuration has in its table ``update-clip``.
+
+    Parameters
+    ----------
+    run_config
+        Settings by name, such as ``"update-clip.start-norm"``; ``-`` and ``_`` are the same.
+
+    Raises
+    ------
+    ValueError
+        If a setting of update clipping is given twice, or elsewhere, where nobody would read it.
+
+    Examples
+    --------
+    >>> settings_in({"rounds": 9, "update-clip.start-norm": 0.5, "update-clip.weights.7": 2.0})
+    {'start_norm': 0.5, 'weights': {'7': 2.0}}
+    >>> settings_in({"update_clip.noise-multiplier": 1.0})
+    Traceback (most recent call last):
+    ...
+    ValueError: nobody reads 'update_clip.noise-multiplier': write update-clip.noise-multiplier
+    """
+    settings: dict[str, Any] = {}
+    known = set[str]().union(*map(_known, _PARTS)) - _ANYBODYS
+    for name, value in run_config.items():
+        table, dot, key = name.rpartition(".")
+        if not name.startswith("update-clip."):
+            meant = "clip" in table.lower() and nearest(table, ["update-clip", "updateclip"])
+            if meant or get_close_matches(_snake(key), known, n=1, cutoff=0.9):
+                advice = "" if dot else ", or give a setting of the app itself another name"
+                raise ValueError(f"nobody reads {name!r}: write update-clip.{key}{advice}")
+            continue
+        key, dot, inner = name.removeprefix("update-clip.").partition(".")
+        key = _snake(key)
+        if key in settings and not (
+            dot and isinstance(settings[key], dict) and inner not in settings[key]
+        ):
+            raise ValueError(f"update-clip.{key.replace('_', '-')} is given twice: keep one")
+        settings[key] = {**settings.get(key, {}), inner: value} if dot else value
+    return settings
+
+
+def _snake(key: str) -> str:
+    return key.lower().replace("-", "_")
+
+
+def server_of(settings: Mapping[str, object]) -> UpdateServer:
+    """Return the server that a table of settings describes.
+
+    The table has the parameters of `update-clip-server` (whose `max_norm` is the largest bound)
+    and of `clipped-averaging`, except those of declearn alone.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a setting is unknown or wrong.
+
+    Examples
+    --------
+    >>> server_of({"start_norm": 0.5, "scope": "layer", "weights": "steps"}).open().bound
+    0.5
+    >>> server_of({"start_nrom": 0.5})
+    Traceback (most recent call last):
+    ...
+    TypeError: update clipping has no parameter 'start_nrom'; did you mean 'start_norm'?
+    """
+    client = client_of(settings)
+    return UpdateServer(
+        AdaptiveBound(**_of(AdaptiveBound, settings)),
+        scope=client.scope,
+        exclude=client.exclude,
+        shares=Shares(**_of(Shares, settings)),
+        combining=Combining(**_of(Combining, settings)),
+    )
+
+
+def client_of(settings: Mapping[str, object]) -> UpdateClient:
+    """Return the client that the same table describes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a setting is unknown or wrong.
+    """
+    if settings.get("noise_at", "server") != "server":
+        raise ValueError(SITES_ELSEWHERE)
+    return UpdateClient(**_of(UpdateClient, settings))
+
+
+class StoredState(NamedTuple):
+    """The content of a file: settings, the server's state, and the record of each round."""
 
     settings: Mapping[str, object]
     state: Mapping[str, object]
     rounds: list[dict[str, Any]]
 
 
-def read(path: Path) -> Kept:
-    """Return what a file holds.
+def read(path: Path) -> StoredState:
+    """Return the content of a file.
 
     Raises
     ------
     StateError
-        If it is not a file of `Served`, or is damaged.
+        If it is not a file of `PersistentServer`, or is damaged.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        kept = Kept(found["settings"], found["state"], found["rounds"])
-        if not all(isinstance(table, dict) for table in (kept.settings, *kept.rounds)):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        stored = StoredState(content["settings"], content["state"], content["rounds"])
+        if not all(isinstance(table, dict) for table in (stored.settings, *stored.rounds)):
             raise TypeError("settings must be a table, and rounds tables")
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise StateError(
             f"{path} is not a server's file of update clipping, or is damaged ({exc!r:.200}): "
             "name the folder of this federation, or another one if nothing was spent in it"
         ) from exc
-    return kept
+    return stored
 
 
 def server_in(folder: Path | None, settings: Mapping[str, object]) -> UpdateServer:
@@ -86,7 +204,7 @@ def absolute(folder: str | Path | None) -> Path | None:
     return path
 
 
-class Served:
+class PersistentServer:
     """An `UpdateServer` whose state is in a file before anything of a round is released.
 
     Parameters
@@ -106,23 +224,23 @@ class Served:
     StateError
         If the file is damaged, or was made with noise and these settings add none.
     OSError
-        If the file can not be written, or another process serves from it.
+        If the file cannot be written, or another process serves from it.
 
     Notes
     -----
     Guarantee: epsilon in the ledger is never less than that of the rounds that `open` has begun.
-    A ledger that is put back to an earlier one can not be seen, unless the state is later.
+    A ledger that is put back to an earlier one cannot be seen, unless the state is later.
 
     Examples
     --------
     >>> import numpy as np, tempfile
     >>> folder, model = tempfile.mkdtemp(), {"w": np.zeros(2)}
-    >>> served = Served({"start_norm": 1.0}, folder)
+    >>> served = PersistentServer({"start_norm": 1.0}, folder)
     >>> served.open().bound
     1.0
     >>> _ = served.close([Reply({"w": np.array([0.3, 0.4])}, votes=1, within=1)], model)
     >>> served.leave()
-    >>> again = Served({"start_norm": 1.0}, folder)
+    >>> again = PersistentServer({"start_norm": 1.0}, folder)
     >>> again.open().round, again.rounds[0]["share"]
     (2, 1.0)
     """
@@ -140,7 +258,7 @@ class Served:
         self.rounds: list[dict[str, Any]] = []
         self.path = None if place is None else place / SERVED
         self.leave: Callable[[], object] = lambda: None
-        """Let others serve from the file; the end of this object does so, too."""
+        """Release the file to others; the end of this object does so, too."""
         if folder is None and self.server.bound.budget is not None:
             text = "noise without a folder: a restart spends the budget again; give folder"
             self.server.bound.logger.warning(text)
@@ -151,26 +269,30 @@ class Served:
         except OSError as exc:
             raise OSError(
                 f"no state can be kept in {place} ({exc}): a server is running there, or this "
-                "process may not write; give each federation a folder of its own"
+                "process may not write; give each federation its own folder"
             ) from exc
         self.leave = weakref.finalize(self, lock.close)
         if self.path.exists():
-            kept = read(self.path)
-            self.server.set_state(dict(kept.state))
-            self.rounds = kept.rounds
+            stored = read(self.path)
+            self.server.set_state(dict(stored.state))
+            self.rounds = stored.rounds
         self._write()
 
-    def open(self, due: Due | None = None) -> SentBound:
+    def open(self, due: Participation | None = None) -> SentBound:
         """Return the message to each client; see `UpdateServer.open`."""
         return self.server.open(due)
 
-    def close(self, replies: Sequence[Reply], like: Arrays) -> Closed:
+    def add(self, reply: Reply, like: Arrays) -> str:
+        """Add a reply; see `UpdateServer.add`. The sum so far is in no file."""
+        return self.server.add(reply, like)
+
+    def close(self, replies: Iterable[Reply] = (), like: Arrays | None = None) -> RoundResult:
         """Return the average of the replies; see `UpdateServer.close`.
 
         Raises
         ------
         OSError
-            If the file can not be written. Then nothing of the round is released.
+            If the file cannot be written. Then nothing of the round is released.
         """
         closed = self.server.close(replies, like)
         self.rounds.append(closed.record)
@@ -180,9 +302,10 @@ class Served:
     def _records(self) -> Iterator[dict[str, Any]]:
         """Yield the rounds as reports read them, with one step for each vote.
 
-        Norms stay on the clients, and with noise so does what was clipped: then the share tells.
+        Norms stay on the clients. With noise the number of clipped ones does, too; the share
+        replaces it.
         """
-        adaptive = self.server.bound.learning_rate > 0
+        adaptive = self.server.bound.follows
         for round_ in self.rounds:
             bound, share, steps = round_["bound"], round_["share"], round_["replies"]
             limit = {"limit": bound, "limit_min": bound, "limit_max": bound}

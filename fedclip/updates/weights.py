@@ -34,6 +34,8 @@ WITH_NOISE = (
     "weights out of clipped-averaging"
 )
 
+SUM_AND_REPLIES = "it is a secure sum together with other replies"
+
 
 def shares_of(weights: Sequence[float], max_share: float | None = None) -> list[float]:
     """Return shares in proportion to weights >= 0, none above `max_share`.
@@ -50,30 +52,30 @@ def shares_of(weights: Sequence[float], max_share: float | None = None) -> list[
     most, top = max_share or 1.0, max(weights, default=0.0)
     open_ = {i: weight / top for i, weight in enumerate(weights) if weight > 0}
     shares = [0.0] * len(weights)
-    left = 1.0
+    remaining = 1.0
     while open_:
-        rest = sum(open_.values())
-        over = [i for i, weight in open_.items() if weight * left / rest > most]
+        total = sum(open_.values())
+        over = [i for i, weight in open_.items() if weight * remaining / total > most]
         for i in over or open_:
-            shares[i] = most if over else open_[i] * left / rest
+            shares[i] = most if over else open_[i] * remaining / total
         if not over:
             break
         open_ = {i: weight for i, weight in open_.items() if i not in set(over)}
-        left = max(0.0, left - most * len(over))
+        remaining = max(0.0, remaining - most * len(over))
     return shares
 
 
 class Share(NamedTuple):
-    """What a reply is in the average.
+    """The part of a reply in the average.
 
     Attributes
     ----------
     factor
-        By what it is multiplied.
+        The number that multiplies the update.
     mass
         How many bounds it may reach: the sum of the factors in a secure sum.
     fault
-        Why it can not be weighed.
+        Why it cannot be weighed.
     """
 
     factor: float
@@ -119,12 +121,12 @@ class Shares:
         self.factors = {n: part / max(shares) for n, part in zip(self.table, shares, strict=True)}
 
     def unfit(self, secure: bool) -> str:
-        """Return why these weights can not be those of a secure sum; "" if they can."""
+        """Return why these weights cannot be those of a secure sum; "" if they can."""
         if not secure or self.kind != "steps" or (self.max_steps and self.max_share is None):
             return ""
         return (
             "under secure aggregation, weights = 'steps' needs max_steps, and takes no max_share: "
-            "nobody sees the others' steps there; a table of weights takes max_share"
+            "nobody sees the steps of other clients there; a table of weights takes max_share"
         )
 
     def strangers(self, names: Collection[str]) -> str:
@@ -161,24 +163,41 @@ class Shares:
         shares = shares_of(weights, self.max_share)
         return [Share(share, 1.0, fault) for share, fault in zip(shares, faults, strict=True)]
 
+    def weight_of(self, reply: Reply, alone: bool = True) -> Share:
+        """Return what a reply is multiplied by before the sum is divided by that of the weights.
+
+        `alone`: no secure sum is next to other replies. Without `max_share` that is what `of` says.
+        """
+        if self.kind == "equal":
+            return Share(1.0, reply.clients)
+        if reply.clients > 1 and alone:
+            return self._of_sum(reply)
+        if fault := self._fault(reply, ()) or ("" if alone else SUM_AND_REPLIES):
+            return Share(0.0, 0.0, fault)
+        return Share(self.factors.get(reply.sender, self.counted(reply.steps or 0)), 1.0)
+
+    def divisor_of(self, reply: Reply, share: Share) -> float:
+        """Return what a reply adds to the divisor: its weight; of a secure sum, 1."""
+        return 1.0 if reply.clients > 1 and not share.fault else share.factor
+
     def _fault(self, reply: Reply, seen: Collection[str]) -> str:
         if reply.clients != 1:
-            return "it is a sum beside other replies"
+            return SUM_AND_REPLIES
         if not self.table:
             claimed = type(reply.steps) is int and reply.steps >= 0
-            return "" if claimed else "its number of steps is none"
+            return "" if claimed else "its number of steps is not valid"
         if reply.sender in seen:
             return "its sender has replied already"
         return "" if reply.sender in self.table else "weights does not name its sender"
 
     def _of_sum(self, reply: Reply) -> Share:
-        """Return what a secure sum is: the average is it, divided by the sum of the factors."""
+        """Return the part of a secure sum: the average is the sum over the sum of the factors."""
         if fault := self.unfit(True):
             return Share(0.0, 0.0, fault)
         if self.table:
             names = reply.senders or (self.table if reply.clients == len(self.table) else ())
             if len(set(names)) != reply.clients or not self.table.keys() >= set(names):
-                return Share(0.0, 0.0, "weights does not tell who is in the secure sum")
+                return Share(0.0, 0.0, "weights does not name the clients of the secure sum")
             mass = sum(self.factors[name] for name in names)
             # If some are missing, nobody's share grows beyond the largest: the step is shorter.
             least = max(self.factors[name] for name in names) / (self.max_share or 1.0)

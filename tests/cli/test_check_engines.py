@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from fedclip.cli.check.claims import Claim, voids_of
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.main import app
 from fedclip.core.toml import toml_value
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.claims import Claim, voids_of
+from fedclip.updates.bound import AdaptiveBound
 
 NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
 

@@ -198,7 +198,7 @@ def test_named_values_are_ranked_and_go_on_where_they_stopped(
 
 
 @pytest.mark.slow
-def test_beside_noise_what_would_not_run_is_left_out(odd: Path) -> None:
+def test_unfit_for_noise_what_would_not_run_is_left_out(odd: Path) -> None:
     noisy = '[["update-clip-server", {noise_multiplier = 4.0, expected_clients = 3, delta = 1e-3}]]'
     text = odd.read_text().replace('"averaging"', '"clipped-averaging"')
     text = re.sub(r"(client_opt\]\n(?:.*\n)*?modules = )\[\]", r'\1["update-clip-client"]', text)

@@ -23,7 +23,7 @@ from fedclip.rules.constant import Given
 from fedclip.rules.mad import MadGiven
 from fedclip.rules.own import Own
 from fedclip.testing import to_vector
-from fedclip.transforms import NormClipping, carried, clip_on_device
+from fedclip.transforms import NormClipping, clip_on_device, device_state
 
 # Those of the specimens that clip norms.
 RULES = [
@@ -101,7 +101,7 @@ class Compiled:
         if isinstance(self.clipper, AGC):
             return ()
         first = self.transform.init(self.groups)
-        return carried(self.transform, self.weights, self.groups, self.xp, first, {})
+        return device_state(self.transform, self.weights, self.groups, self.xp, first, {})
 
     def __call__(self, gradients: Any, state: Any) -> tuple[Any, Any]:
         clipper = self.clipper
@@ -234,7 +234,7 @@ def many(framework: str, clipper: Any) -> tuple[Any, Any]:
     arrays = {f"t{i}": MAKE[framework](np.ones((3, 5), np.float32)) for i in range(20)}
     groups = clipper.groups(dict.fromkeys(arrays, (3, 5)))
     transform = clipper.transform(groups)
-    state = carried(transform, arrays, groups, xp, transform.init(groups), {})
+    state = device_state(transform, arrays, groups, xp, transform.init(groups), {})
 
     def step(given: Any, state: Any) -> Any:
         outputs, outcome = clip_on_device(transform, given, groups, xp, state, "skip")
@@ -269,7 +269,7 @@ def test_a_clipper_itself_is_refused_where_it_could_not_remember(
 ) -> None:
     needs(framework)
     clipper.reset()
-    with pytest.raises(TypeError, match="can not leave code that is compiled"):
+    with pytest.raises(TypeError, match="cannot leave code that is compiled"):
         REFUSED[framework](lambda x: clipper.clip({"w": x})["w"])
     # Nothing of the compiled code is left in it.
     assert clipper.clip({"w": np.array([0.3])})["w"] == 0.3
@@ -278,5 +278,5 @@ def test_a_clipper_itself_is_refused_where_it_could_not_remember(
 
 def test_agc_itself_is_refused_in_compiled_code() -> None:
     needs("jax")
-    with pytest.raises(TypeError, match="agc: what a clipper learns and records can not leave"):
+    with pytest.raises(TypeError, match="agc: what a clipper learns and records cannot leave"):
         REFUSED["jax"](lambda x: AGC(0.1).clip({"w": x}, {"w": x})["w"])

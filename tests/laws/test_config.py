@@ -38,7 +38,7 @@ from fedclip import (
     to_toml,
 )
 from fedclip.cli.catalogue import is_ours
-from fedclip.clippers.families import ExactClipper
+from fedclip.clippers.families import Exact
 from fedclip.core.docstrings import docstring_of
 from fedclip.core.parameters import integer, parameter, positive
 from fedclip.rules.constant import Constant
@@ -216,7 +216,7 @@ def test_every_parameter_is_documented(specimen: Specimen) -> None:
 
 
 def test_a_clipper_of_ones_own_declares_its_parameters_or_writes_an_init() -> None:
-    class Declares(ExactClipper, register=False):
+    class Declares(Exact, Clipper, register=False):
         """Halves what is too long."""
 
         name = "declares"

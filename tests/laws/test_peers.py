@@ -387,7 +387,7 @@ ROWS = [
 
 
 # A problem may have one small tensor only, of which no slice is limited.
-@pytest.mark.filterwarnings("ignore:.* leaves all tensors alone")
+@pytest.mark.filterwarnings("ignore:.* clips nothing")
 # torch, of the spread of one element.
 @pytest.mark.filterwarnings(r"ignore:std\(\). degrees of freedom is <= 0:UserWarning")
 @pytest.mark.parametrize("row", ROWS, ids=str)

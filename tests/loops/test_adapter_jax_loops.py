@@ -1,7 +1,6 @@
 """JAX as it is used: donated states, meshes, shard_map, schedules, complex numbers, pytrees."""
 
 import dataclasses
-import json
 import os
 import re
 from functools import partial
@@ -18,6 +17,7 @@ from helpers import Specimen, specimens  # noqa: E402
 
 from fedclip import (  # noqa: E402
     AGC,
+    AutoClip,
     EmaNormClip,
     EmaValueClip,
     NormClip,
@@ -213,28 +213,6 @@ def test_many_steps_at_once_by_scan():
     close(last, state, 1e-5)
 
 
-def test_the_verbs():
-    clipper = ZScoreClip(warmup=2, scope="tensor")
-    chain = optax.chain(as_optax(clipper), optax.sgd(0.1))
-    state = chain.init(PARAMS)
-    assert "norm" not in metrics(clipper, state, PARAMS)
-    update = jax.jit(chain.update)
-    for gradient in GRADS:
-        _, state = update(gradient, state, PARAMS)
-    found = metrics(clipper, state, PARAMS, "clip/")
-    assert json.dumps(found)
-    assert found["clip/norm"] == pytest.approx(norm(GRADS[-1]), rel=1e-5)
-    assert found["clip/b/clipped"] == 1
-    assert found["clip/round/steps"] == 5
-    assert "clip/round/learnt" not in found
-    set_state(clipper, state, PARAMS)
-    assert clipper.get_state()["groups"]
-    close(chain.init(PARAMS)[0].statistics, state[0].statistics)
-    set_state(AGC(0.1), as_optax(AGC(0.1)).init(PARAMS), PARAMS)
-    with pytest.raises(ValueError, match="holds 0"):
-        metrics(clipper, optax.sgd(0.1).init(PARAMS), PARAMS)
-
-
 # -- several devices --------------------------------------------------------------------------
 @pytest.mark.slow
 def test_meshes_and_shard_map_do_what_one_device_does():
@@ -290,11 +268,13 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
     clipper = ZScoreClip(scope="tensor")
     transform = as_optax(clipper)
     _, state = transform.update(GRADS[0], transform.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="holds 0"):
+        metrics(clipper, optax.sgd(0.1).init(PARAMS), PARAMS)
     fewer = dict([*PARAMS.items()][:1])
     many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
     for verb in (metrics, set_state):
         for wrong, params in ((state, fewer), (many, PARAMS)):
-            with pytest.raises(ValueError, match="give those that init got"):
+            with pytest.raises(ValueError, match="give the parameters of init"):
                 verb(clipper, wrong, params)
     assert not clipper.get_state()["groups"]
     chained = optax.chain(optax.masked(transform, True), optax.sgd(0.1), transform)
@@ -315,7 +295,7 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
 
 
 def test_what_is_no_array_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"'act' is no array, but .* eqx\.filter"):
+    with pytest.raises(TypeError, match=r"'act' is not an array, but .* eqx\.filter"):
         as_optax(NormClip(1.0)).init({"w": jnp.ones(2), "act": jax.nn.relu})
 
 
@@ -337,3 +317,34 @@ def test_a_state_of_shapes_alone(specimen: Specimen):
             _, after = jax.eval_shape(transform.update, params, state, params)
             for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
                 assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def test_leaves_of_the_same_path_are_clipped_each_by_itself():
+    tree = {"a": {"b": jnp.array([3.0, 4.0])}, "a.b": jnp.array([0.3, 0.4])}
+    weights = {"a": {"b": jnp.ones(2)}, "a.b": jnp.full(2, 5.0)}
+    transform = as_optax(AGC(0.1))
+    with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
+        transform.update(tree, transform.init(weights))
+    output, _ = transform.update(tree, transform.init(weights), weights)
+    expected = AGC(0.1).clip(
+        {"x": tree["a"]["b"], "y": tree["a.b"]}, {"x": weights["a"]["b"], "y": weights["a.b"]}
+    )
+    np.testing.assert_allclose(output["a"]["b"], expected["x"], rtol=1e-6)
+    np.testing.assert_allclose(output["a.b"], expected["y"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("clipper", "dtype"),
+    [(AutoClip(), "bfloat16"), (NormClip(0.1, dims=[0]), "float32"), (EmaNormClip(), "bfloat16")],
+)
+def test_sessions_that_forbid_promotion(clipper, dtype):
+    params = {"w": jnp.full((3, 2), 2.0, dtype), "b": jnp.ones(2, dtype)}
+    transformation = as_optax(clipper)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        state = transformation.init(params)
+        updates, state = transformation.update(params, state, params)
+        clipper.clip(params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(updates)} == {dtype}
+    # What a clipper keeps is no copy of the parameters to optax.
+    mapped = optax.tree.map_params(transformation, lambda leaf: None, state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)

@@ -4,7 +4,6 @@ Keras' own global_clipnorm, clipnorm and clipvalue are the oracle: with the same
 the inner optimizer does besides must be the same to the rounding of the clip.
 """
 
-import json
 import pickle
 import warnings
 
@@ -152,10 +151,10 @@ def test_what_would_clip_twice_or_not_at_all_is_refused():
             ClippedOptimizer(optimizers.LossScaleOptimizer(inner), NormClip(1.0))
     inner = optimizers.SGD(0.1)
     ClippedOptimizer(inner, NormClip(1.0))
-    with pytest.raises(ValueError, match="in another ClippedOptimizer already"):
+    with pytest.raises(ValueError, match="already in another ClippedOptimizer"):
         ClippedOptimizer(inner, NormClip(1.0))
     several = optimizers.MultiOptimizer(lambda variable: optimizers.SGD(0.1))
-    with pytest.raises(ValueError, match="a ClippedOptimizer of its own"):
+    with pytest.raises(ValueError, match="a ClippedOptimizer around each"):
         ClippedOptimizer(several, NormClip(1.0))
     with pytest.raises(TypeError, match="does not step as Keras' optimizers do"):
         ClippedOptimizer(object(), NormClip(1.0))
@@ -166,7 +165,7 @@ def test_optimizers_of_ones_own_clip_or_are_refused():
         def apply(self, grads, trainable_variables=None):
             raise NotImplementedError
 
-    with pytest.raises(TypeError, match="leave apply as it is"):
+    with pytest.raises(TypeError, match="do not override apply"):
         ClippedOptimizer(Applying(0.1), NormClip(1.0))
 
     class Forgetting(optimizers.SGD):
@@ -181,14 +180,8 @@ def test_the_verbs():
     with pytest.raises(ValueError, match="adamm"):
         ClippedOptimizer("adamm", "norm-clip")
     optimizer = ClippedOptimizer("sgd", ZScoreClip(warmup=1, warmup_factor=None))
-    assert optimizer.last is None
-    assert optimizer.metrics()["round/steps"] == 0
-    assert "norm" not in optimizer.metrics()
     trained(optimizer)
-    found = optimizer.metrics("clip/")
-    assert json.dumps(found)
-    assert found["clip/norm"] == float(optimizer.last)
-    assert found["clip/round/steps"] == 7
+    assert optimizer.metrics()["norm"] == float(optimizer.last)
     state = optimizer.get_state()
     optimizer.reset()
     assert optimizer.last is None
@@ -244,16 +237,11 @@ def test_norm_and_limit_are_in_the_history_and_in_the_variables():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "clipper", "epochs"),
-    [
-        ("pickle", ZScoreClip(warmup=2), 2),
-        ("save", EmaValueClip(), 2),
-    ],
+    ("how", "clipper"), [("pickle", ZScoreClip(warmup=2)), ("save", EmaValueClip())]
 )
-def test_models_resume_bit_for_bit(how, clipper, epochs, tmp_path):
+def test_models_resume_bit_for_bit(how, clipper, tmp_path):
     net = model(ClippedOptimizer(optimizers.Adam(0.01), clipper))
-    if epochs:
-        fit(net, epochs)
+    fit(net, 2)
     with warnings.catch_warnings():
         # Before the first step, Keras says of each of its optimizers that there are no variables.
         warnings.filterwarnings("ignore", "Skipping variable loading", UserWarning)
@@ -264,7 +252,7 @@ def test_models_resume_bit_for_bit(how, clipper, epochs, tmp_path):
             again = pickle.loads(pickle.dumps(net))
     assert isinstance(again.optimizer, ClippedOptimizer)
     assert again.optimizer.clipper.get_config() == net.optimizer.clipper.get_config()
-    assert again.optimizer.metrics()["round/steps"] == 4 * epochs
+    assert again.optimizer.metrics()["round/steps"] == 4 * 2
     fit(net)
     fit(again)
     for a, b in zip(net.get_weights(), again.get_weights(), strict=True):
@@ -353,18 +341,6 @@ def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
     assert all(float(difference) < 1e-6 for difference in found.values()), found
 
 
-def test_agc_takes_the_weights():
-    optimizer, agc = ClippedOptimizer(optimizers.SGD(0.1), AGC(0.1)), AGC(0.1, axis=-1)
-    found = trained(optimizer)
-    weights = {name: v.numpy() for name, v in zip(SHAPES, variables(), strict=True)}
-    for gradients in stream():
-        arrays = {n: np.asarray(g) for n, g in zip(SHAPES, gradients, strict=True)}
-        clipped = agc.clip(arrays, weights)
-        weights = {n: w - np.float32(0.1) * clipped[n] for n, w in weights.items()}
-    close(found, weights.values())
-    assert optimizer.get_state() == {}
-
-
 @pytest.mark.parametrize("clip", CLIPS)
 def test_gradients_are_clipped_outside_of_a_step_as_keras_clips_them(clip):
     optimizer = ClippedOptimizer(optimizers.SGD(0.1), CLIPS[clip]())
@@ -395,7 +371,7 @@ def test_sparse_gradients_of_jax_are_clipped_as_dense_ones():
 def test_the_optimizer_inside_does_not_step_before_the_clipper_is_built():
     inner, held = optimizers.SGD(0.1), variables()
     outer = ClippedOptimizer(inner, NormClip(LIMIT))
-    with pytest.raises(ValueError, match="inside of a ClippedOptimizer that does not know"):
+    with pytest.raises(ValueError, match="inside of a ClippedOptimizer that was not built"):
         inner.apply(list(stream())[1], held)
     outer.build(held)
     inner.apply(list(stream())[1], held)

@@ -20,14 +20,7 @@ from helpers import PATIENCE, require
 torch = require("torch")
 lightning = pytest.importorskip("lightning.pytorch")
 
-from fedclip import (  # noqa: E402
-    AGC,
-    EmaNormClip,
-    FedclipWarning,
-    NormClip,
-    ValueClip,
-    ZScoreClip,
-)
+from fedclip import AGC, EmaNormClip, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.loops.lightning import ClipCallback, LightningClipping  # noqa: E402
 
 pytestmark = [

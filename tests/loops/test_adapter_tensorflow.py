@@ -1,20 +1,12 @@
 """TensorFlow loops: the adapter does what the declearn module does."""
 
-import warnings
-
 import numpy as np
 import pytest
 from helpers import require
 
 tf = require("tensorflow")
 
-from fedclip import (  # noqa: E402
-    AGC,
-    EmaNormClip,
-    FedclipWarning,
-    NormClip,
-    ZScoreClip,
-)
+from fedclip import EmaNormClip, NormClip, ZScoreClip  # noqa: E402
 from fedclip.loops.tensorflow import CompiledClipper, clip  # noqa: E402
 
 # Arithmetic in compiled code is compared with all clippers in test_compiled.py.
@@ -45,40 +37,6 @@ def pairs(gradient, held):
     return list(zip(map(tf.constant, gradient.values()), held, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    [*((n, True) for n in CLIPPERS), ("norm of the average", False)],
-)
-def test_it_does_what_the_module_does(name, compiled):
-    module, clipper, held = CLIPPERS[name](), CLIPPERS[name](), variables()
-
-    def step(*gradients):
-        return [g for g, _ in clip(zip(gradients, held, strict=True), clipper)]
-
-    run = tf.function(step) if compiled else step
-    for t, gradient in enumerate(stream()):
-        if t == 20:
-            gradient["enc/w"][0, 0] = np.nan
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FedclipWarning)
-            expected = module.clip(gradient)
-            outputs = run(*map(tf.constant, gradient.values()))
-        for output, value in zip(outputs, expected.values(), strict=True):
-            np.testing.assert_allclose(output, value, rtol=1e-9, atol=1e-14)
-    if compiled:
-        compiled_clipper = CompiledClipper.of(clipper)
-        assert compiled_clipper.metrics()["round/steps"] == 30
-        assert compiled_clipper.metrics()["round/nonfinite"] == 1
-        clipper.set_state(compiled_clipper.get_state())
-    found, wanted = clipper.get_state()["groups"], module.get_state()["groups"]
-    assert found.keys() == wanted.keys()
-    for label, fields in wanted.items():
-        assert found[label] == pytest.approx(fields, rel=1e-9)
-    for name, fields in module.get_state()["arrays"].items():
-        for field, value in fields.items():
-            np.testing.assert_allclose(clipper.get_state()["arrays"][name][field], value, rtol=1e-9)
-
-
 def test_gradients_of_none_and_indexed_slices():
     table, other = tf.Variable(tf.zeros((5, 2)), name="table"), tf.Variable(0.0, name="other")
     slices = tf.IndexedSlices(tf.constant([[3.0, 0], [4.0, 0]]), tf.constant([1, 1]), [5, 2])
@@ -100,7 +58,7 @@ def test_a_clipper_of_one_model_refuses_the_gradients_of_another():
         return clip([(tf.ones(2), variable)], clipper)[0][0]
 
     tf.function(step)(both[0])
-    with pytest.raises(ValueError, match=r"zscore-clip clips generator, .* norms of critic"):
+    with pytest.raises(ValueError, match="of zscore-clip for 'critic' are of other tensors"):
         tf.function(step)(both[1])
 
 
@@ -124,51 +82,6 @@ def test_checkpoint_and_resume_is_bit_identical(tmp_path):
     for gradient, expected in zip(gradients[15:], whole, strict=True):
         for a, b in zip(again(*gradient), expected, strict=True):
             assert np.array_equal(a, b)
-
-
-@pytest.mark.parametrize(("unit", "compiled"), [("output", True), ("tensor", False)])
-def test_agc_takes_the_weights_from_the_variables(unit, compiled):
-    rng = np.random.default_rng(1)
-    held = [tf.Variable(rng.standard_normal(s), name=n) for n, s in SHAPES.items()]
-    weights = {name: v.numpy() for name, v in zip(SHAPES, held, strict=True)}
-    agc = AGC(0.1, unit=unit)
-    reference = AGC(0.1, unit=unit, axis=-1 if unit == "output" else None)
-
-    def step(*gradients):
-        return [g for g, _ in clip(zip(gradients, held, strict=True), agc)]
-
-    run = tf.function(step) if compiled else step
-    for gradient in stream(3):
-        outputs = run(*map(tf.constant, gradient.values()))
-        expected = reference.clip(gradient, weights).values()
-        for output, value in zip(outputs, expected, strict=True):
-            np.testing.assert_allclose(output, value, rtol=1e-9, atol=1e-14)
-
-
-def test_the_verbs():
-    clipper, held = CLIPPERS["z-score"](), variables()
-    compiled_clipper = CompiledClipper(clipper)
-    assert compiled_clipper.last is None
-    assert compiled_clipper.metrics()["round/steps"] == 0
-    # The variables of the statistics are made by the first step, eagerly here.
-    compiled_clipper(pairs(next(stream()), held))
-    traces = []
-    run = tf.function(
-        lambda *g: traces.append(1) or compiled_clipper(list(zip(g, held, strict=True)))[0][0]
-    )
-    for gradient in stream():
-        run(*map(tf.constant, gradient.values()))
-    found = compiled_clipper.metrics("clip/")
-    assert found["clip/norm"] == float(compiled_clipper.last)
-    assert found["clip/round/steps"] == 31
-    assert len(traces) == 1
-    # What is not counted is not zero.
-    assert not {"clip/round/fixed", "clip/round/learnt", "clip/round/warmup"} & {*found}
-    state = compiled_clipper.get_state()
-    compiled_clipper.reset()
-    assert compiled_clipper.last is None
-    compiled_clipper.set_state(state)
-    assert compiled_clipper.get_state()["groups"] == state["groups"]
 
 
 def test_a_variable_without_a_gradient_has_no_norm_and_no_limit_in_the_step():

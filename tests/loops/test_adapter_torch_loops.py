@@ -8,21 +8,15 @@ from helpers import require
 
 torch = require("torch")
 
-from fedclip import (  # noqa: E402
-    AGC,
-    FedclipWarning,
-    NormClip,
-    ZScoreClip,
-)
+from fedclip import AGC, FedclipWarning, NormClip, ZScoreClip  # noqa: E402
 from fedclip.loops.torch import (  # noqa: E402
-    PureClipping,
     attach,
     attach_update,
     clip_,
     get_state,
     handles,
 )
-from fedclip.loops.torch.clip import are_apart  # noqa: E402
+from fedclip.loops.torch.clip import share_memory  # noqa: E402
 
 
 def build(seed=0, optimizer=torch.optim.SGD, **settings):
@@ -72,24 +66,11 @@ def test_equal_clippers_and_handles_are_not_confused():
     (left,) = handles(one)
     assert left is outer
     attach(other, twin, second)
-    with pytest.raises(ValueError, match=r"attached to .* already"):
+    with pytest.raises(ValueError, match="already attached to"):
         attach(other, clipper, second)
 
 
 # -- steps with a closure ------------------------------------------------------------------------
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_closures_gradients_are_clipped(by_name):
-    model, optimizer = build()
-    before = copy.deepcopy(model.state_dict())
-    handle = attach(optimizer, NormClip(1e-3), model)
-    norms = []
-    closure = closure_of(model, optimizer, norms)
-    loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
-    assert loss.item() > 1
-    assert total(model) <= 1e-3
-    assert float(handle.last) == pytest.approx(norms[0])
-    moved = [(p - before[n]).detach().reshape(-1) for n, p in model.named_parameters()]
-    assert float(torch.cat(moved).norm()) <= 1.001e-4
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": torch.optim.Adam, "fused": True}])
@@ -123,7 +104,7 @@ def test_parameters_without_a_name_are_refused():
     extra = torch.nn.Parameter(torch.ones(3, 7))
     with pytest.raises(ValueError, match="1 parameters without a name"):
         attach(torch.optim.SGD([*model.parameters(), extra], lr=1), NormClip(1.0), model)
-    with pytest.raises(ValueError, match="none of the named parameters"):
+    with pytest.raises(ValueError, match="holds no parameter of those given"):
         attach(optimizer, NormClip(1.0), build()[0].named_parameters())
     attach(optimizer, NormClip(1.0), model.named_parameters())
     loss_of(model).backward()
@@ -169,7 +150,7 @@ def test_a_copy_of_the_optimizer_and_its_handles_clips_too(how):
     for held in (update, second, first):
         held.remove()
     assert handles(twin) == handles(copy.deepcopy(twin)) == []
-    with pytest.raises(TypeError, match=r"norm-clip is in no optimizer .* keep handle\.get_state"):
+    with pytest.raises(TypeError, match=r"norm-clip was removed .* keep handle\.get_state"):
         how(second)
 
 
@@ -308,11 +289,14 @@ def test_views_of_a_flat_buffer_stay_in_it():
     assert float(flat.norm()) == pytest.approx(1.0, rel=3e-6)
 
 
-def test_lbfgs_sees_clipped_gradients_only():
+@pytest.mark.parametrize("by_name", [False, True])
+def test_lbfgs_sees_clipped_gradients_only(by_name):
     model, optimizer = build(optimizer=torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
     norms = []
     handle = attach(optimizer, NormClip(0.1), model)
-    optimizer.step(closure_of(model, optimizer, norms))
+    closure = closure_of(model, optimizer, norms)
+    loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert loss.item() > 1
     assert len(norms) > 1
     assert handle.metrics()["round/steps"] == len(norms)
     # What a run of its own sees, whose closure clips by hand.
@@ -352,29 +336,12 @@ def test_parameters_added_later_are_clipped():
     assert handle.last.groups == ("0.weight", "0.bias", "late.weight", "late.bias")
 
 
-@pytest.mark.slow
-def test_pure_clipping_with_agc():
-    model, _ = build()
-    loss_of(model).backward()
-    weights = {n: p.detach() for n, p in model.named_parameters()}
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-    pure = PureClipping(AGC(0.05, axis=0))
-    update = torch.compile(pure.update, fullgraph=True, backend="eager")
-    found, after = update(gradients, pure.init(gradients), weights)
-    clip_(model, AGC(0.05, axis=0))
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=3e-6, atol=0)
-    assert pure.metrics(after, gradients)["round/clipped"] == 1
-    with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
-        pure.update(gradients, after)
-
-
 def test_tensors_without_an_address_are_left_as_they_are():
     found = []
 
     def look(x):
-        found.append(are_apart([x, 2 * x]))
+        found.append(share_memory([x, 2 * x]))
         return x
 
     torch.func.vmap(look)(torch.ones(2, 3))
-    assert found == [True]
+    assert found == [False]

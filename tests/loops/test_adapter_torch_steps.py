@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -259,7 +258,7 @@ def handles_of(optimizer):
 
 def test_a_wrapper_that_does_not_save_what_is_inside_is_told():
     model = build()
-    with pytest.warns(FedclipWarning, match=r"state_dict\(\) of Forgets is without .* save handle"):
+    with pytest.warns(FedclipWarning, match=r"state_dict\(\) of Forgets lacks .* save handle"):
         attach(Forgets(model.parameters(), 0.1), ZScoreClip(), model)
 
 
@@ -287,7 +286,7 @@ def _clip(clipper, how=clip_):
 def test_a_clipper_that_is_attached_acts_nowhere_else(first, second):
     clipper = ZScoreClip()
     optimizer, handle = first(clipper)
-    sentence = rf"{clipper.name} is attached to an optimizer \(SGD\) already.*clipper of its own"
+    sentence = rf"{clipper.name} is already attached to an optimizer \(SGD\).*copy.deepcopy"
     with pytest.raises(ValueError, match=sentence):
         second(clipper)
     with pytest.raises(ValueError, match=sentence):
@@ -317,158 +316,3 @@ def test_uses_of_a_clipper_that_are_one_after_the_other(how):
         (twin,) = handles(copy.copy(optimizer))
         assert twin.clipper is not clipper
         assert twin.get_state() == handle.get_state()
-
-
-# -- what is attached is seen to act -------------------------------------------------------------
-
-
-@torch.no_grad()
-def _by_hand(model):
-    for p in model.parameters():
-        p -= 1e-3 * p.grad
-        p.grad = None
-
-
-def _pasts_hooks(model, optimizer):
-    optimizer.step = lambda: _by_hand(model)
-    return lambda: (backward(model), optimizer.step())
-
-
-def _without_grad(model, optimizer):
-    @torch.no_grad()
-    def round_():
-        with torch.enable_grad():
-            loss = model(torch.ones(3, 5)).square().sum()
-        for p, g in zip(
-            model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
-        ):
-            p -= 1e-3 * g
-
-    return round_
-
-
-PAST = {
-    "a step past the hooks": _pasts_hooks,
-    "no .grad": _without_grad,
-}
-
-
-@pytest.mark.parametrize("loop", PAST)
-def test_weights_that_learn_past_the_steps_are_seen_in_the_second_round(loop):
-    model = build()
-    optimizer = type("Own", (SGD,), {})(model.parameters(), lr=0.1)
-    handle = attach(optimizer, ZScoreClip(), model)
-    one_round = PAST[loop](model, optimizer)
-    one_round()
-    with pytest.warns(FedclipWarning, match=r"no step of the optimizer \(Own\).* was seen") as said:
-        one_round()
-    assert len(said) == 1
-    one_round()
-    assert handle.last is None
-
-
-def test_a_block_without_a_step_is_told():
-    model = build()
-    sentence = r"zscore-clip has clipped nothing: no step of an optimizer \(SGD\) was seen"
-    handle = attach(SGD(model.parameters(), lr=0.1), ZScoreClip(), model)
-    with pytest.warns(FedclipWarning, match=sentence), handle:
-        backward(model)
-    with pytest.raises(KeyError), attach(SGD(model.parameters(), lr=0.1), ZScoreClip(), model):
-        raise KeyError
-
-
-def _skipping(model, optimizer):
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
-    for _ in range(130):
-        optimizer.zero_grad()
-        scaler.scale(backward(model, 1e-3).detach() * model[0].bias.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
-def _adversary(model, optimizer):
-    # Frees the critic many times before the other side has its turn.
-    critic = torch.nn.Linear(2, 1)
-    other = SGD(critic.parameters(), lr=0.01)
-    with attach(other, ZScoreClip(), critic):
-        for _ in range(10):
-            other.zero_grad()
-            critic(model(torch.ones(3, 5))).sum().backward()
-            other.step()
-            optimizer.zero_grad()
-    backward(model)
-    optimizer.step()
-
-
-def _two_phases(model, optimizer):
-    first = torch.optim.Adam(model.parameters(), lr=1e-3)
-    with attach(first, ZScoreClip(), model):
-        for _ in range(3):
-            first.zero_grad()
-            backward(model)
-            first.step()
-    optimizer.step()
-
-
-def _tried_and_moved(model, optimizer):
-    backward(model)
-    optimizer.zero_grad()
-    model.double()
-    model(torch.ones(3, 5).double()).sum().backward()
-    optimizer.step()
-
-
-ORDINARY = [_skipping, _adversary, _two_phases, _tried_and_moved]
-
-
-@pytest.mark.parametrize("loop", ORDINARY)
-def test_ordinary_loops_raise_no_alarm(loop):
-    model = build()
-    optimizer = SGD(model.parameters(), lr=1e-3)
-    handle = attach(optimizer, ZScoreClip(), model)
-    loop(model, optimizer)
-    assert handle.metrics()["round/steps"] > 0
-    assert not any(p._backward_hooks for p in model.parameters())
-
-
-def test_a_closure_that_the_step_brings_itself_is_clipped():
-    class Brings(SGD):
-        def step(self, closure=None):
-            return super().step(self.own)
-
-    model, norms = build(), []
-    optimizer = Brings(model.parameters(), lr=0.1)
-
-    def own():
-        optimizer.zero_grad()
-        loss = backward(model)
-        norms.append(total(model))
-        return loss
-
-    optimizer.own = own
-    handle = attach(optimizer, NormClip(1e-3), model)
-    optimizer.step()
-    assert float(handle.last) == pytest.approx(norms[0])
-    assert total(model) <= 1e-3
-
-
-def test_an_optimizer_that_is_gone_raises_no_alarm():
-    model = build()
-    attach(SGD(model.parameters(), lr=0.1), ZScoreClip(), model)
-    gc.collect()
-    for _ in range(3):
-        backward(model)
-        _by_hand(model)
-    assert not any(p._backward_hooks for p in model.parameters())
-
-
-def test_tensors_that_are_watched_are_saved_without_a_word():
-    weight = torch.ones(3, requires_grad=True)
-    optimizer = SGD([weight], lr=0.1)
-    attach(optimizer, NormClip())
-    for twin, other in (pickle.loads(pickle.dumps((weight, optimizer))), (weight, optimizer)):
-        other.zero_grad()
-        (100 * twin).sum().backward()
-        other.step()
-        assert float(twin.grad.norm()) <= 1.0

@@ -162,7 +162,7 @@ def test_an_optimizer_that_keeps_no_gradients_is_refused(tmp_path: Path) -> None
     for parameter in trainer.model.parameters():
         # What GaLore, APOLLO and others do layer by layer, in hooks of their own.
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with pytest.raises(RuntimeError, match="norm-clip finds no gradient before the step"):
+    with pytest.raises(RuntimeError, match="norm-clip found no gradient before the step"):
         trainer.train()
 
 
@@ -289,19 +289,7 @@ def test_a_clipper_acts_in_one_trainer_at_a_time(tmp_path: Path) -> None:
         make(tmp_path, ClipCallback(clipper)).train()
     assert sum(r.steps for r in clipper.rounds) == 16
     clipper = ZScoreClip()
-    with pytest.raises(ValueError, match="zscore-clip is in the ClipCallback of a Trainer already"):
+    with pytest.raises(ValueError, match="zscore-clip is already in the ClipCallback of a Trainer"):
         make(tmp_path, ClipCallback(clipper), ClipCallback(clipper)).train()
     with pytest.raises(ValueError, match="two ClipCallbacks have the same zscore-clip"):
         make(tmp_path, ClipCallback("zscore-clip"), ClipCallback("zscore-clip")).train()
-
-
-def test_accelerate_saves_and_loads_the_statistics(accelerator: Any, tmp_path: Path) -> None:
-    engine, first = accelerator(), EmaNormClip(scope="tensor")
-    loop(engine, first)
-    engine.save_state(str(tmp_path))
-    again, second = accelerator(), EmaNormClip(scope="tensor")
-    loop(again, second)
-    second.on_round_start()
-    again.load_state(str(tmp_path))
-    assert second.get_state()["groups"] == first.get_state()["groups"]
-    assert [r.steps for r in second.rounds] == [r.steps for r in first.rounds]

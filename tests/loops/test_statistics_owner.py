@@ -29,16 +29,6 @@ class Loop:
         self.now: int | None = None
         self.saved: dict[int, Any] = {}
 
-    def step(self) -> None: ...
-
-    def use(self, model: int) -> None: ...
-
-    def save(self) -> None: ...
-
-    def load(self) -> None: ...
-
-    def by_hand(self, model: int) -> None: ...
-
     def check(self, model: int, limits: Sequence[float]) -> None:
         for limit in limits:
             ratio = limit / SCALES[model]
@@ -146,7 +136,8 @@ def test_limits_are_of_this_models_steps(loop: Callable[[], Loop]) -> None:
         for action in actions:
             verb, _, model = action.rpartition(" ") if action[-1].isdigit() else (action, "", "")
             try:
-                getattr(one, verb.replace(" ", "_"))(*map(int, model))
+                act = getattr(one, verb.replace(" ", "_"), lambda *_: None)
+                act(*map(int, model))
             except ValueError as error:
                 if not re.search("each model a clipper|load the state", str(error)):
                     raise

@@ -221,9 +221,10 @@ def test_without_declearn(built: Path, tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "import numpy as np\n"
         "from fedclip.updates.protocol import Reply\n"
-        "from fedclip.updates.store import Served\n"
+        "from fedclip.updates.store import PersistentServer\n"
         "settings = {'start_norm': 1.0, 'noise_multiplier': 1.0, 'expected_clients': 2}\n"
-        "served, model = Served(settings, Path('run/server').resolve()), {'w': np.zeros(2)}\n"
+        "served = PersistentServer(settings, Path('run/server').resolve())\n"
+        "model = {'w': np.zeros(2)}\n"
         "served.open()\n"
         "served.close([Reply(model, votes=1, within=1)] * 2, model)\n"
     )

@@ -11,7 +11,7 @@ from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
-from fedclip.statistics.messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.statistics.counts import FedclipSharedCounts, FedclipSharedState
 
 OURS = (ClippedUpdates, UpdateClipVotes, UpdateClipBound, FedclipSharedCounts, FedclipSharedState)
 FIELDS = {

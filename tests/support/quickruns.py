@@ -48,7 +48,7 @@ USUAL = {
     "aggregator": '"clipped-averaging"',
     "lrate": 0.1,
     "client": '["update-clip-client"]',
-    "server": '[["update-clip-server", {learning_rate = 0.5}]]',
+    "server": '["update-clip-server"]',
     "rounds": 3,
     "batch_size": 8,
     "training": "n_steps = 2",

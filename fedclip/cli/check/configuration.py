@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check a federation's TOML before it runs: each problem, with its place.
 
-declearn parses a configuration on the server and sends it to the clients; a name that a client
-does not know ends that client with a `KeyError` and leaves the server waiting for ever. So:
+declearn parses a configuration on the server and sends it to the clients. A name that a client
+does not know ends that client with a `KeyError`, and the server waits for ever. So:
 
 1. the file is parsed as declearn does it,
 2. its settings are compared with those that declearn has (`fedclip.cli.check.settings`),

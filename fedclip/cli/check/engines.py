@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from fedclip.cli.check.claims import Claim, voids_of
 from fedclip.cli.check.findings import Check, Section, as_count, part_of, text_of
 from fedclip.core.parameters import Config
 from fedclip.errors import nearest
-from fedclip.updates.claims import Claim, voids_of
-from fedclip.updates.tables import server_of, settings_in
+from fedclip.updates.store import server_of, settings_in
 
 
 def check_app(check: Check, config: Section) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from declearn.optimizer.regularizers import Regularizer
 
+from fedclip.cli.check.claims import Claim, too_large_delta, too_large_epsilon, voids_of
 from fedclip.cli.check.findings import (
     Found,
     Plugins,
@@ -33,7 +34,6 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.guarantees import Context, Plugin
 from fedclip.privacy.norm_conversions import number
 from fedclip.privacy.sensitivity import look_up
-from fedclip.updates.claims import Claim, too_large_delta, too_large_epsilon, voids_of
 
 CLIENT, SERVER = "client_opt", "server_opt"
 

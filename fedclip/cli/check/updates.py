@@ -13,15 +13,22 @@ from fedclip.engines.declearn.messages import AUX_NAME, DECLEARN_RANGE
 from fedclip.engines.declearn.update_client import UpdateClipClient
 from fedclip.engines.declearn.update_server import UpdateClipServer
 from fedclip.privacy.accounting import Release, epsilon
-from fedclip.updates.arc import brought
+from fedclip.updates.aggregation import num_shortened
 from fedclip.updates.client_noise import UNSURE_MASKS, UNSURE_PEERS
-from fedclip.updates.schedule import Due
+from fedclip.updates.schedule import Participation
 from fedclip.updates.weights import WITH_NOISE, Shares, shares_of
 
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"
 
-# Up to this noise on the share of votes, 95 % of searches take 10 rounds.
-_EASY = 0.1
+# With more noise on the count of a bin, as a share of the clients, the votes say too little.
+_MOST_NOISE = 0.2
+
+_REVEALED = (
+    "each client's vote tells the server the norm of its update, within a factor of 1.4 near the "
+    "bound; the server sees the clipped update, too",
+    "the votes of a secure sum of few clients nearly reveal the norms of their updates: set "
+    "learning_rate = 0 if these must not be known",
+)
 
 
 def update_problems(setting: Setting) -> Iterator[Found]:
@@ -65,6 +72,8 @@ def update_problems(setting: Setting) -> Iterator[Found]:
             text = "with noise, update-clip-server must be the first module, without regularizers"
             yield "problem", SERVER, f"{text}: others would change the update after its clip"
         yield from _noise(aggregator, module, setting)
+    elif module is not None and module.follows:
+        yield "note", SERVER, _REVEALED[setting.secagg is not None]
     yield from _weights(aggregator.shares, noise, setting)
     yield from _combining(aggregator, module, setting)
     limit = module.max_norm if module else aggregator.max_norm
@@ -201,7 +210,7 @@ def _combining(
             ". The guarantee of ARC's paper is for robust means, not for the plain mean used here"
         )
         # Never more than half of them, however many there are.
-        share = brought(clients, combining.n_hostile) / clients if clients else 0.5
+        share = num_shortened(clients, combining.n_hostile) / clients if clients else 0.5
         if module is not None and share <= 1 - module.quantile:
             text += (
                 f". About {1 - module.quantile:.0%} of the updates reach the adaptive bound, so "
@@ -217,15 +226,16 @@ def _noise(
     budget, clients, rounds = module.budget, setting.clients, setting.rounds
     assert budget is not None
     if aggregator.exclude:
-        yield "problem", AGGREGATOR, aggregator.closing.beside_noise()
+        yield "problem", AGGREGATOR, aggregator.aggregation.unfit_for_noise()
     if aggregator.on_nonfinite == "raise":
         # A server is trusted with its own noise, and so with errors.
         yield "problem" if module.site else "leak", AGGREGATOR, RAISES
-    noise = budget.bits_noise / budget.clients
-    if module.search is not None and noise > _EASY:
+    noise = budget.noise_of_bins / budget.clients
+    if module.follows and noise > _MOST_NOISE:
         text = (
-            f"the noise on votes is {noise:.2g} of the clients, too much for a quick warm start: "
-            "set start_norm near the norms of the updates, or raise expected_clients"
+            f"the noise on each count of votes is {noise:.2g} of the clients, which hides where "
+            "their norms are: fix the bound with start_norm and learning_rate = 0, or raise "
+            "expected_clients"
         )
         yield "note", SERVER, text
     if module.ledger is None:
@@ -265,7 +275,7 @@ def _turns(module: UpdateClipServer, setting: Setting) -> Iterator[Found]:
     """Check that the schedule matches the separation that noise is accounted for."""
     assert module.expected_clients is not None
     if setting.clients:
-        due = Due.of(setting.clients, module.expected_clients)
+        due = Participation.of(setting.clients, module.expected_clients)
         if why := due.refusal(module.separation, module.expected_clients):
             yield "problem", SERVER, why
         elif due.separation > module.separation:

@@ -15,25 +15,22 @@ from declearn.model.api import Vector
 from fedclip.arrays import backend_of
 from fedclip.core import parameters
 from fedclip.core.measures import Order
+from fedclip.core.plugins import VERSION, Versioned
 from fedclip.core.scopes import Scope
-from fedclip.core.version import VERSION, Versioned
 from fedclip.engines.declearn.context import ROUND, under_way
 from fedclip.engines.declearn.members import UPDATES, blank, sender_of, senders_of
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
-from fedclip.updates.aggregation import Closing, Vetted
-from fedclip.updates.averaging import rounded
+from fedclip.updates.aggregation import Aggregation, Combining
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.combining import Combining
-from fedclip.updates.limits import check_whole, signature
+from fedclip.updates.limits import check_whole, refuse_statistics, rounded, signature
 from fedclip.updates.protocol import Reply, SentBound
-from fedclip.updates.running import refuse_statistics
 from fedclip.updates.weights import Shares, Weights
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 RAISES = (
     "on_nonfinite = 'raise' ends the run for everybody where one client's update is not finite, "
-    "which tells of that client without noise: take 'skip'"
+    "which reveals that client without noise: take 'skip'"
 )
 """Why noise does not cover what that setting reveals."""
 
@@ -179,7 +176,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         self.max_share, self.max_steps = self.shares.max_share, self.shares.max_steps
         self.combining = Combining(combine, n_hostile)
         self.combine, self.n_hostile = combine, n_hostile
-        self.closing = Closing(self.limits, self.shares, self.combining)
+        self.aggregation = Aggregation(self.limits, self.shares, self.combining)
         self.client = parameters.optional(parameters.name, client=client)
 
     def get_config(self) -> dict[str, Any]:
@@ -210,20 +207,20 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         round_ = ROUND.get().client
         why = self.unfit(modules=round_ is not None)
         sent = round_.sent if round_ else SentBound(self.max_norm or 0.0)
-        if why := why or (self.closing.beside_noise() if sent.private else ""):
+        if why := why or (self.aggregation.unfit_for_noise() if sent.private else ""):
             raise ValueError(why)
         if sent.private:
             refuse_statistics(updates.coefs)
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
-        same = outcome.arrays is updates.coefs
-        vector = updates if same else type(updates)(dict(outcome.arrays))
+        reply = outcome.reply(sent)
+        same = reply.arrays is updates.coefs
+        vector = updates if same else type(updates)(dict(reply.arrays))
         site = round_.site if round_ else None
         if round_ is not None:
             round_.outcome = outcome
             if site is not None:
                 shared = site.shared(vector.coefs, sent.bound, round_.step, round_.encrypter)
                 vector = type(vector)(shared)
-        reply = outcome.reply(sent)
         weight = self.shares.counted(n_steps) if self.shares.kind == "steps" else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
         result.secagg_range = self.secagg_range
@@ -250,31 +247,35 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         replies = self._replies(parts, like)
         if module is not None:
             # Not an error: declearn's server would wait for its clients for ever.
-            module.halt(self.closing.of_sums(replies))
+            module.halt(self.aggregation.unfit_for_sums(replies))
         budget = None if module is None else module.budget
-        site, closing = None if module is None else module.site, self.closing
+        site, aggregation = None if module is None else module.site, self.aggregation
         if site is not None:
-            closing = replace(closing, limits=replace(closing.limits, noise=site.std(1.0)))
-        whole, clients = round_ is not None, budget.clients if budget else None
+            limits = replace(aggregation.limits, noise=site.std(1.0))
+            aggregation = replace(aggregation, limits=limits)
+        together, clients = round_ is not None, budget.clients if budget else None
         tensors: Any = getattr(like, "coefs", {})
-        vetted = closing.of(replies, tensors, bound, self._warn, whole=whole, clients=clients)
-        self._report(updates, vetted, counted=budget is None)
+        running = aggregation.start(tensors, bound, self._warn, whole=together, clients=clients)
+        for reply in replies:
+            running.add(reply)
+        exact = running.finish()
+        self._report(updates, running.faults, counted=budget is None)
         if like is None:
-            named = "; ".join(vetted.faults)
+            named = "; ".join(running.faults)
             raise ValueError(f"clipped-averaging: no reply holds an update ({named})")
-        if vetted.exact is None:
+        if exact is None:
             average = zeros_like(like)
         else:
-            sound = [p.updates for p, fault in zip(parts, vetted.faults, strict=True) if not fault]
-            like = _most(sound, _dtypes) if model is None else model
-            average = type(like)(rounded(vetted.exact, like.coefs))
+            pairs = zip(parts, running.faults, strict=True)
+            valid = [part.updates for part, fault in pairs if not fault]
+            like = _most(valid, _dtypes) if model is None else model
+            average = type(like)(rounded(exact, like.coefs))
         if round_ is not None and module is not None:
-            round_.average, round_.exact = average, vetted.exact
-            round_.trouble = self.closing.beside_noise() or module.unheard(vetted.void)
+            round_.average, round_.exact = average, exact
+            round_.trouble = self.aggregation.unfit_for_noise() or module.unheard(running.void)
             if site is not None:
-                there = sum(reply.clients for reply in vetted.sound)
                 counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed
-                round_.trouble = round_.trouble or site.void(there, bool(counted))
+                round_.trouble = round_.trouble or site.void(running.valid, bool(counted))
         return average
 
     def _replies(self, parts: Sequence[ClippedUpdates], like: Any) -> list[Reply]:
@@ -296,11 +297,11 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         _LOGGER.warning("clipped-averaging: %s", what)
 
     @staticmethod
-    def _report(updates: ClippedUpdates, vetted: Vetted, counted: bool) -> None:
+    def _report(updates: ClippedUpdates, faults: Sequence[str], counted: bool) -> None:
         counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
         # With noise, clients do not send these counts.
         text = f"{updates.n_clients} updates, {counts if counted else ''}"
-        _LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, vetted.faults)))
+        _LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, faults)))
 
 
 def _most(vectors: Sequence[Any], key: Callable[[Any], Any]) -> Any:

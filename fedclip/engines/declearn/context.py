@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of one node of declearn share about the current round.
+"""The current round, as the parts of one node of declearn share it.
 
 declearn passes auxiliary variables only to modules, and the round's update only to the aggregator.
 Neither gets a reference to the other, and a process may hold many nodes. declearn calls them one
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from fedclip.arrays import Float64
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import Outcome
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.protocol import SentBound
-from fedclip.updates.schedule import Due
+from fedclip.updates.schedule import Participation
 
 if TYPE_CHECKING:
     from fedclip.engines.declearn.generics import AnyModel, AnyVector
@@ -80,7 +80,7 @@ class ServerPart:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What is known of the current round; a part that is not under way is None.
+    """The current round of a node; a part that is not under way is None.
 
     Attributes
     ----------
@@ -93,14 +93,14 @@ class RoundContext:
     participation
         What the sampler has drawn for the round that begins; None without turns.
     members, expected, senders, evaluations
-        The clients of the run; the messages that server modules expect; who has sent the replies;
+        The clients of the run; the messages that server modules expect; the senders of the replies;
         the evaluations that get noise.
     """
 
     client: ClientPart | None = None
     server: ServerPart | None = None
     sharing: tuple[AnyModel, object] | None = None
-    participation: Due | None = None
+    participation: Participation | None = None
     members: Any = None
     expected: Any = None
     senders: Any = None

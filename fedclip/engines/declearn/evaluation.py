@@ -18,7 +18,7 @@ from declearn.messaging import EvaluationReply
 from declearn.metrics import MetricSet, MetricState
 from declearn.metrics._mean import MeanState
 
-from fedclip.core.measures import Float64
+from fedclip.arrays import Float64
 from fedclip.engines.declearn.members import one_line
 from fedclip.errors import Problem, Unchecked
 
@@ -215,11 +215,11 @@ def _check(reply: Unchecked, metrics: MetricSet) -> None:
         raise _Fault(f"its number of steps is {_brief(steps)}")
     if not isinstance(states, Mapping):
         raise _Fault(f"its metrics are of type {type(states).__name__}")
-    asked = {**metrics.get_states(), "loss": MeanState()}
-    if states and states.keys() != asked.keys():
-        raise _Fault(f"its metrics are {_brief(list(states))}, not {_brief(list(asked))}")
+    expected = {**metrics.get_states(), "loss": MeanState()}
+    if states and states.keys() != expected.keys():
+        raise _Fault(f"its metrics are {_brief(list(states))}, not {_brief(list(expected))}")
     for name, state in states.items():
-        _check_state(f"its metric {name!r}", state, asked[name])
+        _check_state(f"its metric {name!r}", state, expected[name])
     if states and not states["loss"].divisor > 0:
         raise _Fault(f"its loss is divided by {states['loss'].divisor!r}")
     _check_sum([reply], metrics)

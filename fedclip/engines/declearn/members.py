@@ -90,10 +90,9 @@ class Members:
     >>> members = Members({"a", "b", "c"}, min_replies=2)
     >>> members.leave("b", "{client} is gone")
     True
-    >>> sorted(members.present), members.refusal(2, 3, members.gone)
-    (['a', 'c'], '')
-    >>> members.refusal(1, 3, members.gone)
-    "1 of 3 clients have replied, and min_replies = 2: 'b' is gone"
+    >>> members.check_quorum(2, 3, members.gone)
+    >>> sorted(members.present)
+    ['a', 'c']
     """
 
     def __init__(self, names: Iterable[str] = (), min_replies: int | None = None) -> None:
@@ -112,12 +111,13 @@ class Members:
             self.gone[name] = why
         return news
 
-    def refusal(self, replied: int, asked: int, missing: Mapping[str, str]) -> str:
-        """Return why a round cannot go on with these replies; "" if it can, or needs all."""
+    def check_quorum(self, replied: int, asked: int, missing: Mapping[str, str]) -> None:
+        """Raise a RuntimeError if a round has fewer replies than `min_replies`."""
         if self.min_replies is None or replied >= self.min_replies:
-            return ""
+            return
         text = f"{replied} of {asked} clients have replied, and min_replies = {self.min_replies}"
-        return f"{text}: {summary(missing)}" if missing else text
+        reasons = f": {summary(missing)}" if missing else ""
+        raise RuntimeError(f"{text}{reasons}; the run cannot go on")
 
 
 def quorum_problems(*, secagg: bool, fairness: bool, aggregator: str) -> list[Problem]:

@@ -12,17 +12,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import TypeAlias
 
+import numpy as np
 from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
 
+from fedclip.arrays import Float64
 from fedclip.core.messages import FromServer, Message
 from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.secagg import inside
 from fedclip.errors import Unchecked
-from fedclip.updates.averaging import peaks, zeros
-from fedclip.updates.limits import OTHER_TENSORS
-from fedclip.updates.protocol import COUNTS, VOTES, Reply, is_one_of
+from fedclip.updates.limits import OTHER_TENSORS, peaks, zeros
+from fedclip.updates.protocol import BINS, COUNTS, Reply, counts_of, is_one_of, is_vote
 
 AUX_NAME = "update-clip"
 """Name under which bound and votes are exchanged."""
@@ -32,12 +34,14 @@ DECLEARN_RANGE = 1e5
 
 UNWEIGHED = (
     "under secure aggregation a client weighs its own update, and this one does not know how: a "
-    "table of weights needs the server's protocol 'fedclip-websockets', which tells each client "
+    "table of weights needs the server's protocol 'fedclip-websockets', which gives each client "
     "its name; 'steps' needs max_steps there, and takes no max_share"
 )
-"""Why a client sends zeros in the place of an update."""
+"""Why a client sends zeros instead of an update."""
 
 _LOGGER = logging.getLogger("declearn.client.fedclip")
+
+Counts: TypeAlias = list[int]
 
 
 @dataclass
@@ -58,6 +62,9 @@ class UpdateClipBound(FromServer):
         The noise that the server expects clients to add; empty if they add none.
     schedule, round
         The entry of the server's ledger to which the round is charged; "" without noise.
+    only_votes, bins
+        Whether updates are shared as zeros, and how many bins votes have; an older server sends
+        neither.
     """
 
     kinds = MappingProxyType(
@@ -71,14 +78,16 @@ class UpdateClipBound(FromServer):
     noise: Unchecked = field(default_factory=dict)
     schedule: Unchecked = ""
     round: Unchecked = 0
+    only_votes: Unchecked = False
+    bins: Unchecked = BINS
 
 
 @dataclass
 class UpdateClipVotes(Message):
     """The vote of a client about its update, or the sum over clients.
 
-    A message always has four ints >= 0, because a secure sum needs all fields; or five, if clients
-    add noise.
+    A message always has the same fields >= 0 in a round, because a secure sum needs all of them:
+    four ints, and `n_bins` if the bound follows the votes, or `n_noised` if clients add noise.
 
     Attributes
     ----------
@@ -91,26 +100,53 @@ class UpdateClipVotes(Message):
     n_faults
         Number of invalid replies; set on arrival, not by clients.
     n_noised
-        The vote with the client's noise, in the place of `n_votes` and `n_within`.
+        A number for each bin with the client's noise, which replaces the other votes.
+    n_bins
+        The vote: 1 for one of the bins; or the counts of a sum. An older client sends none.
     """
 
     n_clients: int = 1
     n_votes: int = 0
     n_within: int = 0
     n_faults: int = 0
-    n_noised: int | None = None
-    # It is not sent.
-    _side: tuple[int, ...] = field(default=(), init=False, repr=False, compare=False)
+    n_noised: Counts | None = None
+    n_bins: Counts | None = None
+    # These are not sent: votes with noise, side by side, and those without bins.
+    _side: tuple[Counts, ...] = field(default=(), init=False, repr=False, compare=False)
+    _coarse: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
-    def noised(self) -> tuple[int, ...]:
+    def noised(self) -> tuple[Counts, ...]:
         """The votes with noise, side by side; or their secure sum."""
         return self._side or (() if self.n_noised is None else (self.n_noised,))
 
+    @property
+    def coarse(self) -> tuple[int, int]:
+        """How many of the votes say no bin, and how many of these were within the bound."""
+        if self._coarse is not None:
+            return self._coarse
+        return (self.n_votes, self.n_within) if self.n_bins is None else (0, 0)
+
+    def counts(self) -> Float64:
+        """Return the number of votes for each bin."""
+        bins = () if self.n_bins is None else self.n_bins
+        return (counts_of(0, 0, bins) if len(bins) else 0) + counts_of(*self.coarse, ())
+
+    def with_bins_only(self) -> UpdateClipVotes:
+        """Return these votes without those that say no bin."""
+        bins = self.n_bins or [0] * BINS
+        return UpdateClipVotes(self.n_clients, n_faults=self.n_faults, n_bins=bins)
+
     def to_dict(self) -> dict[str, object]:
         """Return the fields that are sent."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {name: number for name, number in found.items() if number is not None}
+        content = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {name: number for name, number in content.items() if number is not None}
+
+    def prepare_for_secagg(self) -> tuple[dict[str, object], None]:
+        """Return all fields, for encryption."""
+        content = self.to_dict()
+        lists = {n: np.array(x, np.uint64) for n, x in content.items() if isinstance(x, list)}
+        return {**content, **lists}, None
 
     @classmethod
     def from_dict(cls, data: Unchecked) -> UpdateClipVotes:
@@ -119,11 +155,14 @@ class UpdateClipVotes(Message):
         An exception here would be in the server's loop, which would then never end.
         """
         data = data if isinstance(data, Mapping) else {}
-        votes = [data.get(key) for key in ("n_votes", "n_within")]
-        noised = data.get("n_noised")
-        alone = noised is None or (type(noised) is int and votes == [0, 0])
-        if alone and is_one_of(((1,),), [data.get("n_clients")]) and is_one_of(VOTES, votes):
-            return cls(1, votes[0], votes[1], n_noised=noised)
+        votes, within = (data.get(key) for key in ("n_votes", "n_within"))
+        noised, bins = data.get("n_noised"), data.get("n_bins")
+        right = noised is None or (
+            _are_integers(noised) and (votes, within) == (0, 0) and bins is None
+        )
+        right = right and is_vote(votes, within, () if bins is None else bins)
+        if right and is_one_of(((1,),), [data.get("n_clients")]):
+            return cls(1, votes, within, n_noised=noised, n_bins=bins)
         return cls(n_faults=1)
 
     def aggregate(self, other: object) -> UpdateClipVotes:
@@ -135,17 +174,29 @@ class UpdateClipVotes(Message):
         counts = ("n_clients", "n_votes", "n_within", "n_faults")
         result = UpdateClipVotes(*(getattr(self, n) + getattr(other, n) for n in counts))
         result._side = self.noised + other.noised
+        bins = [votes.n_bins for votes in (self, other) if votes.n_bins is not None]
+        result.n_bins = [sum(column) for column in zip(*bins, strict=True)] if bins else None
+        result._coarse = (
+            self.coarse[0] + other.coarse[0],
+            self.coarse[1] + other.coarse[1],
+        )
         return result
 
     @classmethod
     def among(cls, messages: Sequence[object]) -> UpdateClipVotes:
         """Return the sum of the votes among messages of any kind; the others are abstentions."""
-        votes = [one if isinstance(one, cls) else cls(n_faults=1) for one in messages]
+        votes = [message if isinstance(message, cls) else cls(n_faults=1) for message in messages]
         return sum(votes[1:], start=votes[0])
 
     def __radd__(self, other: object) -> UpdateClipVotes:
         """Add to 0, as declearn does, or to a client's object of another type."""
         return self if isinstance(other, int) and not other else self.aggregate(other)
+
+
+def _are_integers(numbers: object) -> bool:
+    if not isinstance(numbers, list) or len(numbers) != BINS:
+        return False
+    return all(type(n) is int for n in numbers)
 
 
 @dataclass
@@ -157,8 +208,8 @@ class ClippedUpdates(ModelUpdates):
     updates
         The clipped update. None in what `aggregate` returns: see `parts`.
     weights
-        1 for each client; or its number of steps, if these are the weights, and below 0 if what it
-        says is none.
+        1 for each client; or its number of steps, if these are the weights, and below 0 if that
+        is not valid.
     n_clients, n_clipped, n_zeroed
         Number of updates, and of those that were clipped or zeroed.
     """
@@ -188,12 +239,12 @@ class ClippedUpdates(ModelUpdates):
         return Reply(coefs, fault=fault, clients=max(1, self.n_clients), steps=steps)
 
     def beyond(self, limit: float) -> str:
-        """Return which values are beyond a range of secure aggregation; "" if none is."""
-        found = peaks(self.updates.coefs, limit)
-        named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in found.items())
+        """Return which values are beyond a range of secure aggregation; "" for none."""
+        values = peaks(self.updates.coefs, limit)
+        named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in values.items())
         text = f"values beyond secagg_range=±{limit:g} in {named}: lower the bound of clipped-"
         text += "averaging, or raise clipval on the server and secagg_range with it"
-        return text if found else ""
+        return text if values else ""
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, without copying them as declearn's own method does."""
@@ -273,7 +324,7 @@ class ClippedUpdates(ModelUpdates):
             _LOGGER.error("zeros are sent instead of the update: %s", why)
             content |= {"updates": zeros_like(self.updates), "n_clipped": 0, "n_zeroed": 1}
             return content, None
-        # The server can not weigh what it does not see.
+        # The server cannot weigh what it does not see.
         updates = self.updates if factor == 1.0 else self.updates * factor
         coefs = inside(updates.coefs, limit)
         content["updates"] = updates if coefs is updates.coefs else type(updates)(dict(coefs))

@@ -131,8 +131,8 @@ class _Handler(MessagesHandler):
         reply = await super()._handle_recv_request(message, context)
         name = self.registered_clients.get(context)
         # A message that came before the request is a duplicate, or late.
-        asked = isinstance(reply, actions.Send) and name
-        if asked and self.incoming_messages.pop(asked, None) is not None:
+        receiver = isinstance(reply, actions.Send) and name
+        if receiver and self.incoming_messages.pop(receiver, None) is not None:
             _LOGGER.warning(
                 "left out a message of client %r that the server has not asked for", name
             )
@@ -272,8 +272,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         """Stop serving; close connections that the clients do not end in time."""
         self._ending = True
         change(members=None, evaluations=None)
-        names, gone = self.handler.registered_clients, self.members.gone
-        if polite := {t for t, socket in self._handlers.items() if names.get(socket) not in gone}:
+        names, lost = self.handler.registered_clients, self.members.gone
+        if polite := {t for t, socket in self._handlers.items() if names.get(socket) not in lost}:
             await asyncio.wait(polite, timeout=_GRACE)
         for serving, socket in self._handlers.items():
             # A process that is frozen does not take part in closing its connection.
@@ -370,24 +370,24 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         self, clients: set[str] | None = None
     ) -> dict[str, SerializedMessage[Message]]:
         """Return a message of each client, or of enough of them; raise if too few will come."""
-        asked = self.client_names if clients is None else clients
+        expected = self.client_names if clients is None else clients
         replies: dict[str, Message] = {}
         faults: dict[str, str] = {}
         incoming, patience = self.handler.incoming_messages, _Patience(self.patience)
         if self.min_replies is None:
             # A client that left before the server asks may have said why.
-            asked = asked | (self.members.gone.keys() & incoming.keys())
+            expected = expected | (self.members.gone.keys() & incoming.keys())
         while True:
             # Read messages before checking connections: the last message may say why one ended.
             # An expelled client may still send an answer, too late.
-            for name in sorted((asked & incoming.keys()) - self._expelled):
+            for name in sorted((expected & incoming.keys()) - self._expelled):
                 try:
                     replies[name] = self._read(name, incoming.pop(name))
                 except Exception as exc:  # anything may be in a message
                     faults[name] = f"client {WHO} sent {exc}"
                     _LOGGER.error("%s", summary({name: faults[name]}))
             heard = replies.keys() | faults.keys()
-            missing = asked - heard - self.members.gone.keys()
+            missing = expected - heard - self.members.gone.keys()
             if not missing or (self.min_replies is None and self.members.gone.keys() - heard):
                 break
             if patience.spent():
@@ -397,12 +397,12 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 # `_Patience` counts a second at most.
                 await asyncio.sleep(min(self.handler.heartbeat, 1.0))
         self._check_present(heard)
-        if not self._evaluated.secure and self._is_asked(asked, messaging.EvaluationRequest):
+        if not self._evaluated.secure and self._is_asked(expected, messaging.EvaluationRequest):
             chosen = self._evaluations(replies)
         else:
-            chosen = self._replies(asked, replies, faults)
+            chosen = self._replies(expected, replies, faults)
         # In the order of the names asked for, by which declearn's key exchange knows the clients.
-        names = [*(name for name in asked if name in chosen), *(chosen.keys() - asked)]
+        names = [*(name for name in expected if name in chosen), *(chosen.keys() - expected)]
         chosen = {name: chosen[name] for name in names}
         note_senders({n: m for n, m in chosen.items() if isinstance(m, messaging.TrainReply)})
         return {name: _Received(message) for name, message in chosen.items()}
@@ -412,7 +412,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
 
     def _read(self, name: str, data: bytes) -> Message:
         """Return a message; if it is no proper reply, raise an error that says what it is."""
-        asked = self._asked.get(name)
+        request = self._asked.get(name)
         try:
             message: Message = SerializedMessage.from_bin_message(data).deserialize()
         except Exception as exc:
@@ -422,21 +422,21 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             message.message = one_line(message.message, 1000)
             _LOGGER.error("client %r reports an error: %s", name, message.message)
             return message
-        if kinds := _REPLIES.get(type(asked)) if asked else None:
+        if kinds := _REPLIES.get(type(request)) if request else None:
             kind = kinds[-1 if self._evaluated.secure else 0]
             if not isinstance(message, kind):
                 raise TypeError(f"{type(message).__name__} instead of {kind.__name__}")
         if isinstance(message, messaging.MetadataReply) and isinstance(
-            asked, messaging.MetadataQuery
+            request, messaging.MetadataQuery
         ):
             try:
-                aggregate_clients_data_info({name: message.data_info}, set(asked.fields))
+                aggregate_clients_data_info({name: message.data_info}, set(request.fields))
             except Exception as exc:
                 raise ValueError(f"metadata that cannot be used: {one_line(exc, 300)}") from exc
         return message
 
     def _replies(
-        self, asked: set[str], replies: dict[str, Message], faults: dict[str, str]
+        self, expected: set[str], replies: dict[str, Message], faults: dict[str, str]
     ) -> dict[str, Message]:
         """Return the replies with which the run goes on; raise if there are too few."""
         if self.min_replies is None:
@@ -455,8 +455,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         for name in faults.keys() - replies.keys():
             self._leave(name, faults[name])
         missing = {n: why for n, why in (self.members.gone | faults).items() if n not in valid}
-        if refusal := self.members.refusal(len(valid), len(asked), missing):
-            raise RuntimeError(f"{refusal}; the run cannot go on")
+        self.members.check_quorum(len(valid), len(expected), missing)
         return valid
 
     def _evaluations(self, replies: dict[str, Message]) -> dict[str, Message]:

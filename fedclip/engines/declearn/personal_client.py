@@ -199,7 +199,11 @@ class PersonalFederatedClient(FederatedClient):
             return
         if not isinstance(aggregator, ClippedAveraging):
             raise ValueError("noise from the clients needs the aggregator 'clipped-averaging'")
-        why = RAISES if aggregator.on_nonfinite == "raise" else aggregator.closing.beside_noise()
+        why = (
+            RAISES
+            if aggregator.on_nonfinite == "raise"
+            else aggregator.aggregation.unfit_for_noise()
+        )
         if why:
             raise ValueError(why)
 

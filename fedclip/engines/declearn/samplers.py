@@ -29,7 +29,7 @@ from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.members import UPDATES, Expected, Sender, expected, note
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 from fedclip.engines.declearn.update_server import UpdateClipServer
-from fedclip.statistics.messages import FedclipSharedCounts
+from fedclip.statistics.counts import FedclipSharedCounts
 from fedclip.updates.schedule import Schedule
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")

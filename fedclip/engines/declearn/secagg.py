@@ -139,22 +139,22 @@ def plan(
         raise ValueError(
             f"clipval must be at least the bound, {got}: what is beyond it would be clipped"
         )
-    found = None
+    settings = None
     for bits in _BITS if bitsize is None else (parameters.integer(1, bitsize=bitsize),):
-        left = bits - (math.ceil(math.log2(clients)) if kind == "masking" else 0)
-        if left < 1:
+        usable = bits - (math.ceil(math.log2(clients)) if kind == "masking" else 0)
+        if usable < 1:
             continue
-        step = 2 * clipval / (2**left - 1)
+        step = 2 * clipval / (2**usable - 1)
         error = step / 2 + clipval * 2.0**-46
         added = error * math.sqrt(dimension)
-        found = Plan(limit, clients, dimension, kind, clipval, bits, step, 2 * error, added)
+        settings = Plan(limit, clients, dimension, kind, clipval, bits, step, 2 * error, added)
         if added <= tolerance * limit:
-            return found
-    if found is None:
+            return settings
+    if settings is None:
         raise ValueError(f"bitsize={bitsize} leaves no bit for the values of {clients} clients")
     raise ValueError(
-        f"with clipval={clipval:g} and bitsize={found.bitsize}, rounding adds up to "
-        f"{found.norm_added / limit:.3g} of a norm, above the tolerance: lower clipval, raise "
+        f"with clipval={clipval:g} and bitsize={settings.bitsize}, rounding adds up to "
+        f"{settings.norm_added / limit:.3g} of a norm, above the tolerance: lower clipval, raise "
         "bitsize, or clip to tight_limit with a larger tolerance"
     )
 
@@ -168,7 +168,7 @@ def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
 
     Arrays without such values come back as the same objects; the mapping too, if there are none.
     """
-    moved = {}
+    changed = {}
     for name, array in arrays.items():
         backend = backend_of(array)
         dtype = backend.dtype(array)
@@ -184,5 +184,5 @@ def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
         edge = math.ldexp(math.floor(math.ldexp(part, bits)), exponent - bits)
         kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
         clipped = encode(np.clip(values, -edge, edge), kind)
-        (moved[name],) = backend.from_host([clipped], [like])
-    return {**arrays, **moved} if moved else arrays
+        (changed[name],) = backend.from_host([clipped], [like])
+    return {**arrays, **changed} if changed else arrays

@@ -23,7 +23,7 @@ from fedclip.errors import StateError, Unchecked
 from fedclip.privacy import guarantees as kinds
 from fedclip.privacy.guarantees import Plugin
 from fedclip.statistics.client import MAX_STEPS
-from fedclip.statistics.messages import FedclipSharedCounts, FedclipSharedState
+from fedclip.statistics.counts import FedclipSharedCounts, FedclipSharedState
 from fedclip.statistics.server import SharedState
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
@@ -69,7 +69,7 @@ class SharedServer(OptiModule[Any], register=False):
     """
 
     clipper: ClassVar[Plugin]
-    """The clipper of this counterpart, a `fedclip.clippers.sharing.SharedClipper`."""
+    """The clipper of this counterpart, a `fedclip.clippers.sharing.Sharing`."""
     __signature__: ClassVar[inspect.Signature]
     guarantee = kinds.unchanged
     auxvar_cls: Any = FedclipSharedState
@@ -79,11 +79,15 @@ class SharedServer(OptiModule[Any], register=False):
         super().__init_subclass__(register=register, **kwargs)
         summary, _, notes = (inspect.getdoc(cls) or "").partition("\n\n")
         cls.__doc__ = _DOC.format(summary=summary, clipper=cls.clipper.name, notes=notes)
-        theirs = inspect.signature(cls.clipper).parameters
-        own = inspect.signature(SharedServer.__init__).parameters
-        chosen = [theirs[name] for name in cls.clipper._shared_settings()] + [own[n] for n in _OWN]
+        of_clipper = inspect.signature(cls.clipper).parameters
+        of_server = inspect.signature(SharedServer.__init__).parameters
+        chosen = [of_clipper[name] for name in cls.clipper._shared_settings()] + [
+            of_server[n] for n in _OWN
+        ]
         keyword = inspect.Parameter.KEYWORD_ONLY
-        cls.__signature__ = inspect.Signature([one.replace(kind=keyword) for one in chosen])
+        cls.__signature__ = inspect.Signature(
+            [chosen_one.replace(kind=keyword) for chosen_one in chosen]
+        )
 
     def __init__(
         self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: object
@@ -176,19 +180,21 @@ class SharedServer(OptiModule[Any], register=False):
         return self._refused
 
     def _report(self, faults: Sequence[str], round_: int) -> None:
-        found: dict[str, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
         for position, fault in enumerate(faults):
             if fault:
                 sender = sender_of(self.aux_name, position, len(faults))
-                found.setdefault(fault, []).append(repr(sender) if sender else "")
-        if not found:
+                reasons.setdefault(fault, []).append(repr(sender) if sender else "")
+        if not reasons:
             return
-        refused = sum(map(len, found.values()))
+        refused = sum(map(len, reasons.values()))
         self._refused += refused
-        told = []
+        sentences = []
         # Name at most five clients, with reasons.
-        for fault, senders in list(found.items())[:5]:
+        for fault, senders in list(reasons.items())[:5]:
             names = ", ".join([sender for sender in senders if sender][:5])
-            told.append(f"{fault} ({len(senders)}×{': ' if names else ''}{names})")
+            sentences.append(f"{fault} ({len(senders)}×{': ' if names else ''}{names})")
         text = f"left out what {refused} of {len(faults)} messages say, round {round_}"
-        _LOGGER.warning("%s: %s: %s (%d so far)", self.name, text, "; ".join(told), self._refused)
+        _LOGGER.warning(
+            "%s: %s: %s (%d so far)", self.name, text, "; ".join(sentences), self._refused
+        )

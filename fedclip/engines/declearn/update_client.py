@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`update-clip-client`: brings the bound of a round to the aggregator, and the vote back."""
+"""`update-clip-client`: receives the bound of a round, and returns the client's vote."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
-from fedclip.core.version import VERSION, Versioned
+from fedclip.core.plugins import VERSION, Versioned
 from fedclip.engines.declearn.context import ROUND, ClientPart, change
 from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
 from fedclip.engines.declearn.update_norms import UpdateNorms
@@ -17,14 +17,14 @@ from fedclip.updates.protocol import SentBound
 
 
 class UpdateClipClient(Versioned, UpdateNorms):
-    """Bring this round's bound to `clipped-averaging`, and the vote back.
+    """Receive this round's bound for `clipped-averaging`, and return the client's vote.
 
     ::
 
         Start of a round:  receive C
-        Steps:             nothing; gradients pass as they are
+        Steps:             nothing; gradients pass unchanged
         End of the round:  the aggregator has clipped the update to C
-                           vote 1 if norm(update) <= C, else 0; none without an update
+                           vote for the bin of log2(norm(update) / C); none without an update
 
     Its counterpart is `update-clip-server`, which has all parameters but one, and it needs the
     aggregator `clipped-averaging` without `max_norm`.
@@ -49,16 +49,17 @@ class UpdateClipClient(Versioned, UpdateNorms):
     -----
     A client that took no step, or whose update is not finite, does not vote: its zeros would count
     as "within the bound" and pull the bound down, round by round. An update that is zeroed because
-    it is out of range counts as above the bound: otherwise a bound so low that all updates are
-    zeroed would stay there. About the update, the server learns that one bit and, without noise,
-    whether it was clipped or zeroed.
+    it is out of range votes as above the bound: otherwise a bound so low that all updates are
+    zeroed would stay there. The server learns the bin and, without noise, whether the update was
+    clipped or zeroed. Bins are half an octave wide near the bound, so that without noise they
+    reveal the norm within a factor of 1.4; in a secure sum of few clients, nearly so.
 
     The records of the rounds (norm before, bound, clipped or not) stay on the client.
 
     With `noise`, update and vote leave as integers with discrete Gaussian noise
     (`fedclip.updates.client_noise`). It takes a `PersonalFederatedClient` and secure
     aggregation: without it, or with fewer clients in the sum than expected, nothing is sent.
-    Joye-Libert's protocol does not tell a client how many there are.
+    With Joye-Libert's protocol, a client does not know how many there are.
 
     References
     ----------
@@ -100,7 +101,13 @@ class UpdateClipClient(Versioned, UpdateNorms):
         if aux_var.stop:
             raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
         bound = parameters.limit(bound=aux_var.bound)
-        sent = SentBound(bound, aux_var.adaptive, aux_var.private)
+        sent = SentBound(
+            bound,
+            aux_var.adaptive,
+            aux_var.private,
+            only_votes=aux_var.only_votes is True,
+            bins=aux_var.bins if type(aux_var.bins) is int else 0,
+        )
         why = f"this client adds no noise, and the server expects noise = {aux_var.noise!r:.300}"
         if self.site is not None:
             why = self.site.refusal(aux_var.noise, sent)
@@ -150,5 +157,6 @@ class UpdateClipClient(Versioned, UpdateNorms):
             self.note(outcome.norm, sent, outcome.clipped)
         reply = outcome.reply(sent)
         if round_.site is not None and sent.adaptive:
-            return UpdateClipVotes(n_noised=round_.site.vote(reply.votes, reply.within))
-        return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within)
+            return UpdateClipVotes(n_noised=round_.site.vote(reply.bins))
+        bins = list(reply.bins) if len(reply.bins) else None
+        return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within, n_bins=bins)

@@ -64,13 +64,13 @@ class UpdateNorms(OptiModule[Any]):
     def measure(self, updates: AnyVector, bound: float | None = None) -> None:
         """Note the norm of an update, and whether it is above a fixed bound."""
         try:
-            whole = resolve("global", None, tuple(updates.coefs))
-            found = norms_of(updates.coefs, whole, self.name)
-        except TypeError:  # integers, which have to be told apart where they are clipped
+            groups = resolve("global", None, tuple(updates.coefs))
+            norms = norms_of(updates.coefs, groups, self.name)
+        except TypeError:  # integers, which are reported where they are clipped
             return
-        if found is None:
+        if norms is None:
             self.recorder.add_nonfinite()
-        for norm in found or []:
+        for norm in norms or []:
             limit = math.inf if bound is None else bound
             self.note(norm, SentBound(limit, adaptive=False), norm > limit)
 
@@ -90,6 +90,6 @@ class UpdateNorms(OptiModule[Any]):
 
     def set_state(self, state: Mapping[str, object]) -> None:
         """Take over the records of the rounds."""
-        found = state.get("round") if isinstance(state, Mapping) else None
-        round_ = check_count("round", found)
+        number = state.get("round") if isinstance(state, Mapping) else None
+        round_ = check_count("round", number)
         self.recorder.set_state(round_, read_rounds(state))

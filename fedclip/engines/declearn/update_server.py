@@ -15,7 +15,8 @@ from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.members import expect, faulty_senders
 from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes
 from fedclip.privacy import guarantees as kinds
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
+from fedclip.updates.protocol import WITHOUT_BINS
 
 
 class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
@@ -24,25 +25,23 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     ::
 
         Init(start_norm):
-            C = start_norm, or 0.1 and search
+            C = start_norm, or 0.1
         Round:
             charge it to the ledger
-            send C                             clients clip to C and vote: b = (norm <= C)
-            u    = sum of the updates / m
-            b    = sum(b - 1/2) / m + 1/2      clamped to [0, 1]
+            send C                             clients clip to C and vote for the bin of
+            u    = sum of the updates / m          log2(norm / C)
+            c    = sum of the votes            moved to the nearest counts of m clients
             if noise_multiplier = z > 0:       m is fixed: expected_clients
                 u += z_delta * C / m * normal,   z_delta = (z^-2 - (2 bits_noise)^-2)^(-1/2)
-                b += bits_noise / m * normal   (before it is clamped)
+                c += 2 bits_noise * normal     for each bin
                 noise = "banded":              normal less c_1, c_2, ... times that of the rounds
                     before, and norm(c) times as large
                 noise_at = "clients":          both have come with noise: `update-clip-client`
                 evaluation_share = s:          1 - s^2 of z^-2 is for the above
-            C    = C * exp(-learning_rate * (b - quantile)),   within [min_norm, max_norm]
-                and twice as fast each round while the votes stay on one side
-            while C is searched for:
-                if nearly all were within it, and there is noise:  u = 0
-                C = C * 4 if nearly none were within it, C / 4 if nearly all;
-                    smaller steps after it was passed
+                first round without start_norm:  u = 0, and it costs 1 / (2 bits_noise)
+            C   *= 2^(K y)                     within [min_norm, max_norm], by 3 octaves at most
+                y = octaves from C to the quantile of the votes
+                K = gain of a Kalman filter on log2(C)
         Evaluation, if evaluation_share = s:   k numbers of each client, in [0, 1]
             v   = sum(clip(number / bound) - 1/2)
             v  += z / s * sqrt(k) / 2 * normal
@@ -54,21 +53,19 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     Notes
     -----
     Guarantees: the noise is scaled to the bound that was *sent out*, to which the clients clipped,
-    not to the next one; a vote says that the update was not clipped, and a norm equal to the bound
-    is within it; no round runs that would exceed `max_epsilon`.
+    not to the next one; a norm equal to the bound is within it; no round runs that would exceed
+    `max_epsilon`.
 
     A round is in the `ledger` before its first message leaves, and a charge is never taken back.
     Wherever and however often a server dies, the ledger holds at least what was released. A server
     that goes on from a checkpoint needs the ledger, and is refused without it. A checkpoint of an
     earlier version, which names no ledger, is charged to the new one with a turn more.
 
-    A round of a search costs as much as any round. If its votes say that the bound is too high,
-    and there is noise, its average is not released (the model does not change), because the noise
-    would be scaled to that bound. More than ``quantile / 2`` of the clients can end a search early
-    by their votes.
+    Without noise, shares are those of the clients that voted; if none did, the bound stays. With
+    noise, an abstention counts alike for all bins.
 
-    Without noise, the share is that of the clients that voted; if none did, the bound stays.
-    With noise, an abstention counts as half a vote for either side.
+    With noise and without `start_norm`, the first round only counts votes: updates are zeros, the
+    model does not change, and the round is charged for its votes.
 
     The server raises nothing, because declearn would then wait for its clients for ever. If the
     bound does not hold (another aggregator, a module before this one), the round's average
@@ -76,12 +73,13 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     every client and on the server.
 
     If a share r of the clients always lies, the bound settles, among the others, not on the
-    quantile q but on one between ``(q - r) / (1 - r)`` and ``q / (1 - r)``. In a round they move
-    the bound by a factor of at most ``exp(learning_rate * r)``. If nearly all others have voted for
-    one side, round after round, that may be a factor of 2, as the bound moves fast.
+    quantile q but on one between ``(q - r) / (1 - r)`` and ``q / (1 - r)``. No round moves the
+    bound by more than a factor of 8, whatever the votes are.
 
-    How fast the bound moves depends on the shares b of this round and of earlier ones only, with
-    their noise. So it costs no privacy, and the accounting is that of the votes.
+    How far the bound moves depends only on the votes of this round and of earlier ones, with their
+    noise. So it costs no privacy, and the accounting is that of the votes. Where the noise of a bin
+    is more than a fifth of the clients (fewer than 10 clients at z = 1), the votes say too little:
+    fix the bound with ``learning_rate = 0``.
 
     References
     ----------
@@ -94,9 +92,10 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     >>> server = UpdateClipServer(start_norm=1.0)
     >>> server.collect_aux_var().bound
     1.0
-    >>> server.process_aux_var(UpdateClipVotes(n_clients=4, n_votes=4, n_within=1))
-    >>> round(server.bound, 4)  # a quarter within: up, by exp(0.2 * 0.25)
-    1.0513
+    >>> bins = [0, 0, 0, 0, 1, 0, 0, 0, 3, 0]  # three of four are 4 to 8 times the bound
+    >>> server.process_aux_var(UpdateClipVotes(4, n_votes=4, n_within=1, n_bins=bins))
+    >>> round(server.bound, 2)
+    4.61
     """
 
     name: ClassVar[str] = "update-clip-server"
@@ -119,7 +118,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
 
     # -- the round, in declearn's order ---------------------------------------------------------
     def collect_aux_var(self) -> UpdateClipBound:
-        """Return the bound of the next round, or why there is none."""
+        """Return the bound of the next round, or why no round begins."""
         # declearn has just called another module, in the same loop.
         if (other := under_way(counted=False)) is not None and other[1] is not self:
             self.halt("there are two update-clip-server modules in server_opt: keep one")
@@ -133,12 +132,19 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
         noise = {} if self.site is None else self.site.get_config()
         self._message = UpdateClipBound(
-            sent.bound, sent.adaptive, sent.private, sent.stop, noise, sent.schedule, sent.round
+            sent.bound,
+            sent.adaptive,
+            sent.private,
+            sent.stop,
+            noise,
+            sent.schedule,
+            sent.round,
+            sent.only_votes,
         )
         return self._message
 
     def _take_evaluations(self) -> None:
-        """Let nothing but means with noise be told of evaluations; halt where that can not be."""
+        """Replace evaluations by means with noise; halt if that is impossible."""
         if (run := ROUND.get().evaluations) is None:
             self.halt("evaluation_share needs the server's protocol 'fedclip-websockets'")
         else:
@@ -156,8 +162,11 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         if not isinstance(aux_var, UpdateClipVotes):
             aux_var = UpdateClipVotes.among(getattr(aux_var, "parts", None) or [aux_var])
         self._round.counted = True
-        there = aux_var.n_clients - (0 if self.site is None else aux_var.n_faults)
-        self.count(aux_var.n_votes, aux_var.n_within, there, aux_var.noised)
+        clients = aux_var.n_clients - (0 if self.site is None else aux_var.n_faults)
+        if self.budget is not None and self.site is None and aux_var.coarse[0]:
+            self.warn(WITHOUT_BINS)
+            aux_var = aux_var.with_bins_only()
+        self.count(aux_var.counts(), clients, aux_var.noised)
         if 0 < aux_var.n_faults <= aux_var.n_clients:
             senders = ", ".join(map(repr, faulty_senders(self.aux_name)[:5]))
             text = f"no proper vote in {aux_var.n_faults} of {aux_var.n_clients} replies"
@@ -183,7 +192,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         if round_.average is None:
             return (
                 "the updates were not averaged by 'clipped-averaging': set aggregator = "
-                "'clipped-averaging', and no fairness, which brings an aggregator of its own"
+                "'clipped-averaging', and no fairness, which brings its own aggregator"
             )
         if self.budget is None:
             return ""

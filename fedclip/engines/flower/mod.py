@@ -20,8 +20,8 @@ from flwr.common.constant import ErrorCode
 
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import OTHER_TENSORS, alike
-from fedclip.updates.protocol import SentBound
-from fedclip.updates.tables import bound_from, client_of, reply_to, settings_in
+from fedclip.updates.protocol import SentBound, bound_from, reply_to
+from fedclip.updates.store import client_of, settings_in
 
 RECORD = "fedclip"
 """The name of fedclip's own record in a message: the bound in one, the votes in the other."""

@@ -3,8 +3,8 @@
 
 ::
 
-    configure   messages of the inner strategy, to the nodes whose turn it is; the bound in each
-    aggregate   clipped updates, in the order of the nodes
+    configure   messages of the inner strategy; those of whose turn it is; with the bound in each
+    aggregate   add each clipped update, in the order of the nodes, and forget it
                 average = `UpdateServer.close`
                 the inner strategy gets the model - average as each reply, and makes the next model
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
@@ -26,10 +26,9 @@ from flwr.serverapp import Grid, strategy
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedclip.engines.flower.mod import RECORD, floats_of, one_record, record_of
-from fedclip.updates.protocol import Closed, Reply
+from fedclip.updates.protocol import Reply, RoundResult, bound_to, reply_from
 from fedclip.updates.schedule import Schedule
-from fedclip.updates.store import Served
-from fedclip.updates.tables import bound_to, reply_from, server_of, settings_in
+from fedclip.updates.store import PersistentServer, server_of, settings_in
 
 _AVERAGES = {
     *("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedProx", "FedYogi", "QFedAvg"),
@@ -137,7 +136,7 @@ class UpdateClipStrategy(Strategy):
                 f"with separation={bound.separation} nodes take turns by a schedule: leave "
                 "fraction_train=1.0, and give min_available_nodes the number of all nodes"
             )
-        self.inner, self.served = inner, Served(settings, folder)
+        self.inner, self.served = inner, PersistentServer(settings, folder)
         self.server = self.served.server
         self._schedule: Schedule | None = None
         self._rounds = 0
@@ -238,10 +237,17 @@ class UpdateClipStrategy(Strategy):
             return None, None
         came = self._came(replies)
         like = floats_of(self._model)
-        updates = [self._read(message) for message in came.values()]
-        closed = self.served.close(updates, like=like)
+        broken = set[str]()
+        for message in came.values():
+            reply = self._read(message)
+            self.served.add(reply, like)
+            broken |= {reply.sender} if reply.fault else set()
+            # What was added needs no more memory.
+            for name in list(message.content.array_records):
+                message.content[name] = ArrayRecord()
+        closed = self.served.close(like=like)
         self._rounds += 1
-        self._explain(updates, closed)
+        self._explain([str(node) for node in came], broken, closed)
         metrics = MetricRecord(
             {f"update-clip-{name}": closed.record[name] for name in ("bound", "epsilon")}
         )
@@ -277,17 +283,17 @@ class UpdateClipStrategy(Strategy):
         try:
             arrays = floats_of(one_record(content, "the reply")[1])
             reply = reply_from(arrays, dict(content.metric_records[RECORD]), node)
-            if self.server.closing.shares.kind == "steps":
+            if self.server.aggregation.shares.kind == "steps":
                 counted = [r[self._key] for r in content.metric_records.values() if self._key in r]
                 reply = replace(reply, steps=int(counted[0]) if len(counted) == 1 else None)
         except Exception as exc:  # whatever a client sends
             return Reply({}, sender=node, fault=f"it cannot be read ({exc!r:.200})")
         return reply
 
-    def _explain(self, replies: Sequence[Reply], closed: Closed) -> None:
-        faults = zip(replies, closed.faults, strict=True)
-        changed = [reply.sender for reply, fault in faults if fault and not reply.fault]
-        if changed and not self.server.closing.combining.too_few(len(replies)):
+    def _explain(self, nodes: Sequence[str], broken: Collection[str], closed: RoundResult) -> None:
+        pairs = zip(nodes, closed.faults, strict=True)
+        changed = [node for node, fault in pairs if fault and node not in broken]
+        if changed and not self.server.aggregation.combining.too_few(len(nodes)):
             log(
                 WARNING,
                 "updates of %s were changed after UpdateClipMod had clipped them: it must be the "

@@ -145,13 +145,13 @@ class Border:
     def send(self, reply: Message, tree: Any, _duration: float) -> tuple[set[str], str]:
         """Hold back a reply and ask for its objects, if there is a message that waits for it."""
         replied_to = reply.metadata.reply_to_message_id
-        asked = self._asked.get(replied_to)
-        if asked is None or asked[0].metadata.run_id != reply.metadata.run_id:
+        pending = self._asked.get(replied_to)
+        if pending is None or pending[0].metadata.run_id != reply.metadata.run_id:
             _LOGGER.error("not sent: a reply to no message that waits for one")
             return set(), ""
         del self._asked[replied_to]
         ids = {node.object_id for node in iterate_object_tree(tree)}
-        self._held[replied_to] = _Held(*asked, tree.object_id, ids, {})
+        self._held[replied_to] = _Held(*pending, tree.object_id, ids, {})
         return ids, replied_to
 
     def push(self, _run_id: int, replied_to: str, object_id: str, content: bytes) -> None:
@@ -180,12 +180,12 @@ class Border:
         try:
             if not held.seen:
                 raise Refused("the model that this replies to has not been seen at the border")
-            asked: Any = inflate_object_from_contents(held.message.metadata.message_id, held.seen)
+            message: Any = inflate_object_from_contents(held.message.metadata.message_id, held.seen)
             reply: Any = inflate_object_from_contents(held.reply_id, held.objects)
             if reply.has_error():
                 raise Refused(f"the app has failed: {shown(reply.error.reason)}")
             kind = held.message.metadata.message_type
-            content = passed(kind, asked.content, reply.content, self._gate)
+            content = passed(kind, message.content, reply.content, self._gate)
             return Message(content, reply_to=held.message)
         except Exception as exc:  # its text may hold data
             return _refusal(held.message, exc)

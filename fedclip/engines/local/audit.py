@@ -48,7 +48,7 @@ from fedclip.errors import ToolError
 from fedclip.privacy.accounting import Accountant, epsilon, split_noise
 from fedclip.privacy.audit import Claim, Guesses, guess
 from fedclip.privacy.gaussian import epsilon_of, mu_of
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import Reply
 from fedclip.updates.server import UpdateServer
@@ -130,9 +130,9 @@ class Audit(NamedTuple):
         auc, low, high = self.membership
         yield f"membership: AUC {auc:.3f} by losses ({low:.3f} to {high:.3f}, 95 %); 0.5 is a coin"
         yield (
-            "what this does not show: that epsilon is as small as claimed (attacks give lower "
-            "bounds); what goes out besides the model, as losses, votes, logs and numbers of "
-            "records do; and the generator, whose draws are taken as random"
+            "what this does not show: that epsilon is as small as claimed, as attacks give lower "
+            "bounds. It tests neither other messages (losses, votes, logs, numbers of records) nor "
+            "the random generator"
         )
 
 

@@ -82,11 +82,11 @@ class Trained(NamedTuple):
     """The messages of its optimizer's modules to those of the server."""
 
 
-Kept: TypeAlias = tuple[Config, Mapping[str, object], AnyVector | None]
+ClientState: TypeAlias = tuple[Config, Mapping[str, object], AnyVector | None]
 """The state of a client between rounds: optimizer, source of batches, unshared weights."""
-Task: TypeAlias = tuple[int, AnyVector, Mapping[str, AuxVar], Kept]
+Task: TypeAlias = tuple[int, AnyVector, Mapping[str, AuxVar], ClientState]
 """A client, its start weights, the messages of the server, and its state."""
-Ask: TypeAlias = Callable[[Mapping[int, Task]], Mapping[int, tuple[Trained, Kept]]]
+Ask: TypeAlias = Callable[[Mapping[int, Task]], Mapping[int, tuple[Trained, ClientState]]]
 """A function that lets clients train in other processes."""
 
 
@@ -149,8 +149,8 @@ class Crowd:
         )
         # A client also keeps values that are not trained, such as running means.
         inner = model.get_weights()
-        self._apart = set(inner.coefs) != set(model.get_weights(trainable=True).coefs)
-        self._kept: dict[int, AnyVector] = {}
+        self._has_unshared = set(inner.coefs) != set(model.get_weights(trainable=True).coefs)
+        self._unshared: dict[int, AnyVector] = {}
         self._first = inner
 
     def _specs(self) -> dict[str, Config]:
@@ -187,8 +187,8 @@ class Crowd:
         batches, *limits = self._effort.values()
         effort = manager.train_under_constraints(batches, *limits)
         manager.model.collect_training_losses()  # they would pile up
-        if self._apart:
-            self._kept[client] = self.model.get_weights()
+        if self._has_unshared:
+            self._unshared[client] = self.model.get_weights()
         update = start - self.model.get_weights(trainable=True)
         if client in self.hostile:
             update = update * self.settings.factor
@@ -207,18 +207,18 @@ class Crowd:
             self.take_over(client, state)
             yield client, trained
 
-    def state(self, client: int) -> Kept:
+    def state(self, client: int) -> ClientState:
         """Return the state of a client, for another process."""
         source = self._records(client)._rng.bit_generator.state
-        return self.optimizer(client).get_state(), source, self._kept.get(client)
+        return self.optimizer(client).get_state(), source, self._unshared.get(client)
 
-    def take_over(self, client: int, state: Kept) -> None:
+    def take_over(self, client: int, state: ClientState) -> None:
         """Set the state of a client that trained in another process."""
         optimizer, source, weights = state
         self.optimizer(client).set_state(optimizer)
         self._records(client)._rng.bit_generator.state = source
         if weights is not None:
-            self._kept[client] = weights
+            self._unshared[client] = weights
 
     def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
         """Return loss and metrics over the validation data of all folders, and of each."""
@@ -253,7 +253,7 @@ class Crowd:
 
     def hand_over(self, client: int | None, start: AnyVector) -> None:
         """Give the model a client's weights at the start of a round; for None, the server's."""
-        if self._apart:
-            weights = None if client is None else self._kept.get(client)
+        if self._has_unshared:
+            weights = None if client is None else self._unshared.get(client)
             self.model.set_weights(self._first if weights is None else weights)
         self.model.set_weights(start, trainable=True)

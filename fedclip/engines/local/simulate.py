@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The federation of a quickrun file in one process, with any number of clients.
 
-Updates are clipped, vetted and averaged by the core of update clipping (`UpdateClient` and
-`UpdateServer`), or by whatever other aggregator the file names; declearn's model, optimizers and
-metrics do the rest, as they do in a run.
+`UpdateClient` and `UpdateServer` clip, vet and average updates, or another aggregator that the file
+names. declearn's model, optimizers and metrics do the rest, as in a run.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from fedclip.core.scopes import resolve
 from fedclip.engines.declearn.experiment import Experiment, draw_from
 from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.trained import label
-from fedclip.engines.local.crowd import Ask, Crowd, Kept, SimulateConfig, Task, Trained
+from fedclip.engines.local.crowd import Ask, ClientState, Crowd, SimulateConfig, Task, Trained
 from fedclip.errors import FedclipWarning, ToolError
 from fedclip.report.norms import norms_by_stage, outliers_of, unusual_norms
 from fedclip.report.results import Result, best_round
 from fedclip.report.rows import Row
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.limits import norms_of
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.schedule import Schedule
@@ -156,14 +155,18 @@ class Simulation:
         due = self.schedule.due(self.rounds) if self.schedule else None
         self.rounds += 1
         for client, trained in self.crowd.train_all(self.crowd.asked(due), start, aux):
-            replies.append(self._reply(client, trained, sent))
+            reply = self._reply(client, trained, sent)
+            if self.server:
+                self.server.add(reply, start.coefs)
+            else:
+                replies.append(reply)
             for name, message in trained.aux.items():
                 messages[name] = messages[name] + message if name in messages else message
         self.crowd.hand_over(None, start)
         if messages:
             self.rest.process_aux_var(messages)
         if self.server:
-            closed = self.server.close(replies, like=start.coefs)
+            closed = self.server.close(like=start.coefs)
             self.rest.apply_gradients(self.model, type(start)(closed.average))
         elif replies:
             updates = functools.reduce(operator.add, replies)
@@ -322,7 +325,7 @@ def _spread() -> Any:
 _workers = functools.lru_cache(maxsize=1)(_seeded)
 
 
-def work(file: Path, seed: int | None, task: Task) -> tuple[Trained, Kept]:
+def work(file: Path, seed: int | None, task: Task) -> tuple[Trained, ClientState]:
     """Train a client in another process; return its update and its state."""
     client, start, aux, state = task
     crowd = _workers(file, seed).crowd

@@ -18,7 +18,8 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from fedclip.updates.tables import bound_from, client_of, reply_to
+from fedclip.updates.protocol import bound_from, reply_to
+from fedclip.updates.store import client_of
 
 __all__ = ["KEY", "ClipUpdate", "ReceiveBound"]
 

@@ -11,7 +11,7 @@ from nvflare.recipe.spec import Recipe
 
 from fedclip.engines.nvflare.client import ClipUpdate, ReceiveBound
 from fedclip.engines.nvflare.server import CloseRound, SendBound
-from fedclip.updates.tables import server_of
+from fedclip.updates.store import server_of
 
 __all__ = ["add_update_clipping"]
 

@@ -5,8 +5,8 @@
 
     CloseRound.reset_stats       a round begins: open it, or end the job if it must not
     SendBound, on what leaves    the bound goes with the model
-    CloseRound.accept_model      keep a reply, under the name that NVFlare knows its sender by
-    CloseRound.aggregate_model   close the round, replies in the order of their names
+    CloseRound.accept_model      add a reply, under the name that NVFlare knows its sender by
+    CloseRound.aggregate_model   close the round
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 from fedclip.engines.nvflare.client import KEY
-from fedclip.updates.protocol import Arrays, Reply, SentBound
-from fedclip.updates.store import Served, absolute
-from fedclip.updates.tables import bound_to, reply_from, server_of
+from fedclip.updates.protocol import Arrays, SentBound, bound_to, reply_from
+from fedclip.updates.store import PersistentServer, absolute, server_of
 
 __all__ = ["CloseRound", "SendBound"]
 
@@ -66,17 +65,16 @@ class CloseRound(ModelAggregator):
         absolute(folder)
         self.settings = dict(settings)
         self.folder = folder
-        self._served: Served | None = None
+        self._served: PersistentServer | None = None
         self._model: Arrays | None = None
         self._asked: set[str] = set()
-        self._replies: list[Reply] = []
 
     def reset_stats(self) -> None:
         """Open a round; if there is no next one, end the job in good order, with the reason."""
         if self._served is None:
             fallback = None if self.folder else self._run()
-            self._served = Served(self.settings, self.folder, fallback=fallback)
-        self._model, self._asked, self._replies = None, set(), []
+            self._served = PersistentServer(self.settings, self.folder, fallback=fallback)
+        self._model, self._asked = None, set()
         sent = self._served.open()
         self.fl_ctx.set_prop(KEY, self, private=True, sticky=True)
         if sent.stop:
@@ -105,10 +103,13 @@ class CloseRound(ModelAggregator):
         return sent
 
     def accept_model(self, model: FLModel) -> None:
-        """Keep the reply of a client."""
+        """Add the reply of a client to the round; a late one, or a second one, changes nothing."""
         # NVFlare writes the name, whatever the client has put there.
         sender = model.meta["client_name"]
-        self._replies.append(reply_from(model.params, model.meta.get(KEY), sender))
+        if self._served is None or self._model is None or sender not in self._asked:
+            self.log_warning(self.fl_ctx, f"{sender!r} was not asked in this round")
+            return
+        self._served.add(reply_from(model.params, model.meta.get(KEY), sender), self._model)
 
     def aggregate_model(self) -> FLModel:
         """Close the round, and return its average as a difference."""
@@ -122,8 +123,9 @@ class CloseRound(ModelAggregator):
                 f"expected_clients={budget.clients}: connect as many, and give the recipe "
                 f"min_clients={budget.clients}"
             )
-        replies = sorted(self._replies, key=lambda reply: reply.sender)
-        average = served.close(replies, model).average
+        average = served.close(like=model).average
+        # A late reply does not belong to this round.
+        self._model = None
         # NVFlare adds it to the model, whose whole numbers have to stay whole.
         integers = {k: v.dtype for k, v in model.items() if v.dtype.kind in "iu"}
         average |= {k: np.rint(average[k]).astype(dtype) for k, dtype in integers.items()}

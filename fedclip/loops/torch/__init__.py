@@ -14,11 +14,17 @@ with needing(__name__, "PyTorch: pip install torch"):
     import torch as torch
 
 from fedclip.loops.torch.clip import clip_, clip_grad_norm_
-from fedclip.loops.torch.handle import ClipHandle, attach, handles
+from fedclip.loops.torch.handle import (
+    ClipHandle,
+    UpdateHandle,
+    attach,
+    attach_update,
+    get_state,
+    handles,
+    set_state,
+)
 from fedclip.loops.torch.names import Parameters
-from fedclip.loops.torch.optimizers import get_state, set_state
 from fedclip.loops.torch.pure import PureClipping
-from fedclip.loops.torch.update import UpdateHandle, attach_update
 
 if TYPE_CHECKING:
     from fedclip.loops.torch.private import private_gradients

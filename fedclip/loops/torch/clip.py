@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, wraps
 from itertools import pairwise
+from operator import attrgetter, le, methodcaller
+from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
@@ -15,17 +18,27 @@ from fedclip.clippers.agc import AGC, Outputs
 from fedclip.clippers.base import Clipper
 from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
-from fedclip.loops.clippers import check_clipper, check_free, clipped, skipped, skips
-from fedclip.loops.torch.guards import uncompiled
-from fedclip.loops.torch.names import (
-    Parameters,
-    check_remembered,
-    check_sharding,
-    named,
-    outputs_of,
-)
+from fedclip.loops.clippers import skipped, skips
+from fedclip.loops.torch.names import Parameters, selected
 
-_IN_PLACE = TorchInPlace()
+P = ParamSpec("P")
+T = TypeVar("T")
+_IN_PLACE, _PLAIN = TorchInPlace(), {torch.Tensor}
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, which stays outside of the graphs of ``torch.compile``."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            # Used as a decorator, it would import the compiler with this module.
+            disable: Any = torch.compiler.disable
+            outside: Callable[P, T] = disable(function)
+            return outside(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
@@ -71,17 +84,8 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
     """
     if isinstance(clipper, int | float):
         clipper = _fixed(clipper, 2.0, False)
-    clipper = check_clipper(clipper)
-    found = _checked(parameters, clipper)
-    outputs = outputs_of(parameters, found, clipper)
-    return clip_named(found, clipper, outputs, given=True) or StepRecord(())
-
-
-def _checked(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:
-    found = named(parameters, clipper)
-    check_free(clipper)
-    check_sharding(found.values())
-    return found
+    named, outputs = selected(parameters, clipper)
+    return clip_named(named, clipper, outputs) or StepRecord(())
 
 
 # The clipper measures through NumPy, and counts in Python.
@@ -90,14 +94,8 @@ def clip_named(
     parameters: Mapping[str, torch.Tensor],
     clipper: Clipper | AGC,
     outputs: Outputs | None = None,
-    given: bool = False,
 ) -> StepRecord | None:
-    """Clip the gradients of parameters that have been checked, each under one name.
-
-    They may be others at each call if they are `given` by the user.
-    """
-    if given:
-        check_remembered(parameters, clipper)
+    """Clip the gradients of parameters that have been checked, each under one name."""
     gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
     if not gradients:
         return None
@@ -106,20 +104,18 @@ def clip_named(
             f"{clipper.name} learns and counts in Python, which a CUDA graph does not replay: clip "
             "outside of the graph, or use PureClipping, whose state is tensors"
         )
-    if not are_apart(gradients.values()):
-        separate(parameters, gradients)
+    if share_memory([*gradients.values()]):
+        unalias(parameters, gradients)
     backend = _IN_PLACE
-    if _are_sharded(gradients.values()):
+    if {*map(type, gradients.values())} != _PLAIN and _are_sharded(gradients.values()):
         backend = _sharded(parameters, gradients)
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
     with torch.no_grad(), clipper.lock:
-        after = clipped(
-            clipper,
-            gradients,
-            lambda: {n: parameters[n].detach() for n in gradients},
-            backend,
-            outputs,
-        )
+        if isinstance(clipper, AGC):
+            weights = {name: parameters[name].detach() for name in gradients}
+            after = clipper.clip(gradients, weights, backend=backend, outputs=outputs)
+        else:
+            after = clipper.clip_arrays(gradients, backend)
         # Of this step: another thread may have the same clipper.
         record = clipper.last
     if after is not gradients:
@@ -127,15 +123,29 @@ def clip_named(
             # A sparse gradient that becomes dense is a new tensor.
             if output is not gradient:
                 parameters[name].grad = output
-    # With a gradient of zero an optimizer would still decay, count, and move by its momentum.
-    if record is not None and skips(clipper) and not _has_no_data(record.norms):
-        for name in skipped(clipper, record, {n: tuple(g.shape) for n, g in gradients.items()}):
-            parameters[name].grad = None
+    # The host names the tensors of a step that is not finite; a device does not wait.
+    on_host = record is None or isinstance(record.norms, np.ndarray)
+    if not on_host or getattr(clipper, "on_spike", "clip") == "skip":
+        _unset_skipped(parameters, gradients, clipper, record)
     return record
 
 
-def _has_no_data(norms: object) -> bool:
-    return isinstance(norms, torch.Tensor) and norms.is_meta
+def _unset_skipped(
+    parameters: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
+    clipper: Clipper | AGC,
+    record: StepRecord | None,
+) -> None:
+    """Remove the gradients of a step that the clipper skips.
+
+    With a gradient of zero an optimizer would still decay, count, and move by its momentum.
+    """
+    if record is None or not skips(clipper):
+        return
+    if isinstance(record.norms, torch.Tensor) and record.norms.is_meta:
+        return
+    for name in skipped(clipper, record, {n: tuple(g.shape) for n, g in gradients.items()}):
+        parameters[name].grad = None
 
 
 def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
@@ -145,12 +155,12 @@ def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
 def _sharded(
     parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]
 ) -> TorchInPlace:
-    # Who shards nothing need not import this, which takes a while.
+    # Slow to import, and needed for sharded models only.
     from fedclip.arrays.sharded import ShardedInPlace, summed
 
     for name, gradient in gradients.items():
-        if (whole := summed(gradient)) is not gradient:
-            parameters[name].grad = gradients[name] = whole
+        if (total := summed(gradient)) is not gradient:
+            parameters[name].grad = gradients[name] = total
     return ShardedInPlace(gradients.values())
 
 
@@ -195,7 +205,7 @@ def clip_grad_norm_(
     """
     clipper = max_norm
     if not isinstance(clipper, Clipper | AGC):
-        # What is no number may not be hashable, and gets a sentence.
+        # Anything but a number may not be hashable, and is refused.
         make = _fixed if isinstance(clipper, int | float) else _fixed.__wrapped__
         clipper = make(clipper, norm_type, error_if_nonfinite)
     elif norm_type != 2.0 or error_if_nonfinite:
@@ -207,9 +217,9 @@ def clip_grad_norm_(
         parameters = [*parameters]
         if not parameters:
             return _torchs_own((p for p in parameters), 1.0)
-    found = _checked(parameters, clipper)
-    gradients = [g for p in found.values() if (g := p.grad) is not None]
-    record = clip_named(found, clipper, outputs_of(parameters, found, clipper), given=True)
+    named, outputs = selected(parameters, clipper)
+    gradients = [g for p in named.values() if (g := p.grad) is not None]
+    record = clip_named(named, clipper, outputs)
     if record is None:
         return torch.zeros(())
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
@@ -233,18 +243,31 @@ def _fixed(max_norm: float, norm_type: float | str, error_if_nonfinite: bool) ->
 # -- gradients that share memory -----------------------------------------------------------------
 # A change in place would change them twice. Views of one flat buffer, as DistributedDataParallel
 # makes them, lie side by side: these may stay.
-def are_apart(gradients: Collection[torch.Tensor]) -> bool:
-    """Return whether no two are one or may share memory, and no element is there twice."""
+_start, _is_contiguous = methodcaller("data_ptr"), methodcaller("is_contiguous")
+_nbytes = attrgetter("nbytes")
+
+
+def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return whether two are one or may share memory, or an element is there twice."""
+    try:
+        spans = sorted(zip(map(_start, gradients), map(_nbytes, gradients), strict=True))
+        if all(map(_is_contiguous, gradients)):
+            starts = [start for start, _ in spans]
+            if all(map(le, map(sum, spans[:-1]), starts[1:])):
+                return False
+    except RuntimeError:
+        # Some are sparse, or on a device that shows no address.
+        pass
     # Meta tensors, DTensors and empty ones are at 0.
     spans = sorted(span for span in map(_span, gradients) if span[0])
     return (
-        len({*map(id, gradients)}) == len(gradients)
-        and all(start + size <= after for (start, size), (after, _) in pairwise(spans))
-        and not any(map(_folds, gradients))
+        len({*map(id, gradients)}) < len(gradients)
+        or any(start + size > after for (start, size), (after, _) in pairwise(spans))
+        or any(map(_folds, gradients))
     )
 
 
-def separate(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
+def unalias(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
     """Give each parameter a separate gradient."""
     for name, gradient in gradients.items():
         parameters[name].grad = gradients[name] = gradient.clone()

@@ -1,90 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards for unusual torch loops: each with the loop that it is for."""
+"""Guards for unusual torch loops: each with the loop that it is for.
+
+==========================================================  ======================================
+loop                                                        guard
+==========================================================  ======================================
+``scaler.step(optimizer, closure)``                         `check_unscaled`
+an optimizer that steps in ``backward()``: LOMO             `check_step`
+a step that calls another step, or fails                    `Steps`
+weights that learn without a step of the optimizer          `Watch`
+wrappers: Accelerate, SAM, Lookahead                        `levels_of`
+optimizers that save without torch's hooks: bitsandbytes    `Saving`
+copies and pickles of an optimizer                          `keep_in_copies`
+==========================================================  ======================================
+"""
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial, wraps
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from traceback import walk_stack
 from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fedclip.core.states import Fields
 from fedclip.errors import FedclipWarning
-from fedclip.loops.torch.optimizers import held
+from fedclip.loops.owner import is_held
 
-P = ParamSpec("P")
-T = TypeVar("T")
-_TORCHS_STEP = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+MARK = "fedclip"
+"""In the first group of parameters of a state: it was saved together with a clipper's."""
+_STEPS_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 # Called by a GradScaler that is enabled; one that is not calls the optimizer's step itself.
 _SCALED_STEP = torch.amp.GradScaler._maybe_opt_step.__code__
-# Parts of arrays, and arrays of a kind of their own, may not be looked at.
+# DTensors and other subclasses may not be read.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Of each parameter that is watched: some of its weights, and of their gradient.
 _NOTED: Any = WeakIdKeyDictionary()
 
 
-def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, which stays outside of the graphs of ``torch.compile``."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            # Used as a decorator, it would import the compiler with this module.
-            disable: Any = torch.compiler.disable
-            outside: Callable[P, T] = disable(function)
-            return outside(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
+# -- any optimizer -------------------------------------------------------------------------------
+def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _callers() -> Iterator[FrameType]:
-    return (frame for frame, _ in walk_stack(None))
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state of an optimizer is that after a step."""
+    return any(
+        isinstance(state, dict)
+        and (state.get("momentum_buffer") is not None or float(state.get("step", 0)) > 0)
+        for state in optimizer.state.values()
+    )
 
 
+# -- a GradScaler's step -------------------------------------------------------------------------
 def _is_within(code: CodeType) -> bool:
     """Return whether this code is among the callers."""
-    return any(frame.f_code is code for frame in _callers())
+    return any(frame.f_code is code for frame, _ in walk_stack(None))
 
 
 def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error in a GradScaler's step, whose closure would leave scaled gradients.
+    """Raise an error in a GradScaler's step, whose closure would compute scaled gradients.
 
-    The scaler unscales before the step; only a fused optimizer is told of it, and else the call
-    shows it. It refuses closures itself, but only those that are given by name.
+    The scaler unscales before the step, and itself refuses only closures that are passed by name.
+    It marks fused optimizers; for others, only the call stack shows it.
     """
     if _is_within(_SCALED_STEP) or hasattr(optimizer, "found_inf"):
-        # The scaler would leave there what it tells a fused optimizer.
-        for told in ("grad_scale", "found_inf"):
-            vars(optimizer).pop(told, None)
+        # The scaler would leave its marks on a fused optimizer.
+        for mark in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(mark, None)
         raise RuntimeError(
-            f"scaler.step(optimizer, closure) lets {type(optimizer).__name__} step with "
+            f"scaler.step(optimizer, closure) makes {type(optimizer).__name__} step with "
             "gradients that are still scaled by the GradScaler: call closure(), then "
             "scaler.unscale_(optimizer) and scaler.step(optimizer)"
         )
 
 
+# -- an optimizer that steps in backward() -------------------------------------------------------
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a TypeError for an optimizer that has no step of its own: LOMO steps in backward."""
+    """Raise a TypeError for an optimizer that has no step, such as LOMO."""
     code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
     if code is not None and code.co_names == ("NotImplementedError",):
         raise TypeError(
             f"{type(optimizer).__name__} has no step() in which a clipper could act: it uses up "
-            "each gradient as it is computed; take its own clipping, or another optimizer"
+            "each gradient in backward(). Take its own clipping, or another optimizer"
         )
 
 
+# -- a step that calls another step, or fails ----------------------------------------------------
 class Steps:
-    """The steps of one optimizer that are running: one may call the next, and one may have failed.
+    """The steps of one optimizer that are running: a step may call another one, or fail.
 
-    Of the callers it asks only which they are. Nothing else tells of a step that has failed: it
-    calls no hook at its end, and is not among the callers of later ones.
+    A step that fails calls no hook at its end. Only the call stack shows that it is over.
     """
 
     def __init__(self) -> None:
@@ -94,8 +108,10 @@ class Steps:
         """Return whether the step that begins is the outermost one."""
         self._forget_failed()
         outermost = not self._running
-        torchs = (f for f in _callers() if f.f_code.co_filename == _TORCHS_STEP)
-        self._running += [frame for frame in [next(torchs, None)] if frame is not None]
+        for frame, _ in walk_stack(None):
+            if frame.f_code.co_filename == _STEPS_FILE:
+                self._running.append(frame)
+                break
         return outermost
 
     def end(self) -> bool:
@@ -107,20 +123,21 @@ class Steps:
 
     def _forget_failed(self) -> None:
         if self._running:
-            callers = {*map(id, _callers())}
+            callers = {id(frame) for frame, _ in walk_stack(None)}
             self._running = [frame for frame in self._running if id(frame) in callers]
 
 
+# -- weights that learn without a step of the optimizer ------------------------------------------
 class Watch:
-    """Warns of weights that learn before a first step of their optimizer was seen.
+    """Warns if weights learn before the first step of their optimizer.
 
     ::
 
-        a gradient comes: note a few weights, and their gradient
-        the next comes:   weights that have moved down the slope in between were in a step
+        first gradient     note a few weights, and their gradient
+        next gradient      weights that have moved down the slope since then were in a step
 
-    Weights that stay are in no step yet, however many gradients come: they are accumulated, were
-    not finite, or it is another model's turn. Weights that moved up are SAM's, or an attack's.
+    Weights that stay were in no step, however many gradients come: they accumulate, were not
+    finite, or another model is trained. SAM and adversarial attacks move weights up the slope.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
@@ -128,15 +145,20 @@ class Watch:
         # Another watch may have noted them, long ago.
         forget(optimizer)
         # A parameter is saved without its hook, and without a warning.
-        saved_without: Any = torch.utils.hooks.unserializable_hook
+        unsaved: Any = torch.utils.hooks.unserializable_hook
         self._hooks = [
-            p.register_hook(saved_without(partial(self._look, weakref.ref(p))))
+            p.register_hook(unsaved(partial(self._look, weakref.ref(p))))
             for p in parameters
             if type(p) in _PLAIN and p.requires_grad
         ]
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it still watches."""
+        return bool(self._hooks)
+
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -156,17 +178,17 @@ class Watch:
         elif ((weights - before) * past.conj()).real.sum() < 0:
             self.end()
             warnings.warn(
-                f"the weights learn, and no step of the optimizer ({type(optimizer).__name__}) to "
-                "which a clipper is attached was seen: what moves them is not clipped. Attach to "
-                "the optimizer that steps; in a loop that takes its steps itself, call clip_",
+                f"the weights change, but no step of the optimizer ({type(optimizer).__name__}) "
+                "was seen, so the clipper attached to it clips nothing. Attach it to the optimizer "
+                "that steps; if your loop changes the weights, call clip_",
                 FedclipWarning,
                 stacklevel=2,
             )
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Let no watch mind how the parameters of an optimizer move: they are in a clipped step."""
-    for parameter in held(optimizer):
+    """Forget what was noted of an optimizer's parameters: they are in a clipped step."""
+    for parameter in held(optimizer) if _NOTED else ():
         _NOTED.pop(parameter, None)
 
 
@@ -179,12 +201,139 @@ def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _stays(before: torch.Tensor, now: torch.Tensor) -> bool:
-    # What was added and taken away again leaves a rounding.
+    # Adding and subtracting the same leaves a rounding error.
     return torch.allclose(before, now, rtol=4 * torch.finfo(now.dtype).eps, atol=0.0)
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:
-    """Return whether a graph is made, which can not wait for numbers."""
+    """Return whether a graph is recorded, where numbers cannot be read."""
     return torch.compiler.is_compiling() or (
         tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     )
+
+
+# -- wrappers ------------------------------------------------------------------------------------
+def levels_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer, the one inside it, and so on; the last one takes the steps."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"the first argument must be a torch optimizer, got {optimizer!r:.80}")
+    inside = {id(o): o for o in vars(optimizer).values() if isinstance(o, torch.optim.Optimizer)}
+    hooked, parameters = is_hooked(optimizer), {*map(id, held(optimizer))}
+    # An optimizer inside with other parameters has a part of them (ZeRO), or copies.
+    for inner in inside.values() if len(inside) == 1 else ():
+        if not hooked or {*map(id, held(inner))} == parameters:
+            return [optimizer, *levels_of(inner)]
+    if not hooked:
+        raise TypeError(
+            f"{type(optimizer).__name__} has no hooks of torch.optim.Optimizer: attach to each "
+            "optimizer inside it"
+        )
+    return [optimizer]
+
+
+def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this has all hooks of torch's optimizers; wrappers may have some."""
+    return hasattr(optimizer, "_optimizer_state_dict_post_hooks")
+
+
+# -- optimizers that save without torch's hooks --------------------------------------------------
+class Saving:
+    """Saves and loads states by key with optimizers, whose methods are replaced, not the class's.
+
+    ::
+
+        state_dict()        the optimizer's, and these states unless they are inside it
+        load_state_dict()   the optimizer's; at the end of the outermost one, these states
+
+    Torch's hooks are not enough: a class may save or load without them, and a wrapper may pass on
+    only the keys that it knows.
+
+    Parameters
+    ----------
+    save
+        Returns the states, by key.
+    load
+        Takes the states by key, of those that are in what is loaded.
+    """
+
+    def __init__(
+        self, save: Callable[[], dict[str, Fields]], load: Callable[[Mapping[str, Fields]], None]
+    ) -> None:
+        self._save, self._load = save, load
+        self._loaded: dict[str, Fields] | None = None
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Save and load with an optimizer too."""
+        ref = weakref.ref(optimizer)
+        self._optimizers.append(ref)
+        vars(optimizer)["state_dict"] = partial(self._state_dict, ref)
+        vars(optimizer)["load_state_dict"] = partial(self._load_state_dict, ref)
+
+    def end(self) -> None:
+        """Give the optimizers their methods back."""
+        for ref in self._optimizers:
+            if (optimizer := ref()) is not None:
+                vars(optimizer).pop("state_dict", None)
+                vars(optimizer).pop("load_state_dict", None)
+
+    def _state_dict(self, ref: Any, *args: Any, **kwargs: Any) -> Any:
+        states = self._save()
+        saved = type(ref()).state_dict(ref(), *args, **kwargs)
+        # An optimizer without a clipper that loads this keeps the parameters of groups.
+        for group in saved.get("param_groups", [])[:1] if states else ():
+            group[MARK] = True
+        return saved if is_in(saved, states) else {**saved, **states}
+
+    def _load_state_dict(self, ref: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        outermost, others = self._loaded is None, dict(state_dict)
+        loaded = self._loaded = {} if self._loaded is None else self._loaded
+        loaded |= {key: others.pop(key) for key in state_dict if str(key).startswith("fedclip:")}
+        try:
+            result = type(ref()).load_state_dict(ref(), others, *args, **kwargs)
+        finally:
+            if outermost:
+                self._loaded = None
+        for group in ref().param_groups:
+            group.pop(MARK, None)
+        if outermost:
+            self._load(loaded)
+        return result
+
+
+def is_in(saved: object, keys: Iterable[str]) -> bool:
+    """Return whether all these keys are somewhere in a nested dict."""
+    return isinstance(saved, Mapping) and all(
+        key in saved or any(is_in(value, [key]) for value in saved.values()) for key in keys
+    )
+
+
+# -- copies and pickles of an optimizer: torch leaves out hooks, so a copy would clip nothing ------
+ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+"""The handles of each optimizer; `parts` makes those of a copy."""
+
+
+def keep_in_copies(optimizer: torch.optim.Optimizer) -> None:
+    """Copy and pickle an optimizer with what is attached to it."""
+    copyreg.pickle(type(optimizer), _reduced)
+
+
+def _reduced(optimizer: torch.optim.Optimizer) -> Any:
+    reduced: Any = optimizer.__reduce_ex__(4)
+    attached = ATTACHED.get(optimizer)
+    if attached is None:
+        return reduced
+    make, args, state, *_ = reduced
+    return _again, (make, args, state, attached.parts(optimizer))
+
+
+def _again(
+    make: Callable[..., torch.optim.Optimizer], args: Any, state: Any, parts: Any
+) -> torch.optim.Optimizer:
+    optimizer = make(*args)
+    optimizer.__setstate__(state)
+    for handle, clipper, *settings in parts:
+        # A shallow copy comes with the clipper of the original.
+        free = copy.deepcopy(clipper) if is_held(clipper) else clipper
+        handle(optimizer, free, *settings)
+    return optimizer

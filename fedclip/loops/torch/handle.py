@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clipper that acts in every step of an optimizer.
+"""A clipper that acts in every step of an optimizer, on the gradients or on the update.
 
 ::
 
-    step()           clip, then the optimizer's own step
-    step(closure)    the optimizer's own step; each time it calls the closure: closure, then clip
+    step()           clip, then the optimizer's step
+    step(closure)    the optimizer's step; each time it calls the closure: closure, then clip
+    of an update     note the weights, the optimizer's step, clip the change of the weights
 
-It uses torch's own hooks, and replaces no method of the optimizer's class.
+It uses torch's hooks, and replaces no method of the optimizer's class.
 """
 
 from __future__ import annotations
 
-import copy
-import copyreg
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from operator import is_
 from typing import Any, Self, TypeVar
@@ -24,35 +23,99 @@ import torch
 
 from fedclip.clippers.agc import AGC, Outputs
 from fedclip.clippers.base import Clipper
+from fedclip.core import states
 from fedclip.core.records import StepRecord
 from fedclip.core.states import Fields
 from fedclip.errors import FedclipWarning
-from fedclip.loops.clippers import Spec, check_free, clipper_of, hold, holder_of, release, unique
-from fedclip.loops.owner import begin, clipper_in, configuration, has_learnt, learns, owner_of
-from fedclip.loops.torch.clip import clip_named
+from fedclip.loops.clippers import Spec, clipped, clipper_of, unique
+from fedclip.loops.owner import (
+    begin,
+    check_free,
+    configuration,
+    fitting,
+    has_learnt,
+    hold,
+    learns,
+    owner_of,
+    release,
+    shapes_of,
+)
+from fedclip.loops.torch.clip import clip_named, uncompiled
 from fedclip.loops.torch.guards import (
+    ATTACHED,
+    MARK,
+    Saving,
     Steps,
     Watch,
     check_step,
     check_unscaled,
     forget,
-    uncompiled,
-)
-from fedclip.loops.torch.names import Parameters, check_sharding, named, outputs_of
-from fedclip.loops.torch.optimizers import (
-    MARK,
-    Saving,
-    called,
-    get_state,
     has_stepped,
     held,
     is_hooked,
     is_in,
+    keep_in_copies,
     levels_of,
-    set_state,
 )
+from fedclip.loops.torch.names import Parameters, check_sharding, named, outputs_of
 
 
+# -- statistics ------------------------------------------------------------------------------------
+def get_state(clipper: Clipper | AGC) -> Fields:
+    """Return the statistics and records: numbers, strings, lists and tensors.
+
+    ``torch.load(weights_only=True)`` reads them. `AGC` has none: its limits follow from the
+    weights.
+    """
+    if isinstance(clipper, AGC):
+        return {}
+    state = clipper.get_state()
+    state["arrays"] = states.each(state["arrays"], torch.from_numpy)
+    return state
+
+
+def set_state(
+    clipper: Clipper | AGC,
+    state: Mapping[str, Any] | None,
+    owner: Mapping[str, str] | None = None,
+) -> None:
+    """Take over what `get_state` returned; None, as in a checkpoint without clipper, starts anew.
+
+    Parameters
+    ----------
+    owner
+        For a clipper that is attached: the model, optimizer and configuration that the state
+        must belong to (see `fedclip.loops.owner`).
+
+    Raises
+    ------
+    StateError
+        If the state is another clipper's or model's, or damaged. The clipper then keeps its old
+        state.
+    """
+    if isinstance(clipper, AGC):
+        return
+    if state is None:
+        warnings.warn(
+            f"the checkpoint has no state of {clipper.name}, which starts anew",
+            FedclipWarning,
+            stacklevel=3,
+        )
+        clipper.reset()
+        return
+    if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
+        state = {**state, "arrays": states.each(state["arrays"], _array)}
+    if owner is not None and fitting(clipper, state, dict(owner)) is None:
+        clipper.reset()
+        return
+    clipper.set_state(dict(state))
+
+
+def _array(value: object) -> object:
+    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+
+# -- handles -------------------------------------------------------------------------------------
 class ClipHandle:
     """A clipper that acts in every step of an optimizer; `attach` returns it.
 
@@ -76,21 +139,21 @@ class ClipHandle:
         self._resolve(optimizer)
         check_step(optimizer)
         check_free(self.clipper)
-        shapes = self._shapes()
+        shapes = shapes_of(self._parameters)
         begin(self.clipper, shapes, type(optimizer).__name__, self._held)
         late = optimizer.param_groups[0].pop(MARK, False) or has_stepped(optimizer)
         if late and learns(self.clipper, shapes) and not has_learnt(self.clipper):
             warnings.warn(
-                f"{type(optimizer).__name__} has stepped or loaded a state before "
-                f"{self.clipper.name} was attached, which starts without statistics: attach "
-                "first, and then call load_state_dict",
+                f"{type(optimizer).__name__} stepped or loaded a state before {self.clipper.name} "
+                "was attached, so the clipper has no statistics of these steps: attach first, and "
+                "then call load_state_dict",
                 FedclipWarning,
                 stacklevel=4,
             )
-        hold(self.clipper, optimizer, f"attached to {called(optimizer)}")
-        self._others = _ATTACHED.get(optimizer) or _Attached(optimizer)
-        taken = [h._key for h in self._others.handles]
-        self._key: str = unique([*taken, f"fedclip:{self.clipper.name}"])[-1]
+        hold(self.clipper, optimizer, f"attached to {_kind(optimizer)}")
+        self._others: _Attached = ATTACHED.get(optimizer) or _Attached(optimizer)
+        keys = [handle._key for handle in self._others.handles]
+        self._key: str = unique([*keys, f"fedclip:{self.clipper.name}"])[-1]
         self._others.handles.append(self)
 
     def remove(self) -> None:
@@ -108,9 +171,9 @@ class ClipHandle:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._others.clips:
             warnings.warn(
-                f"{self.clipper.name} has clipped nothing: no step of {self._others.called} was "
-                "seen. What steps in another way, as the inner loops of higher do, needs a clip "
-                "in the loop: clip_, or PureClipping",
+                f"{self.clipper.name} has clipped nothing: no step of {self._others.kind} was "
+                "seen. If your loop steps in another way, as inner loops of higher do, call clip_ "
+                "or PureClipping in the loop",
                 FedclipWarning,
                 stacklevel=2,
             )
@@ -135,15 +198,12 @@ class ClipHandle:
         if optimizer is None or isinstance(self.clipper, AGC):
             set_state(self.clipper, state)
             return
-        # What an optimizer loads may be other parameters, until its own loading is over.
+        # Until an optimizer has loaded its state, it may hold other parameters.
         with suppress(ValueError):
             self._resolve(optimizer)
-        shapes, kind = self._shapes(), type(optimizer).__name__
+        shapes, kind = shapes_of(self._parameters), type(optimizer).__name__
         set_state(self.clipper, state, owner_of(self.clipper, shapes, kind))
         begin(self.clipper, shapes, kind, [*self._parameters.values()])
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(p.shape) for name, p in self._parameters.items()}
 
     def reset(self) -> None:
         """Forget all statistics and records."""
@@ -166,12 +226,12 @@ class ClipHandle:
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return how to make the handle again: it is one of its optimizer's, also of a copy's."""
+        """Return how to make the handle again: from its optimizer, or that one's copy."""
         optimizer = self._others.optimizer()
         places = [place for place, h in enumerate(self._others.handles) if h is self]
         if optimizer is None or not places:
             raise TypeError(
-                f"the handle of {self.clipper.name} is in no optimizer any more, and can not be "
+                f"the handle of {self.clipper.name} was removed from its optimizer, and cannot be "
                 "copied or pickled: keep handle.get_state(), or the clipper"
             )
         return _handle_of, (optimizer, places[0])
@@ -187,13 +247,16 @@ class ClipHandle:
         nameless = {id(p): p for p in now}
         chosen = {n: p for n, p in source.items() if nameless.pop(id(p), None) is not None}
         if not chosen:
-            raise ValueError("none of the named parameters is in the optimizer")
+            raise ValueError(
+                "the optimizer holds no parameter of those given to attach: give the model that "
+                "the optimizer trains"
+            )
         if nameless:
             shapes = ", ".join(str(tuple(p.shape)) for p in list(nameless.values())[:5])
             raise ValueError(
                 f"the optimizer holds {len(nameless)} parameters without a name (of shape "
                 f"{shapes}), which would not be clipped: give attach the model that has them, or "
-                "names for all, and put those to leave alone into the clipper's exclude"
+                "names for all. To exclude some, name them in the clipper's exclude"
             )
         check_sharding(now)
         if self._outputs is None or isinstance(self._source, torch.nn.Module):
@@ -202,7 +265,7 @@ class ClipHandle:
         if hasattr(self, "_key") and isinstance(self.clipper, Clipper) and self.clipper.owner:
             # Parameters were added: it is the same model still.
             kind = type(optimizer).__name__
-            self.clipper.owner = owner_of(self.clipper, self._shapes(), kind)
+            self.clipper.owner = owner_of(self.clipper, shapes_of(chosen), kind)
         return chosen
 
     # What is done in a step: at its begin, with each new gradient, and at its end.
@@ -214,13 +277,35 @@ class ClipHandle:
         # A GradScaler sets `grad_scale` on optimizers that unscale the gradients in their step.
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
-                "the gradients are still scaled by the GradScaler, and would be clipped at the "
-                "wrong size: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                "the gradients are still scaled by the GradScaler, so the limit would not fit: "
+                "call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
         clip_named(self._resolve(optimizer), self.clipper, self._outputs)
 
     def _end(self) -> None:
         """Do nothing: the gradients are used up."""
+
+
+class UpdateHandle(ClipHandle):
+    """A clipper of updates; made by `attach_update`."""
+
+    _before: Mapping[str, torch.Tensor] = {}
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the weights."""
+        self._before = {n: p.detach().clone() for n, p in self._resolve(optimizer).items()}
+
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the gradients are the optimizer's."""
+
+    def _end(self) -> None:
+        """Clip the change of the weights."""
+        before, self._before = self._before, {}
+        with torch.no_grad():
+            change = {name: self._parameters[name] - weight for name, weight in before.items()}
+            outputs = clipped(self.clipper, change, lambda: before, None, self._outputs)
+            for name, weight in before.items() if outputs is not change else ():
+                self._parameters[name].copy_(weight + outputs[name])
 
 
 class _Attached:
@@ -240,7 +325,7 @@ class _Attached:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.handles: list[ClipHandle] = []
         self.optimizer = weakref.ref(optimizer)
-        self.called = called(optimizer)
+        self.kind = _kind(optimizer)
         self.clips = 0
         self._clips_before = 0
         self._is_step = True
@@ -254,9 +339,8 @@ class _Attached:
         self.saving = Saving(self._states, self._load)
         self.saving.add(optimizer)
         self._watch = Watch(optimizer, held(optimizer))
-        # Torch leaves hooks out of copies, which would clip nothing, and say nothing.
-        copyreg.pickle(type(optimizer), _reduced)
-        _ATTACHED[optimizer] = self
+        keep_in_copies(optimizer)
+        ATTACHED[optimizer] = self
 
     def leave(self, handle: ClipHandle) -> None:
         """Forget a handle, and with the last one the optimizer."""
@@ -271,7 +355,7 @@ class _Attached:
                 hook.remove()
             self.saving.end()
             self._watch.end()
-            del _ATTACHED[optimizer]
+            del ATTACHED[optimizer]
 
     def _begin(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -283,8 +367,8 @@ class _Attached:
             for handle in self.handles if self._is_step else ():
                 handle._begin(optimizer)
         by_name = kwargs.get("closure")
-        given = by_name or (args[1] if len(args) > 1 else None)
-        if not callable(given):
+        compute = by_name or (args[1] if len(args) > 1 else None)
+        if not callable(compute):
             if self.clips == self._clips_before and self._is_step:
                 self._clip(optimizer)
             return None
@@ -292,7 +376,7 @@ class _Attached:
 
         def closure() -> object:
             clips = self.clips
-            loss = given()
+            loss = compute()
             if self.clips == clips:
                 self._clip(optimizer)
             return loss
@@ -304,7 +388,7 @@ class _Attached:
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self.clips += 1
         forget(optimizer)
-        if any(p.grad is not None for p in held(optimizer)):
+        if self._watch.is_on and any(p.grad is not None for p in held(optimizer)):
             self._watch.end()
         for handle in self.handles:
             handle._clip(optimizer)
@@ -314,20 +398,33 @@ class _Attached:
             for handle in self.handles:
                 handle._end()
 
+    def parts(self, optimizer: torch.optim.Optimizer) -> list[tuple[object, ...]]:
+        """Return what makes each handle again, for a copy of the optimizer."""
+        return [(type(h), h.clipper, h._resolve(optimizer), h._outputs) for h in self.handles]
+
     def _states(self) -> dict[str, Fields]:
         # AGC has no state to save.
         return {h._key: saved for h in self.handles if (saved := h.get_state())}
 
-    def _load(self, states: Mapping[str, Fields]) -> None:
-        """Give each handle the next state of its configuration; else that of its key, if left."""
-        left = dict(sorted(states.items(), key=lambda item: (len(item[0]), item[0])))
-        found = []
+    def _load(self, saved: Mapping[str, Fields]) -> None:
+        """Give each handle the next state of its configuration; else that of its key, if any."""
+        unused = dict(sorted(saved.items(), key=lambda item: (len(item[0]), item[0])))
+        chosen = []
         for handle in self.handles:
             config = configuration(handle.clipper)
-            same = (key for key, saved in left.items() if clipper_in(saved) == config)
-            found.append(left.pop(next(same, ""), None))
-        for handle, own in zip(self.handles, found, strict=True):
-            handle.set_state(left.pop(handle._key, None) if own is None else own)
+            same = (key for key, state in unused.items() if _configuration_in(state) == config)
+            chosen.append(unused.pop(next(same, ""), None))
+        for handle, state in zip(self.handles, chosen, strict=True):
+            handle.set_state(unused.pop(handle._key, None) if state is None else state)
+
+
+def _configuration_in(state: object) -> object:
+    owner = state.get("owner") if isinstance(state, Mapping) else None
+    return owner.get("clipper") if isinstance(owner, Mapping) else None
+
+
+def _kind(optimizer: object) -> str:
+    return f"an optimizer ({type(optimizer).__name__})"
 
 
 def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
@@ -335,36 +432,10 @@ def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
 
     torch.distributed.checkpoint takes such a step to make an optimizer's state.
     """
-    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
-        return False
+    for group in optimizer.param_groups:
+        if float(group.get("lr", 1.0)):
+            return False
     return not any(p.grad is not None and bool(p.grad.any()) for p in held(optimizer))
-
-
-_ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Attached]
-_ATTACHED = weakref.WeakKeyDictionary()
-
-
-def _reduced(optimizer: torch.optim.Optimizer) -> Any:
-    """Return how to make an optimizer again, with a handle for each clipper."""
-    reduced: Any = optimizer.__reduce_ex__(4)
-    found = _ATTACHED.get(optimizer)
-    if found is None:
-        return reduced
-    attached = [(type(h), h.clipper, h._resolve(optimizer), h._outputs) for h in found.handles]
-    make, args, state, *_ = reduced
-    return _again, (make, args, state, attached)
-
-
-def _again(
-    make: Callable[..., torch.optim.Optimizer], args: Any, state: Any, attached: Any
-) -> torch.optim.Optimizer:
-    optimizer = make(*args)
-    optimizer.__setstate__(state)
-    for handle, clipper, parameters, outputs in attached:
-        # A shallow copy comes with the clipper of the original.
-        own = clipper if holder_of(clipper) is None else copy.deepcopy(clipper)
-        handle(optimizer, own, parameters, outputs)
-    return optimizer
 
 
 def _handle_of(optimizer: torch.optim.Optimizer, place: int) -> ClipHandle:
@@ -381,25 +452,25 @@ def _with_names(optimizer: torch.optim.Optimizer) -> Parameters:
 
 def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
     """Return the handles of an optimizer, in the order in which they clip; also of a copy."""
-    found = _ATTACHED.get(levels_of(optimizer)[-1])
-    return list(found.handles) if found else []
+    attached = ATTACHED.get(levels_of(optimizer)[-1])
+    return list(attached.handles) if attached else []
 
 
 H = TypeVar("H", bound=ClipHandle)
 
 
-def attached(
+def _attach(
     kind: type[H], optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None
 ) -> H:
     """Return a handle of this kind, whose clipper is saved with the optimizer, or warn."""
     levels = levels_of(optimizer)
     handle = kind(levels[-1], clipper, parameters)
     for level in filter(is_hooked, levels[:-1]):
-        _ATTACHED[levels[-1]].saving.add(level)
+        ATTACHED[levels[-1]].saving.add(level)
     if len(levels) > 1 and handle.get_state() and not _saves(levels[0], handle):
         warnings.warn(
-            f"the state_dict() of {type(levels[0]).__name__} is without the statistics of "
-            f"{handle.clipper.name}: save handle.get_state() beside it, and give it to "
+            f"the state_dict() of {type(levels[0]).__name__} lacks the statistics of "
+            f"{handle.clipper.name}: save handle.get_state() too, and restore it with "
             "handle.set_state()",
             FedclipWarning,
             stacklevel=3,
@@ -408,13 +479,13 @@ def attached(
 
 
 def _saves(optimizer: object, handle: ClipHandle) -> bool:
-    """Return whether the statistics are in an optimizer's state, or none can be seen."""
+    """Return whether the statistics are in an optimizer's state, or it has no state to read."""
     if not hasattr(optimizer, "state_dict"):
         return True
     try:
         return is_in(optimizer.state_dict(), [handle._key])
     except (RuntimeError, NotImplementedError):
-        # It can not be saved yet, as ZeRO before it has gathered its parts.
+        # It cannot be saved yet, such as ZeRO before it has gathered its parts.
         return True
 
 
@@ -479,4 +550,31 @@ def attach(
     1.732
     >>> handle.remove()
     """
-    return attached(ClipHandle, optimizer, clipper, parameters)
+    return _attach(ClipHandle, optimizer, clipper, parameters)
+
+
+def attach_update(
+    optimizer: torch.optim.Optimizer,
+    clipper: Spec,
+    parameters: Parameters | None = None,
+) -> UpdateHandle:
+    """Clip the change of the weights in every ``optimizer.step()``.
+
+    `attach` clips the gradients that enter the optimizer; this clips the resulting change. It
+    includes momentum, adaptive step sizes, weight decay and the learning rate, and limits are in
+    units of the weights. It copies the weights during each step. Otherwise it works like `attach`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fedclip import NormClip
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.Adam(layer.parameters(), lr=10.0)
+    >>> before = layer.weight.detach().clone()
+    >>> with attach_update(optimizer, NormClip(0.5), layer) as handle:
+    ...     layer(torch.ones(1, 2)).sum().backward()
+    ...     optimizer.step()
+    >>> f"{float(handle.last):.2f} {float(torch.dist(layer.weight.detach(), before)):.2f}"
+    '14.14 0.50'
+    """
+    return _attach(UpdateHandle, optimizer, clipper, parameters)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of parameters, which statistics are kept by: the same in every wrapping.
+"""The names of parameters, by which statistics are kept: the same under every wrapper.
 
 ==========================  ===============================================================
-given                       names
+parameters are given as     names
 ==========================  ===============================================================
 a module                    those of ``named_parameters()``
-pairs, or a mapping         as they are; a name that comes again is numbered: ``w``, ``w#1``
+pairs, or a mapping         those names; repeated ones are numbered: ``w``, ``w#1``
 parameters                  ``0``, ``1``, ... by position, whether they have a gradient or not
 ==========================  ===============================================================
 
@@ -16,19 +16,16 @@ Prefixes of wrappers are taken off: ``module.`` (DistributedDataParallel) and ``
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fedclip.clippers.agc import AGC, Axes, Outputs
 from fedclip.clippers.base import Clipper
-from fedclip.core.scopes import resolve
-from fedclip.loops.clippers import ByClipper, unique
-from fedclip.loops.owner import begin
+from fedclip.loops.clippers import check_clipper, unique
+from fedclip.loops.owner import check_free, check_members, shapes_of, use_of
 
 Parameters: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | "
@@ -48,7 +45,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
     Raises
     ------
     TypeError
-        If the clipper tells parameters apart by name, and they have none.
+        If the clipper distinguishes parameters by name, and they have no names.
     """
     if isinstance(parameters, torch.nn.Module):
         parameters = dict(parameters.named_parameters())
@@ -59,7 +56,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         pairs = parameters.items()
     else:
         pairs = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-        _check_given(parameters, pairs)
+        _check_items(parameters, pairs)
         if pairs and isinstance(pairs[0], torch.Tensor):
             _check_names_unneeded(clipper)
             pairs = [(str(place), tensor) for place, tensor in enumerate(pairs)]
@@ -70,20 +67,69 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
     return dict(zip(names, (tensor for _, tensor in first.values()), strict=True))
 
 
-def _check_given(parameters: Iterable[object], given: Sequence[object]) -> None:
-    """Raise an error for what is neither pairs nor tensors."""
-    if not given and iter(parameters) is parameters:
+class _Selection(NamedTuple):
+    """The parameters of the last call: with the user's names, and those of the clipper."""
+
+    user_names: list[object] | None
+    ids: list[int]
+    names: tuple[str, ...]
+
+
+def selected(
+    source: Parameters, clipper: Clipper | AGC
+) -> tuple[dict[str, torch.Tensor], Outputs | None]:
+    """Return the parameters of a call by name, and the axes of their outputs, checked.
+
+    The same parameters as at the last call are not checked again.
+    """
+    names: list[object] | None = None
+    tensors: Any = []
+    if isinstance(source, torch.nn.Module):
+        pairs = dict(source.named_parameters())
+        names, tensors = [*pairs], [*pairs.values()]
+    elif type(source) is dict:
+        names, tensors = [*source], [*source.values()]
+    else:
+        if isinstance(source, Iterator):
+            # One that is used up stays, and is refused below.
+            source = [*source] or source
+        tensors = source if _is_list_of_tensors(source) else tensors
+    use, ids = getattr(clipper, "use", None), [*map(id, tensors)]
+    last = None if use is None else use.selection
+    if ids and last is not None and ids == last.ids and names == last.user_names:
+        return dict(zip(last.names, tensors, strict=True)), None
+    clipper = check_clipper(clipper)
+    parameters = named(source, clipper)
+    check_free(clipper)
+    check_sharding(parameters.values())
+    outputs = outputs_of(source, parameters, clipper)
+    # Loops that make their tensors at each step have no Parameters.
+    a_model = isinstance(next(iter(parameters.values()), None), torch.nn.Parameter)
+    check_members(clipper, parameters, fixed=False, new_model=a_model)
+    # Of AGC the layers of the model count too, and one parameter may have several names.
+    if len(parameters) == len(ids) and not isinstance(clipper, AGC):
+        use_of(clipper).selection = _Selection(names, ids, tuple(parameters))
+    return parameters, outputs
+
+
+def _is_list_of_tensors(source: object) -> TypeGuard[list[torch.Tensor]]:
+    return type(source) is list and bool(source) and isinstance(source[0], torch.Tensor)
+
+
+def _check_items(parameters: Iterable[object], items: Sequence[object]) -> None:
+    """Raise an error if the items are neither pairs nor tensors."""
+    if not items and iter(parameters) is parameters:
         raise ValueError(
             "there are no parameters: an iterator such as model.parameters() has none the second "
             "time; give the model, or call model.parameters() at each step"
         )
-    tensors = bool(given) and isinstance(given[0], torch.Tensor)
-    for one in given:
-        pair = isinstance(one, tuple) and len(one) == 2
-        if not (isinstance(one, torch.Tensor) if tensors else pair):
+    tensors = bool(items) and isinstance(items[0], torch.Tensor)
+    for item in items:
+        pair = isinstance(item, tuple) and len(item) == 2
+        if not (isinstance(item, torch.Tensor) if tensors else pair):
             raise TypeError(
-                "give a model, model.named_parameters() or model.parameters(); "
-                f"got {type(one).__name__} among {type(parameters).__name__}"
+                f"got {type(item).__name__} among {type(parameters).__name__}: give a model, "
+                "model.named_parameters() or model.parameters()"
             )
 
 
@@ -91,7 +137,7 @@ def _check_names_unneeded(clipper: Clipper | AGC) -> None:
     scope = getattr(clipper, "scope", "tensor")
     if scope not in ("global", "tensor") or clipper.exclude:
         raise TypeError(
-            f"{clipper.name} tells parameters apart by name (scope={scope!r}, "
+            f"{clipper.name} distinguishes parameters by name (scope={scope!r}, "
             f"exclude={clipper.exclude!r}): give the model, or model.named_parameters(), "
             "not model.parameters()"
         )
@@ -99,99 +145,36 @@ def _check_names_unneeded(clipper: Clipper | AGC) -> None:
 
 # A loop has the same names at each step.
 @lru_cache(maxsize=64)
-def _plain(given: tuple[str, ...]) -> tuple[str, ...]:
+def _plain(wrapped: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names without the prefixes of wrappers, all different."""
-    if not all(isinstance(name, str) for name in given):
-        raise TypeError(f"names of parameters must be strings, got {list(given)!r:.200}")
-    names = unique(given)
+    if not all(isinstance(name, str) for name in wrapped):
+        raise TypeError(f"names of parameters must be strings, got {list(wrapped)!r:.200}")
+    names = unique(wrapped)
     while names and any(all(n.startswith(prefix) for n in names) for prefix in _FIRST):
         names = [name.partition(".")[2] for name in names]
     for wrapper in _WRAPPERS:
         names = [name.replace(wrapper, "") for name in names]
     # Keep names that are different only with their prefixes.
-    return tuple(names) if len(set(names)) == len(given) else tuple(unique(given))
-
-
-class _Remembered:
-    """Which parameters stood for the groups whose statistics a clipper keeps."""
-
-    def __init__(self) -> None:
-        self.last: list[int] = []
-        self.shapes: dict[str, torch.Size] = {}
-        # How often all parameters of a group were replaced; group and turn of each parameter.
-        self.turns: Counter[str] = Counter()
-        self.homes: Any = WeakIdKeyDictionary()
-
-
-_remembered: ByClipper[_Remembered] = ByClipper()
-
-
-def check_remembered(parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC) -> None:
-    """Raise a ValueError if a group's statistics are of other parameters.
-
-    New parameters may take the place of others, as in loops that make them at each step; those
-    that were replaced must not come back. Some of a group may be left out.
-    """
-    if isinstance(clipper, AGC):
-        return
-    past = _remembered.get(clipper) or _remembered.set(clipper, _Remembered())
-    now = [*map(id, parameters.values())]
-    if now == past.last:
-        return
-    if clipper.last is None:
-        # Nothing has been learnt yet, or it was forgotten.
-        past = _remembered.set(clipper, _Remembered())
-    shapes = {name: tensor.shape for name, tensor in parameters.items()}
-    tensors = [*parameters.values()]
-    # Loops that make their tensors at each step have no Parameters.
-    another = not past.last or isinstance(tensors[0] if tensors else None, torch.nn.Parameter)
-    if tensors and another and all(past.homes.get(tensor) is None for tensor in tensors):
-        begin(clipper, shapes, "", tensors)
-    groups = clipper.groups(shapes)
-    transform = clipper.transform(groups)
-    if transform.array_fields:
-        groups = resolve("tensor", None, groups.names)
-    elif not transform.init(groups)._fields:
-        past.last = now
-        return
-    for label, members in zip(groups.labels, groups.members, strict=True):
-        tensors = [parameters[groups.names[i]] for i in members]
-        homes = [home for tensor in tensors if (home := past.homes.get(tensor)) is not None]
-        if not homes:
-            past.turns[label] += 1
-        home = label, past.turns[label]
-        shape = tensors[0].shape
-        if any(one != home for one in homes) or (
-            label in parameters and past.shapes.setdefault(label, shape) != shape
-        ):
-            raise ValueError(
-                f"{clipper.name} keeps statistics of {label!r}, which stood for other parameters "
-                "at a step before: give it the model, or model.named_parameters(), at each step "
-                "(parameters without a gradient are left out), and each model a clipper of its "
-                "own, such as copy.deepcopy(clipper); call clipper.reset() to begin anew"
-            )
-        for tensor in tensors:
-            past.homes[tensor] = home
-    past.last = now
+    return tuple(names) if len(set(names)) == len(wrapped) else tuple(unique(wrapped))
 
 
 def check_sharding(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise a TypeError for pieces of flat parameters, which do not say whose pieces they are."""
+    """Raise a TypeError for pieces of flat parameters, which hide whose pieces they are."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     for parameter in parameters:
         if getattr(parameter, "_fsdp_flattened", False):
             raise TypeError(
-                "FullyShardedDataParallel (FSDP1) gives each process an unmarked piece of its "
-                "parameters, whose norm is not the norm: shard the model with "
-                "torch.distributed.fsdp.fully_shard (FSDP2) instead, which fedclip clips right"
+                "FullyShardedDataParallel (FSDP1) gives each process a piece of its parameters, "
+                "whose norm is not that of the model: shard the model with "
+                "torch.distributed.fsdp.fully_shard (FSDP2)"
             )
 
 
 def outputs_of(
     source: Parameters | None, parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC
 ) -> Outputs | None:
-    """Return the axes of the outputs of parameters, by name; None if the clipper asks for none.
+    """Return the axes of the outputs of parameters, by name; None if the clipper needs none.
 
     ==========================================  ====================================================
     layer                                       axis
@@ -214,15 +197,15 @@ def outputs_of(
     """
     if not isinstance(clipper, AGC) or not clipper.asks_layers:
         return None
-    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    shapes = shapes_of(parameters)
     names = [name for name in clipper.groups(shapes).names if len(shapes[name]) > 1]
     if not names:
         return None
     if not isinstance(source, torch.nn.Module):
         raise ValueError(
-            "agc limits the weights that lead to one output of a layer, and parameters without "
-            "their model do not say which these are: give the model, or set axis, such as "
-            "AGC(axis=0) for linear layers and convolutions of torch"
+            "agc clips the weights of each output of a layer, and needs the model to know which "
+            "these are: give the model, or set axis, such as AGC(axis=0) for linear layers and "
+            "convolutions of torch"
         )
     layers: dict[int, torch.nn.Module] = {}
     for path, module in source.named_modules():
@@ -237,9 +220,9 @@ def _axes(name: str, layer: torch.nn.Module | None) -> Axes:
     if isinstance(layer, _TRANSPOSED):
         if layer.groups > 1:
             raise ValueError(
-                f"agc: {name!r} is of a {type(layer).__name__} with groups={layer.groups}, in "
-                'which no axis holds the outputs: put it in exclude, or use unit="tensor"'
+                f"agc: {name!r} belongs to a {type(layer).__name__} with groups={layer.groups}, "
+                'where no axis holds the outputs: put it in exclude, or use unit="tensor"'
             )
         return (1,)
-    theirs = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
-    return (1,) if theirs or isinstance(layer, _EMBEDDINGS) else (0,)
+    of_transformers = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+    return (1,) if of_transformers or isinstance(layer, _EMBEDDINGS) else (0,)

@@ -13,7 +13,7 @@ from fedclip.core.scopes import Groups
 from fedclip.loops import compiled
 from fedclip.loops.clippers import Spec, clipper_of
 from fedclip.loops.compiled import ClipState, Kind
-from fedclip.loops.owner import check_owner
+from fedclip.loops.owner import check_owner, shapes_of
 from fedclip.transforms import clip_on_device
 
 _PLAIN, _RECORDED = TorchBackend(), TorchRecorded()
@@ -44,13 +44,13 @@ class PureClipping:
     def __init__(self, clipper: Spec) -> None:
         self.clipper = clipper_of(clipper)
         compiled.check_compilable(self.clipper)
-        # torch.compile can look into a table, and not follow the matching of patterns.
+        # torch.compile can read a table, but cannot trace the matching of patterns.
         self._kinds: dict[tuple[str, ...], tuple[Groups, Kind]] = {}
 
     def init(self, gradients: Mapping[str, torch.Tensor]) -> ClipState:
         """Return the state before the first step, on the device of the gradients."""
         groups, _ = self._looked_up(gradients)
-        check_owner(self.clipper, {name: g.shape for name, g in gradients.items()})
+        check_owner(self.clipper, shapes_of(gradients))
         first = compiled.first_state(self.clipper, groups, gradients, _PLAIN)
         like = next(iter(gradients.values()), None)
         norm, limit = (_PLAIN.asarray(np.full(len(groups), x), like=like) for x in (0.0, np.inf))
@@ -63,19 +63,19 @@ class PureClipping:
         state: ClipState,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[dict[str, torch.Tensor], ClipState]:
-        """Return the clipped gradients by name, and the state after the step."""
-        found = self._kinds.get(tuple(gradients))
-        if found is None and not torch.compiler.is_compiling():
-            found = self._looked_up(gradients)
-        # torch.compile can not follow how a first state, and with it its kind, is made.
-        groups, kind = found or (self._groups(gradients), None)
+        """Return the clipped gradients, by name, and the state after the step."""
+        known = self._kinds.get(tuple(gradients))
+        if known is None and not torch.compiler.is_compiling():
+            known = self._looked_up(gradients)
+        # torch.compile cannot trace how a first state, and with it its kind, is made.
+        groups, kind = known or (self._groups(gradients), None)
         compiled.check_state(state, kind, self.clipper.name)
         backend, clipper = _backend(gradients, state, weights or {}), self.clipper
         transform = compiled.transform_of(clipper, groups, weights, backend)
         if backend.partial and not transform.runs_on_parts:
             raise NotImplementedError(
-                f"{clipper.name} needs whole arrays, and a DTensor is in parts: use clip_, which "
-                "gathers them, or a clipper by norms or by values"
+                f"{clipper.name} needs whole arrays, but a DTensor is split over processes: use "
+                "clip_, which gathers them, or a clipper by norms or by values"
             )
         clipped, step = clip_on_device(
             transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
@@ -102,11 +102,11 @@ class PureClipping:
 
     def _looked_up(self, gradients: Mapping[str, torch.Tensor]) -> tuple[Groups, Kind]:
         groups = self._groups(gradients)
-        found = self._kinds[tuple(gradients)] = groups, compiled.kind_of(self.clipper, groups)
-        return found
+        known = self._kinds[tuple(gradients)] = groups, compiled.kind_of(self.clipper, groups)
+        return known
 
     def _groups(self, gradients: Mapping[str, torch.Tensor]) -> Groups:
-        # A state knows no names: its groups are in one order, whatever that of the gradients.
+        # A state has no names: the order of its groups must not depend on the gradients'.
         return self.clipper.groups({name: gradients[name].shape for name in sorted(gradients)})
 
 
@@ -120,8 +120,8 @@ def _backend(
         return _RECORDED if records else _PLAIN
     if records:
         raise NotImplementedError(
-            "derivatives of clipping are of whole tensors only: clip DTensors under "
-            "torch.no_grad(), or detach the gradients, the state and the weights"
+            "DTensors are clipped without derivatives only: clip under torch.no_grad(), or detach "
+            "the gradients, the state and the weights"
         )
     from fedclip.arrays.sharded import ShardedBackend
 

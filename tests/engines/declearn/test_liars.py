@@ -27,6 +27,8 @@ from federation_liars import anything, forge
 
 import fedclip
 from fedclip.engines.declearn.evaluation import counted
+from fedclip.updates.bound import FIRST_VARIANCE, BoundRule
+from fedclip.updates.protocol import BINS, counts_of, one_hot
 
 N = 4
 CLIPPED = {"name": "clipped-averaging"}
@@ -36,9 +38,8 @@ CLIENT_MODULES: list[Any] = [
     ("percentile-norm-clip", {"shared": True}),
     "update-clip-client",
 ]
-RATE = 0.2
 SERVER_MODULES: list[Any] = [
-    ("update-clip-server", {"start_norm": 1.0, "learning_rate": RATE}),
+    ("update-clip-server", {"start_norm": 1.0}),
     ("zscore-clip-server", {}),
     "percentile-norm-clip-server",
 ]
@@ -139,9 +140,10 @@ def play(table: Table, seed: int) -> None:
     assert math.sqrt(float(np.square(rest).sum())) <= 1.0 + 1e-4
     # The votes of the others are all there, and the liar's is one of them, or none.
     state = table.state()
-    within = sum(size <= 1.0 for size in others)
-    shares = {within / (N - 1), within / N, (within + 1) / N}
-    bounds = [math.exp(-RATE * (share - 0.5)) for share in shares]
+    votes = sum(np.array(one_hot(size, size > 1.0), float) for size in others)
+    lies = [np.zeros(BINS), *np.eye(BINS), counts_of(1, 0, ()), counts_of(1, 1, ())]
+    rule = BoundRule(0.5, 1e-6, 1e4)
+    bounds = [rule.after(1.0, FIRST_VARIANCE, votes + lie).bound for lie in lies]
     assert min(abs(state["update-clip-server"]["bound"] - b) for b in bounds) < 1e-12
     # So are their counts; the liar may claim no more than a client can have seen.
     for found, honest_ones in zip(table.counts(), table.counted[place], strict=True):

@@ -139,7 +139,7 @@ def test_without_declearn_what_needs_it_says_so() -> None:
 
 
 OWN = """
-from fedclip.clippers.own import NormClip, SharedClipper
+from fedclip.clippers.own import Clipper, NormClip
 class Mine(NormClip):
     name = "mine"
 class Base(NormClip, register=False):
@@ -164,7 +164,7 @@ from declearn.optimizer.regularizers import Regularizer
 from fedclip import AGC
 (mine,) = Optimizer(0.1, modules=[("mine", {{"max_norm": 2.0}})]).modules
 assert type(mine) is Mine and OptiModule.from_specs("mine", mine.get_config()).max_norm == 2.0
-assert isinstance(Base(), OptiModule) and issubclass(SharedClipper, OptiModule)
+assert isinstance(Base(), OptiModule) and issubclass(Clipper, OptiModule)
 assert isinstance(AGC(), Regularizer) and not isinstance(AGC(), OptiModule)
 assert Mine.from_specs("norm-clip", {{}}).name == "norm-clip"
 assert type(Mine.from_config({{}})) is Mine

@@ -33,9 +33,9 @@ from fedclip.engines.flower import UpdateClipMod
 from fedclip.engines.flower.supernode import Border
 from fedclip.site.gate import Gate
 from fedclip.site.policy import Policy
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
+from fedclip.updates.protocol import bound_to, reply_from
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.tables import bound_to, reply_from
 
 PLAIN = Policy(max_norm=0.5, allow_metrics=["num-examples"])
 IDS = itertools.count(1)

@@ -136,7 +136,7 @@ def test_one_node_has_one_reply_and_others_have_none() -> None:
 
 
 def _bound(strategy: UpdateClipStrategy) -> ConfigRecord:
-    from fedclip.updates.tables import bound_to
+    from fedclip.updates.protocol import bound_to
 
     return ConfigRecord(bound_to(strategy.server.bound.sent))
 
@@ -248,7 +248,9 @@ def test_an_update_is_clipped_in_its_dtype(dtype: Any, by: float, clipped: int) 
         assert np.linalg.norm(w.astype(float)) == pytest.approx(min(2 * by, 1.0), rel=2e-3)
         assert np.linalg.norm(w.astype(float)) <= 1.0
         said = dict(reply.content[RECORD])
-        assert said == {"votes": 1, "within": 1 - clipped, "clipped": clipped, "zeroed": 0}
+        bin_ = 9 if clipped else 2
+        expected = {"votes": 1, "within": 1 - clipped, "clipped": clipped, "zeroed": 0}
+        assert said == {**expected, "bin": bin_}
         # Whole numbers count something; they are no part of the update.
         assert set(reply.content["arrays"]) == {"w"}
 

@@ -13,8 +13,7 @@ from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg
 
 from fedclip.engines.flower import UpdateClipStrategy
-from fedclip.updates.store import Served
-from fedclip.updates.tables import client_of
+from fedclip.updates.store import PersistentServer, client_of
 
 TEN = range(1, 11)
 SIZE = 50
@@ -35,7 +34,7 @@ SEEDED = {**NOISE, "generator": "insecure", "seed": 1}
     ids=["arc", "noise"],
 )
 def test_rounds_are_those_of_the_core(settings: dict[str, Any]) -> None:
-    served, client, model = Served(settings), client_of(settings), ZEROS
+    served, client, model = PersistentServer(settings), client_of(settings), ZEROS
     for round_ in range(1, 9):
         sent = served.open()
         update = directions(NORMS)

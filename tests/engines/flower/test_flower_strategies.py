@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
 from fedclip.engines.flower.strategy import _AVERAGES
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.store import Served
+from fedclip.updates.store import PersistentServer
 
 TEN = range(1, 11)
 SIZE = 50
@@ -89,7 +89,11 @@ def test_every_strategy_gets_the_average_whatever_its_weights(name: str) -> None
     assert {k: x.dtype for k, x in found.items()} == {k: x.dtype for k, x in model.items()}
     assert found["n"] == 7
     if name in PLAIN:
-        served, client, floats = Served({"start_norm": 1.0}), UpdateClient(), ("w", "half", "one")
+        served, client, floats = (
+            PersistentServer({"start_norm": 1.0}),
+            UpdateClient(),
+            ("w", "half", "one"),
+        )
         sent, replies = served.open(), []
         for node in TEN:
             trained = {
@@ -213,7 +217,7 @@ def test_settings_come_from_the_run_configuration() -> None:
     }
     strategy = UpdateClipStrategy.from_run_config(FedAvg(), config)
     assert strategy.server.bound.bound == 0.5
-    assert strategy.server.closing.shares.table == {"17": 2.0, "18": 1.0}
+    assert strategy.server.aggregation.shares.table == {"17": 2.0, "18": 1.0}
 
 
 OUTSIDE = {"learning-rate": 0.5, "seed": 3, "num-server-rounds": 3, "weights": "w.npz"}

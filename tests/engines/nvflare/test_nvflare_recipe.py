@@ -25,7 +25,7 @@ from nvflare.client.config import TransferType
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.engines.nvflare import add_update_clipping
-from fedclip.updates.tables import client_of, server_of
+from fedclip.updates.store import client_of, server_of
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "nvflare"
 SCRIPT = str(EXAMPLE / "client.py")
@@ -102,7 +102,7 @@ def test_settings_travel_through_json(tmp_path: Path) -> None:
     add_update_clipping(job, **settings)
     server, client = exported(job, tmp_path)
     args = server["workflows"][0]["args"]["aggregator"]["args"]
-    assert server_of(args["settings"]).closing.shares.table == settings["weights"]
+    assert server_of(args["settings"]).aggregation.shares.table == settings["weights"]
     assert client_of(client["task_result_filters"][0]["filters"][0]["args"]["settings"])
 
 

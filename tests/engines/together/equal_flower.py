@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
 from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
-from fedclip.updates.tables import client_of
+from fedclip.updates.store import client_of
 
 
 def main(folder: Path, rounds: int, settings: dict[str, object], clients: int = 3) -> None:

@@ -30,7 +30,7 @@ def large(dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
 def threads(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(number: int) -> None:
         for module in (blocks, numpy_file):
-            monkeypatch.setattr(module, "worthwhile", lambda _: number)
+            monkeypatch.setattr(module, "num_threads", lambda _: number)
 
     return use
 
@@ -74,7 +74,7 @@ def test_settings_limit_the_number(
     assert cores.cores() == most
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     assert cores.cores() == 1
-    assert cores.worthwhile([1 << 30]) == 1
+    assert cores.num_threads([1 << 30]) == 1
 
 
 def test_every_call_is_made_once_and_errors_come_out() -> None:
@@ -108,7 +108,7 @@ from fedclip.arrays import blocks, cores
 from fedclip.arrays import numpy as numpy_file
 
 for module in (blocks, numpy_file):
-    module.worthwhile = lambda _: 3
+    module.num_threads = lambda _: 3
 
 def norm(seed):
     clip = NormClip(1.0)

@@ -113,7 +113,7 @@ def test_weights_of_a_step_are_not_kept_alive() -> None:
 @pytest.mark.parametrize("unit", ["output", "tensor", "global"])
 def test_complex_weights_are_refused_by_name(unit: str) -> None:
     gradient, weights = {"w": np.ones((2, 2))}, {"w": np.ones((2, 2), complex)}
-    with pytest.raises(TypeError, match=r"agc .*'w' are complex128.*exclude"):
+    with pytest.raises(TypeError, match=r"weights 'w' are complex128.*agc .*exclude"):
         AGC(unit=unit).clip(gradient, weights)
     assert AGC(unit=unit, exclude="w").clip(gradient, weights) is gradient
 

@@ -110,7 +110,7 @@ def test_rows_of_attention_and_recurrent_layers_and_refusals() -> None:
         attach(optimizer, AGC(), model.named_parameters())
     clip_(model.parameters(), AGC(axis=0))
     grouped = torch.nn.ConvTranspose2d(4, 6, 2, groups=2)
-    with pytest.raises(ValueError, match="'weight' is of a ConvTranspose2d with groups=2"):
+    with pytest.raises(ValueError, match="'weight' belongs to a ConvTranspose2d with groups=2"):
         attach(torch.optim.SGD(grouped.parameters(), 0.1), AGC(), grouped)
     attach(torch.optim.SGD(grouped.parameters(), 0.1), AGC(exclude="weight"), grouped).remove()
 

@@ -19,7 +19,7 @@ from fedclip import translate
 from fedclip.arrays import backend_named
 from fedclip.clippers import by_name
 from fedclip.rules import state_of, updated
-from fedclip.rules.protection import Protection
+from fedclip.rules.protection import WarmupGuard
 from fedclip.translate import PRESETS
 
 # Those whose limit follows the norms, and promises something of it.
@@ -235,7 +235,7 @@ def test_one_norm_a_round_is_learnt_as_soon_as_there_is_one_to_compare_it_with(n
 def test_the_first_norms_are_judged_by_their_lower_median(framework: str) -> None:
     needs(framework)
     orders = [*itertools.permutations([1.0, 2.0, 3.0, 4.0, 5.0])]
-    xp, protection = backend_named(framework), Protection(2.0)
+    xp, protection = backend_named(framework), WarmupGuard(2.0)
     state = state_of(protection.init(len(orders), xp))
     assert np.isinf(np.asarray(protection.median(state, xp))).all()
     for held in range(1, 6):

@@ -29,12 +29,12 @@ sys.meta_path.insert(0, Refuse())
 ROUND = """
 import json
 import numpy as np
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.server import UpdateServer
 
 def server():
-    return UpdateServer(AdaptiveBound(1.0, learning_rate=0.2))
+    return UpdateServer(AdaptiveBound(1.0))
 
 first, clients, model = server(), [UpdateClient() for _ in range(3)], {"w": np.zeros(2)}
 sent = first.open()

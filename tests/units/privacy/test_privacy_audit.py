@@ -39,8 +39,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning"),
 ]
 
+FIXED = "learning_rate = 0.0, "
 CENTRAL = (
-    '[["update-clip-server", {{start_norm = 0.5, learning_rate = {rate}, noise_multiplier = {z}, '
+    '[["update-clip-server", {{start_norm = 0.5, {rate}noise_multiplier = {z}, '
     "expected_clients = 30, separation = 2, delta = 0.001{more}}}]]"
 )
 BANDED = ', noise = "banded", rounds = 4'
@@ -63,7 +64,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 
 
 def of_clients(
-    write: Any, more: str = "", rate: float = 0.0, z: float = 1.5, rounds: int = 4, **changes: str
+    write: Any, more: str = "", rate: str = FIXED, z: float = 1.5, rounds: int = 4, **changes: str
 ) -> Path:
     server = CENTRAL.format(more=more, rate=rate, z=z)
     file: Path = write(server=server, more=CROWD, rounds=rounds, **changes)
@@ -181,9 +182,9 @@ def test_each_fault_is_refuted_or_its_claim_is_not_audited(
 
 
 @pytest.mark.parametrize(
-    ("more", "rate"), [("", 0.0), (BANDED, 0.2), (', relation = "replace-one"', 0.0)]
+    ("more", "rate"), [("", FIXED), (BANDED, ""), (', relation = "replace-one"', FIXED)]
 )
-def test_no_fault_is_found_where_there_is_none(write: Any, more: str, rate: float) -> None:
+def test_no_fault_is_found_where_there_is_none(write: Any, more: str, rate: str) -> None:
     found = audit(of_clients(write, more, rate), seed=1)
     assert not found.fault
     assert found.audited

@@ -202,7 +202,7 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
     assert shown.exit_code == 0, shown.stderr
     text = file.read_text()
     for part in (shown.stdout, text):
-        assert "DP-SGD on a, b: the norms of records" in part
+        assert "DP-SGD on a, b: norms of records" in part
         assert "b/privacy_spent.json: privacy loss for zeroing out one record" in part
         assert "18 steps at noise multiplier 2, Poisson samples at rate 0.125" in part
         assert not re.search("7654321|features", re.sub("<script.*", "", part, flags=re.S))

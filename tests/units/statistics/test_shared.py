@@ -30,12 +30,12 @@ from fedclip.statistics.counts import (
     _EDGES,
     ERROR,
     Bounds,
+    FedclipSharedCounts,
     Round,
     Tally,
     counts_of,
     quantile_of,
 )
-from fedclip.statistics.messages import FedclipSharedCounts
 
 Steps = Sequence[float | Mapping[str, float]]
 

@@ -28,7 +28,7 @@ class Halving(Transform):
 
     def step(self, gradient: Gradient, state: Any) -> Outcome:
         arrays, xp = gradient.arrays, gradient.xp
-        norms = gradient.sound(xp.group_norms(arrays, gradient.groups.members))
+        norms = gradient.finite_norms(xp.group_norms(arrays, gradient.groups.members))
         half = xp.pieces(0.0 * norms + 0.5, [()] * len(norms))[0]
         return Outcome(xp.scale(arrays, [half] * len(arrays)), state, norms, norms, norms < 0)
 

@@ -234,7 +234,7 @@ def test_every_recorded_defect_has_a_note() -> None:
             "flower",
             "DifferentialPrivacyClientSideAdaptiveClipping",
             {"noise_multiplier": 0, "num_sampled_clients": 9, "target_clipped_quantile": 0.9},
-            {"start_norm": 0.1, "quantile": pytest.approx(0.1), "learning_rate": 0.2},
+            {"start_norm": 0.1, "quantile": pytest.approx(0.1)},
         ),
     ],
 )

@@ -32,7 +32,7 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.planning import plan
 from fedclip.updates import noise as budgets
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.tables import server_of
+from fedclip.updates.store import server_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger'")
 
@@ -365,7 +365,7 @@ def test_a_server_writes_means_with_noise_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"protocol": "websockets"}, "needs protocol = 'fedclip-websockets' on the server"),
+        ({"protocol": "websockets"}, "needs the server's protocol 'fedclip-websockets'"),
         ({"metrics": ["binary-classif"]}, "asks for binary-classif too: leave that out"),
     ],
 )

@@ -21,14 +21,12 @@ from laws.test_sparse import dense_values, indexed_slices, sparse_coo
 from fedclip.cli.check.configuration import check_config
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
 from fedclip.testing import to_numpy, to_vector
-from fedclip.updates import trimmed
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.arc import arc_factors
+from fedclip.updates import aggregation as trimmed
+from fedclip.updates.aggregation import Combining, arc_factors, trimmed_mean
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.combining import Combining
-from fedclip.updates.protocol import Closed
+from fedclip.updates.protocol import RoundResult
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.trimmed import trimmed_mean
 from fedclip.updates.weights import Shares
 
 KINDS = ("arc", "trimmed")
@@ -157,7 +155,7 @@ def config(kind: str, f: int = 1, **more: Any) -> dict[str, Any]:
     return {"name": "clipped-averaging", "combine": kind, "n_hostile": f, **more}
 
 
-def closed(kind: str, updates: list[Any], f: int = 1, **changes: Any) -> Closed:
+def closed(kind: str, updates: list[Any], f: int = 1, **changes: Any) -> RoundResult:
     """Return a round of the core in which the first reply has other fields."""
     server = UpdateServer(AdaptiveBound(1.0), combining=Combining(kind, f))
     sent, client = server.open(), UpdateClient()

@@ -102,7 +102,7 @@ def private(old: str, new: str) -> dict[str, str]:
 CENTRAL: list[tuple[dict[str, str], str, str]] = [
     (
         {"server": ', "scaffold-server"', "client": ', "scaffold-client"'},
-        *("problem", "scaffold-server sends what it has learnt"),
+        *("problem", "scaffold-server sends statistics of the clients"),
     ),
     ({"more": ', unnoised = "z"'}, "note", "unnoised names 'z', which is not in server_opt"),
     ({"more": ', generator = "insecure"'}, "problem", "a predictable random generator"),
@@ -126,7 +126,7 @@ CENTRAL: list[tuple[dict[str, str], str, str]] = [
     ),
     ({"noise": sized("noise_multiplier = 0.5")}, "problem", "for 10 rounds is a guarantee in name"),
     ({"noise": sized("noise_multiplier = 1e-300")}, "problem", "is a guarantee in name only"),
-    ({"aggregator": RAISES}, "leak", "tells of that client without noise: take 'skip'"),
+    ({"aggregator": RAISES}, "leak", "reveals that client without noise: take 'skip'"),
 ]
 OTHERS: list[tuple[dict[str, str], str, str]] = [
     ({"run": "poisson = false\n" + PRIVATE}, "problem", "epsilon is computed for Poisson sampling"),
@@ -212,10 +212,10 @@ def test_where_nothing_is_wrong_none_of_it_is_said(check: Any) -> None:
 SHARED = ', ["zscore-clip", {shared = true}]'
 
 
-def test_shared_statistics_beside_noise_are_refused_unless_it_is_written(check: Any) -> None:
+def test_shared_statistics_unfit_for_noise_are_refused_unless_it_is_written(check: Any) -> None:
     found = central(check, server=', "zscore-clip-server"', client=SHARED)
     assert not found.ok
-    assert "zscore-clip-server sends what it has learnt from the clients without noise" in said(
+    assert "zscore-clip-server sends statistics of the clients without noise" in said(
         found, "problem"
     )
     assert "unnoised = ['zscore-clip-server']" in said(found, "problem")
@@ -232,10 +232,10 @@ def test_a_server_refuses_them_before_its_first_message() -> None:
     server = Optimizer(lrate=1.0, modules=[UpdateClipServer(**config), ZScoreClipServer()])
     # What a server learnt in another life does not go out, either.
     aux: Any = server.collect_aux_var()
-    assert "zscore-clip-server sends what it has learnt" in aux["update-clip"].stop
+    assert "zscore-clip-server sends statistics" in aux["update-clip"].stop
     assert (aux["zscore-clip-shared"].labels, aux["zscore-clip-shared"].state) == ([], {})
     client = Optimizer(lrate=1.0, modules=["update-clip-client"])
-    with pytest.raises(RuntimeError, match="zscore-clip-server sends what it has learnt"):
+    with pytest.raises(RuntimeError, match="zscore-clip-server sends statistics"):
         client.process_aux_var({"update-clip": aux["update-clip"]})
     assert "zscore-clip-server" in server.collect_aux_var()["update-clip"].stop  # type: ignore[attr-defined]
     may = UpdateClipServer(**config, unnoised=["zscore-clip-server"])

@@ -16,17 +16,9 @@ from fedclip.cli.spent import read_spent
 from fedclip.core.records import SERVED
 from fedclip.errors import StateError
 from fedclip.report import read_report
-from fedclip.updates.protocol import Reply, SentBound
-from fedclip.updates.schedule import Due
-from fedclip.updates.store import Served, read
-from fedclip.updates.tables import (
-    bound_from,
-    bound_to,
-    client_of,
-    reply_from,
-    reply_to,
-    server_of,
-)
+from fedclip.updates.protocol import Reply, SentBound, bound_from, bound_to, reply_from, reply_to
+from fedclip.updates.schedule import Participation
+from fedclip.updates.store import PersistentServer, client_of, read, server_of
 
 MODEL = {"w": np.zeros(3)}
 NOISE: dict[str, Any] = {
@@ -38,12 +30,12 @@ NOISE: dict[str, Any] = {
 }
 
 
-def rounds(served: Served, count: int) -> list[Any]:
+def rounds(served: PersistentServer, count: int) -> list[Any]:
     replies = [Reply({"w": np.full(3, 0.1)}, votes=1, within=1)] * 2
     return [
         served.close(replies, MODEL).average["w"].tolist()
         for _ in range(count)
-        if not served.open(Due(3, 9)).stop
+        if not served.open(Participation(3, 9)).stop
     ]
 
 
@@ -74,7 +66,7 @@ def test_a_reply_comes_through_and_one_that_can_not_be_counts_as_zeros() -> None
     assert reply_from(MODEL, said, "a") == reply
     for wrong in (None, {}, 3, {**said, "votes": True}, {**said, "votes": 1.0}, {**said, "x": 1}):
         assert "the client has no update clipping" in reply_from(MODEL, wrong, "a").fault
-    served = Served({"start_norm": 1.0})
+    served = PersistentServer({"start_norm": 1.0})
     served.open()
     closed = served.close([reply_from(MODEL, {**said, "votes": 10**9}, "a")], MODEL)
     assert closed.record["share"] is None
@@ -97,12 +89,12 @@ def test_clients_are_those_of_the_servers_settings() -> None:
 # -- the file -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("more", [{}, {"separation": 3, "noise": "banded", "rounds": 9}])
 def test_a_server_that_was_killed_goes_on(more: dict[str, Any], tmp_path: Path) -> None:
-    whole = Served({**NOISE, **more}, tmp_path / "whole")
+    whole = PersistentServer({**NOISE, **more}, tmp_path / "whole")
     told = rounds(whole, 6)
     for part in (2, 2, 2):
-        served = Served({**NOISE, **more}, tmp_path / "parts")
+        served = PersistentServer({**NOISE, **more}, tmp_path / "parts")
         now = rounds(served, part)
-        served.open(Due(3, 9))  # a bound that was sent, and no replies
+        served.open(Participation(3, 9))  # a bound that was sent, and no replies
         del served
     kept = read(tmp_path / "parts" / SERVED)
     assert kept.rounds[-1]["round"] == 6
@@ -112,7 +104,7 @@ def test_a_server_that_was_killed_goes_on(more: dict[str, Any], tmp_path: Path) 
 
 
 def test_nothing_is_released_that_is_not_in_the_file(tmp_path: Path) -> None:
-    served = Served(NOISE, tmp_path)
+    served = PersistentServer(NOISE, tmp_path)
     rounds(served, 1)
     (tmp_path / f"{SERVED}.new").mkdir()
     with pytest.raises(OSError, match=SERVED):
@@ -121,10 +113,10 @@ def test_nothing_is_released_that_is_not_in_the_file(tmp_path: Path) -> None:
 
 def test_a_budget_ends_over_restarts(tmp_path: Path) -> None:
     settings = {**NOISE, "max_epsilon": 5.0}
-    left = Served(settings).server.bound.rounds_left()
+    left = PersistentServer(settings).server.bound.rounds_left()
     total = 0
     for _ in range(left + 2):
-        served = Served(settings, tmp_path)
+        served = PersistentServer(settings, tmp_path)
         total += len(rounds(served, 1))
         served.leave()
     assert total == left > 1
@@ -132,8 +124,9 @@ def test_a_budget_ends_over_restarts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_process_serves_from_a_folder(tmp_path: Path) -> None:
-    served = Served(NOISE, tmp_path)
-    code = f"from fedclip.updates.store import Served; Served({NOISE!r}, {str(tmp_path)!r})"
+    served = PersistentServer(NOISE, tmp_path)
+    start = "from fedclip.updates.store import PersistentServer as Server"
+    code = f"{start}; Server({NOISE!r}, {str(tmp_path)!r})"
     assert "a server is running there" in ended("-c", code, well=False).stderr
     served.leave()
     ended("-c", code)
@@ -145,23 +138,23 @@ def test_one_process_serves_from_a_folder(tmp_path: Path) -> None:
 def test_a_file_that_is_damaged_is_not_overwritten(text: str, tmp_path: Path) -> None:
     (tmp_path / SERVED).write_text(text)
     with pytest.raises(StateError, match="damaged"):
-        Served(NOISE, tmp_path)
+        PersistentServer(NOISE, tmp_path)
     assert (tmp_path / SERVED).read_text() == text
 
 
 def test_what_was_spent_is_not_forgotten_by_settings_without_noise(tmp_path: Path) -> None:
-    served = Served(NOISE, tmp_path)
+    served = PersistentServer(NOISE, tmp_path)
     rounds(served, 1)
     served.leave()
     with pytest.raises(StateError, match="would void the guarantee"):
-        Served({"start_norm": 1.0}, tmp_path)
+        PersistentServer({"start_norm": 1.0}, tmp_path)
     assert read(tmp_path / SERVED).rounds[0]["epsilon"] > 0
 
 
 @pytest.mark.parametrize("more", [{}, {"noise_multiplier": 2.0, "expected_clients": 2}])
 def test_a_round_with_noise_in_which_nothing_came_ends_the_run(more: dict[str, Any]) -> None:
     """As where the clients' mod was forgotten; without noise the average is zeros."""
-    served = Served({"start_norm": 1.0, **more})
+    served = PersistentServer({"start_norm": 1.0, **more})
     served.open()
     replies = [reply_from(MODEL, {}, "a"), reply_from(MODEL, {}, "b")]
     if not more:
@@ -176,14 +169,15 @@ def test_turns_are_asked_for_where_they_are_charged() -> None:
     server = server_of({**NOISE, "separation": 3})
     assert "is for clients that take turns" in server.open().stop
     assert (
-        "have a turn every 2 rounds" in server_of({**NOISE, "separation": 3}).open(Due(2, 4)).stop
+        "have a turn every 2 rounds"
+        in server_of({**NOISE, "separation": 3}).open(Participation(2, 4)).stop
     )
-    assert not server_of({**NOISE, "separation": 3}).open(Due(3, 9)).stop
+    assert not server_of({**NOISE, "separation": 3}).open(Participation(3, 9)).stop
 
 
 @pytest.mark.parametrize("settings", [NOISE, {"start_norm": 1.0}, {**NOISE, "learning_rate": 0.0}])
 def test_reports_and_accounts_read_the_file(settings: dict[str, Any], tmp_path: Path) -> None:
-    served = Served(settings, tmp_path / "server")
+    served = PersistentServer(settings, tmp_path / "server")
     rounds(served, 3)
     report = read_report(tmp_path)
     assert report.servers == {"server"}
@@ -204,7 +198,7 @@ def test_reports_and_accounts_read_the_file(settings: dict[str, Any], tmp_path: 
 @pytest.mark.slow
 def test_the_page_of_another_engine_has_its_budget(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
-    rounds(Served(NOISE, tmp_path / "server"), 1)
+    rounds(PersistentServer(NOISE, tmp_path / "server"), 1)
     page = tmp_path / "page.html"
     assert call("report", tmp_path, "--html", page).exit_code == 0
     assert "privacy loss for adding or removing one client" in page.read_text(encoding="utf-8")
@@ -213,10 +207,10 @@ def test_the_page_of_another_engine_has_its_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["result", "", "../result"])
 def test_a_folder_that_depends_on_where_a_server_starts_is_refused(folder: str) -> None:
     with pytest.raises(ValueError, match="folder must be an absolute path on the server"):
-        Served({}, folder)
+        PersistentServer({}, folder)
 
 
 @pytest.mark.parametrize(("settings", "warned"), [(NOISE, True), ({}, False)])
 def test_noise_without_a_folder_is_warned_of(settings: Any, warned: bool, caplog: Any) -> None:
-    Served(settings)
+    PersistentServer(settings)
     assert ("noise without a folder" in caplog.text) == warned

@@ -41,14 +41,16 @@ from fedclip.privacy.discrete import draws
 from fedclip.site.gate import Gate, Refused
 from fedclip.site.policy import Policy
 from fedclip.updates import client_noise as site_noise
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
+from fedclip.updates.protocol import BINS
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.tables import client_of, server_of
+from fedclip.updates.store import client_of, server_of
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 M = 4
+ONE_VOTE = [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
 NAMES = [str(i) for i in range(M)]
 SECURE = {"masking": masked, "joye-libert": joye_libert}
 CLIPPED = {"name": "clipped-averaging"}
@@ -221,26 +223,29 @@ def test_the_sum_has_the_noise_that_is_charged(kind: str, silent: int) -> None:
 def test_votes_move_the_bound_and_have_noise_of_their_own(secret: bool) -> None:
     """A thousand rounds of votes: their mean is the share, and their spread the noise."""
     noise, rounds = SiteNoise(**NOISE), 1000
-    votes = [(1, 1), (1, 1), (1, 0), (0, 0)]
     sums = []
     for _ in range(rounds):
-        each = [noise.vote(*vote) for vote in votes]
-        sums.append(noise.centred([sum(each)] if secret else each, M))
-    assert np.mean(sums) == pytest.approx(0.5, abs=6 * 2.4 / math.sqrt(rounds))
-    # bits_noise is 2.0 for three of the four.
-    assert np.std(sums) == pytest.approx(2.0 * math.sqrt(4 / 3), rel=0.15)
+        each = [noise.vote(ONE_VOTE), noise.vote(ONE_VOTE), noise.vote([0] * BINS)]
+        each.append(noise.vote([*ONE_VOTE[1:], 0]))
+        sums.append(noise.counts([np.sum(each, axis=0).tolist()] if secret else each, M))
+    expected = 2 * np.array(ONE_VOTE) + [*ONE_VOTE[1:], 0]
+    # Twice bits_noise, which is 2.0, for three of the four.
+    std = 4.0 * math.sqrt(4 / 3)
+    np.testing.assert_allclose(np.mean(sums, axis=0), expected, atol=6 * std / math.sqrt(rounds))
+    np.testing.assert_allclose(np.std(sums, axis=0), std, rtol=0.15)
 
 
 def test_one_liar_in_cleartext_has_one_vote_with_noise() -> None:
     noise = SiteNoise(**NOISE)
-    honest = [noise.vote(1, 0) for _ in range(3)]
-    assert abs(noise.centred([10**400], 1)) < 99
-    far = noise.centred([*honest, 10**30], M) - noise.centred(honest, 3)
-    assert far == pytest.approx(0.5 + 16 * 2.0 / math.sqrt(3), rel=0.05)
-    odd = UpdateClipVotes.from_dict({"n_clients": 1, "n_votes": 0, "n_within": 0, "n_noised": "9"})
-    assert odd.n_faults == 1
-    both = UpdateClipVotes.from_dict({"n_clients": 1, "n_votes": 1, "n_within": 1, "n_noised": 9})
-    assert both.n_faults == 1
+    honest = [noise.vote(ONE_VOTE) for _ in range(3)]
+    assert np.abs(noise.counts([[10**400] * BINS], 1)).max() < 99
+    far = noise.counts([*honest, [10**30] * BINS], M) - noise.counts(honest, 3)
+    assert far == pytest.approx([1 + 16 * 2 * 2.0 / math.sqrt(3)] * BINS, rel=0.05)
+    message = {"n_clients": 1, "n_votes": 0, "n_within": 0}
+    for odd in ("9", 9, [9] * (BINS - 1), [9.0] * BINS):
+        assert UpdateClipVotes.from_dict({**message, "n_noised": odd}).n_faults == 1
+    both = {**message, "n_votes": 1, "n_within": 1, "n_noised": [9] * BINS}
+    assert UpdateClipVotes.from_dict(both).n_faults == 1
 
 
 def test_what_a_client_sends_says_nothing_without_noise() -> None:
@@ -250,7 +255,8 @@ def test_what_a_client_sends_says_nothing_without_noise() -> None:
     reply = sent(clients_with().round(0, aux, np.full(D, 9.0), encrypter=encrypter))
     votes: Any = reply.aux_var["update-clip"]
     assert (votes.n_votes, votes.n_within) == (0, 0)
-    assert votes.n_noised > 1000
+    assert len(votes.n_noised) == BINS
+    assert min(votes.n_noised) > 1000
     updates: Any = reply.updates
     assert (updates.n_clipped, updates.n_zeroed) == (0, 0)
     assert np.linalg.norm(updates.updates.coefs["w"]) > 10
@@ -499,8 +505,8 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
 @pytest.mark.parametrize(
     ("aggregator", "text"),
     [
-        ({"on_nonfinite": "raise"}, "tells of that client without noise: take 'skip'"),
-        ({"exclude": "w"}, "noise can not be sized on what exclude="),
+        ({"on_nonfinite": "raise"}, "reveals that client without noise: take 'skip'"),
+        ({"exclude": "w"}, "noise cannot be sized on what exclude="),
         ({"weights": "steps", "max_steps": 9}, "weights do not go with noise"),
         ({"combine": "arc", "n_hostile": 1}, "combine = 'arc' does not go with noise"),
         ({"name": "averaging"}, "needs the aggregator 'clipped-averaging'"),
@@ -570,6 +576,7 @@ modules = [["update-clip-server", {{noise_at = "clients", noise_multiplier = 2.0
 expected_clients = 4, honest = 0.75, max_norm = 1.0, start_norm = 1.0, delta = 1e-5}}]]
 [run]
 rounds = 3
+training = {{batch_size = 8}}
 [run.register]
 min_clients = 3
 max_clients = {clients}
@@ -589,8 +596,8 @@ def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> No
     }
     assert cost["silent"][1] == pytest.approx(cost["epsilons"]["closed form"])
     words = "\n".join(in_words(cost))
-    assert f"{cost['silent'][3]:.4g} if 3 of them tell the server their noise" in words
-    assert "masks, which hide replies in secure sums, come from no cryptographic" in words
+    assert f"{cost['silent'][3]:.4g} if 3 clients do" in words
+    assert "masks for secure sums use no cryptographic generator" in words
 
 
 @pytest.mark.parametrize(
@@ -599,12 +606,16 @@ def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> No
         (
             {},
             "note",
-            f"up to 1 of 4 clients may add no noise, .* 3 rounds cost epsilon = {COST:.4g} then",
+            f"If 1 of them add none, or reveal theirs to the server, epsilon = {COST:.4g}",
         ),
         ({}, "note", "NumPy's PCG64, which is no cryptographic generator"),
         ({"bitsize": 64}, "problem", "integers of 62 bits for each client are not summed exactly"),
-        ({"clients": 3}, "problem", "at most 3 clients take part in a round, .* the noise of 4"),
-        ({"more": ', on_nonfinite = "raise"'}, "problem", "tells of that client without noise"),
+        (
+            {"clients": 3},
+            "problem",
+            "a round has at most 3 clients, and needs the noise of at least 4",
+        ),
+        ({"more": ', on_nonfinite = "raise"'}, "problem", "reveals that client without noise"),
         (
             {"honest": 0.5},
             "problem",
@@ -624,7 +635,7 @@ def test_check_says_against_whom_it_protects(
 def test_check_refuses_noise_of_clients_without_secure_aggregation(checked: Any) -> None:
     text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4).replace("[secagg]", "[other]")
     cost = epsilon([Release(2.0 / math.sqrt(3), 3)], 1e-5)
-    said = f"the noise of its client alone, where 3 rounds cost epsilon = {cost:.4g}"
+    said = f"with one client's noise, where 3 rounds cost epsilon = {cost:.4g}"
     assert any(said in one.message for one in checked(text).problems)
     # A file for FLOptimConfig says nothing of it: clients refuse then.
     optim = text.partition("[optim]")[2].partition("[run]")[0].replace("[optim.", "[")
@@ -636,7 +647,7 @@ def test_check_names_a_table_that_nobody_asks_for(checked: Any) -> None:
     there, gone = 'noise_at = "clients", ', "honest = 0.75, max_norm = 1.0, start"
     text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4)
     text = text.replace(there, "").replace(gone, "max_norm = 1.0, start")
-    said = "update-clip-server expects none: leave the table out, or set noise_at = 'clients'"
+    said = "update-clip-server expects none: remove the table, or set noise_at = 'clients'"
     assert any(said in one.message for one in checked(text).problems)
 
 
@@ -783,11 +794,13 @@ def test_an_audit_of_updates_with_their_votes_where_all_clients_are_counted_on(
     def releases(votes: int, update: Any) -> Any:
         adding = range(2 - silent)
         sums = sum(noise.integers({"w": np.zeros(rounds)}, 1.0, step)["w"] for _ in adding)
+        nobody = [0] * BINS
         voted = [
-            sum(noise.vote(votes * (i == 0), votes * (i == 0)) for i in adding)
+            np.sum([noise.vote(ONE_VOTE if votes and i == 0 else nobody) for i in adding], axis=0)
             for _ in range(rounds)
         ]
-        return np.column_stack([sums + update, voted])
+        # Noise of the other bins says nothing of this client.
+        return np.column_stack([sums + update, np.array(voted)[:, ONE_VOTE.index(1)]])
 
     found = estimate(releases(0, 0), releases(1, canary))
     assert (found.low > 1 / z) == (fault is not None or silent > 0)

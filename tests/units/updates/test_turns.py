@@ -28,9 +28,10 @@ from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.correlated import Stream, coefficients, error, grown
 from fedclip.privacy.ledger import read_entries
 from fedclip.updates import noise as budget
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
+from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import Reply
-from fedclip.updates.schedule import Due, Schedule
+from fedclip.updates.schedule import Participation, Schedule
 from fedclip.updates.server import UpdateServer
 
 CLIPPED = {"name": "clipped-averaging"}
@@ -122,7 +123,7 @@ def seeded(**changes: Any) -> AdaptiveBound:
 
 
 def played(bound: AdaptiveBound, rounds: int, names: str = "vw") -> Iterator[dict[str, Any]]:
-    server, due = UpdateServer(bound), Due(bound.separation, 12)
+    server, due = UpdateServer(bound), Participation(bound.separation, 12)
     like = {name: np.zeros((2, 1) if name == "v" else 3) for name in names}
     for _ in range(rounds):
         server.open(due)
@@ -143,18 +144,43 @@ def test_what_is_released_is_the_stream_in_units_of_the_bound() -> None:
     np.testing.assert_array_equal([a["w"] for a in again], [a["w"] for a in banded])
 
 
-def test_a_round_that_is_withheld_is_one_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_round_that_only_votes_begins_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its votes are charged; the schedule and its noise begin with the round after it."""
     drawn = []
     draw = Stream.draw
     monkeypatch.setattr(
         Stream, "draw", lambda self, *args: drawn.append(args[0]) or draw(self, *args)
     )
-    server = UpdateServer(AdaptiveBound(**BANDED, bits_noise=1.01, max_norm=1e4))
-    like = {"w": np.zeros(5)}
-    for _ in range(8):
-        server.open(Due(3, 6))
-        server.close([Reply(like, votes=1, within=1)] * 2, like)
-    assert drawn == [5] * 8
+    bound = AdaptiveBound(**{**BANDED, "start_norm": None, "bits_noise": 1.01})
+    server, like = UpdateServer(bound), {"w": np.ones(5)}
+    owed = [[2.02, 1], [2.0, 1]]
+    assert bound.budget.cost(4) == epsilon([Release(*o) for o in owed], 1e-5)  # type: ignore[union-attr]
+    for round_ in range(4):
+        sent = server.open(Participation(3, 6))
+        assert sent.only_votes == (round_ == 0)
+        replies = [UpdateClient().clip(like, sent, steps=1)] * 2
+        assert bool(np.any(replies[0].arrays["w"])) == (round_ > 0)
+        closed = server.close(replies, like)
+        assert (closed.withheld, closed.record["withheld"]) == (round_ == 0, round_ == 0)
+        assert bool(np.any(closed.average["w"])) == (round_ > 0)
+        assert sorted(bound.get_state()["spent"]) == sorted(owed[: 1 + (round_ > 0)])  # type: ignore[call-overload]
+    assert drawn == [5] * 3
+
+
+def test_banded_noise_cancels_where_the_bound_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in units of the bound: what a later round takes back is scaled to that round."""
+    zeros = {"w": np.zeros(3)}
+
+    def released(jump: bool) -> list[Any]:
+        bound, rows = seeded(start_norm=1.0), []
+        server = UpdateServer(bound)
+        for round_ in range(6):
+            sent = server.open(Participation(3, 12))
+            rows.append(server.close([Reply(zeros)] * 4, zeros).average["w"] / sent.bound)
+            bound.bound = 8.0 if jump and round_ >= 2 else 1.0
+        return rows
+
+    np.testing.assert_allclose(released(True), released(False), atol=1e-6)
 
 
 # -- what is charged ----------------------------------------------------------------------------
@@ -167,7 +193,7 @@ def test_a_client_is_charged_for_its_turns(noise: str) -> None:
         owed = epsilon([Release(2.0, -(-round_ // 3))], 1e-5)
         assert bound.epsilon == pytest.approx(owed, rel=1e-12)
         assert bound.rounds_left() == 12 - round_
-    assert "turns of each client" in bound.open(Due(3, 12)).stop
+    assert "turns of each client" in bound.open(Participation(3, 12)).stop
 
 
 def test_a_restart_begins_a_schedule_and_an_old_state_pays_for_what_may_be_lost(
@@ -278,7 +304,7 @@ def test_a_restart_without_its_ledger_is_refused(how: str, tmp_path: Path) -> No
         ledger._OF_THIS_PROCESS.clear()
         path.write_bytes(before if how == "put back" else b"{" + before)
     again.set_state(state)
-    stop = again.open(Due(3, 12)).stop
+    stop = again.open(Participation(3, 12)).stop
     assert ("is damaged" if how == "damaged" else "what that server spent") in stop
     # What is refused is not charged.
     assert how != "put back" or path.read_bytes() == before

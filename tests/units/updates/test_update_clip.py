@@ -26,16 +26,16 @@ from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipBound, U
 from fedclip.errors import NonFiniteError, StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon, split_noise
 from fedclip.privacy.noise import insecure_normals
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.averaging import averaged
-from fedclip.updates.bound import BoundRule, Search, share_within
+from fedclip.updates.aggregation import averaged
+from fedclip.updates.bound import FIRST_VARIANCE, AdaptiveBound, BoundRule
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.noise import Budget, draws_of
-from fedclip.updates.protocol import Reply
+from fedclip.updates.protocol import BINS, Reply, one_hot
 from fedclip.updates.server import UpdateServer
 
 CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
+RULE = BoundRule(0.5, 1e-6, 1e4)
 
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
@@ -63,6 +63,10 @@ def share(config: dict[str, Any], update: NumpyVector, n_steps: int = 3) -> Clip
     result = aggregator.prepare_for_sharing(updates=update, n_steps=n_steps)
     assert isinstance(result, ClippedUpdates)
     return result
+
+
+def vote(times: float, clipped: bool) -> UpdateClipVotes:
+    return UpdateClipVotes(1, 1, int(not clipped), n_bins=list(one_hot(times, clipped)))
 
 
 # -- the aggregator alone ---------------------------------------------------------------------
@@ -155,7 +159,8 @@ def test_the_vote_on_groups_is_about_the_longest_of_them(
     clients = Clients(1, ADAPTIVE, {**CLIPPED, "scope": "tensor"})
     update = NumpyVector({f"{i}": np.array([x, 0.0]) for i, x in enumerate(norms)})
     reply = clients.round(0, {"update-clip": UpdateClipBound(2.0)}, update)
-    assert reply.aux_var["update-clip"] == UpdateClipVotes(1, 1, within)
+    ratio = max(norms)  # the limit of each group is 1
+    assert reply.aux_var["update-clip"] == vote(ratio, not within)
     assert reply.updates.n_clipped == 1 - within
     (record,) = clients.optimizers[0].modules[0].rounds  # type: ignore[attr-defined]
     assert (record.norm_max, record.limit, record.clipped) == (need, 2.0, 1 - within)
@@ -226,73 +231,12 @@ def test_parameters_of_the_aggregator(
 # -- the bound ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("votes", "within", "noise", "share"),
-    [
-        # Of four clients: half of the sum of ±1/2, and an abstention is neither.
-        (4, 3, 0.0, 0.75),
-        (2, 2, 0.0, 0.75),
-        (0, 0, 1.0, 0.75),
-        (4, 4, -1.0, 0.75),
-        # The sum is clamped to ±2 before the noise comes, so that no claim outvotes the noise.
-        (1000, 1000, -2.0, 0.5),
-        (1000, 0, 2.0, 0.5),
-        (10, 0, 1.0, 0.25),
-        # It is a share whatever the noise is.
-        (4, 4, 3.0, 1.0),
-        (4, 0, -3.0, 0.0),
-    ],
-)
-def test_shares_with_noise(votes: int, within: int, noise: float, share: float) -> None:
-    assert share_within(votes, within, 4, noise) == share
-
-
-def play_of(rule: BoundRule, bound: float, shares: list[float]) -> list[Any]:
-    """Return the bound after each round of a search, whether it was too high, and if it is over."""
-    search: Search | None = Search()
-    rounds = []
-    for share in shares:
-        bound, search, high, _ = rule.after(bound, share, search)
-        rounds.append((pytest.approx(bound), high, search is None))
-    return rounds
-
-
-def test_a_search_by_hand() -> None:
-    """With all or none within: four times, until it turns; then half of the way, in logarithms."""
-    half = BoundRule(0.5, 0.2, 1e-6, 1e4)
-    shares = [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
-    steps = [-2.0, -2.0, 1.0, -1 / 2, -1 / 4, 1 / 8]
-    bounds = np.exp2(np.cumsum(steps))
-    ends = [(b, s == 1.0, i == 5) for i, (b, s) in enumerate(zip(bounds, shares, strict=True))]
-    assert play_of(half, 1.0, shares) == ends
-    # The other way round, too.
-    ends = [(1 / b, s == 0.0, over) for (b, _, over), s in zip(ends, shares, strict=True)]
-    assert play_of(half, 1.0, [1.0 - s for s in shares]) == ends
-    # A share on the way to 0 or to 1 moves it in proportion, by half a step at most; it is no turn.
-    some = BoundRule(0.8, 0.2, 1e-6, 1e4)
-    assert play_of(some, 1.0, [0.9, 0.85, 0.6, 0.4]) == [
-        (1 / 4, True, False),
-        (1 / 4 * 2 ** (-1 / 2), False, False),
-        (1 / 4 * 2 ** (-1 / 2 + 1 / 4), False, False),
-        (1 / 4 * 2 ** (-1 / 2 + 1 / 4) * 2 ** (1 / 4), False, False),
-    ]
-
-
-def test_a_search_at_the_limits_of_the_bound_by_hand() -> None:
-    rule = BoundRule(0.5, 0.2, 0.5, 2.0)
-    # It has got to the limit, and then it is to go on beyond it: over.
-    assert play_of(rule, 1.0, [0.0, 0.0]) == [(2.0, False, False), (2.0, False, True)]
-    assert play_of(rule, 1.0, [1.0, 1.0]) == [(0.5, True, False), (0.5, True, True)]
-    # A bound that stays because it is right is not at a limit.
-    assert play_of(rule, 1.0, [0.5, 0.0]) == [(1.0, False, False), (2.0, False, False)]
-
-
 def test_norm_equal_to_the_bound_is_within_it() -> None:
     clients = Clients(1, ADAPTIVE, CLIPPED)
     for value, within in ((0.5, 1), (math.nextafter(0.5, 1.0), 0), (0.499, 1)):
         aux = {"update-clip": UpdateClipBound(0.5)}
         reply = clients.round(0, aux, np.array([value]))
-        assert reply.aux_var["update-clip"] == UpdateClipVotes(1, 1, within)
+        assert reply.aux_var["update-clip"] == vote(value / 0.5, not within)
 
 
 def test_bounds_on_the_bound() -> None:
@@ -307,20 +251,19 @@ def test_bounds_on_the_bound() -> None:
 
 def test_client_without_a_step_abstains() -> None:
     server, clients = pair(3)
-    for steps, expected in (((0, 0, 0), 1.0), ((0, 0, 5), math.exp(0.1))):
+    for steps, moved in (((0, 0, 0), False), ((0, 0, 5), True)):
         aux = server.start()
         replies = [
             clients.round(i, aux, np.array([9.0 if n else 0.0]), n) for i, n in enumerate(steps)
         ]
+        votes = [reply.aux_var["update-clip"].to_dict() for reply in replies]
         # The same fields, whatever happened: a secure sum takes no less.
-        assert {tuple(r.aux_var["update-clip"].to_dict()) for r in replies} == {
-            ("n_clients", "n_votes", "n_within", "n_faults")
-        }
-        assert all(
-            type(v) is int for r in replies for v in r.aux_var["update-clip"].to_dict().values()
-        )
+        fields = {"n_clients", "n_votes", "n_within", "n_faults", "n_bins"}
+        assert all(found.keys() == fields for found in votes)
+        assert [sum(found["n_bins"]) for found in votes] == [int(n > 0) for n in steps]
         average = server.finish(replies)
-        assert server.module.bound == pytest.approx(expected)
+        assert (server.module.bound > 2.0) == moved
+        assert moved or server.module.bound == 1.0
     assert norm(average) == pytest.approx(1 / 3)
 
 
@@ -357,8 +300,7 @@ def test_defaults_work_for_three_clients_as_for_a_thousand() -> None:
 def test_noise_is_sized_on_the_bound_that_was_sent() -> None:
     m, size = 4, 40_000
     noise = {"noise_multiplier": 1.5, "bits_noise": 3.0, "expected_clients": m}
-    # So fast that the next bound is another by far.
-    server, clients = pair(m, learning_rate=5.0, **noise)
+    server, clients = pair(m, **noise)
     module = server.module
     for _ in range(4):
         before = module.bound
@@ -423,9 +365,8 @@ def test_a_noised_average_of_whoever_replies_is_the_sum_by_hand() -> None:
     noise = {"noise_multiplier": 0.8, "bits_noise": 0.6, "expected_clients": m, "seed": 3}
     server, clients = pair(m, start_norm=0.5, generator="insecure", **noise)
     module = server.module
-    rng, bound, ratios = np.random.default_rng(0), 0.5, []
+    rng, bound, variance, ratios = np.random.default_rng(0), 0.5, FIRST_VARIANCE, []
     for round_, replying in enumerate(([0, 1, 2, 3], [0, 2], [3], [1, 2, 3], [2]), start=1):
-        module.evidence = 0.0  # no round is faster than the first one
         aux = server.start()
         sent = [rng.normal(size=size) * 10.0 ** rng.uniform(-3, 1) for _ in replying]
         out = server.finish(
@@ -437,26 +378,14 @@ def test_a_noised_average_of_whoever_replies_is_the_sum_by_hand() -> None:
         draws = insecure_normals(3, round_, 1)(size)
         np.testing.assert_allclose(out, (total + owed * draws) / m, rtol=1e-6, atol=1e-9)
         ratios.append(float(np.std(out * m - total)) / owed)
-        # A client that is silent has half a vote for either side.
-        votes = sum((n <= bound) - 0.5 for n in norms) + 0.6 * insecure_normals(3, round_, 0)(1)[0]
-        bound *= math.exp(-0.2 * (min(max(votes / m + 0.5, 0.0), 1.0) - 0.5))
+        # The noise of a client that is silent is added, too.
+        bins = sum(np.array(one_hot(n / bound, n > bound)) for n in norms)
+        noisy = bins + 1.2 * insecure_normals(3, round_, 0)(BINS)
+        bound, variance, _ = RULE.after(bound, variance, noisy, m, 1.2)
         assert module.bound == pytest.approx(bound)
     # Each of five is within four of its standard deviations.
     assert ratios == pytest.approx([1.0] * 5, abs=4 / math.sqrt(2 * size))
     assert module.budget.accountant.spent == [Release(0.8, steps=5)]
-
-
-@pytest.mark.parametrize(
-    "votes", [(10**6, 10**6), (10**6, 0), (-5, 10**9), (0, -(10**9)), (3, -5), (3, 4)]
-)
-def test_a_secure_sum_of_votes_that_can_not_be_moves_the_bound_by_one_step_at_most(
-    votes: tuple[int, int],
-) -> None:
-    for noise in ({}, {"noise_multiplier": 1e-9, "expected_clients": 3, "bits_noise": 1e-6}):
-        server, _ = pair(0, **noise)
-        server.start()
-        server.module.process_aux_var(UpdateClipVotes(3, *votes))
-        assert abs(math.log(server.module.bound)) <= (0.1 + 1e-12 if noise else 0.0)
 
 
 def test_under_noise_nothing_else_is_counted() -> None:
@@ -495,7 +424,8 @@ def budget_of(relation: str = "add-remove", noise_multiplier: float = 1.0, **con
 def test_votes_and_average_have_noise_of_their_own() -> None:
     """If one could be told from the other, both together would cost more than is accounted."""
     budget, rounds, bound = budget_of(), 4000, 0.5
-    votes = np.array([budget.noise_on_votes(i) for i in range(rounds)]) / 0.6
+    # Of add-remove, twice bits_noise; the first of the bins stands for all.
+    votes = np.array([budget.noised_counts(np.zeros(1), i)[0] for i in range(rounds)]) / 1.2
     noised = [budget.noised({"w": np.zeros(1)}, bound, i)["w"][0] for i in range(rounds)]
     # z_delta = (1 - 1 / 1.2^2)^(-1/2)
     sums = np.array(noised) * 4 / bound / 1.8091
@@ -597,6 +527,7 @@ def test_replace_one_costs_what_half_the_noise_costs() -> None:
         {},
         {"bound": math.nan, "round": 3, "spent": []},
         {"bound": 1.0, "round": True, "spent": []},
+        {"bound": 1.0, "round": 3, "spent": [], "variance": 0.0},
         {"bound": 1.0, "round": 3, "spent": [[1.0, -2]]},
         {"bound": 1.0, "round": 3, "spent": [[1.0, 2]]},  # spent, but here without noise
     ],
@@ -744,9 +675,10 @@ def test_hostile_update(kind: str, place: int, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO):
         out = server.finish([sent(r) for r in replies])
     np.testing.assert_allclose(out.coefs["w"], [0.8, 0.0], rtol=1e-9)
-    assert server.module.bound == pytest.approx(math.exp(0.1))
+    # All votes count: 5 times the bound.
+    assert 4.0 < server.module.bound < 8.0
     assert "1 refused" in caplog.text
-    assert "the update of one of 5 replies counts as zero" in caplog.text
+    assert "the update of one of the replies counts as zero" in caplog.text
     assert server.start()["update-clip"].stop == ""
 
 
@@ -773,6 +705,11 @@ def test_groups_that_reach_the_bound_each_by_itself_are_refused(scope: Any) -> N
         {"n_within": None},
         {"n_votes": True},
         {"n_clients": 0},
+        {"n_bins": [0] * 10},
+        {"n_bins": [1] + [0] * 9},
+        {"n_bins": [0] * 8 + [2, -1]},
+        {"n_bins": [0] * 8 + [1]},
+        {"n_bins": 8},
         "other type",
     ],
     ids=str,
@@ -788,8 +725,8 @@ def test_hostile_votes(votes: Any, caplog: pytest.LogCaptureFixture) -> None:
             setattr(replies[0].aux_var["update-clip"], field, value)
     with caplog.at_level(logging.WARNING):
         server.finish([sent(r) for r in replies])
-    # The two honest ones were clipped: up.
-    assert server.module.bound == pytest.approx(math.exp(0.1))
+    # The two honest ones were 5 times above it.
+    assert 4.0 < server.module.bound < 8.0
     assert "no proper vote in 1 of 3 replies" in caplog.text
 
 
@@ -850,6 +787,8 @@ lrate = 1.0
 modules = ["update-clip-server"]
 [run]
 rounds = 40
+register = 1
+training = {batch_size = 8}
 """
 NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 50%s}]"
 
@@ -857,8 +796,8 @@ NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 50%s
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ('aggregator = "clipped-averaging"', "", "goes with the aggregator 'clipped-averaging'"),
-        ('"clipped-averaging"', '"averaging"', "clips nothing, so that no bound holds"),
+        ('aggregator = "clipped-averaging"', "", "needs aggregator = 'clipped-averaging'"),
+        ('"clipped-averaging"', '"averaging"', "which clips nothing"),
         ('["update-clip-server"]', "[]", "server_opt has none"),
         (
             'aggregator = "clipped-averaging"',
@@ -868,11 +807,11 @@ NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 50%s
         (
             'aggregator = "clipped-averaging"',
             'aggregator = {name = "clipped-averaging", secagg_range = 8.0}',
-            r"norm up to 10000 do not fit into the range ±8",
+            r"norms up to 10000, above the range ±8",
         ),
-        ('"update-clip-server"', f'"momentum", {NOISE % ""}', "has to come first"),
-        ('"update-clip-server"', NOISE % ", max_epsilon = 5", "allows 5 rounds, and 40"),
-        ("[run]\nrounds = 40", "[secagg]\nclipval = 10.0", "do not fit into the range ±10"),
+        ('"update-clip-server"', f'"momentum", {NOISE % ""}', "must be the first module"),
+        ('"update-clip-server"', NOISE % ", max_epsilon = 5", "allows 5 of 40 planned rounds"),
+        ("[run]\nrounds = 40", "[secagg]\nclipval = 10.0", "above the range ±10"),
     ],
 )
 def test_check_finds_it_before_the_run(checked: Any, old: str, new: str, text: str) -> None:
@@ -955,13 +894,13 @@ def test_bound_that_has_everything_zeroed_finds_its_way_up() -> None:
     config = {**CLIPPED, "zeroing_factor": 5.0}
     server = Server([("update-clip-server", {"start_norm": 0.1})], config)
     clients = Clients(3, ADAPTIVE, config)
-    for i in range(45):
+    for i in range(4):
         aux = server.start()
         replies = [clients.round(j, aux, np.array([1.0 + j])) for j in range(3)]
         if i == 0:
             assert [r.updates.n_zeroed for r in replies] == [1, 1, 1]
         server.finish(replies)
-    assert 1.5 < server.module.bound < 3
+    assert 1.5 < server.module.bound < 3.0
 
 
 def test_the_average_is_of_the_kind_of_the_sound_updates() -> None:

@@ -17,11 +17,11 @@ from helpers import require
 
 from fedclip.engines.declearn.samplers import note_senders
 from fedclip.errors import FedclipWarning
-from fedclip.updates.adaptive import AdaptiveBound
+from fedclip.updates.aggregation import Combining
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.combining import Combining
+from fedclip.updates.limits import statistics_of
 from fedclip.updates.protocol import Reply, SentBound
-from fedclip.updates.running import statistics_of
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares
 
@@ -179,7 +179,7 @@ def test_a_client_refuses_what_is_not_for_it() -> None:
 
 def test_a_server_opens_before_it_closes_and_stops_when_the_budget_is_spent() -> None:
     noise: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 1, "max_epsilon": 5.0}
-    with pytest.raises(ValueError, match="noise can not be sized on what exclude="):
+    with pytest.raises(ValueError, match="noise cannot be sized on what exclude="):
         UpdateServer(AdaptiveBound(1.0, **noise), exclude="w")
     server, model = UpdateServer(AdaptiveBound(1.0, **noise)), {"w": np.zeros(1)}
     with pytest.raises(RuntimeError, match="no round is open"):

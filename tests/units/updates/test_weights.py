@@ -20,10 +20,10 @@ from helpers import each_framework, to_vector
 from fedclip.cli.check.configuration import check_config
 from fedclip.engines.declearn.messages import ClippedUpdates
 from fedclip.engines.declearn.samplers import NamedClients, note_senders
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.averaging import averaged
+from fedclip.updates.aggregation import averaged
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.protocol import Closed, Reply
+from fedclip.updates.protocol import Reply, RoundResult
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares, shares_of
 
@@ -159,7 +159,7 @@ def test_configurations_come_back(weights: dict[str, Any]) -> None:
 def test_an_average_and_a_bound_by_hand(weights: dict[str, Any]) -> None:
     """What the plug-ins give, too: see `test_update_core`. Votes count alike in all of them."""
 
-    def closed(weights: dict[str, Any]) -> Closed:
+    def closed(weights: dict[str, Any]) -> RoundResult:
         server = UpdateServer(AdaptiveBound(0.5), shares=Shares(**weights))
         opened = server.open()
         replies = [
@@ -352,7 +352,7 @@ def test_a_table_needs_to_know_who_is_in_a_sum() -> None:
     shares = Shares(TABLE)
     for senders, clients in (((), 3), (("a", "b", "eve"), 3), (("a", "a"), 2), (NAMES, 3)):
         (share,) = shares.of([Reply({}, clients=clients, senders=senders)])
-        assert share == (0.0, 0.0, "weights does not tell who is in the secure sum")
+        assert share == (0.0, 0.0, "weights does not name the clients of the secure sum")
 
 
 # -- refusals -----------------------------------------------------------------------------------
@@ -394,16 +394,36 @@ modules = [['update-clip-server', {noise_multiplier = 1.0, expected_clients = 20
 @pytest.mark.parametrize(
     ("weights", "rest", "level", "text"),
     [
-        ("weights = {a = 3, b = 1}", "", "note", "'a' has the largest share: one site moves the "),
-        ("weights = {a = 3, b = 1}", "", "note", "average by 0.75 of the bound at most"),
-        ("weights = {a = 3, b = 1}", "", "note", "each site how many the others have"),
+        (
+            "weights = {a = 3, b = 1}",
+            "",
+            "note",
+            "'a' has the largest weight: it moves the average ",
+        ),
+        ("weights = {a = 3, b = 1}", "", "note", "by at most 0.75 of the bound"),
+        ("weights = {a = 3, b = 1}", "", "note", "learns the record counts in it"),
         ("weights = {a = 3, b = 1}", "", "note", "tells the server who sends which reply"),
-        ("weights = {a = 3, b = 1}", "[secagg]\nsecagg_type = 'masking'", "note", "their names"),
+        (
+            "weights = {a = 3, b = 1}",
+            "[secagg]\nsecagg_type = 'masking'",
+            "note",
+            "tells clients their names",
+        ),
         ("weights = {a = 3, b = 1}", "[secagg]\nsecagg_type = 'masking'", "note", "up to 3 times"),
-        ("weights = {a = 3, b = 1, c = 1}\nmax_share = 0.4", "", "note", "by 0.4 of the bound"),
-        ("weights = 'steps'", "", "note", "one that claims a million has nearly the whole"),
-        ("weights = 'steps'\nmax_steps = 9", "", "note", "by 9 / (9 + the steps of the others)"),
-        ("weights = 'steps'\nmax_share = 0.3", "", "note", "by 0.3 of the bound at most"),
+        (
+            "weights = {a = 3, b = 1, c = 1}\nmax_share = 0.4",
+            "",
+            "note",
+            "by at most 0.4 of the bound",
+        ),
+        ("weights = 'steps'", "", "note", "too many controls nearly the whole average"),
+        (
+            "weights = 'steps'\nmax_steps = 9",
+            "",
+            "note",
+            "by at most 9 / (9 + the steps of the others)",
+        ),
+        ("weights = 'steps'\nmax_share = 0.3", "", "note", "by at most 0.3 of the bound"),
         (
             "weights = 'steps'",
             "[secagg]\nsecagg_type = 'masking'",
@@ -414,7 +434,7 @@ modules = [['update-clip-server', {noise_multiplier = 1.0, expected_clients = 20
             "weights = {a = 3, b = 1}",
             "[run]\nrounds = 3\nregister = 3",
             "problem",
-            "3 clients may take part in a round, and weights names 2",
+            "a round may have 3 clients, and weights names 2",
         ),
         ("weights = {a = 3}\nmax_share = 0.5", "", "problem", "less than 1 / 1"),
         ("weights = 'steps'", NOISED, "problem", "weights do not go with noise"),

@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from fedclip.updates.adaptive import AdaptiveBound
-from fedclip.updates.schedule import Due
+from fedclip.updates.bound import AdaptiveBound
+from fedclip.updates.schedule import Participation
 
 # Above this epsilon, a guarantee is one in name only. Ponomareva et al. (2023, "How to DP-fy ML")
 # draw the line there: even odds may then become 99.995 % certainty.
@@ -30,7 +30,7 @@ Void = tuple[Literal["problem", "leak"], str, str]
 
 
 class Claim(NamedTuple):
-    """What a configuration says of a federation whose averages, or records, have noise.
+    """The settings of a federation whose averages, or records, have noise.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ def _of_noise(claim: Claim, bound: AdaptiveBound) -> Iterator[Void]:
         if text := too_large_epsilon(spent, what, "plan"):
             yield "problem", "noise", text
     if claim.population is not None:
-        due = Due.of(claim.population, per_round)
+        due = Participation.of(claim.population, per_round)
         if text := due.refusal(separation, per_round):
             yield "problem", "noise", text
     if claim.chooses_clients:
@@ -136,7 +136,7 @@ def too_large_epsilon(spent: float, what: str, command: str) -> str:
 
 
 def too_large_delta(delta: float, least: int, what: str, unit: str) -> str:
-    """Return a sentence if a delta allows one of at least so many units to be published."""
+    """Return a sentence if a delta allows one of at least `least` units to be published."""
     if delta * least < 1.0:
         return ""
     return (

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bound of updates: how it follows the votes, what they cost, and who is counted."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from benchmarks.bound_speed import Federation
+from fedclip.errors import StateError
+from fedclip.privacy.accounting import Accountant, Release, epsilon
+from fedclip.updates.bound import FIRST, AdaptiveBound, BoundRule, projected
+from fedclip.updates.client import UpdateClient
+from fedclip.updates.noise import Budget, draws_of
+from fedclip.updates.protocol import (
+    BINS,
+    Reply,
+    SentBound,
+    bound_from,
+    bound_to,
+    is_vote,
+    one_hot,
+    reply_from,
+    reply_to,
+)
+from fedclip.updates.server import UpdateServer
+
+RULE = BoundRule(0.5, 1e-6, 1e4)
+MODEL = {"w": np.zeros(1)}
+PRIVATE: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 4}
+TEN, FAR = math.log2(10), math.log2(300)
+
+
+def counts(**bins: float) -> Any:
+    return np.array([bins.get(f"b{k}", 0.0) for k in range(BINS)])
+
+
+# -- counts that clients can have sent ----------------------------------------------------------
+COUNTS = arrays(np.float64, (2, BINS), elements=st.floats(-20, 20))
+
+
+@given(COUNTS, st.sampled_from([1.0, 4.0, 30.0]), st.booleans())
+def test_projected_counts_are_the_nearest_possible_ones(
+    rows: Any, total: float, exactly: bool
+) -> None:
+    """No two are further apart than before, so that a projection before noise costs nothing."""
+    first, second = (projected(row, total, exactly=exactly) for row in rows)
+    assert np.linalg.norm(first - second) <= np.linalg.norm(rows[0] - rows[1]) + 1e-9
+    for row, found in zip(rows, (first, second), strict=True):
+        assert found.min() >= 0
+        assert found.sum() <= total + 1e-9
+        assert not exactly or found.sum() == pytest.approx(total)
+        # The nearest: no possible point is on the other side of the plane through it.
+        for corner in [*np.eye(BINS) * total, *([] if exactly else [np.zeros(BINS)])]:
+            assert (row - found) @ (corner - found) <= 1e-7 * (1 + total)
+
+
+def test_possible_counts_stay_exactly_what_they_are() -> None:
+    row = counts(b3=2.0, b4=5.0, b9=1.0)
+    assert projected(row, 8.0).tolist() == row.tolist()
+    assert projected(np.array([5.0, 3.0, 0.0]), 4.0).tolist() == [3.0, 1.0, 0.0]
+
+
+# -- the rule -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("bins", "octaves", "share"),
+    [
+        ({"b4": 2.0, "b5": 2.0}, 0.0, 0.5),
+        # In the middle of a bin; a quarter of the way through one; beyond the last.
+        ({"b5": 4.0}, 0.25, 0.0),
+        ({"b0": 1.0, "b7": 4.0 / 3, "b9": 5.0 / 3}, 1.75, 0.25),
+        ({"b9": 4.0}, 3.0, 0.0),
+        ({"b0": 4.0}, -3.0, 1.0),
+        # An empty bin between both halves: the quantile is where the upper half ends.
+        ({"b3": 2.0, "b6": 2.0}, -0.5, 0.5),
+    ],
+)
+def test_a_step_by_hand(bins: dict[str, float], octaves: float, share: float) -> None:
+    """Without knowledge from before, nearly all of the way; with much, a part of it."""
+    row = counts(**bins)
+    after = RULE.after(2.0, 1e9, row)
+    assert math.log2(after.bound / 2.0) == pytest.approx(octaves, abs=1e-6)
+    assert after.share == pytest.approx(share)
+    if abs(octaves) == 0.25:
+        # P = 0.01 + 0.0225, density 2, R = (1/4) / 4 / 2^2
+        gain = 0.0325 / (0.0325 + 0.015625)
+        near = RULE.after(2.0, 0.01, row)
+        assert math.log2(near.bound / 2.0) == pytest.approx(octaves * gain)
+        assert near.variance == pytest.approx((1 - gain) * 0.0325)
+
+
+def test_a_quantile_other_than_the_median_and_noise_by_hand() -> None:
+    rule = BoundRule(0.7, 1e-6, 1e4)
+    row = counts(b2=6.0, b5=2.0, b8=2.0)
+    assert math.log2(rule.after(1.0, 1e9, row).bound) == pytest.approx(0.25, abs=1e-6)
+    # Of noise 2 and m = 10: R = (0.25 / 10 + 10 / 4 * 0.2^2) / density^2
+    noisy = RULE.after(1.0, 1.0, counts(b5=10.0), 10, 2.0)
+    gain = 1.0225 / (1.0225 + 0.125 / 4)
+    assert math.log2(noisy.bound) == pytest.approx(0.25 * gain)
+    # A jump of three octaves counts more than anything from before.
+    jumped = RULE.after(1.0, 0.01, counts(b9=10.0), 10, 2.0)
+    assert math.log2(jumped.bound) > 2.5
+
+
+def test_nobody_votes_and_limits() -> None:
+    after = RULE.after(2.0, 0.5, np.zeros(BINS))
+    assert (after.bound, after.share) == (2.0, None)
+    assert after.variance == pytest.approx(0.5225)
+    narrow = BoundRule(0.5, 0.9, 1.2)
+    assert narrow.after(1.0, 1.0, counts(b9=3.0)).bound == 1.2
+    assert narrow.after(1.0, 1.0, counts(b0=3.0)).bound == 0.9
+
+
+@pytest.mark.parametrize(
+    ("clients", "z", "ten", "far", "jump", "rms", "falling"),
+    [
+        (3, 0.0, 2, 4, 2, 0.12, 0.28),
+        (100, 0.0, 1, 3, 1, 0.04, 0.2),
+        (20, 1.0, 2, 4, 2, 0.1, 0.3),
+        pytest.param(100, 1.0, 2, 3, 2, 0.1, 0.4, marks=pytest.mark.slow),
+        pytest.param(300, 1.0, 2, 3, 2, 0.1, 0.4, marks=pytest.mark.slow),
+        pytest.param(300, 0.0, 1, 3, 1, 0.04, 0.2, marks=pytest.mark.slow),
+    ],
+)
+def test_how_fast_the_bound_follows_and_how_quiet_it_is(
+    clients: int, z: float, ten: float, far: float, jump: float, rms: float, falling: float
+) -> None:
+    """Rounds until within a factor of 1.5 from 10 and 300 times off, and after a jump by 8."""
+    told = Federation(clients, z)
+    assert told.rounds(TEN, 40)[0] <= ten
+    assert told.rounds(FAR, 40)[0] <= far
+    assert told.after_jump(plays=40)[0] <= jump
+    assert told.steady(40) <= rms
+    assert told.falling(40) <= falling
+
+
+@pytest.mark.parametrize("change", [{"absent": 0.3}, {"malicious": 0.2}, {"spread": 1.0}, {}])
+@pytest.mark.parametrize("clients", [5, 20])
+def test_a_factor_of_ten_with_troubles(clients: int, change: dict[str, float]) -> None:
+    told = Federation(clients, **(change or {"absent": 0.3, "malicious": 0.2}))
+    assert told.rounds(TEN, 40)[0] <= 4
+
+
+@pytest.mark.parametrize("clients", [1, 5, 100])
+def test_a_bound_does_not_swing_where_updates_are_all_alike(clients: int) -> None:
+    logs = Federation(clients, spread=1e-3).play(TEN, 40, 10)[20:] * math.log(2)
+    assert np.abs(logs).max() <= 0.25
+
+
+# -- votes of clients ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("times", "clipped", "place"),
+    [
+        (0.0, False, 0),
+        (1.0, False, 4),
+        (1.0, True, 5),
+        (1 + 1e-9, False, 4),
+        (1.5, True, 6),
+        (0.12, False, 0),
+        (0.3, False, 2),
+        (0.6, False, 3),
+        (3.9, True, 7),
+        (8.1, True, 9),
+    ],
+)
+def test_the_bin_of_an_update(times: float, clipped: bool, place: int) -> None:
+    assert one_hot(times, clipped).index(1) == place
+
+
+def test_a_vote_through_plain_tables_and_from_an_older_client() -> None:
+    sent = bound_from(bound_to(SentBound(1.0)))
+    reply = UpdateClient().clip({"w": np.array([3.0])}, sent, steps=1)
+    assert reply_to(reply)["bin"] == 7
+    again = reply_from(reply.arrays, reply_to(reply))
+    assert (again.votes, again.within, tuple(again.bins)) == (1, 0, one_hot(3.0, True))
+    # An older server names no bins, and gets none; an older client's vote has none.
+    older = {k: v for k, v in bound_to(sent).items() if k not in ("bins", "only_votes")}
+    plain = UpdateClient().clip({"w": np.array([3.0])}, bound_from(older), steps=1)
+    assert "bin" not in reply_to(plain)
+    assert is_vote(1, 0, reply_from({}, reply_to(plain)).bins)
+    for votes, within, bins in ((1, 1, one_hot(3.0, True)), (0, 0, one_hot(3.0, True)), (1, 1, 4)):
+        assert not is_vote(votes, within, bins)
+
+
+@pytest.mark.parametrize("noise", [{}, PRIVATE], ids=["plain", "noise"])
+def test_votes_without_bins_count_as_two_bins_or_not_at_all(
+    noise: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = UpdateServer(AdaptiveBound(1.0, **noise))
+    server.open()
+    replies = [Reply(MODEL, votes=1, within=int(i == 0), sender=f"c{i}") for i in range(4)]
+    # A vote of no honest client is no vote.
+    replies.append(Reply(MODEL, votes=7, within=7, sender="eve"))
+    share = server.close(replies, MODEL).record["share"]
+    if noise:
+        assert caplog.text.count("install the server's version on that client") == 4
+        assert "c0: a vote without bins" in caplog.text
+        return
+    assert share == 0.25
+    # A third of the way through the octave above the bound.
+    assert 1.0 < server.bound.bound <= 2.0 ** (1 / 3)
+
+
+@pytest.mark.parametrize("noise", [{}, {**PRIVATE, "noise_multiplier": 1e-9, "bits_noise": 1e-6}])
+@pytest.mark.parametrize(
+    "bins", [[10**6] + [0] * 9, [0] * 9 + [10**9], [-(10**9)] * 10, [3] * 10, [-5, 9] * 5], ids=str
+)
+def test_a_secure_sum_of_impossible_votes_moves_the_bound_by_three_octaves_at_most(
+    noise: dict[str, Any], bins: list[int]
+) -> None:
+    server = UpdateServer(AdaptiveBound(1.0, **noise))
+    for _ in range(3):
+        before = server.open().bound
+        server.close([Reply(MODEL, votes=3, within=9, clients=3, bins=bins)], MODEL)
+        assert abs(math.log2(server.bound.bound / before)) <= 3.0 + 1e-12
+
+
+# -- what votes cost ----------------------------------------------------------------------------
+@pytest.mark.parametrize(("relation", "apart"), [("add-remove", 1.0), ("replace-one", 2**0.5)])
+def test_votes_and_update_together_cost_what_a_round_is_charged(
+    relation: str, apart: float
+) -> None:
+    """mu^2 of both mechanisms adds up to that of the noise multiplier."""
+    accountant = Accountant(1e-5, relation)
+    budget = Budget(1.0, 40, accountant, draws_of("insecure", 3), bits_noise=0.7)
+    of_update = (1.0 if relation == "add-remove" else 2.0) / budget.update_noise
+    of_votes = apart / budget.noise_of_bins
+    claimed = 1.0 if relation == "add-remove" else 2.0
+    assert math.hypot(of_update, of_votes) == pytest.approx(claimed, rel=1e-12)
+    rows = np.array([budget.noised_counts(np.zeros(BINS), i) for i in range(2000)])
+    np.testing.assert_allclose(rows.std(axis=0), budget.noise_of_bins, rtol=0.08)
+    others = np.abs(np.corrcoef(rows.T)[~np.eye(BINS, dtype=bool)])
+    assert others.max() < 0.1
+
+
+def test_steps_depend_on_noised_votes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they cost no privacy: how many replied, and what was impossible, makes no difference."""
+    followed = []
+    for extra, clients in ((0, 4), (0, 9), (1000, 4), (-7, 1)):
+        bound = AdaptiveBound(1.0, **PRIVATE)
+        noisy = counts(b7=3.0, b2=2.0)
+        monkeypatch.setattr(bound.budget, "noised_counts", lambda counts, round_, n=noisy: n)
+        rows = []
+        for _ in range(6):
+            bound.open()
+            bound.count(counts(b4=2.0 + extra), clients)
+            rows.append((bound.bound, bound.variance))
+        followed.append(rows)
+    assert all(rows == followed[0] for rows in followed)
+
+
+def test_counts_are_possible_before_they_get_noise() -> None:
+    """However many clients reply, one of them moves what the noise is added to by 1."""
+    bound, seen = AdaptiveBound(1.0, **PRIVATE), []
+    bound.budget.noised_counts = lambda counts, round_: seen.append(counts) or counts  # type: ignore
+    for many in (3.0, 4.0, 1e6, 1e6 + 1):
+        bound.open()
+        bound.count(counts(b3=many), int(many))
+    assert [row.sum() for row in seen] == [3.0, 4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize(("share", "loss"), [(0.0, None), (0.5, 1.0)])
+def test_a_first_round_without_a_start_costs_its_votes(share: float, loss: float | None) -> None:
+    """And its evaluation, which has a share of its own; the next round is charged as ever."""
+    config = {**PRIVATE, "bits_noise": 1.5, "evaluation_share": share, "loss_bound": loss}
+    bound = AdaptiveBound(**config)
+    votes = 3.0 if not share else (3.0**-2 + 2.0**-2) ** -0.5
+    both = [Release(votes), Release(1.0)]
+    assert bound.budget is not None
+    assert bound.budget.cost(2) == pytest.approx(epsilon(both, 1e-5))
+    assert bound.open().only_votes
+    bound.count(counts(b9=4.0), 4)
+    assert np.all(bound.release({"w": np.ones(2)})["w"] == 0.0)
+    assert bound.epsilon == pytest.approx(epsilon(both[:1], 1e-5))
+    saved = bound.get_state()
+    assert not bound.open().only_votes
+    assert bound.epsilon == pytest.approx(epsilon(both, 1e-5))
+    # A state after the votes goes on with updates.
+    again = AdaptiveBound(**config)
+    again.set_state(saved)
+    assert not again.open().only_votes
+    # With a start, or without noise, the first round is as any.
+    assert not AdaptiveBound(1.0, **PRIVATE).open().only_votes
+    assert not AdaptiveBound().open().only_votes
+
+
+def test_the_budget_counts_a_first_round_of_votes() -> None:
+    # Votes cost 1 / 1.2^2 of a round, so of 3.5 rounds two are left for updates.
+    most = epsilon([Release(3.5**-0.5)], 1e-5)
+    bound = AdaptiveBound(**PRIVATE, bits_noise=0.6, max_epsilon=most)
+    assert bound.rounds_left() == 3
+    for _ in range(3):
+        assert not bound.open().stop
+        bound.count(np.zeros(BINS), 4)
+    assert "the privacy budget is spent" in bound.open().stop
+
+
+# -- settings and states ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"start_norm": "search"}, "is what happens without it: remove start_norm"),
+        ({"start_norm": "serach"}, "start_norm must be"),
+        ({"learning_rate": 0.5}, "has no meaning any more.*remove learning_rate"),
+        ({"learning_rate": 0}, "fixes the bound: give start_norm a number"),
+        ({"min_norm": 2.0, "max_norm": 1.0}, "within"),
+    ],
+)
+def test_settings_that_are_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        AdaptiveBound(**config)
+
+
+def test_without_a_start_it_begins_within_its_limits() -> None:
+    assert AdaptiveBound().bound == FIRST
+    assert AdaptiveBound(min_norm=0.5).bound == 0.5
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {**PRIVATE, "generator": "insecure", "seed": 1}], ids=["plain", "noise"]
+)
+def test_a_restart_mid_run_makes_no_difference(config: dict[str, Any]) -> None:
+    def go(bound: AdaptiveBound, rounds: int) -> list[float]:
+        followed = []
+        for _ in range(rounds):
+            bound.open()
+            bound.count(4.0 * np.array(one_hot(0.05 / bound.bound, bound.bound < 0.05)), 4)
+            followed.append(bound.bound)
+        return followed
+
+    expected = go(AdaptiveBound(**config), 8)
+    for cut in range(1, 8):
+        first, second = AdaptiveBound(**config), AdaptiveBound(**config)
+        start = go(first, cut)
+        second.set_state(json.loads(json.dumps(first.get_state())))
+        assert start + go(second, 8 - cut) == expected
+    # A state of an earlier version, with a search, says nothing of a variance.
+    old = {"bound": 0.3, "round": 5, "spent": [], "search": [1.0, 1, False], "evidence": 0.2}
+    bound = AdaptiveBound()
+    bound.set_state(old)
+    assert bound.get_state() == {"bound": 0.3, "round": 5, "spent": [], "variance": 9.0}
+    for variance in ("0", math.nan, 0.0):
+        with pytest.raises(StateError, match="variance must be"):
+            bound.set_state({**old, "variance": variance})
+
+
+TOML = """
+aggregator = "clipped-averaging"
+[client_opt]
+lrate = 0.1
+modules = ["update-clip-client"]
+[server_opt]
+lrate = 1.0
+modules = [["update-clip-server", {SETTINGS}]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ("noise_multiplier = 1.0, expected_clients = 9", "hides where their norms are: fix"),
+        ("noise_multiplier = 1.0, expected_clients = 10", ""),
+        ("noise_multiplier = 1.0, expected_clients = 9, start_norm = 1, learning_rate = 0", ""),
+        ("quantile = 0.5", "each client's vote tells the server the norm"),
+        ("start_norm = 1.0, learning_rate = 0", ""),
+    ],
+)
+def test_check_says_what_votes_reveal_and_where_noise_hides_them(
+    settings: str, text: str, checked: Any
+) -> None:
+    check = checked(TOML.replace("SETTINGS", settings))
+    assert check.ok, [f.message for f in check.problems]
+    told = [f.message for f in check.findings]
+    assert any(text in message for message in told)
+    for other in ("hides where", "tells the server the norm"):
+        assert (other in "".join(told)) == (bool(text) and other in text)
