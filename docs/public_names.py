@@ -18,7 +18,7 @@ MODULES = (
     *(f"fedclip.loops.{name}" for name in ["torch", "jax", "keras", "tensorflow", "lightning"]),
     *("fedclip.loops.transformers", "fedclip.loops.loggers", "fedclip.clippers.own"),
     *("fedclip.engines.flower", "fedclip.engines.nvflare", "fedclip.site.policy"),
-    *("fedclip.updates.client", "fedclip.updates.server", "fedclip.updates.adaptive"),
+    *("fedclip.updates.client", "fedclip.updates.server", "fedclip.updates.bound"),
 )
 """The modules whose names are public: those in ``__all__``, or all without an underscore."""
 
