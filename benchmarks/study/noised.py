@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks import turns
 from benchmarks.study.cells import Field, Job, Mechanism
 from fedclip.privacy.accounting import noise_multiplier
+from fedclip.privacy.planning import plan
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.server import UpdateServer
 
@@ -32,13 +33,19 @@ def _server(bound: float | str, how: str) -> Callable[[float, int], UpdateServer
         of = task()
         apart = 1 if how == "every round" else -(-of.clients // of.per_round)
         settings: dict[str, Any] = {"start_norm": bound}
+        z = noise_multiplier(epsilon, of.delta, -(-turns.ROUNDS // apart))
         if isinstance(bound, float):
             settings["learning_rate"] = 0.0
+        elif apart > 1:
+            clients = of.clients, of.per_round
+            z = plan(
+                epsilon, of.delta, turns.ROUNDS, clients[0], per_round=clients[1]
+            ).noise_multiplier
         if how == "banded":
             settings |= {"noise": "banded", "rounds": turns.ROUNDS}
         return UpdateServer(
             AdaptiveBound(
-                noise_multiplier=noise_multiplier(epsilon, of.delta, -(-turns.ROUNDS // apart)),
+                noise_multiplier=z,
                 expected_clients=of.per_round,
                 delta=of.delta,
                 max_epsilon=epsilon,

@@ -234,10 +234,8 @@ class NumpyBackend(Backend):
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         if len({*map(id, factors)}) == 1:
-            # Mostly there is one factor for all, a number.
-            k = factors[0]
-            is_one = not k.ndim and k.item() == 1.0
-            return arrays if is_one else self._products(arrays, factors)
+            # Mostly there is one factor for all.
+            return arrays if _is_one(factors[0]) else self._products(arrays, factors)
         ones = {key for key, k in {id(k): k for k in factors}.items() if _is_one(k)}
         if not ones:
             return self._products(arrays, factors)

@@ -37,8 +37,6 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
 from fedclip.arrays import Array, backend_named, backend_of, narrowed
@@ -94,6 +92,10 @@ def _uniforms(bits: NDArray[np.uint64]) -> Float64:
 
 def random_words(size: int) -> NDArray[np.uint64]:
     """Return words of 64 random bits: a ChaCha20 stream under a fresh key from `os.urandom`."""
+    # Imported here: loops of JAX import this file, and most of them draw no noise.
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
     stream = Cipher(ChaCha20(os.urandom(32), bytes(16)), mode=None).encryptor()
     words = bytearray(8 * size)
     stream.update_into(words, words)

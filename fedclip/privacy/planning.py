@@ -244,12 +244,17 @@ def plan(
         everybody, clients = clients, min(per_round, clients)
         separation = min(-(-everybody // clients), rounds)
     turns = -(-rounds // separation)
-    z = _rounded_up(noise_multiplier(budget, delta, turns, relation=relation))
+    # If clients take part once in some rounds, the first round, which only counts votes, is
+    # charged in addition. Its multiplier is at least 2 z, so it costs at most a quarter of a turn.
+    votes = separation > 1
+    one = noise_multiplier(budget, delta, turns, relation=relation)
+    z = _rounded_up(one * math.sqrt(1.0 + votes / (4.0 * turns)))
     without, _ = split_evaluation(z, parameters.share(evaluation_share=evaluation_share))
     if evaluation_share and separation > 1:
         raise ValueError("evaluations ask all clients: give either evaluation_share or per_round")
     bits = default_bits_noise(without, clients)
-    spent = epsilon([Release(z, turns)], delta, relation)
+    releases = [Release(z, turns), *([Release(2.0 * bits, 1)] if votes else [])]
+    spent = epsilon(releases, delta, relation)
     momentum = momentum if separation > 1 else 0.0
     update = split_noise(without, bits) * math.hypot(*coefficients(rounds, separation, momentum))
     return Plan(

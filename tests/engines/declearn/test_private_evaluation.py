@@ -331,10 +331,10 @@ SHARE = "{evaluation_share = 0.2, loss_bound = 3.0}"
     ("clip", "metrics", "every", "said", "unsaid"),
     [
         (SHARE, "'accuracy'", 1, "takes 0.2 of epsilon; losses are clipped to 3", "without noise"),
-        (SHARE, "", 1, "evaluations have noise", "chosen by losses"),
+        (SHARE, "", 1, "noise on evaluations", "chosen by losses"),
         (SHARE, "'accuracy', 'mse'", 1, "asks for mse too: leave that out", "without noise"),
         (SHARE, "", 2, "frequency = 2 saves no budget, as noise is planned", "without noise"),
-        ("{}", "'mse'", 2, "chosen by losses or metrics without noise", "have noise"),
+        ("{}", "'mse'", 2, "chosen by losses or metrics without noise", "noise on evaluations"),
     ],
 )
 def test_what_is_released_besides_is_what_has_no_noise(

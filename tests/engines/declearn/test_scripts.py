@@ -222,7 +222,7 @@ def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(
     lines = len(load_data_array(str(targets)))
     whose = "".join(f"p{i // 4}\n" for i in range(lines))
     targets.with_name("train_persons.csv").write_text(f"person\n{whose}")
-    assert f"client_0: {-(-lines // 4)} persons are protected" in call("check", config).stdout
+    assert f"client_0: DP-SGD protects {-(-lines // 4)} persons" in call("check", config).stdout
     # Opacus needs torch.
     env = {**hiding("tensorflow", "jax", "haiku", "keras"), "OMP_NUM_THREADS": "1"}
     output = ended("-m", "fedclip", "quickrun", "config.toml", env=env).stdout

@@ -55,7 +55,7 @@ def test_what_a_newer_server_says_besides_is_kept(key: str) -> None:
     aux = sent()
     aux[key]["dump"] |= {"surprise": [1, 2], "fedclip": NEWER}
     message = arrived(aux)[key]
-    assert message.rest == {"surprise": [1, 2]}
+    assert message.unread == {"surprise": [1, 2]}
     assert message.to_dict() == aux[key]["dump"]
     reply = take_part(aux)
     assert set(reply.aux_var) == set(KEYS)

@@ -105,7 +105,7 @@ CENTRAL: list[tuple[dict[str, str], str, str]] = [
         *("problem", "scaffold-server sends statistics of the clients"),
     ),
     ({"more": ', unnoised = "z"'}, "note", "unnoised names 'z', which is not in server_opt"),
-    ({"more": ', generator = "insecure"'}, "problem", "a predictable random generator"),
+    ({"more": ', generator = "insecure"'}, "problem", "from a generator that can be predicted"),
     ({"more": ", delta = 0.1"}, "problem", "delta = 0.1 is not below 1 / 10 clients"),
     # All clients count, not those of a round.
     (
@@ -130,7 +130,7 @@ CENTRAL: list[tuple[dict[str, str], str, str]] = [
 ]
 OTHERS: list[tuple[dict[str, str], str, str]] = [
     ({"run": "poisson = false\n" + PRIVATE}, "problem", "epsilon is computed for Poisson sampling"),
-    (private("use_csprng = true", ""), "problem", "predicted: set use_csprng = true"),
+    (private("use_csprng = true", ""), "problem", "predictable random generator: set use_csprng = true"),
     (
         private("use_csprng = true", "seed = 3"),
         "problem",
@@ -138,7 +138,7 @@ OTHERS: list[tuple[dict[str, str], str, str]] = [
     ),
     (private("[3.0, 1e-5]", "[180.0, 1e-5]"), "problem", "epsilon = 180 for each client's budget"),
     (private("[3.0, 1e-5]", "[3.0, 0.5]"), "problem", "delta = 0.5 is not below 1 / 8 of a batch"),
-    (private("use_", 'accountant = "gdp"\nuse_'), "problem", "'gdp' is no upper bound on epsilon"),
+    (private("use_", 'accountant = "gdp"\nuse_'), "problem", "'gdp' gives no upper bound on epsilon"),
     *((private("1e-5", delta), "problem", "delta") for delta in ("0.0", "1.0", "2")),
     ({"client": 'modules = ["sample-clip"]'}, "problem", "sample-clip needs [run.privacy] on"),
     *(
@@ -310,7 +310,7 @@ def test_agc_before_declearns_noise_promises_no_bound(check: Any) -> None:
 
 def test_delta_is_compared_with_the_records_that_are_there(check: Any, tmp_path: Path) -> None:
     private = PRIVATE.replace("1e-5", "0.01")
-    text = "delta = 0.01 has to be far below 1 / number of records"
+    text = "delta = 0.01 must be far below 1 / (number of records of a client)"
     assert check(run=private).ok
     assert text in said(check(run=private), "leak")
     for name, records in (("a", 300), ("b", 90)):
@@ -462,8 +462,8 @@ def test_a_budget_and_a_bound_are_numbers_above_zero(check: Any, setting: str, t
 @pytest.mark.parametrize(
     ("bits", "level", "text"),
     [
-        (8, "problem", "·√d to an update of norm 1 and d values"),
-        (32, "note", "for a million; lower clipval, or raise bitsize"),
+        (8, "problem", "For an update of norm 1 with a million values this adds"),
+        (32, "note", "to the norm: lower clipval, or raise bitsize"),
         (64, "", ""),
     ],
 )
