@@ -193,4 +193,4 @@ def test_the_simulator_runs_the_example(rounds: int, tmp_path: Path) -> None:
         timeout=300,
     )
     assert reported.returncode == 0, reported.stderr
-    assert "learnt" in reported.stdout
+    assert "adaptive" in reported.stdout
