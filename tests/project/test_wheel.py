@@ -86,9 +86,10 @@ def test_all_that_an_extra_or_a_group_needs_is_pinned(texts: list[str]) -> None:
         assert requirement.specifier.contains(PINNED[name], prereleases=True), requirement
 
 
-def test_the_core_needs_three_packages_and_every_extra_is_documented() -> None:
-    required = {Requirement(text).name for text in PROJECT["dependencies"]}
-    assert required == {"cryptography", "declearn", "numpy"}
+def test_the_core_is_small_and_every_extra_is_documented() -> None:
+    # declearn needs cryptography, too; fedclip draws noise with it.
+    core = {Requirement(text).name for text in PROJECT["dependencies"]}
+    assert core == {"declearn", "numpy", "cryptography"}
     page = (ROOT / "docs" / "installing.md").read_text(encoding="utf-8")
     assert set(EXTRAS) == {*HEAVY, *ENGINES, "cli", "plot", "html"}
     for extra in EXTRAS:
