@@ -25,7 +25,7 @@ import numpy as np
 from fedclip.privacy.correlated import Stream
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.noise import Budget
-from fedclip.updates.protocol import Reply
+from fedclip.updates.protocol import Reply, one_hot
 from fedclip.updates.schedule import Participation
 from fedclip.updates.server import UpdateServer
 
@@ -39,9 +39,9 @@ Array = np.ndarray[Any, Any]
 
 BOUNDS: dict[str, dict[str, Any]] = {
     "fixed": {"start_norm": 0.5, "learning_rate": 0.0},
-    # To a quarter in each round, as a search goes that was begun too high.
+    # A bound that was begun far too high.
     "falling": {"start_norm": 1e3, "learning_rate": 0.0},
-    "searching": {},
+    "unknown": {},
 }
 
 
@@ -82,7 +82,11 @@ def play(case: Case, there: bool) -> Array:
 
 def clipless(made: UpdateServer, update: Array) -> Any:
     """Close a round, in which each value alone has the bound's length; half of the clients vote."""
-    replies = [Reply({"w": np.zeros(WIDE)}, votes=1, within=i % 2) for i in range(CLIENTS - 1)]
+    bins = one_hot(2.0, clipped=True), one_hot(0.5, clipped=False)
+    replies = [
+        Reply({"w": np.zeros(WIDE)}, votes=1, within=i % 2, bins=bins[i % 2])
+        for i in range(CLIENTS - 1)
+    ]
     with mock.patch("fedclip.updates.limits.Limits.excess", return_value=""):
         return made.close([*replies, Reply({"w": update})], like={"w": np.zeros(WIDE)})
 
@@ -151,7 +155,7 @@ CASES = {
     "turns": Case("independent"),
     "turns, banded noise": Case(),
     "turns, banded noise, a bound that falls": Case(bound="falling"),
-    "turns, banded noise, a bound that is searched for": Case(bound="searching"),
+    "turns, banded noise, a first bound that is not known": Case(bound="unknown"),
     "half the noise": Case(fault=half_the_noise, found=True),
     "noise is kept at the scale of its round": Case(
         bound="falling", fault=noise_is_kept_at_the_scale_of_its_round, found=True, absolute=True

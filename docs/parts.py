@@ -1,8 +1,8 @@
 """Check which rooms import which, and draw it: ``python docs/parts.py``.
 
 A room is a folder of ``fedclip/``; `engines` is four rooms. `ALLOWED` states which rooms a room may
-import, wherever in a file the import stands. ``tests/test_structure.py`` compares the table with
-the code, and checks that ``docs/developers/rooms.md`` is current.
+import, wherever in a file the import stands. ``tests/project/test_structure.py`` compares the
+table with the code, and checks that ``docs/developers/rooms.md`` is current.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def page() -> str:
 PAGE_TEXT = """# The rooms of the code
 
 This page shows which folder of `fedclip/` may import which. `python docs/parts.py` writes it from
-the table `ALLOWED` in that file and from the docstrings; `tests/test_structure.py` compares the
-table with every import, those within functions too. Imports point up in this table only, and no
+the table `ALLOWED` in that file and from the docstrings; `tests/project/test_structure.py` compares
+the table with every import, those within functions too. Imports point up in this table only, and no
 two files import each other in a circle.
 
 {table}
