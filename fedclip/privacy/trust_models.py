@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What it costs not to trust the server with the noise of a plan, for the same epsilon.
+r"""Compares the noise of a plan if the server, some clients or nobody is trusted to add it.
 
 Of m clients, n = floor(honest * m) are counted on to add their noise, z_delta C / sqrt(n) each, so
 that their sum is what the server would have added::

@@ -130,7 +130,11 @@ CENTRAL: list[tuple[dict[str, str], str, str]] = [
 ]
 OTHERS: list[tuple[dict[str, str], str, str]] = [
     ({"run": "poisson = false\n" + PRIVATE}, "problem", "epsilon is computed for Poisson sampling"),
-    (private("use_csprng = true", ""), "problem", "predictable random generator: set use_csprng = true"),
+    (
+        private("use_csprng = true", ""),
+        "problem",
+        "predictable random generator: set use_csprng = true",
+    ),
     (
         private("use_csprng = true", "seed = 3"),
         "problem",
@@ -138,7 +142,11 @@ OTHERS: list[tuple[dict[str, str], str, str]] = [
     ),
     (private("[3.0, 1e-5]", "[180.0, 1e-5]"), "problem", "epsilon = 180 for each client's budget"),
     (private("[3.0, 1e-5]", "[3.0, 0.5]"), "problem", "delta = 0.5 is not below 1 / 8 of a batch"),
-    (private("use_", 'accountant = "gdp"\nuse_'), "problem", "'gdp' gives no upper bound on epsilon"),
+    (
+        private("use_", 'accountant = "gdp"\nuse_'),
+        "problem",
+        "'gdp' gives no upper bound on epsilon",
+    ),
     *((private("1e-5", delta), "problem", "delta") for delta in ("0.0", "1.0", "2")),
     ({"client": 'modules = ["sample-clip"]'}, "problem", "sample-clip needs [run.privacy] on"),
     *(
