@@ -33,8 +33,11 @@ demo: $(VENV)/.demo  ## train over three hospitals, with and without clipping; w
 # Modules are compiled once, not in each of the many processes that tests start.
 quick test soak: export PYTHONDONTWRITEBYTECODE =
 
-quick: $(VENV)/.dev  ## run what takes less than a minute: all behaviours, with a sample of clippers, on NumPy and torch
-	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" --backends numpy,torch
+# The laws, and the units of the rooms that they stand on.
+QUICK := tests/laws $(addprefix tests/units/,core rules transforms arrays clippers privacy updates)
+
+quick: $(VENV)/.dev  ## run the laws on a sample of clippers, NumPy and torch, and the units of the core, in half a minute
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" --backends numpy,torch $(QUICK)
 
 test: $(VENV)/.dev  ## run the whole test suite
 	# One more, as many of these tests wait for processes and sockets.
