@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from fedclip.updates.protocol import (
     reply_from,
     reply_to,
 )
+from fedclip.updates.schedule import Participation
 from fedclip.updates.server import UpdateServer
 
 RULE = BoundRule(0.5, 1e-6, 1e4)
@@ -381,3 +383,40 @@ def test_check_says_what_votes_reveal_and_where_noise_hides_them(
     assert any(text in message for message in told)
     for other in ("hides where", "tells the server the norm"):
         assert (other in "".join(told)) == (bool(text) and other in text)
+
+
+@pytest.mark.parametrize("times", [0.0, 0.1, 0.8, 1.0, 1.2, 9.0])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_vote_is_for_one_bin_on_its_side_of_the_bound(times: float, clipped: bool) -> None:
+    bins = one_hot(times, clipped)
+    assert sum(bins) == 1
+    assert sum(bins[:5]) == (not clipped)
+    assert bins.index(1) == {0.1: 0, 9.0: 9}.get(times, bins.index(1)) or clipped != (times > 1.0)
+    assert is_vote(1, int(not clipped), bins)
+    assert not is_vote(1, int(clipped), bins)
+    assert not is_vote(0, 1, ())
+
+
+def test_a_vote_that_does_not_fit_its_bin_is_not_counted() -> None:
+    server, client = UpdateServer(AdaptiveBound(1.0)), UpdateClient()
+    sent = server.open()
+    honest = client.clip({"w": np.array([9.0])}, sent, steps=1)
+    false = replace(honest, sender="eve", bins=one_hot(0.1, clipped=False))
+    assert server.close([honest, false], MODEL).record["share"] == 0.0
+
+
+def test_banded_noise_is_as_long_as_its_coefficients() -> None:
+    banded = {"separation": 3, "noise": "banded", "rounds": 12, "learning_rate": 0.0}
+    made = AdaptiveBound(1.0, **PRIVATE, **banded)
+    assert made.budget is not None
+    alone = math.hypot(*made.budget.coefficients)
+    assert alone > 1.05
+    assert made.budget.update_noise == pytest.approx(alone)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "round_", "follows"), [("a", 3, True), ("b", 3, False), ("a", 4, False)]
+)
+def test_a_round_follows_in_its_schedule_only(schedule: str, round_: int, follows: bool) -> None:
+    before = Participation(2, 4, "a", 2)
+    assert Participation(2, 4, schedule, round_).follows(before) is follows
