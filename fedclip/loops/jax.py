@@ -483,9 +483,9 @@ def private_gradients(
 
     stacks = _gradients(loss).stacks(names, params, (), batch, micro_batch)
     shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
-    found = mean(stacks, shapes)
+    average = mean(stacks, shapes)
     pairs = zip(names, leaves, strict=True)
-    return jax.tree.unflatten(tree, [jnp.asarray(found[n], like.dtype) for n, like in pairs])
+    return jax.tree.unflatten(tree, [jnp.asarray(average[n], like.dtype) for n, like in pairs])
 
 
 @functools.lru_cache(maxsize=8)

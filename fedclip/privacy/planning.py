@@ -247,8 +247,8 @@ def plan(
     # If clients take part once in some rounds, the first round, which only counts votes, is
     # charged in addition. Its multiplier is at least 2 z, so it costs at most a quarter of a turn.
     votes = separation > 1
-    one = noise_multiplier(budget, delta, turns, relation=relation)
-    z = _rounded_up(one * math.sqrt(1.0 + votes / (4.0 * turns)))
+    for_turns = noise_multiplier(budget, delta, turns, relation=relation)
+    z = _rounded_up(for_turns * math.sqrt(1.0 + votes / (4.0 * turns)))
     without, _ = split_evaluation(z, parameters.share(evaluation_share=evaluation_share))
     if evaluation_share and separation > 1:
         raise ValueError("evaluations ask all clients: give either evaluation_share or per_round")

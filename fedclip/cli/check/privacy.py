@@ -227,9 +227,9 @@ def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
     if problems := noise_problems(map(str, names)):
         yield "problem", "experiment", str(problems[0])
     elif not of_records:
-        asked = registered(run) or 0
+        clients = registered(run) or 0
         secure = setting.secagg is not None
-        for problem in noise_problems([], secure, asked, plugin.expected_clients):
+        for problem in noise_problems([], secure, clients, plugin.expected_clients):
             yield "problem", SERVER, str(problem)
         if not setting.watched:
             yield "problem" if run else "note", SERVER, _NOT_WATCHED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""declearn's generic types, as those have them who know no framework."""
+"""Types of declearn's models, modules and vectors of any framework."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from hypothesis.extra.numpy import arrays
 from benchmarks.bound_speed import Federation
 from fedclip.errors import StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon
+from fedclip.privacy.planning import plan
 from fedclip.updates.bound import FIRST, AdaptiveBound, BoundRule, projected
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.noise import Budget, draws_of
@@ -31,7 +32,7 @@ from fedclip.updates.protocol import (
     reply_from,
     reply_to,
 )
-from fedclip.updates.schedule import Participation
+from fedclip.updates.schedule import Participation, Schedule
 from fedclip.updates.server import UpdateServer
 
 RULE = BoundRule(0.5, 1e-6, 1e4)
@@ -391,10 +392,14 @@ def test_a_vote_is_for_one_bin_on_its_side_of_the_bound(times: float, clipped: b
     bins = one_hot(times, clipped)
     assert sum(bins) == 1
     assert sum(bins[:5]) == (not clipped)
-    assert bins.index(1) == {0.1: 0, 9.0: 9}.get(times, bins.index(1)) or clipped != (times > 1.0)
     assert is_vote(1, int(not clipped), bins)
     assert not is_vote(1, int(clipped), bins)
     assert not is_vote(0, 1, ())
+
+
+@pytest.mark.parametrize(("times", "place"), [(0.1, 0), (9.0, BINS - 1)])
+def test_norms_far_from_the_bound_are_in_the_outer_bins(times: float, place: int) -> None:
+    assert one_hot(times, clipped=times > 1.0).index(1) == place
 
 
 def test_a_vote_that_does_not_fit_its_bin_is_not_counted() -> None:
@@ -420,3 +425,19 @@ def test_banded_noise_is_as_long_as_its_coefficients() -> None:
 def test_a_round_follows_in_its_schedule_only(schedule: str, round_: int, follows: bool) -> None:
     before = Participation(2, 4, "a", 2)
     assert Participation(2, 4, schedule, round_).follows(before) is follows
+
+
+@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
+def test_a_plan_with_turns_pays_for_the_round_that_only_votes(relation: str) -> None:
+    planned = plan(2.0, 1e-4, 12, 12, per_round=4, relation=relation)
+    settings: dict[str, Any] = {"separation": 3, "max_epsilon": 2.0, "relation": relation}
+    made = AdaptiveBound(
+        noise_multiplier=planned.noise_multiplier, expected_clients=4, delta=1e-4, **settings
+    )
+    server, client = UpdateServer(made), UpdateClient()
+    schedule = Schedule([f"{i:02}" for i in range(12)], 4)
+    for round_ in range(12):
+        sent = server.open(schedule.at(round_))
+        assert not sent.stop
+        server.close([client.clip({"w": np.ones(1)}, sent, steps=1)], MODEL)
+    assert made.epsilon <= planned.epsilon
