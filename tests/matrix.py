@@ -142,7 +142,7 @@ def measure_coverage() -> None:
         *["--cov-report=term", "--durations=0"],
     ]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    times: Counter[str] = Counter()
+    times: dict[str, float] = defaultdict(float)
     for seconds, test in re.findall(r"^([\d.]+)s \w+ +(\S.*)$", run.stdout, re.MULTILINE):
         times[test] += float(seconds)
     (FOLDER / "times.json").write_text(json.dumps(times))
@@ -262,7 +262,7 @@ def print_tests() -> None:
         if len(killers) == 1:
             alone.update(killers)
     coverage, times = read_coverage()
-    functions: Counter[str] = Counter()
+    functions: dict[str, float] = defaultdict(float)
     for test in {test for by in coverage.values() for tests in by.values() for test in tests}:
         functions[test.partition("[")[0]] += times.get(test, 0.0)
     for function, seconds in sorted(functions.items()):
