@@ -100,7 +100,7 @@ def test_each_engine_is_judged_by_one_list(
     bound = AdaptiveBound(**table, start_norm=1.0)
     wanted = {
         f"{void.level}: {void.message}"
-        for void in voids_of(Claim("declearn", bound, rounds, 10), dict(zip(PARTS, PARTS)))
+        for void in voids_of(Claim("declearn", bound, rounds, 10), {part: part for part in PARTS})
         if void.where == "noise"
     }
     unsure = {text for text in set.union(*others) if "number of all clients" in text}
