@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fedclip.core.records import RoundRecord
-from fedclip.report.rows import Row, grouped, number, pooled, site_of
+from fedclip.report.rows import Row, grouped, listed, number, pooled, site_of
 
 BY_NORM = {
     *("no-op", "norm-clip", "normalize", "zscore-clip", "ema-clip", "auto-clip", "mad-clip"),
@@ -68,11 +68,9 @@ class Norms:
 
     def by_round(self) -> dict[int, dict[str, RoundRecord]]:
         """Return the records of those with norms, by round, and in a round by client."""
-        rounds: dict[int, dict[str, RoundRecord]] = {}
-        for name, records in self.by_client().items():
-            for record in (record for record in records if record.counts):
-                rounds.setdefault(record.round, {})[name] = record
-        return dict(sorted(rounds.items()))
+        counted = (row for row in self.rows if row.record.counts)
+        rounds = grouped(counted, lambda row: row.record.round)
+        return {r: {site_of(row.node): row.record for row in rounds[r]} for r in sorted(rounds)}
 
     def ratios(self) -> dict[str, float]:
         """Return how many times the norms of the median client each one's are.
@@ -96,12 +94,11 @@ class Norms:
     def _ratios(self, q: float, per_step: bool = False) -> dict[str, float]:
         by_name: dict[str, list[float]] = {}
         for round_, records in self.by_round().items():
-            levels = {
-                name: (record.norm_max if q == 1.0 else record.norm_quantile(q)) or 0.0
-                for name, record in records.items()
-            }
-            if per_step:
-                levels = {n: level / self.effort.get((n, round_), 1) for n, level in levels.items()}
+            levels = {}
+            for name, record in records.items():
+                level = record.norm_max if q == 1.0 else record.norm_quantile(q)
+                steps = self.effort.get((name, round_), 1) if per_step else 1
+                levels[name] = (level or 0.0) / steps
             if middle := statistics.median_low(levels.values()):
                 for name, level in levels.items():
                     by_name.setdefault(name, []).append(level / middle)
@@ -158,20 +155,14 @@ class Norms:
 def norms_by_stage(rows: Iterable[Row]) -> list[Norms]:
     """Return the norms of steps, and of updates, of the clients of one federation."""
     rows = [*rows]
-    steps = _first(rows)
-    updates = {name: [row for row in rows if row.name == name] for name in UPDATES}
+    modules = grouped(rows, lambda row: row.name)
+    updates = next((modules[name] for name in UPDATES if name in modules), [])
+    steps = [row for row in rows if row.name in BY_NORM]
+    # The first clipper on each node, as later ones see what it has clipped.
+    first = {row.node: row.index for row in sorted(steps, key=lambda row: -row.index)}
+    steps = [row for row in steps if row.index == first[row.node]]
     effort = {(site_of(row.node), row.record.round): row.record.steps or 1 for row in steps}
-    chosen = updates[UPDATES[0]] or updates[UPDATES[1]]
-    return [Norms("step", steps), Norms("update", chosen, effort=effort)]
-
-
-def _first(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the first clipper by norm on each node."""
-    first: dict[str, int] = {}
-    for row in rows:
-        if row.name in BY_NORM:
-            first[row.node] = min(first.get(row.node, row.index), row.index)
-    return [row for row in rows if first.get(row.node) == row.index and row.name in BY_NORM]
+    return [Norms("step", steps), Norms("update", updates, effort=effort)]
 
 
 def _above(record: RoundRecord, limit: float) -> float:
@@ -283,21 +274,14 @@ def _unusual_in(norms: Norms, beside: bool) -> Unusual:
     return result
 
 
-def _in_words(norms: Norms, found: Unusual) -> Iterator[str]:
-    what = f"{norms.stage}s"
-    for name, times in found.odd.items():
-        yield (
-            f"{name}: the norms of its {what} are {number(times)} times those of the median "
-            "client: check its units, labels and data."
-        )
-    for name, times in found.small.items():
-        yield (
-            f"{name}: the norms of its {what} are {number(times)} times smaller than those of the "
-            "median client."
-        )
-    for name, rounds in [*found.spikes.items()][:5]:
-        when = ", ".join(map(str, rounds[:5])) + ", …" * (len(rounds) > 5)
-        yield (
-            f"{name}: a norm of up to {number(norms.clients[name].norm_max)} in round {when}, more "
-            f"than {_SPIKE:g} times the usual: check the records of that time."
-        )
+def _in_words(norms: Norms, unusual: Unusual) -> Iterator[str]:
+    for name, times in unusual.odd.items():
+        text = f"{name}: the norms of its {norms.stage}s are {number(times)} times those of the"
+        yield f"{text} median client: check its units, labels and data."
+    for name, times in unusual.small.items():
+        text = f"{name}: the norms of its {norms.stage}s are {number(times)} times smaller than"
+        yield f"{text} those of the median client."
+    for name, rounds in [*unusual.spikes.items()][:5]:
+        text = f"{name}: a norm of up to {number(norms.clients[name].norm_max)} in round"
+        text += f" {listed([*map(str, rounds)])}, more than {_SPIKE:g} times the usual"
+        yield f"{text}: check the records of that time."

@@ -7,9 +7,13 @@ import csv
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias, TypeVar
 
 from fedclip.core.records import RoundRecord
+from fedclip.errors import needing
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -129,6 +133,21 @@ def pooled(records: Iterable[RoundRecord]) -> RoundRecord:
     return result
 
 
+def cells(record: RoundRecord, limit: float | None) -> dict[str, str]:
+    """Return what tables show of a record, by the head of the column."""
+    return {
+        "round": str(record.round) if record.round else "all",
+        "steps": f"{record.steps:,}",
+        "clipped": f"{record.clipped_share:.1%}" if record.steps else "-",
+        "median\nnorm": number(record.norm_median),
+        "95 %": number(record.norm_quantile(0.95)),
+        "max\nnorm": number(record.norm_max),
+        "limit": number(limit),
+        "by": SETTERS[record.limited_by],
+        "non-finite": str(record.nonfinite),
+    }
+
+
 def printable(text: str) -> str:
     r"""Return other people's text in a form that is safe to show: control characters escaped.
 
@@ -169,3 +188,48 @@ def write_csv(columns: Iterable[str], rows: Iterable[Mapping[str, object]], file
 def _inert(cell: object) -> object:
     formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{cell}" if formula else cell
+
+
+def plain_table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Table:
+    """Return an empty table that, where it is narrow, folds names and keeps numbers whole."""
+    # Imported here: a report needs no rich.
+    with needing("a table", "rich: pip install 'fedclip[cli]'"):
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+    heading = Text(printable(title))
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.padding = (0, 1, 0, 0)
+    for head in names:
+        table.add_column(head, overflow="fold", min_width=4)
+    for head in numbers:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def table_of(title: str, rows: Sequence[Row], limits: Limits, rounds: bool) -> Table:
+    """Return the table; see `Report.table`."""
+    runs = grouped(rows, lambda row: (row.node, row.module))
+    if not rounds:
+        rows = [
+            dataclasses.replace(run[0], record=pooled(r.record for r in run))
+            for run in runs.values()
+        ]
+        # The limit of all rounds is that of the last one.
+        limits = {(node, module, 0): limit for (node, module, _), limit in limits.items()}
+    heads = ["round"] * rounds + ["steps", "clipped", "median\nnorm", "max\nnorm", "limit", "by"]
+    heads += ["non-finite"] * any(row.record.nonfinite for row in rows)
+    modules = len(runs) > len({node for node, _ in runs})
+    table = plain_table(title, ["node", *["clipper"] * modules], heads)
+    from rich.text import Text
+
+    previous = ""
+    for row in rows:
+        if previous and row.node != previous and rounds:
+            table.add_section()
+        names = [row.node if row.node != previous else "", *[row.module] * modules]
+        shown = cells(row.record, limits.get(row.key))
+        table.add_row(*map(Text, map(printable, names)), *(shown[head] for head in heads))
+        previous = row.node
+    return table

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fedclip.core.records import ALL
-from fedclip.errors import needing
-from fedclip.report.findings import Finding, clipper_findings, diverged, unlike, unseen
+from fedclip.report.findings import Finding, findings_of
 from fedclip.report.rows import (
     COLUMNS,
     Curve,
@@ -19,6 +18,7 @@ from fedclip.report.rows import (
     Row,
     experiment_of,
     printable,
+    table_of,
     write_csv,
 )
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Report:
     """The rows of an experiment, sorted by node, clipper, group and round.
 
@@ -54,7 +54,7 @@ class Report:
     curves: tuple[Curve, ...] = ()
     servers: frozenset[str] = frozenset()
     private: tuple[str, ...] = ()
-    confusions: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
+    confusions: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class Report:
         rows = tuple(row for row in self.rows if row.experiment in experiments)
         curves = tuple(c for c in self.curves if c.experiment in experiments)
         private = tuple(n for n in self.private if experiment_of(n) in experiments)
-        return dataclasses.replace(self, rows=rows, curves=curves, private=private)
+        return replace(self, rows=rows, curves=curves, private=private)
 
     def select(self, node: str | None = None, module: str | None = None) -> tuple[Row, ...]:
         """Return the rows of one node, of one clipper, or of both."""
@@ -95,9 +95,6 @@ class Report:
         rounds
             Show each round, not only all rounds together.
         """
-        with needing("a table", "rich: pip install 'fedclip[cli]'"):
-            from fedclip.report.table import table_of
-
         title = f"Clipping in {self.folder.name or self.folder}"
         return table_of(title, self.whole, self.limits(), rounds)
 
@@ -131,10 +128,8 @@ class Report:
 
     def findings(self) -> list[Finding]:
         """Return the findings: diverged losses first, then some for each clipper."""
-        clippers = clipper_findings(self.whole, self.limits(), self.servers)
-        lost = diverged(self.curves, self.servers)
-        odd = unlike(row for row in self.whole if row.node not in self.servers)
-        return [*lost, *unseen(self.private), *clippers, *odd]
+        found = findings_of(self.whole, self.limits(), self.curves, self.servers, self.private)
+        return list(found)
 
     def in_words(self) -> list[str]:
         """Return the findings as sentences, with experiment and clipper if there are several."""
