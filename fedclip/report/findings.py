@@ -3,23 +3,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from fedclip.report.norms import client_findings, norms_by_stage, unusual_norms
-from fedclip.report.rows import (
-    Curve,
-    Limits,
-    Row,
-    experiment_of,
-    grouped,
-    known,
-    listed,
-    number,
-    pooled,
-)
+from fedclip.report.rows import Curve, Row, experiment_of, grouped, limits, listed, number, pooled
 
 # A limit binds nearly always, or one kind of limit rules, from this share of the steps on.
 _NEARLY_ALL = 0.95
@@ -40,53 +29,46 @@ class Finding(NamedTuple):
 
 
 def findings_of(
-    rows: Sequence[Row],
-    limits: Limits,
-    curves: Iterable[Curve],
-    servers: frozenset[str],
-    private: Iterable[str],
+    rows: Sequence[Row], curves: Iterable[Curve], servers: frozenset[str], private: Iterable[str]
 ) -> Iterator[Finding]:
     """Yield what the rounds of whole gradients show: first what is about the model.
 
     Parameters
     ----------
-    rows, limits, curves
-        The rounds and limits of whole gradients, and the metrics.
+    rows, curves
+        The rounds of whole gradients, and the metrics.
     servers, private
         The nodes that are servers, and the clients that train by DP-SGD.
     """
     for curve in (c for c in curves if c.metric == "loss" and c.nonfinite and c.node in servers):
-        text = f"The loss of {curve.node} is NaN or infinite from round {curve.nonfinite[0]} on: "
-        text += "the model has diverged. Run `fedclip suggest` to find a limit."
-        yield Finding("diverged", curve.experiment, "", text)
+        text = f"The loss of {curve.node} is NaN or infinite from round {curve.nonfinite[0]} on"
+        yield Finding("diverged", curve.experiment, "", f"{text}: the model has diverged.")
+    clients = (row for row in rows if row.node not in servers)
+    for experiment, members in grouped(clients, lambda row: row.experiment).items():
+        for text in client_findings(unusual_norms(norms_by_stage(members))):
+            yield Finding("unlike", experiment, "", text)
     for experiment, nodes in grouped(private, experiment_of).items():
-        text = f"DP-SGD on {listed(sorted(nodes))}: norms of records, and how many were clipped, "
-        text += "are never saved, because no noise covers them."
-        yield Finding("private", experiment, "", text)
+        text = f"DP-SGD on {listed(sorted(nodes))}: norms of records are never saved, because no"
+        yield Finding("private", experiment, "", f"{text} noise covers them.")
     # One folder of nodes is one experiment, with one configuration.
     runs = grouped(
         rows, lambda row: (row.experiment, row.module + " on the server" * (row.node in servers))
     )
     for (experiment, clipper), chosen in runs.items():
-        for kind, text in (_clipped(chosen, limits), *_setter(chosen), *_nonfinite(chosen)):
+        for kind, text in (_clipped(chosen), *_setter(chosen), *_nonfinite(chosen)):
             yield Finding(kind, experiment, clipper, text)
-    clients = (row for row in rows if row.node not in servers)
-    for experiment, members in grouped(clients, lambda row: row.experiment).items():
-        for text in client_findings(unusual_norms(norms_by_stage(members))):
-            yield Finding("unlike", experiment, "", text)
 
 
 def _nonfinite(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     if bad := [row for row in rows if row.record.nonfinite]:
         count = sum(row.record.nonfinite for row in bad)
-        plural = "step had a gradient" if count == 1 else "steps had gradients"
-        names = [name for name, _ in Counter(row.node for row in bad).most_common()]
-        yield "nonfinite", f"{count} {plural} with NaN or infinity ({listed(names)})."
+        names = [*grouped(bad, lambda row: row.node)]
+        yield "nonfinite", f"Steps with NaN or infinity: {count} ({listed(names)})."
 
 
-def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
+def _clipped(rows: Sequence[Row]) -> tuple[str, str]:
     """Return how much was clipped."""
-    total, held = pooled(row.record for row in rows), known(rows, limits)
+    total, held = pooled(row.record for row in rows), limits(rows)
     steps, largest = total.steps, number(total.norm_max)
     # The module no-op counts what its limit would have clipped.
     was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
@@ -95,23 +77,19 @@ def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
         return "no-limit", f"No limit was set. The largest norm of {steps:,} {step}s is {largest}."
     if not total.clipped:
         text = f"the largest norm, {largest}, is below the limit, {number(max(held))}"
-        if total.norm_max is None:
-            text = f"the last limit was {number(held[-1])}; the norms are unknown here"
-        elif total.norm_max > max(held):
+        if total.norm_max is None or total.norm_max > max(held):
             text = f"each norm was below the limit at that {step}. The largest norm is {largest}; "
-            text += f"limits fell to {number(min(held))} later"
+            text += f"the last limit was {number(held[-1])}"
         return "inert", f"No {step} {was} clipped: {text}."
     if total.clipped >= _NEARLY_ALL * steps:
         text = f"{total.clipped_share:.0%} of {steps:,} {step}s {were} clipped: the limit, not the "
         return "always", f"{text}gradient, decides the size of nearly every {step}."
     last = max(row.record.round for row in rows if row.record.clipped)
     if after := [row for row in rows if row.record.round > last]:
-        ends, norm = known(after, limits), pooled(row.record for row in after).norm_median
-        text = f"No {step} {was} clipped after round {last}: the last limit was "
-        return (
-            "inert",
-            f"{text}{number(ends[-1] if ends else None)}, the median norm {number(norm)}.",
-        )
+        ends, norm = limits(after), pooled(row.record for row in after).norm_median
+        text = f"No {step} {was} clipped after round {last}: the last limit was"
+        end = number(ends[-1]) if ends else "-"
+        return "inert", f"{text} {end}, the median norm {number(norm)}."
     nodes = grouped(rows, lambda row: row.node)
     shares = {node: pooled(r.record for r in some).clipped_share for node, some in nodes.items()}
     most = max(shares, key=shares.__getitem__)
@@ -126,10 +104,7 @@ def _setter(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     if not limited or not any(row.adaptive for row in rows):
         return
     if total.warmup >= _NEARLY_ALL * limited:
-        text = (
-            f"Still in warm-up: {total.warmup:,} of {total.steps:,} steps used the warm-up limit."
-        )
-        yield "warm-up", text
+        yield "warm-up", f"Still in warm-up: {total.warmup:,} of {total.steps:,} steps."
     elif total.fixed >= _NEARLY_ALL * limited:
         text = f"The fixed limit max_norm applied in {total.fixed / limited:.0%} of the limited "
         yield "fixed", f"{text}steps, so the clipper does not adapt: raise max_norm, or remove it."

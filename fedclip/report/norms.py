@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median, median_low
 
 from fedclip.core.records import RoundRecord
 from fedclip.report.rows import Row, grouped, listed, number, pooled, site_of
@@ -24,10 +24,6 @@ FEW = {"step": 20, "update": 9}
 """Number of norms below which nothing is chosen by them; a client has one update in a round."""
 ALONE = 10.0
 """A client whose largest norms are this many times the median is an outlier by these alone."""
-_UNMEASURED = {
-    "step": 'no clipper recorded the norms of steps: add "no-op" to the modules of the clients',
-    "update": "the norms of updates were not measured",
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class Norms:
             return {name: min(ratio, each.get(name, ratio)) for name, ratio in plain.items()}
         typical, largest = self._ratios(0.95), self._ratios(1.0)
         return {
-            name: ratio if ratio >= ALONE else statistics.median((1.0, ratio, typical.get(name, 1)))
+            name: ratio if ratio >= ALONE else median((1.0, ratio, typical.get(name, 1)))
             for name, ratio in largest.items()
         }
 
@@ -99,10 +95,10 @@ class Norms:
                 level = record.norm_max if q == 1.0 else record.norm_quantile(q)
                 steps = self.effort.get((name, round_), 1) if per_step else 1
                 levels[name] = (level or 0.0) / steps
-            if middle := statistics.median_low(levels.values()):
+            if middle := median_low(levels.values()):
                 for name, level in levels.items():
                     by_name.setdefault(name, []).append(level / middle)
-        return {name: max(ratios[0], statistics.median(ratios)) for name, ratios in by_name.items()}
+        return {name: max(ratios[0], median(ratios)) for name, ratios in by_name.items()}
 
     def middle(self, q: float, first: bool = False) -> float:
         """Return the median over the clients of each one's q-quantile; of two, the lower one.
@@ -112,7 +108,7 @@ class Norms:
         """
         records = next(iter(self.by_round().values())) if first else self.clients
         quantiles = [record.norm_quantile(q) for record in records.values()]
-        return statistics.median_low([norm for norm in quantiles if norm is not None] or [0.0])
+        return median_low([norm for norm in quantiles if norm is not None] or [0.0])
 
     def until(self, round_: int) -> Norms:
         """Return the norms of the rounds up to one, or all, if those are too few."""
@@ -121,7 +117,7 @@ class Norms:
 
     def usual(self, name: str) -> float:
         """Return the largest norm of a client in the median round."""
-        return statistics.median(record.norm_max or 0.0 for record in self.by_client()[name])
+        return median(record.norm_max or 0.0 for record in self.by_client()[name])
 
     def above(self, limit: float) -> dict[str, float]:
         """Return the share of each client's norms that is above a limit."""
@@ -134,7 +130,7 @@ class Norms:
         """
         shares_by_name: dict[str, list[float]] = {}
         for records in self.by_round().values():
-            bound = statistics.median_low(norm for r in records.values() for norm in r.norms())
+            bound = median_low(norm for r in records.values() for norm in r.norms())
             for name, record in records.items():
                 shares_by_name.setdefault(name, []).append(_above(record, bound))
         return {name: sum(shares) / len(shares) for name, shares in shares_by_name.items()}
@@ -144,7 +140,8 @@ class Norms:
         """Why there are no norms to choose by, and what to do about it; "" if there are."""
         count = sum(self.whole.counts)
         if not self.rows:
-            return _UNMEASURED[self.stage]
+            hint = ': add "no-op" to the modules of the clients' if self.stage == "step" else ""
+            return f"the norms of {self.stage}s were not measured{hint}"
         if count < (few := FEW[self.stage]):
             return f"{count} norms are too few to choose a limit; at least {few} are needed"
         if not self.middle(0.95):
@@ -254,17 +251,15 @@ def _unusual_in(norms: Norms, beside: bool) -> Unusual:
     result.two = len(ratios) == 2
     if 2 * len(odd) < len(ratios) or result.two:
         result.odd = dict(sorted(odd.items(), key=lambda item: -item[1]))
-    others = {
-        round_: statistics.median_low(record.norm_max or 0.0 for record in records.values())
-        for round_, records in norms.by_round().items()
-    }
+    rounds = norms.by_round()
+    others = {r: median_low(c.norm_max or 0.0 for c in by.values()) for r, by in rounds.items()}
     for name, records in norms.by_client().items():
         largest = [record.norm_max or 0.0 for record in records]
         for place, record in enumerate(records):
-            near = statistics.median(largest[max(0, place - _NEAR) : place + _NEAR + 1])
-            usual = max(near, statistics.median(largest))
+            near = median(largest[max(0, place - _NEAR) : place + _NEAR + 1])
+            usual = max(near, median(largest))
             # Norms after a spike are no measure if it has spoilt the model.
-            before = max(others.get(record.round, 0.0), statistics.median(largest[:place] or [0.0]))
+            before = max(others.get(record.round, 0.0), median(largest[:place] or [0.0]))
             usual = min(usual, before) if place > 1 and len(ratios) > 2 and before else usual
             if usual and largest[place] >= _SPIKE * usual:
                 result.spikes.setdefault(name, []).append(record.round)

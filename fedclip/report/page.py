@@ -19,18 +19,7 @@ from typing import Any
 
 from fedclip.report.findings import Advice
 from fedclip.report.results import result_of
-from fedclip.report.rows import (
-    Curve,
-    Limits,
-    Row,
-    cells,
-    grouped,
-    known,
-    number,
-    pooled,
-    printable,
-    site_of,
-)
+from fedclip.report.rows import Row, cells, grouped, limits, number, pooled, printable, site_of
 from fedclip.report.text import Report
 
 # With more rounds than this, of all clients, none can be chosen, as the page would be too large.
@@ -40,8 +29,6 @@ _MOST_METRICS = 6
 _DRAWN = ("name", "metrics", "clippers")
 # The columns of the table of nodes.
 _HEADS = ("steps", "clipped", "median\nnorm", "95 %", "max\nnorm", "limit", "by")
-# What is said first.
-_WEIGHTY = ("diverged", "nonfinite", "unlike")
 # So many clients have a line each.
 _NAMED = 8
 
@@ -113,27 +100,19 @@ def _experiments(
     single = len(report.experiments) == 1
     for experiment in report.experiments:
         part, advised = report.only([experiment]), advice if single else None
+        findings = [*advised.findings] if advised else []
         lines = [s for where, s in spent.items() if single or where.startswith(f"{experiment}/")]
         yield {
             "name": printable(experiment or report.folder.resolve().name),
             "advice": advised,
             "end": result_of(part, experiment).in_words(),
-            "findings": _findings(part, advised),
+            "findings": [*findings, *(t for t in part.in_words() if t not in findings)],
             "clippers": [*_clippers(part, advised)],
-            "metrics": _metrics(part.curves, part.servers),
+            "metrics": _metrics(part),
             "clients": _nodes(part),
             "spent": [line for some in lines for line in some],
             "skipped": len(report.skipped),
         }
-
-
-def _findings(report: Report, advice: Advice | None) -> list[str]:
-    """Return what the advice rests on, then what else was found."""
-    texts = [*advice.findings] if advice else []
-    for finding in sorted(report.findings(), key=lambda finding: finding.kind not in _WEIGHTY):
-        if printable(finding.text) not in texts:
-            texts.append(": ".join(filter(None, (finding.clipper, finding.text))))
-    return texts
 
 
 def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str, object]:
@@ -156,23 +135,20 @@ def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str,
     return {"lines": lines, "band": band, "cut": cut}
 
 
-def _metrics(curves: Sequence[Curve], servers: frozenset[str]) -> dict[str, object]:
-    """Return the server's points and the series of the clients for each metric with a number."""
+def _metrics(report: Report) -> dict[str, object]:
+    """Return the server's points and the series of the clients for each metric with a number.
+
+    A point is a round and a value; None where it was NaN or infinite.
+    """
     result: dict[str, object] = {}
-    for metric in dict.fromkeys(curve.metric for curve in curves if curve.points):
-        points = {
-            "" if curve.node in servers else site_of(curve.node): _points(curve)
-            for curve in curves
-            if curve.metric == metric
-        }
+    for metric in dict.fromkeys(curve.metric for curve in report.curves if curve.points):
+        points: dict[str, list[list[float | None]]] = {}
+        for curve in (curve for curve in report.curves if curve.metric == metric):
+            values = {**dict(curve.points), **dict.fromkeys(curve.nonfinite)}
+            name = "" if curve.node in report.servers else site_of(curve.node)
+            points[name] = [[round_, _short(value)] for round_, value in sorted(values.items())]
         result[metric] = {"server": points.pop("", []), "clients": _series(points)}
     return result
-
-
-def _points(curve: Curve) -> list[list[float | None]]:
-    """Return round and value of each evaluation; None where it was NaN or infinite."""
-    values = {**dict(curve.points), **dict.fromkeys(curve.nonfinite)}
-    return [[round_, _short(value)] for round_, value in sorted(values.items())]
 
 
 def _clippers(report: Report, advice: Advice | None) -> Iterator[dict[str, object]]:
@@ -180,13 +156,13 @@ def _clippers(report: Report, advice: Advice | None) -> Iterator[dict[str, objec
 
     Its rules are limits that were proposed: name, limit, and whether it is the one to start with.
     """
-    limits, servers = report.limits(), report.servers
+    servers = report.servers
     ordered = sorted(report.whole, key=lambda row: row.node in servers)
     runs = grouped(ordered, lambda row: row.module + " on the server" * (row.node in servers))
     for name, chosen in runs.items():
         nodes = grouped(chosen, lambda row: site_of(row.node))
-        everybody = _by_round(chosen, limits)
-        single = {n: _by_round(some, limits) for n, some in nodes.items()}
+        everybody = _by_round(chosen)
+        single = {n: _by_round(some) for n, some in nodes.items()}
         shown = single if len(nodes) > 1 and len(chosen) <= _MOST_ROUNDS else {}
         lines = {n: [[p[0], p[3], p[8]] for p in points] for n, points in single.items()}
         yield {
@@ -204,11 +180,11 @@ def _clippers(report: Report, advice: Advice | None) -> Iterator[dict[str, objec
         }
 
 
-def _by_round(rows: Iterable[Row], limits: Limits) -> list[list[float | None]]:
+def _by_round(rows: Iterable[Row]) -> list[list[float | None]]:
     """Return for each round its least, 5 %, median, 95 % and largest norm, limits and share."""
     points = []
     for round_, some in sorted(grouped(rows, lambda row: row.record.round).items()):
-        record, ends = pooled(row.record for row in some), known(some, limits)
+        record, ends = pooled(row.record for row in some), limits(some)
         norms = [record.norm_min, *map(record.norm_quantile, (0.05, 0.5, 0.95)), record.norm_max]
         last = min(ends, default=None), max(ends, default=None), record.clipped_share
         points.append([round_, *map(_short, (*norms, *last))])
@@ -217,7 +193,6 @@ def _by_round(rows: Iterable[Row], limits: Limits) -> list[list[float | None]]:
 
 def _nodes(report: Report) -> list[list[str]]:
     """Return a line for each clipper of each node, with its last loss."""
-    limits = report.limits()
     last = {curve.node: curve.last[1] for curve in report.curves if curve.metric == "loss"}
     runs = grouped(report.whole, lambda row: (row.node, row.module))
     return [
@@ -228,7 +203,7 @@ def _nodes(report: Report) -> list[list[str]]:
             number(last.get(node)),
         ]
         for (node, module), some in runs.items()
-        for shown in [cells(pooled(r.record for r in some), limits.get(some[-1].key))]
+        for shown in [cells(pooled(r.record for r in some), some[-1].limit)]
     ]
 
 

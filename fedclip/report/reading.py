@@ -38,7 +38,7 @@ def read_curves(node: str, file: Path, last: int, at: Mapping[str, int]) -> list
     rounds = rounds_of([str(row.get("timestamp")) for row in rows], last, at)
     curves = []
     for metric in [name for name in (rows[0] if rows else ()) if name not in ("timestamp", None)]:
-        cells = [(round_, row.get(metric)) for round_, row in zip(rounds, rows, strict=True)]
+        cells = zip(rounds, (row.get(metric) for row in rows), strict=True)
         values = [(round_, number) for round_, cell in cells for number in _numbers(cell)]
         points = tuple((round_, value) for round_, value in values if math.isfinite(value))
         bad = tuple(round_ for round_, value in values if not math.isfinite(value))
@@ -89,7 +89,6 @@ def _numbers(cell: object) -> list[float]:
 STATES = "optimizer_state_*.mpk"
 LEDGER = "privacy_spent.json"
 """The ledger of a client that trains by DP-SGD; see `fedclip.privacy.ledger`."""
-_STAMP = slice(len("optimizer_state_"), -len(".mpk"))
 
 
 def read_report(folder: str | Path) -> Report:
@@ -147,17 +146,14 @@ class Reader:
 
     def _why_empty(self, skipped: int) -> str:
         files = sum(len(node.seen) for node in self._nodes.values())
-        if not files:
-            text = (
-                f"{self.folder} has no {STATES}: run fedclip simulate or quickrun first. declearn"
-            )
-            return f"{text} writes these files if you set checkpoint in [experiment]"
         broken = f"cannot read {skipped} of {files} state files"
+        if not files:
+            return f"{self.folder} has no {STATES}: run fedclip simulate or quickrun first"
         if skipped == files:
             return f"{broken} in {self.folder}"
-        names = ", ".join(sorted({n for node in self._nodes.values() for n in node.others}))
-        text = f"{self.folder} has no records of a clipper (modules: {names or 'none'}): add the"
-        return f"{text} module 'no-op', which measures norms{f'; {broken}' * bool(skipped)}"
+        others = sorted({name for node in self._nodes.values() for name in node.others})
+        text = f"{self.folder} has no records (modules: {', '.join(others) or 'none'}): add 'no-op'"
+        return f"{text}, which measures norms{f'; {broken}' * bool(skipped)}"
 
 
 class _Node:
@@ -169,8 +165,7 @@ class _Node:
         self.others: set[str] = set()
         self.skipped: set[Path] = set()
         self.seen: dict[Path, tuple[int, int]] = {}
-        self.last = 0
-        self.mark = (0, 0)
+        self.mark = (0, 0)  # round and steps that the newest file has reached
         self.newest = folder
         self.rounds_at: dict[str, int] = {}
 
@@ -211,17 +206,17 @@ class _Node:
         mark = reached, max((sum(_rounds(s, "steps")) for _, s in modules), default=0)
         # Rounds and steps only go up within a run, but names, in local time, do not.
         lower = mark < self.mark
-        rows = list(self._rows(modules, 0 if lower else self.last))
+        rows = list(self._rows(modules, 0 if lower else self.mark[0]))
         if lower and not self._is_of_another_run(rows, path):
             rows = [row for row in rows if _key(row) not in self.rows]
         else:
             if lower:
                 self.rows.clear()
                 self.rounds_at.clear()
-            self.last, self.mark, self.newest = reached, mark, path
+            self.mark, self.newest = mark, path
         # Without records, as on a server whose modules keep none, a file tells no round.
         if reached:
-            self.rounds_at[path.name[_STAMP]] = reached
+            self.rounds_at[path.stem.removeprefix("optimizer_state_")] = reached
         for row in rows:
             self.rows[_key(row)] = row
 
@@ -272,13 +267,13 @@ def _metrics(nodes: Collection[_Node]) -> dict[str, Any]:
     last: Counter[str] = Counter()
     for node in nodes:
         above = experiment_of(node.label)
-        last[above] = max(last[above], node.last)
+        last[above] = max(last[above], node.mark[0])
     for node in sorted(nodes, key=lambda node: node.is_server):
         above, slash, _ = node.label.rpartition("/")
         for file in sorted(node.folder.glob("metrics*.csv")):
             client = file.name.removeprefix("metrics").removesuffix(".csv").removeprefix("_")
             label = f"{above}{slash}{client}" if client else node.label
-            for curve in read_curves(label, file, node.last or last[above], node.rounds_at):
+            for curve in read_curves(label, file, node.mark[0] or last[above], node.rounds_at):
                 curves.setdefault((label, curve.metric), curve)
             if matrix := read_confusion(file.with_suffix(".json")):
                 confusions.setdefault(label, matrix)

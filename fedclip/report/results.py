@@ -12,25 +12,23 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from fedclip.report.norms import norms_by_stage, outliers_of, unusual_norms
-from fedclip.report.rows import experiment_of, listed, number, pooled, site_of
+from fedclip.report.rows import listed, number, pooled, site_of
 from fedclip.report.text import Report
 
 _HIGHER = ("accuracy", "roc_auc", "f-score", "r2")
 # A site does far worse than the others from this factor of the loss, or half of the accuracy, on.
 _WORSE = 4.0
 
-Values: TypeAlias = Mapping[str, Mapping[str, float]]
-
 
 class Result(NamedTuple):
     """The end of one run; without sites for a run that failed."""
 
-    sites: Values = MappingProxyType({})
+    sites: Mapping[str, Mapping[str, float]] = MappingProxyType({})
     """The last loss and metrics of each site, on its own validation data."""
     outliers: Sequence[str] = ()
     clipped: float = math.nan
@@ -113,20 +111,16 @@ class Result(NamedTuple):
 
 def result_of(report: Report, experiment: str) -> Result:
     """Return the end of one run of a report; without sites' metrics, those of the server."""
-    sites: dict[str, dict[str, float]] = {}
-    for curve in (c for c in report.curves if c.experiment == experiment):
+    part, sites = report.only([experiment]), dict[str, dict[str, float]]()
+    for curve in part.curves:
         sites.setdefault(site_of(curve.node), {})[curve.metric] = curve.last[1]
     servers = {site_of(node) for node in report.servers}
     clients = {site: metrics for site, metrics in sites.items() if site not in servers}
-    rows = [row for row in report.only([experiment]).whole if row.node not in report.servers]
+    rows = [row for row in part.whole if row.node not in report.servers]
     # What measures updates clips none of them.
     total = pooled(row.record for row in rows if row.name != "update-norms")
     shown = clients or sites or {"server": {}}
-    matrices = {
-        site_of(node): matrix
-        for node, matrix in report.confusions.items()
-        if experiment_of(node) == experiment and site_of(node) in shown
-    }
+    matrices = {site_of(n): m for n, m in part.confusions.items() if site_of(n) in shown}
     clipped = total.clipped_share if total.steps else math.nan
     return Result(shown, outliers_of(unusual_norms(norms_by_stage(rows))), clipped, matrices)
 

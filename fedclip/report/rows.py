@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 
 from fedclip.core.records import RoundRecord
 from fedclip.errors import needing
@@ -27,17 +27,12 @@ COLUMNS = (
 SETTERS = {"fixed": "fixed", "learnt": "adaptive", "warmup": "warm-up", "": "-"}
 """What set a limit, as the column "by" has it."""
 
-Key: TypeAlias = tuple[str, str, int]
-"""Node, clipper and round."""
-Limits: TypeAlias = Mapping[Key, float]
-"""The limits of whole gradients."""
-
 
 class ReportError(ValueError):
     """There is nothing to report on; the message says what was looked for and what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Row:
     """One round of one clipper on one node."""
 
@@ -51,6 +46,8 @@ class Row:
     """Whether the clipper keeps statistics, from which a limit may follow."""
     index: int = 0
     """Place of the clipper among all modules of the optimizer, from 0."""
+    limit: float | None = None
+    """The smallest limit of all groups; set only in `Report.whole`."""
 
     @property
     def module(self) -> str:
@@ -58,7 +55,7 @@ class Row:
         return self.name if self.position == 0 else f"{self.name}#{self.position + 1}"
 
     @property
-    def key(self) -> Key:
+    def key(self) -> tuple[str, str, int]:
         """Node, clipper and round."""
         return self.node, self.module, self.record.round
 
@@ -70,12 +67,8 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """Return the row by column name, as in the CSV file."""
         record = self.record
-        computed = {
-            "node": self.node,
-            "module": self.module,
-            "norm_p05": record.norm_quantile(0.05),
-            "norm_p95": record.norm_quantile(0.95),
-        }
+        computed: dict[str, Any] = {"node": self.node, "module": self.module}
+        computed |= {f"norm_p{q:02}": record.norm_quantile(q / 100) for q in (5, 95)}
         return {c: computed[c] if c in computed else getattr(record, c) for c in COLUMNS}
 
 
@@ -120,9 +113,9 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def known(rows: Iterable[Row], limits: Limits) -> list[float]:
+def limits(rows: Iterable[Row]) -> list[float]:
     """Return the limits of those rows that have one."""
-    return [limits[row.key] for row in rows if row.key in limits]
+    return [row.limit for row in rows if row.limit is not None]
 
 
 def pooled(records: Iterable[RoundRecord]) -> RoundRecord:
@@ -208,16 +201,11 @@ def plain_table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Tab
     return table
 
 
-def table_of(title: str, rows: Sequence[Row], limits: Limits, rounds: bool) -> Table:
+def table_of(title: str, rows: Sequence[Row], rounds: bool) -> Table:
     """Return the table; see `Report.table`."""
     runs = grouped(rows, lambda row: (row.node, row.module))
     if not rounds:
-        rows = [
-            dataclasses.replace(run[0], record=pooled(r.record for r in run))
-            for run in runs.values()
-        ]
-        # The limit of all rounds is that of the last one.
-        limits = {(node, module, 0): limit for (node, module, _), limit in limits.items()}
+        rows = [replace(run[-1], record=pooled(r.record for r in run)) for run in runs.values()]
     heads = ["round"] * rounds + ["steps", "clipped", "median\nnorm", "max\nnorm", "limit", "by"]
     heads += ["non-finite"] * any(row.record.nonfinite for row in rows)
     modules = len(runs) > len({node for node, _ in runs})
@@ -229,7 +217,7 @@ def table_of(title: str, rows: Sequence[Row], limits: Limits, rounds: bool) -> T
         if previous and row.node != previous and rounds:
             table.add_section()
         names = [row.node if row.node != previous else "", *[row.module] * modules]
-        shown = cells(row.record, limits.get(row.key))
+        shown = cells(row.record, row.limit)
         table.add_row(*map(Text, map(printable, names)), *(shown[head] for head in heads))
         previous = row.node
     return table
