@@ -264,16 +264,9 @@ def test_a_quorum_is_checked(problems: Messages, text: str, said: str) -> None:
     assert not said or said in found[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (with_quorum(GOOD), "'averaging' sets no limit to a client: use clipped-averaging"),
-        (with_quorum(OURS, "min_replies = 3"), "registration may end with 2 clients: raise"),
-    ],
-)
-def test_what_is_worth_knowing_of_a_quorum(checked: Any, text: str, said: str) -> None:
-    notes = [f.message for f in checked(text).findings if f.level == "note"]
-    assert any(said in note for note in notes), notes
+def test_what_is_worth_knowing_of_a_quorum(checked: Any) -> None:
+    notes = [f.message for f in checked(with_quorum(OURS, "min_replies = 3")).notes]
+    assert any("registration may end with 2 clients: raise min_clients" in note for note in notes)
 
 
 def test_a_quorum_in_a_file_for_a_script(problems: Messages) -> None:
@@ -284,20 +277,6 @@ def test_a_quorum_in_a_file_for_a_script(problems: Messages) -> None:
     assert any("a round has at most" in message for message in found)
     plain = problems(text + network.replace("fedclip-", ""))
     assert any("min_replies needs protocol = 'fedclip-websockets'" in message for message in plain)
-
-
-def test_how_a_table_splits_the_bound_is_told(tmp_path: Path) -> None:
-    (tmp_path / "optim.toml").write_text(
-        'client_opt = {lrate = 0.5, modules = ["update-clip-client"]}\n'
-        'server_opt = {lrate = 1.0, modules = ["update-clip-server"]}\n'
-        '[aggregator]\nname = "clipped-averaging"\nscope = {"head.*" = 3.0, "*" = 4.0}\n'
-    )
-    check = check_config(tmp_path / "optim.toml")
-    assert check.ok, check.problems
-    assert any(
-        "splits the bound C of the update: 'head.*' 0.6 C, '*' 0.8 C" in f.message
-        for f in check.notes
-    )
 
 
 @pytest.mark.parametrize(

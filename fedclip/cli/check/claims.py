@@ -19,17 +19,14 @@ from fedclip.updates.store import server_of, settings_in
 
 # Above this epsilon, a guarantee is one in name only. Ponomareva et al. (2023, "How to DP-fy ML")
 # draw the line there: even odds may then become 99.995 % certainty.
-_MOST = 10.0
+MOST = 10.0
 
 _EVALUATED = {
-    "declearn": "declearn sends each client's evaluation loss and metrics, its number of steps and "
-    "of samples, without noise: set evaluation_share and loss_bound",
-    "flower": "Flower sends each client's evaluation loss and metrics without noise: write "
-    "fraction-evaluate = 0.0 here, and give the strategy this number",
-    "nvflare": "NVFlare sends each client's metrics without noise: give the recipe key_metric = '' "
-    "and let the script return no metrics",
+    "declearn": "steps and samples, too: set evaluation_share and loss_bound",
+    "flower": "set fraction-evaluate = 0.0 here and in the strategy",
+    "nvflare": "give the recipe key_metric = '', and let the script return no metrics",
 }
-"""What leaves without noise, by engine."""
+"""What to do about evaluations, by engine."""
 
 
 class Claim(NamedTuple):
@@ -85,7 +82,8 @@ def voids_of(claim: Claim, places: Mapping[str, str]) -> Iterator[Finding]:
         yield from _of_noise(claim, claim.bound, places)
     if claim.evaluates:
         where = places["evaluate"]
-        yield leak(where, f"{_EVALUATED[claim.engine]}; epsilon does not cover them")
+        text = "each client sends its evaluation loss and metrics without noise"
+        yield leak(where, f"{text} ({_EVALUATED[claim.engine]})")
         if claim.keeps_best:
             yield leak(where, "the best weights are chosen by losses or metrics without noise")
         if claim.stops_early:
@@ -118,8 +116,8 @@ def _of_noise(claim: Claim, bound: AdaptiveBound, places: Mapping[str, str]) -> 
 
 def weak_epsilon(where: str, spent: float, what: str, command: str) -> Iterator[Finding]:
     """Yield a problem if an epsilon is a guarantee in name only."""
-    if spent > _MOST:
-        text = f"epsilon = {spent:.4g} for {what} is a guarantee in name only: stay below {_MOST:g}"
+    if spent > MOST:
+        text = f"epsilon = {spent:.4g} for {what} is a guarantee in name only: stay below {MOST:g}"
         yield problem(where, f"{text} with `fedclip privacy {command}`")
 
 
@@ -144,10 +142,8 @@ def app_findings(config: Section) -> Iterator[Finding]:
     elif lists:
         yield problem(where, f"{lists[0]} is a list, which Flower refuses: write one pattern")
     else:
-        rounds, evaluates = (
-            as_count(app.get("num-server-rounds")),
-            app.get("fraction-evaluate") != 0,
-        )
+        rounds = as_count(app.get("num-server-rounds"))
+        evaluates = app.get("fraction-evaluate") != 0
         claim = Claim("flower", None, rounds, evaluates=evaluates, keeps_best=False)
         places = {"noise": where, "evaluate": "[tool.flwr.app.config]"}
         yield from _judged(lambda: settings_in(dict(_flat(app))), claim, places)

@@ -57,17 +57,13 @@ def find_config(path: str | Path) -> Path:
     folder = os.path.isdir(path)  # `Path.is_dir` raises where a path is too long for the system.
     file = path / "config.toml" if folder else path
     if folder and not os.path.isfile(file):
-        apps = [path / APP] if _is_app(path / APP) else []
-        file = next(iter([*apps, *sorted(path.glob(f"*/config/{JOB}"))]), file)
+        app = path / APP  # any project may have a file of this name
+        ours = os.path.isfile(app) and "[tool.flwr." in app.read_text("utf-8", errors="replace")
+        file = next(iter([*[app] * ours, *sorted(path.glob(f"*/config/{JOB}"))]), file)
     if not os.path.isfile(file):
         where = f"{path} holds no config.toml" if folder else f"{path} does not exist"
         raise ToolError(f"{where}; give a declearn configuration file, or its folder", code=2)
     return file
-
-
-def _is_app(file: Path) -> bool:
-    """Whether a file exists and belongs to an app of Flower; any project may have this name."""
-    return os.path.isfile(file) and "[tool.flwr." in file.read_text("utf-8", errors="replace")
 
 
 def check_config(
@@ -246,6 +242,5 @@ def _parsed(where: str, parser: Any, values: Section) -> Iterator[Finding]:
             parser.from_params(**values)
         except Exception as exc:  # declearn raises a RuntimeError, or whatever it met first
             yield problem(where, text_of(exc))
-    for warning in caught:
-        if issubclass(warning.category, RuntimeWarning):
-            yield note(where, str(warning.message))
+    ignored = [w for w in caught if issubclass(w.category, RuntimeWarning)]
+    yield from (note(where, str(warning.message)) for warning in ignored)

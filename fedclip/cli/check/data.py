@@ -7,9 +7,7 @@ protects persons. Without that file, repeated values in a column named like an i
 
 from __future__ import annotations
 
-import csv
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -27,13 +25,6 @@ from fedclip.report.rows import listed
 
 Files: TypeAlias = Mapping[str, Mapping[str, str]]
 """The files of each client, by what is in them."""
-
-_NAMED = re.compile(
-    r"(^|[\W_])(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"
-    r"s?([\W_]*(id|no|nr|num|number|code|key|name))?\W*$",
-    re.IGNORECASE,
-)
-"""Names of columns that may identify a person."""
 
 
 def units(files: Mapping[str, str], of: str = "train") -> tuple[int, str]:
@@ -73,43 +64,25 @@ def person_findings(files: Files, *, evaluated: bool = False) -> Iterator[Findin
 
     With `evaluated`, evaluations have noise, which needs the person of each validation record.
     """
-    where, columns = "[data]", dict[str, list[str]]()
-    persons = {site: _named(paths) for site, paths in files.items()}
-    for site, paths in files.items():
-        named, valid = persons[site], _named(paths, "valid")
-        file = named if named.exists() else Path(paths["train_data"])
+    where, persons = "[data]", {site: _named(paths) for site, paths in files.items()}
+    for site in (site for site, named in persons.items() if named.exists()):
+        file, valid = persons[site], _named(files[site], "valid")
         try:
-            if named.exists():
-                text = f"{site}: DP-SGD protects {units(paths)[0]:,} persons, each with all records"
-                yield Finding("ok", where, text)
-                file = valid
-                if valid.exists():
-                    units(paths, "valid")
-                elif evaluated:
-                    text = f"{site}: evaluation_share needs the person of each validation record"
-                    yield problem(where, f"{text}: write them into {valid.name}")
-            elif file.suffix == ".csv":
-                for column in _identifiers(file):
-                    columns.setdefault(column, []).append(site)
+            count, _ = units(files[site])
+            text = f"{site}: DP-SGD protects {count:,} persons, each with all records"
+            yield Finding("ok", where, text)
+            file = valid
+            if valid.exists():
+                units(files[site], "valid")
+            elif evaluated:
+                text = f"{site}: evaluation_share needs the person of each validation record"
+                yield problem(where, f"{text}: write them into {valid.name}")
         except (OSError, TypeError, ValueError) as exc:
             yield problem(where, f"{file}: {exc}")
     alone = [site for site, named in persons.items() if not named.exists()]
     if 0 < len(alone) < len(files):
         text = f"{listed(alone)}: there is no {PERSONS}, so DP-SGD protects each record, unlike"
         yield note(where, f"{text} at other sites: write one, unless each person has one record")
-    for column, sites in columns.items():
-        text = f"column {column!r} ({listed(sites)}) is named like an identifier and has repeated"
-        yield note(where, f"{text} values: move it into {PERSONS} to protect persons")
-
-
-def _identifiers(file: Path) -> Iterator[str]:
-    """Yield the columns named like an identifier that have repeated values."""
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        heads, *rows = csv.reader(lines)
-    for place, name in enumerate(heads):
-        values = [row[place] for row in rows if len(row) > place]
-        if _NAMED.search(name.strip()) and len({*values}) < len(values):
-            yield name.strip()
 
 
 def data_findings(files: Files, run: Section) -> Iterator[Finding]:

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from fedclip.core.parameters import Config
-from fedclip.errors import Problem
 
 Section: TypeAlias = Mapping[str, Any]
 Level = Literal["ok", "note", "leak", "problem"]
@@ -41,11 +39,6 @@ class Finding:
 problem = partial(Finding, "problem")
 leak = partial(Finding, "leak")
 note = partial(Finding, "note")
-
-
-def problems_at(where: str, problems: Iterable[Problem]) -> list[Finding]:
-    """Return problems that another room has found as findings at a place."""
-    return [problem(where, found.text) for found in problems]
 
 
 @dataclasses.dataclass
@@ -121,15 +114,12 @@ def read(check: Check, path: Path, where: str, text: str | None = None) -> Confi
                 data.decode(), parse_float=lambda s: None if s == "nan" else float(s)
             )
         content = json.loads(data)
-        if isinstance(content, dict):
-            return content
-        check.add(
-            problem(where, f"{path.name} must hold an object, got a {type(content).__name__}")
-        )
+        if not isinstance(content, dict):
+            raise ValueError("it must hold an object")
+        return content
     except OSError as exc:
         check.add(problem(where, f"cannot read {path}: {exc.strerror}"))
     except (ValueError, RecursionError) as exc:  # no TOML, no UTF-8, thousands of digits, too deep
-        mark = data.startswith(codecs.BOM_UTF8)
-        hint = ": save it without a byte order mark" if mark else ""
+        hint = ": save it without a byte order mark" * data.startswith(b"\xef\xbb\xbf")
         check.add(problem(where, f"{path.name} is not valid {kind}: {text_of(exc)}{hint}"))
     return None

@@ -120,18 +120,17 @@ def check_optimizer(check: Check, value: object, key: str, where: str) -> list[P
         if isinstance(specs, list):
             plugins += [_check_plugin(check, spec, kind, where) for spec in specs]
         else:
-            what = f": write [{shown(specs)}]" if specs else ""
-            check.add(problem(where, f"{kind}s must be a list, got {shown(specs)}{what}"))
+            check.add(problem(where, f"{kind}s must be a list, got {shown(specs)}"))
     return [plugin for plugin in plugins if plugin is not None]
 
 
-def _check_rate(check: Check, where: str, name: str, value: object) -> bool:
-    """Check a learning rate or a decay, a number or a schedule; return whether it is wrong."""
-    schedules = access_types_mapping("Scheduler")
+def _check_rate(check: Check, where: str, name: str, value: object) -> None:
+    """Check a learning rate or a decay, a number or a schedule."""
+    schedules, texts = access_types_mapping("Scheduler"), list[str]()
     match value:
-        case [str() as kind, dict() as config]:
-            if kind in schedules:
-                return _build(check, where, f"{name}: {kind}", schedules[kind], config) is None
+        case [str() as kind, dict() as config] if kind in schedules:
+            _build(check, where, f"{name}: {kind}", schedules[kind], config)
+        case [str() as kind, dict()]:
             texts = [f"{name}: unknown schedule {shown(kind)}{nearest(kind, schedules)}"]
         case list():
             form = "must be a number, or [schedule, {parameter = value}]"
@@ -142,7 +141,6 @@ def _check_rate(check: Check, where: str, name: str, value: object) -> bool:
             if not texts and isinstance(value, int):
                 texts = [f"{name} = {shown(value)} must be a float: write {shown(value)}.0"]
     check.add(*(problem(where, text) for text in texts))
-    return bool(texts)
 
 
 def _build(check: Check, where: str, label: str, cls: type[Plugin], config: Section) -> Plugin:
@@ -159,9 +157,7 @@ def _build(check: Check, where: str, label: str, cls: type[Plugin], config: Sect
         except Exception as exc:  # anything at all that a plug-in's constructor may raise
             faults.append(text_of(exc))
     check.add(*(problem(where, f"{label}: {text}") for text in faults))
-    if not faults:
-        texts = [f"{label}: {warning.message}" for warning in caught]
-        check.add(*(Finding("note", where, text) for text in texts))
+    check.add(*(Finding("note", where, f"{label}: {warning.message}") for warning in caught))
     return plugin
 
 

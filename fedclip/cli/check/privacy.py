@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from declearn.optimizer.regularizers import Regularizer
 
-from fedclip.cli.check.claims import Claim, voids_of, weak_delta, weak_epsilon
-from fedclip.cli.check.findings import CLIENT, SERVER, Finding, leak, note, problem, problems_at
+from fedclip.cli.check.claims import MOST, Claim, voids_of, weak_delta, weak_epsilon
+from fedclip.cli.check.findings import CLIENT, SERVER, Finding, leak, note, problem
 from fedclip.cli.check.plugins import is_shared
 from fedclip.cli.check.settings import Setting, as_count, part_of
 from fedclip.engines.declearn.evaluation import noise_problems
@@ -31,56 +31,33 @@ _PLACES = {"noise": SERVER, "sampler": "[client_sampler]"}
 _PLACES |= {part: f"[run.{part}]" for part in ("evaluate", "early_stop")}
 """The section of each part of the list in `fedclip.cli.check.claims`."""
 
-# Above this epsilon, one step alone guarantees nothing.
-_ABSURD = 10.0
-
 
 def exposures(setting: Setting) -> Iterator[Finding]:
     """Yield the settings that void a guarantee of the configuration."""
-    plugins = [*setting.client, *setting.server]
-    central = next((p for p in setting.server if getattr(p, "noise_multiplier", 0.0)), None)
-    per_record = isinstance(setting.run.get("privacy"), dict)
-    for where, chosen in setting.sides.items():
-        yield from (note(where, text) for text in warnings(chosen))
-        yield from (leak(where, text) for text in before_noise(chosen))
-    if central is not None:
-        yield from _unnoised(central, setting)
-    if any(isinstance(p, SampleClip) for p in plugins):
-        yield from _records_clipped(setting)
-    elif per_record:
-        yield from _tensors_clipped(setting)
-    if per_record:
-        yield from _budget(setting)
-    yield from _agc(setting)
-    averaged = getattr(setting.aggregator, "name", None) == "clipped-averaging"
-    yield from _noise_modules(CLIENT, setting.client, bounded=per_record)
-    yield from _noise_modules(SERVER, setting.server, bounded=averaged)
-    if central is not None or per_record or any(_is_noise(p) for p in plugins):
-        yield from _released(central, per_record, setting)
-    adaptive = next((p for p in setting.server if p.name == "update-clip-server"), None)
-    limit = getattr(setting.aggregator, "max_norm", None) if adaptive is None else adaptive.bound
-    yield from _resolution(limit, setting)
+    for check in _CHECKS:
+        yield from check(setting)
 
 
 def _is_noise(plugin: Plugin) -> bool:
     return look_up(plugin, Context()).noise
 
 
-def _agc(setting: Setting) -> Iterator[Finding]:
+def _stages(setting: Setting) -> Iterator[Finding]:
     for where, chosen in setting.sides.items():
+        yield from (note(where, text) for text in warnings(chosen))
+        yield from (leak(where, text) for text in before_noise(chosen))
         if any(p.name == "agc" and p.asks_layers for p in chosen):
             text = "agc expects outputs on axis 0 in torch and scikit-learn, else on the last axis:"
             yield note(where, f"{text} exclude other layers, or set unit = 'tensor'")
-    noise = any(_is_noise(p) for chosen in setting.sides.values() for p in chosen)
-    if noise and "privacy" not in setting.run and any(p.name == "agc" for p in setting.client):
-        yield note(CLIENT, "agc bounds no sensitivity: its limits follow private weights")
 
 
-def _released(central: Plugin, per_record: bool, setting: Setting) -> Iterator[Finding]:
+def _released(setting: Setting) -> Iterator[Finding]:
     """Yield what leaves without noise, and what noise on evaluations covers."""
-    markers = [p for p in setting.client if isinstance(p, SampleClip)]
+    central, markers = setting.central, [p for p in setting.client if isinstance(p, SampleClip)]
+    if setting.privacy is None and not any(map(_is_noise, (*setting.client, *setting.server))):
+        return
     # Noise for records is none for clients.
-    noised = markers[0] if per_record and central is None and markers else central
+    noised = markers[0] if setting.privacy and central is None and markers else central
     covered = noised is not None and bool(noised.evaluation_share)
     every = part_of(setting.run, "evaluate").get("frequency", 1)
     rare = setting.rounds is not None and type(every) is int and every > setting.rounds
@@ -101,14 +78,11 @@ def _released(central: Plugin, per_record: bool, setting: Setting) -> Iterator[F
 
 def _chooses(sampler: object) -> bool:
     """Whether a client sampler, or one inside it, selects by data of the clients."""
-    match sampler:
-        case {"strategy": "criterion"}:
-            return True
-        case {"sampler": inner}:
-            return _chooses(inner)
-        case {"samplers": [*inner]}:
-            return any(map(_chooses, inner))
-    return False
+    if not isinstance(sampler, dict):
+        return False
+    several = sampler.get("samplers")
+    inner = [sampler.get("sampler"), *(several if isinstance(several, list) else ())]
+    return sampler.get("strategy") == "criterion" or any(map(_chooses, inner))
 
 
 def _evaluated(plugin: Plugin, every: object, setting: Setting) -> Iterator[Finding]:
@@ -123,10 +97,11 @@ def _evaluated(plugin: Plugin, every: object, setting: Setting) -> Iterator[Find
     metrics = part_of(setting.config, "experiment").get("metrics")
     named = [m[0] if isinstance(m, list) and m else m for m in metrics or ()]
     if problems := noise_problems(map(str, named)):
-        yield from problems_at("[experiment]", problems[:1])
+        yield problem("[experiment]", problems[0].text)
     elif not of_records:
         secure, clients = setting.secagg is not None, setting.registered or 0
-        yield from problems_at(SERVER, noise_problems([], secure, clients, plugin.expected_clients))
+        unfit = noise_problems([], secure, clients, plugin.expected_clients)
+        yield from (problem(SERVER, found.text) for found in unfit)
         if not setting.watched:
             text = "evaluation_share needs protocol = 'fedclip-websockets' on the server"
             yield Finding("problem" if setting.run else "note", SERVER, text)
@@ -135,8 +110,11 @@ def _evaluated(plugin: Plugin, every: object, setting: Setting) -> Iterator[Find
 
 
 # -- noise on the average ---------------------------------------------------------------------
-def _unnoised(module: Plugin, setting: Setting) -> Iterator[Finding]:
+def _unnoised(setting: Setting) -> Iterator[Finding]:
     """Check which statistics are sent in addition to the noised average, and who is evaluated."""
+    module = setting.central
+    if module is None:
+        return
     allowed, names = module.unnoised or (), [p.name for p in setting.server]
     for name in [p.name for p in setting.server if p is not module and _tells(p)]:
         if name in allowed:
@@ -165,19 +143,20 @@ def _records_clipped(setting: Setting) -> Iterator[Finding]:
     positions = [i for i, p in enumerate(modules) if isinstance(p, SampleClip)]
     if any(isinstance(p, SampleClip) for p in setting.server):
         yield problem(SERVER, "sample-clip clips the records of a client: move it to client_opt")
+    if len(positions) > 1:
+        yield problem(CLIENT, "sample-clip is listed more than once: keep one")
     if len(positions) != 1:
-        if positions:
-            yield problem(CLIENT, "sample-clip is listed more than once: keep one")
         return
-    yield from problems_at(CLIENT, problems_before(modules[: positions[0]]))
+    unfit = problems_before(modules[: positions[0]])
+    yield from (problem(CLIENT, found.text) for found in unfit)
     if "fairness" in setting.optim:
         yield problem(CLIENT, "private clients refuse rounds of fairness: remove fairness")
-    if not isinstance(setting.run.get("privacy"), dict):
+    if setting.privacy is None:
         text = "sample-clip needs [run.privacy] on the server, with budget and sclip_norm"
         yield Finding("problem" if setting.run else "note", CLIENT, text)
         return
-    limit = setting.run["privacy"].get("sclip_norm")
-    if (second := modules[positions[0]].max_norm) not in (None, limit):
+    limit, second = setting.privacy.get("sclip_norm"), modules[positions[0]].max_norm
+    if second not in (None, limit):
         text = f"sclip_norm = {limit!r}, and sample-clip has max_norm = {second!r}: remove max_norm"
         yield problem("[run.privacy]", text)
     training = part_of(setting.run, "training")
@@ -189,26 +168,26 @@ def _records_clipped(setting: Setting) -> Iterator[Finding]:
     yield note("[run.privacy]", f"{text} PrivateFederatedClient(max_budget=(epsilon, delta))")
 
 
-def _tensors_clipped(setting: Setting) -> Iterator[Finding]:
-    """Check declearn's DP-SGD."""
-    privacy, where = part_of(setting.run, "privacy"), "[run.privacy]"
-    limit = privacy.get("sclip_norm")
-    shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
-    text = "declearn clips each tensor of a sample separately: with k tensors, a sample's gradient"
-    text += f" has norm up to {shown}·√k, and the noise is too small for that. Add sample-clip"
-    yield note(where, f"{text} to client_opt, and use PrivateFederatedClient")
-    if not privacy.get("use_csprng"):
-        seed = "" if privacy.get("seed") is None else ", and the server knows its seed"
-        yield problem(where, f"noise is predictable{seed}: set use_csprng = true")
-    if part_of(setting.run, "training").get("poisson") is False:
-        yield problem("[run.training]", "epsilon is for Poisson sampling: remove poisson = false")
-
-
-def _budget(setting: Setting) -> Iterator[Finding]:
-    privacy, where = part_of(setting.run, "privacy"), "[run.privacy]"
+def _run_privacy(setting: Setting) -> Iterator[Finding]:
+    """Check [run.privacy], and declearn's DP-SGD without `sample-clip`."""
+    privacy, where, training = setting.privacy, "[run.privacy]", part_of(setting.run, "training")
+    if privacy is None:
+        return
+    if not any(isinstance(p, SampleClip) for p in (*setting.client, *setting.server)):
+        limit = privacy.get("sclip_norm")
+        shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
+        text = "declearn clips each tensor of a sample separately: with k tensors, a sample's"
+        text += f" gradient has norm up to {shown}·√k, and the noise is too small for that. Add"
+        yield note(where, f"{text} sample-clip to client_opt, and use PrivateFederatedClient")
+        if not privacy.get("use_csprng"):
+            seed = "" if privacy.get("seed") is None else ", and the server knows its seed"
+            yield problem(where, f"noise is predictable{seed}: set use_csprng = true")
+        if training.get("poisson") is False:
+            text = "epsilon is for Poisson sampling: remove poisson = false"
+            yield problem("[run.training]", text)
     if privacy.get("accountant") == "gdp":
         yield problem(where, "accountant = 'gdp' gives no upper bound on epsilon: use 'prv'")
-    size = as_count(part_of(setting.run, "training").get("batch_size"))
+    size = as_count(training.get("batch_size"))
     least, unit = setting.protected or (size or 0, "record")
     of = f"{unit}s of the smallest client" if setting.protected else "of a batch"
     match privacy.get("budget"):
@@ -221,11 +200,14 @@ def _budget(setting: Setting) -> Iterator[Finding]:
 
 
 # -- noise modules ----------------------------------------------------------------------------
-def _noise_modules(where: str, plugins: Sequence[Plugin], *, bounded: bool) -> Iterator[Finding]:
-    """Check declearn's noise modules: the bound before them, and what goes out besides.
+def _noise_modules(setting: Setting) -> Iterator[Finding]:
+    """Check declearn's noise modules: the bound before them, and what goes out besides."""
+    averaged = getattr(setting.aggregator, "name", None) == "clipped-averaging"
+    yield from _noise_in(CLIENT, setting.client, bounded=setting.privacy is not None)
+    yield from _noise_in(SERVER, setting.server, bounded=averaged)
 
-    `bounded` says whether something before the plug-ins bounds what they get.
-    """
+
+def _noise_in(where: str, plugins: Sequence[Plugin], *, bounded: bool) -> Iterator[Finding]:
     for i, plugin in enumerate(plugins):
         std, earlier = getattr(plugin, "std", None), plugins[:i]
         if not _is_noise(plugin) or not isinstance(std, float):
@@ -234,9 +216,10 @@ def _noise_modules(where: str, plugins: Sequence[Plugin], *, bounded: bool) -> I
             yield leak(where, f"noise of {plugin.name} is predictable: set safe_mode = true")
         if not earlier and not bounded:
             yield leak(where, f"nothing bounds the input of {plugin.name}: put a clipper first")
-        before, least = analyse(earlier, finite=True), _least_bound(earlier)
-        spent = epsilon([Release(std / least)], 1e-5) if least and std > 0 else math.inf
-        if least and before.formula and spent > _ABSURD:
+        before = analyse(earlier, finite=True)
+        bound = before.l2_bound if before.formula else None
+        spent = epsilon([Release(std / bound)], 1e-5) if bound and std > 0 else math.inf
+        if bound and spent > MOST:
             text = (
                 f"{plugin.name}: std = {std:g} is too small for a sensitivity of {before.formula}"
             )
@@ -247,17 +230,11 @@ def _noise_modules(where: str, plugins: Sequence[Plugin], *, bounded: bool) -> I
                 yield leak(where, text)
 
 
-def _least_bound(plugins: Sequence[Plugin]) -> float | None:
-    """Return the bound for a model of one value, which is a lower limit for all models."""
-    try:
-        return analyse(plugins, {"one": (1,)}, finite=True).l2_bound
-    except ValueError:  # a pattern that fits none of these tensors
-        return None
-
-
 # -- secure aggregation ------------------------------------------------------------------------
-def _resolution(limit: float | None, setting: Setting) -> Iterator[Finding]:
+def _resolution(setting: Setting) -> Iterator[Finding]:
     """Check how much the integers of secure aggregation add to an update."""
+    adaptive = next((p for p in setting.server if p.name == "update-clip-server"), None)
+    limit = getattr(setting.aggregator, "max_norm", None) if adaptive is None else adaptive.bound
     secagg = setting.secagg
     if secagg is None or not limit:
         return
@@ -273,3 +250,8 @@ def _resolution(limit: float | None, setting: Setting) -> Iterator[Finding]:
         text = f"{bitsize} bits up to {clipval:g} add up to {added:.3g} to a norm of {limit:g} of a"
         text += " million values: lower clipval, or raise bitsize"
         yield Finding("problem" if integers.norm_added > limit else "note", "[secagg]", text)
+
+
+_CHECKS = (
+    *(_stages, _unnoised, _records_clipped, _run_privacy, _noise_modules, _released, _resolution),
+)

@@ -85,6 +85,17 @@ class Setting:
         return as_count(self.run.get("rounds"))
 
     @property
+    def privacy(self) -> Section | None:
+        """The section [run.privacy], if there is one."""
+        section = self.run.get("privacy")
+        return section if isinstance(section, dict) else None
+
+    @property
+    def central(self) -> Plugin:
+        """The server's module that adds noise to the average, if there is one."""
+        return next((p for p in self.server if getattr(p, "noise_multiplier", 0.0)), None)
+
+    @property
     def registered(self) -> int | None:
         """The largest number of clients that register, if known."""
         low, high = registered(part_of(self.config, "run"))
@@ -106,10 +117,8 @@ class Setting:
     @property
     def population(self) -> int | None:
         """The number of all clients, if known."""
-        simulated = part_of(self.config, "simulate").get("clients")
-        if simulated is not None:
-            return as_count(simulated)
-        return max(filter(None, (self.registered, self.sites)), default=None)
+        known = max(filter(None, (self.registered, self.sites)), default=None)
+        return as_count(part_of(self.config, "simulate").get("clients", known))
 
     @property
     def secagg(self) -> Section | None:

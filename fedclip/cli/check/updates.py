@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from fedclip.cli.catalogue import is_ours
 from fedclip.cli.check.findings import AGGREGATOR, CLIENT, SERVER, Finding, leak, note, problem
@@ -52,11 +51,6 @@ def update_problems(setting: Setting) -> Iterator[Finding]:
         combining.too_few(setting.clients) if setting.clients else "",
     )
     yield from (problem(AGGREGATOR, why) for why in reasons if why)
-    if aggregator.max_norm is None and isinstance(aggregator.scope, Mapping):
-        length = math.hypot(*aggregator.scope.values())
-        parts = (f"{name!r} {part / length:.3g} C" for name, part in aggregator.scope.items())
-        text = f"the scope table splits the bound C of the update: {', '.join(parts)}"
-        yield note(AGGREGATOR, text)
     if module is not None and noise:
         yield from _noise(aggregator, module, setting)
     elif module is not None and module.follows:
@@ -82,8 +76,7 @@ def _sites(
     table = site.get_config() if site else None
     if module is None or site is None or any(plugin.noise != table for plugin in client):
         here = next((toml_value(plugin.noise) for plugin in client if plugin.noise), "none")
-        expected = "none: remove the table, or set noise_at = 'clients'"
-        expected = f"{toml_value(table)}: write the same table" if table else expected
+        expected = f"{toml_value(table)}: write the same table" if table else "none: remove it"
         text = f"the table noise is {here}, and update-clip-server expects {expected}"
         yield problem(CLIENT, text)
         return
@@ -233,7 +226,5 @@ def reply_findings(setting: Setting) -> Iterator[Finding]:
         yield problem(where, text)
     elif low and least > low:
         yield note(where, f"registration may end with {low} clients: raise min_clients")
-    if name != "clipped-averaging":
-        yield note(where, f"{name!r} sets no limit to a client: use clipped-averaging")
-    elif few := setting.aggregator.combining.too_few(least):
+    if name == "clipped-averaging" and (few := setting.aggregator.combining.too_few(least)):
         yield note(where, f"{few} with min_replies, and such a round changes nothing")
