@@ -11,6 +11,7 @@ from functools import cached_property
 from statistics import median, median_low
 
 from fedclip.core.records import RoundRecord
+from fedclip.errors import Problem
 from fedclip.report.rows import Row, grouped, listed, number, pooled, site_of
 
 BY_NORM = {
@@ -136,17 +137,15 @@ class Norms:
         return {name: sum(shares) / len(shares) for name, shares in shares_by_name.items()}
 
     @property
-    def lacking(self) -> str:
-        """Why there are no norms to choose by, and what to do about it; "" if there are."""
-        count = sum(self.whole.counts)
+    def lacking(self) -> list[Problem]:
+        """Why there are no norms to choose by, and what to do about it; empty if there are."""
+        count, few = sum(self.whole.counts), FEW[self.stage]
         if not self.rows:
             hint = ': add "no-op" to the modules of the clients' if self.stage == "step" else ""
-            return f"the norms of {self.stage}s were not measured{hint}"
-        if count < (few := FEW[self.stage]):
-            return f"{count} norms are too few to choose a limit; at least {few} are needed"
-        if not self.middle(0.95):
-            return "nearly all norms are 0, so no limit can be chosen"
-        return ""
+            return [Problem(f"the norms of {self.stage}s were not measured{hint}")]
+        if count < few:
+            return [Problem(f"{count} norms are too few to choose a limit; {few} are needed")]
+        return [] if self.middle(0.95) else [Problem("nearly all norms are 0")]
 
 
 def norms_by_stage(rows: Iterable[Row]) -> list[Norms]:

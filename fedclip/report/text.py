@@ -60,8 +60,8 @@ class Report:
         for row in self.rows:
             if row.record.limit is not None:
                 limits[row.key] = min(limits.get(row.key, math.inf), row.record.limit)
-        whole = (row for row in self.rows if row.record.group == ALL)
-        return tuple(replace(row, limit=limits.get(row.key)) for row in whole)
+        rows = (row for row in self.rows if row.record.group == ALL)
+        return tuple(replace(row, limit=limits.get(row.key)) for row in rows)
 
     @property
     def experiments(self) -> tuple[str, ...]:

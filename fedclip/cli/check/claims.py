@@ -146,7 +146,7 @@ def app_findings(config: Section) -> Iterator[Finding]:
         evaluates = app.get("fraction-evaluate") != 0
         claim = Claim("flower", None, rounds, evaluates=evaluates, keeps_best=False)
         places = {"noise": where, "evaluate": "[tool.flwr.app.config]"}
-        yield from _judged(lambda: settings_in(dict(_flat(app))), claim, places)
+        yield from _settings_findings(lambda: settings_in(dict(_flat(app))), claim, places)
 
 
 def job_findings(config: Section) -> Iterator[Finding]:
@@ -165,10 +165,10 @@ def job_findings(config: Section) -> Iterator[Finding]:
     selects = any("ModelSelector" in str(section.get("path")) for section in components)
     claim = Claim("nvflare", None, rounds, evaluates=selects, keeps_best=selects)
     places = {"noise": "[workflows.aggregator]", "evaluate": "[components]"}
-    yield from _judged(lambda: part_of(aggregator, "args", "settings"), claim, places)
+    yield from _settings_findings(lambda: part_of(aggregator, "args", "settings"), claim, places)
 
 
-def _judged(
+def _settings_findings(
     settings: Callable[[], Section], claim: Claim, places: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Yield problems of a flat table of settings, and what voids the guarantee of its noise."""

@@ -58,8 +58,8 @@ def find_config(path: str | Path) -> Path:
     file = path / "config.toml" if folder else path
     if folder and not os.path.isfile(file):
         app = path / APP  # any project may have a file of this name
-        ours = os.path.isfile(app) and "[tool.flwr." in app.read_text("utf-8", errors="replace")
-        file = next(iter([*[app] * ours, *sorted(path.glob(f"*/config/{JOB}"))]), file)
+        is_app = os.path.isfile(app) and "[tool.flwr." in app.read_text("utf-8", errors="replace")
+        file = next(iter([*[app] * is_app, *sorted(path.glob(f"*/config/{JOB}"))]), file)
     if not os.path.isfile(file):
         where = f"{path} holds no config.toml" if folder else f"{path} does not exist"
         raise ToolError(f"{where}; give a declearn configuration file, or its folder", code=2)

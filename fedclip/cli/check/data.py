@@ -79,9 +79,11 @@ def person_findings(files: Files, *, evaluated: bool = False) -> Iterator[Findin
                 yield problem(where, f"{text}: write them into {valid.name}")
         except (OSError, TypeError, ValueError) as exc:
             yield problem(where, f"{file}: {exc}")
-    alone = [site for site, named in persons.items() if not named.exists()]
-    if 0 < len(alone) < len(files):
-        text = f"{listed(alone)}: there is no {PERSONS}, so DP-SGD protects each record, unlike"
+    without_file = [site for site, named in persons.items() if not named.exists()]
+    if 0 < len(without_file) < len(files):
+        text = (
+            f"{listed(without_file)}: there is no {PERSONS}, so DP-SGD protects each record, unlike"
+        )
         yield note(where, f"{text} at other sites: write one, unless each person has one record")
 
 

@@ -88,10 +88,10 @@ def _chooses(sampler: object) -> bool:
 def _evaluated(plugin: Plugin, every: object, setting: Setting) -> Iterator[Finding]:
     """Describe evaluations with noise, and check the requested metrics."""
     of_records, where = isinstance(plugin, SampleClip), "[run.evaluate]"
-    whole, unit = "mu", "client, against all but the server"
+    budget, unit = "mu", "client, against all but the server"
     if of_records:
-        whole, unit = "epsilon", "validation record (or person)"
-    text = f"noise on evaluations takes {plugin.evaluation_share:g} of {whole}; losses are clipped"
+        budget, unit = "epsilon", "validation record (or person)"
+    text = f"noise on evaluations takes {plugin.evaluation_share:g} of {budget}; losses are clipped"
     text += f" to {plugin.loss_bound:g}. It covers loss, accuracy and what follows from them, for"
     yield note(where, f"{text} each {unit}; not shapes, classes and numbers of examples")
     metrics = part_of(setting.config, "experiment").get("metrics")
@@ -101,7 +101,7 @@ def _evaluated(plugin: Plugin, every: object, setting: Setting) -> Iterator[Find
     elif not of_records:
         secure, clients = setting.secagg is not None, setting.registered or 0
         unfit = noise_problems([], secure, clients, plugin.expected_clients)
-        yield from (problem(SERVER, found.text) for found in unfit)
+        yield from (problem(SERVER, reason.text) for reason in unfit)
         if not setting.watched:
             text = "evaluation_share needs protocol = 'fedclip-websockets' on the server"
             yield Finding("problem" if setting.run else "note", SERVER, text)
@@ -148,7 +148,7 @@ def _records_clipped(setting: Setting) -> Iterator[Finding]:
     if len(positions) != 1:
         return
     unfit = problems_before(modules[: positions[0]])
-    yield from (problem(CLIENT, found.text) for found in unfit)
+    yield from (problem(CLIENT, reason.text) for reason in unfit)
     if "fairness" in setting.optim:
         yield problem(CLIENT, "private clients refuse rounds of fairness: remove fairness")
     if setting.privacy is None:
