@@ -22,7 +22,7 @@ from fedclip.updates.store import server_of, settings_in
 MOST = 10.0
 
 _EVALUATED = {
-    "declearn": "steps and samples, too: set evaluation_share and loss_bound",
+    "declearn": "set evaluation_share and loss_bound; numbers of steps leave, too",
     "flower": "set fraction-evaluate = 0.0 here and in the strategy",
     "nvflare": "give the recipe key_metric = '', and let the script return no metrics",
 }
@@ -83,7 +83,7 @@ def voids_of(claim: Claim, places: Mapping[str, str]) -> Iterator[Finding]:
     if claim.evaluates:
         where = places["evaluate"]
         text = "each client sends its evaluation loss and metrics without noise"
-        yield leak(where, f"{text} ({_EVALUATED[claim.engine]})")
+        yield leak(where, f"{text}: {_EVALUATED[claim.engine]}")
         if claim.keeps_best:
             yield leak(where, "the best weights are chosen by losses or metrics without noise")
         if claim.stops_early:

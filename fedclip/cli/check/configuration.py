@@ -230,8 +230,8 @@ def _check_optim(check: Check, optim: Config, run: Section, files: data.Files) -
             unit=protected[1] if protected else "record",
         )
     if names := dict.fromkeys(p.name for p in [*client, aggregator] if is_ours(type(p))):
-        text = f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}: import it"
-        check.add(note(CLIENT, f"{text} in their script, or start that with `fedclip run`"))
+        text = f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}: import"
+        check.add(note(CLIENT, f"{text} fedclip in their script, or start it with `fedclip run`"))
 
 
 def _parsed(where: str, parser: Any, values: Section) -> Iterator[Finding]:

@@ -79,11 +79,9 @@ def person_findings(files: Files, *, evaluated: bool = False) -> Iterator[Findin
                 yield problem(where, f"{text}: write them into {valid.name}")
         except (OSError, TypeError, ValueError) as exc:
             yield problem(where, f"{file}: {exc}")
-    without_file = [site for site, named in persons.items() if not named.exists()]
-    if 0 < len(without_file) < len(files):
-        text = (
-            f"{listed(without_file)}: there is no {PERSONS}, so DP-SGD protects each record, unlike"
-        )
+    missing = [site for site, named in persons.items() if not named.exists()]
+    if 0 < len(missing) < len(files):
+        text = f"{listed(missing)}: there is no {PERSONS}, so DP-SGD protects each record, unlike"
         yield note(where, f"{text} at other sites: write one, unless each person has one record")
 
 

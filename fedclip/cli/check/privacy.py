@@ -95,7 +95,8 @@ def _evaluated(plugin: Plugin, every: object, setting: Setting) -> Iterator[Find
     text += f" to {plugin.loss_bound:g}. It covers loss, accuracy and what follows from them, for"
     yield note(where, f"{text} each {unit}; not shapes, classes and numbers of examples")
     metrics = part_of(setting.config, "experiment").get("metrics")
-    named = [m[0] if isinstance(m, list) and m else m for m in metrics or ()]
+    listed = metrics if isinstance(metrics, list) else []
+    named = [m[0] if isinstance(m, list) and m else m for m in listed]
     if problems := noise_problems(map(str, named)):
         yield problem("[experiment]", problems[0].text)
     elif not of_records:

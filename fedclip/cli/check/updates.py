@@ -91,13 +91,11 @@ def _sites(
         text = f"a round has at most {setting.clients} clients, and needs the noise of at least"
         yield problem(SERVER, f"{text} {least}: raise max_clients, or lower expected_clients")
     if secagg is None:
-        text = (
-            "noise_at = 'clients' needs [secagg]: the server sees updates with one client's noise"
-        )
+        text = "without [secagg], the server sees updates with one client's noise: add it"
         yield Finding("problem" if setting.quickrun else "note", SERVER, text)
     elif why := site.unsafe(secagg, {}):
         yield problem(SERVER, why)
-    text = f"rounds = {rounds} cost epsilon = {first} if all clients add noise. If {most} of them"
+    text = f"rounds = {rounds}: epsilon = {first} if all clients add noise. If {most} of them"
     yield note(SERVER, f"{text} add none, or reveal theirs to the server, epsilon = {second}")
     if secagg is not None:
         yield note(SERVER, UNSURE_MASKS if masked else UNSURE_PEERS)

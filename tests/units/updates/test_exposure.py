@@ -268,7 +268,7 @@ def test_a_budget_above_ten_is_a_problem_where_no_rounds_are_known(checked: Any,
 def test_what_declearn_itself_releases_is_named(check: Any) -> None:
     stop = "[run.early_stop]\ntolerance = 0.1\npatience = 3\n"
     found = said(central(check, run=stop), "leak")
-    assert "evaluation loss and metrics without noise (steps and samples, too" in found
+    assert "evaluation loss and metrics without noise: set evaluation_share" in found
     assert "the best weights are chosen by losses or metrics without noise" in found
     assert "[run.early_stop] losses without noise decide when training stops" in found
     assert "early_stop" not in said(central(check), "leak")

@@ -634,7 +634,7 @@ def test_check_says_against_whom_it_protects(
 
 def test_check_refuses_noise_of_clients_without_secure_aggregation(checked: Any) -> None:
     text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4).replace("[secagg]", "[other]")
-    said = "the server sees updates with one client's noise"
+    said = "the server sees updates with one client's noise: add it"
     assert any(said in one.message for one in checked(text).problems)
     # A file for FLOptimConfig says nothing of it: clients refuse then.
     optim = text.partition("[optim]")[2].partition("[run]")[0].replace("[optim.", "[")
