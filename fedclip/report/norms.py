@@ -145,7 +145,7 @@ class Norms:
             return [Problem(f"the norms of {self.stage}s were not measured{hint}")]
         if count < few:
             return [Problem(f"{count} norms are too few to choose a limit; {few} are needed")]
-        return [] if self.middle(0.95) else [Problem("nearly all norms are 0")]
+        return [] if self.middle(0.95) else [Problem("norms are 0: no limit can be chosen")]
 
 
 def norms_by_stage(rows: Iterable[Row]) -> list[Norms]:
