@@ -98,5 +98,5 @@ def _find(cls: type) -> Backend:
             return backend
     raise TypeError(
         "fedclip clips dense arrays of NumPy, PyTorch, TensorFlow and JAX, sparse COO tensors and "
-        f"IndexedSlices, got {cls.__module__}.{cls.__name__}: convert it, as numpy.asarray does"
+        f"IndexedSlices, got {cls.__module__}.{cls.__name__}: convert it to one of these"
     )

@@ -189,7 +189,7 @@ class Ranking:
                 f"No winner: {even[0]} differs from {over} by the same amount with all seeds, "
                 f"{self.against(even[0])} {of}: use more seeds, or more validation records."
             )
-        text = f"Nothing is better than {over} by more than its interval {of}."
+        text = f"No setting is better than {over} by more than its interval {of}."
         text += "".join(f" The nearest is {n}: {self.against(n)}." for n in others[:1])
         return text + " One run has no interval: repeat with `fedclip tune`." * (seeds < 2)
 

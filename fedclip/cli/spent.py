@@ -197,8 +197,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
     yield from (ledgers := ledgers + servers)
     if not ledgers:
         raise NothingSpent(
-            f"{path} shows no spent privacy budget: it has neither a ledger of DP-SGD ({FILE}), "
-            f"nor a checkpoint or {SERVED} of a server with noise in update-clip-server"
+            f"{path} shows no spent privacy budget: it has no ledger ({FILE}), and no "
+            f"checkpoint or {SERVED} of a server that adds noise"
         )
 
 

@@ -60,8 +60,8 @@ _TEXTS = {
         "an adaptive bound at the median norm of the updates, starting at that of round 1",
         "Limits the influence of each client, whatever its steps were.",
         "The first bound depends on the norms of this run. In each round every client sends one "
-        "bit: whether its update was below the bound. To cover it by a privacy budget, set "
-        "noise_multiplier (`fedclip privacy plan`); all clients then have the same weight.",
+        "vote: how far the norm of its update is from the bound. To cover it by a privacy budget, "
+        "set noise_multiplier (`fedclip privacy plan`); all clients then have the same weight.",
     ),
 }
 """What each proposal does, where it helps, and what it reveals about the data."""

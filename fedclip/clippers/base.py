@@ -357,7 +357,7 @@ class Clipper(Core, OptiModule, register=False):
             if key not in state:
                 raise StateError(f"the state lacks {key!r}; it has {sorted(map(str, state))}")
         if state["clipper"] != self.name:
-            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
+            raise StateError(f"the state is of {state['clipper']!r}, not of {self.name!r}")
         round_ = states.check_count("round", state["round"])
         single = transform.init(Groups(("x",), ("x",), ((0,),)))
         groups = states.check_groups(state["groups"], single)

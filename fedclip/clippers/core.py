@@ -380,7 +380,7 @@ class Core(Documented):
             done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
             warnings.warn(
                 f"{self.name}: {reason}; the gradient is {done} "
-                f"(round {self._recorder.round}; later ones are counted without a warning)",
+                f"(round {self._recorder.round}; this warning comes once a round)",
                 FedclipWarning,
                 # Point to the caller of `run`.
                 stacklevel=5,

@@ -147,7 +147,7 @@ class Warmup(Configured):
         feedback = getattr(self, "feedback", "clipped")
         if self.include_current and feedback != "raw":
             raise ValueError(
-                "include_current=True needs feedback='raw': a norm that has been learnt already "
-                f"cannot be fed back clipped; got feedback={feedback!r}"
+                "include_current=True needs feedback='raw', because it learns a norm before it "
+                f"clips it; got feedback={feedback!r}"
             )
         super().__post_init__()

@@ -278,7 +278,7 @@ def verdict(drift: float, takers: int, kind: str) -> str:
     """Return what to expect of noise, given its share of the largest possible change.
 
     >>> verdict(0.5, 100, "clients")[:44]
-    'the noise is large: with 500 clients it woul'
+    'the noise is large: 500 clients would reduce'
     """
     if drift <= 0.1:
         return "the noise is small: expect about the accuracy of clipping without noise"
@@ -286,8 +286,8 @@ def verdict(drift: float, takers: int, kind: str) -> str:
     # An upper bound: the votes of many clients cost less.
     enough = math.ceil(10 * drift * takers)
     return (
-        f"the noise is {much}: with {enough:,} {kind} it would be 10 %. Training fewer values, or "
-        "a larger epsilon, also helps"
+        f"the noise is {much}: {enough:,} {kind} would reduce the total to 10 %. Training "
+        "fewer values, or a larger epsilon, also helps"
     )
 
 

@@ -55,7 +55,7 @@ def in_words(costs: Mapping[int, float | None]) -> str:
     )
     return (
         "  epsilon with secure sums, by the number of clients that reveal their noise to the "
-        f"server: {cases}; without secure sums it is the last\n"
+        f"server: {cases}. Without secure sums, epsilon is the last number\n"
         "  declearn's masks for secure sums use no cryptographic generator: see "
         "docs/secure-aggregation.md"
     )

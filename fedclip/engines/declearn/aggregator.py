@@ -196,8 +196,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             )
         if self.max_norm is not None and modules:
             return (
-                f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
-                "another bound from the server: leave max_norm out, or the modules"
+                f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-server sends "
+                "another bound: remove max_norm, or the modules of update clipping"
             )
         return ""
 

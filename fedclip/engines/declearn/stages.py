@@ -171,7 +171,7 @@ def _step(client: Sequence[object], optim: Mapping[str, object], steps: object) 
     if analysis.noised:
         text += f" {analysis.record_in_words}"
     elif analysis.formula:
-        text += " That is the gradient of a batch: it bounds no single sample."
+        text += " This limits the gradient of a batch, not that of a sample."
     return f"{text} {_round(analysis, steps)}".rstrip()
 
 
@@ -187,10 +187,10 @@ def _round(analysis: Analysis, steps: object) -> str:
     rate = "the learning rate" if analysis.lrate is None else number(analysis.lrate)
     if known is None or analysis.lrate is None or analysis.l2_bound is None:
         count = "the number of steps" if known is None else str(known)
-        return f"A round's update is at most {rate} times {count} times that."
+        return f"A round's update is at most {rate} times {count} times this limit."
     total = analysis.round_bound(known)
     shown = "" if total is None else number(total)
-    return f"A round's update is at most {rate} times {steps} steps times that, {shown}."
+    return f"A round's update is at most {rate} times {steps} steps times this limit: {shown}."
 
 
 def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
