@@ -74,12 +74,13 @@ def on_host(numbers: Any) -> HostView:
 
 
 def narrowed(values: Float64, like: Array) -> Array:
-    """Return values as an array of the kind, dtype and device of `like`, which is dense.
+    """Return values as a dense array of the kind, dtype and device of `like`.
 
     Values too large for the dtype become its largest number. For an array that is not of floats
     the result is of the framework's widest ones.
     """
     backend = backend_of(like)
+    like = backend.dense(like)
     dtype = backend.dtype(like)
     if not dtype.startswith(("float", "bfloat")):
         return backend.asarray(values, like)

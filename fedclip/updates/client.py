@@ -17,18 +17,19 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import truediv
 from typing import ClassVar, NamedTuple
 
 from fedclip.arrays import on_host
 from fedclip.core import parameters
 from fedclip.core.measures import Order, check_order
-from fedclip.core.scopes import Scope, check_exclude, check_scope, resolve
+from fedclip.core.scopes import Scope, check_exclude, check_scope
 from fedclip.errors import FedclipWarning, NonFiniteError
 from fedclip.rules import NoState
-from fedclip.rules.constant import Constant
-from fedclip.transforms import Gradient, NormClipping, NotFiniteError, prepare, take_step
-from fedclip.updates.limits import Limits, norms_of, refuse_statistics, zeros
-from fedclip.updates.protocol import BINS, Arrays, Reply, SentBound, one_hot
+from fedclip.transforms import Gradient, NotFiniteError, take_step
+from fedclip.updates.limits import Limits, norm_of, refuse_statistics, zeros
+from fedclip.updates.protocol import Arrays, Reply, SentBound
+from fedclip.updates.votes import BINS, one_hot
 
 
 class Outcome(NamedTuple):
@@ -142,23 +143,22 @@ class UpdateClient:
         """Return the clipped update, or zeros; `whole`: the bound is for all groups together."""
         groups = self.limits.groups(update)
         limits = self.limits.of(groups, bound, whole)
-        transform = NormClipping(Constant(limits))
-        gradient = prepare(self.called, update, groups, transform)
+        transform, gradient = self.limits.prepared(update, groups, limits)
         try:
             step = take_step(transform, gradient, NoState(), "raise")
         except NotFiniteError:
-            return Outcome(zeros(update), zeroed=self._told(self._not_finite(gradient)))
+            return Outcome(zeros(update), zeroed=self._logged(self._not_finite(gradient)))
+        arrays = gradient.result(update, step.outputs)
         # The factor by which the bound would have to grow to leave the update alone.
-        pairs = zip(on_host(step.norms).tolist(), limits, strict=True)
-        times = max((n / c for n, c in pairs), default=0.0)
+        times = max(map(truediv, on_host(step.norms).tolist(), limits), default=0.0)
         idle = times == 0.0 if steps is None else steps == 0
         norm = None if idle else times * bound
         clipped = bool(on_host(step.clipped).any())
         if far := self._far(update, times):
-            return Outcome(zeros(update), norm, clipped, self._told(far), times)
-        return Outcome(gradient.result(update, step.outputs), norm, clipped, times=times)
+            return Outcome(zeros(update), norm, clipped, self._logged(far), times)
+        return Outcome(arrays, norm, clipped, times=times)
 
-    def _told(self, why: str) -> str:
+    def _logged(self, why: str) -> str:
         self.logger.warning("%s shares zeros for the update: %s", self.called, why)
         return why
 
@@ -175,8 +175,8 @@ class UpdateClient:
     def _far(self, update: Arrays, times: float) -> str:
         """Return a sentence if a finite update is far out of range, else ""."""
         if self.zeroing_norm is not None:
-            groups = resolve("global", None, tuple(update))
-            norm = (norms_of(update, groups, self.called, self.zeroing_ord) or [math.inf])[0]
+            measured = norm_of(update, self.called, self.zeroing_ord)
+            norm = math.inf if measured is None else measured
             if norm > self.zeroing_norm:
                 return f"its norm is {norm:.4g}, above zeroing_norm={self.zeroing_norm!r}"
         if self.zeroing_factor is not None and times > self.zeroing_factor:

@@ -38,7 +38,8 @@ from fedclip.core.parameters import Configured, integer, limit, non_negative, pa
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance
 from fedclip.updates.limits import rounded
-from fedclip.updates.protocol import BINS, Arrays, SentBound
+from fedclip.updates.protocol import Arrays, SentBound
+from fedclip.updates.votes import BINS
 
 # A draw beyond this number of standard deviations has a probability of 1e-31.
 _TAIL = 12

@@ -34,7 +34,7 @@ from fedclip.privacy.accounting import Accountant, Release, covers
 from fedclip.privacy.correlated import Stream
 from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Participation
 
 MANY_ROUNDS = 10**6
 UNIT = "the updates of a client"

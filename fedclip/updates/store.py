@@ -36,8 +36,7 @@ from fedclip.updates.aggregation import Combining
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.client_noise import SITES_ELSEWHERE
-from fedclip.updates.protocol import Arrays, Reply, RoundResult, SentBound
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Arrays, Participation, Reply, RoundResult, SentBound
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from fedclip.updates.bound import AdaptiveBound
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Participation
 
 # Above this epsilon, a guarantee is one in name only. Ponomareva et al. (2023, "How to DP-fy ML")
 # draw the line there: even odds may then become 99.995 % certainty.

@@ -19,7 +19,7 @@ from declearn.quickrun import DataSourceConfig, parse_data_folder
 from fedclip.cli.check.findings import Check, Level, Section, brief, part_of, text_of
 from fedclip.dpsgd.persons import numbered
 from fedclip.engines.declearn.experiment import PERSONS
-from fedclip.engines.declearn.trained import trained
+from fedclip.engines.declearn.personal import trained
 
 _NAMED = re.compile(
     r"(^|[\W_])(id|uid|pid|mrn|ssn|patient|person|subject|participant|user|member|customer|student)"

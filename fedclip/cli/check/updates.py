@@ -10,12 +10,11 @@ from typing import Any
 from fedclip.cli.check.findings import Found, Setting
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
 from fedclip.engines.declearn.messages import AUX_NAME, DECLEARN_RANGE
-from fedclip.engines.declearn.update_client import UpdateClipClient
-from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.engines.declearn.update_modules import UpdateClipClient, UpdateClipServer
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.updates.aggregation import num_shortened
 from fedclip.updates.client_noise import UNSURE_MASKS, UNSURE_PEERS
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Participation
 from fedclip.updates.weights import WITH_NOISE, Shares, shares_of
 
 CLIENT, SERVER, AGGREGATOR = "client_opt", "server_opt", "aggregator"

@@ -5,27 +5,34 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 from declearn.aggregator import Aggregator
 from declearn.model.api import Vector
 
-from fedclip.arrays import backend_of
 from fedclip.core import parameters
 from fedclip.core.measures import Order
 from fedclip.core.plugins import VERSION, Versioned
 from fedclip.core.scopes import Scope
-from fedclip.engines.declearn.context import ROUND, under_way
-from fedclip.engines.declearn.members import UPDATES, blank, sender_of, senders_of
+from fedclip.engines.declearn.context import (
+    ROUND,
+    UPDATES,
+    Sender,
+    blank,
+    senders_of,
+    under_way,
+)
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
-from fedclip.updates.aggregation import Aggregation, Combining
+from fedclip.updates.aggregation import Aggregation, Combining, RunningAverage
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.limits import check_whole, refuse_statistics, rounded, signature
+from fedclip.updates.limits import OTHER_TENSORS, check_whole, refuse_statistics, rounded
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.weights import Shares, Weights
 
+_SUMMED = attrgetter("summed")
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 RAISES = (
@@ -212,12 +219,12 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if sent.private:
             refuse_statistics(updates.coefs)
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
-        reply = outcome.reply(sent)
-        same = reply.arrays is updates.coefs
-        vector = updates if same else type(updates)(dict(reply.arrays))
-        site = round_.site if round_ else None
+        reply, site = outcome.reply(sent), None
+        vector = updates
+        if reply.arrays is not updates.coefs:
+            vector = type(updates)(dict(reply.arrays))
         if round_ is not None:
-            round_.outcome = outcome
+            round_.outcome, round_.reply, site = outcome, reply, round_.site
             if site is not None:
                 shared = site.shared(vector.coefs, sent.bound, round_.step, round_.encrypter)
                 vector = type(vector)(shared)
@@ -225,7 +232,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
         result.secagg_range = self.secagg_range
         result.noised = bool(site)
-        result.factor = self.shares.factor(self.client, n_steps)
+        if self.shares.kind != "equal":
+            result.factor = self.shares.factor(self.client, n_steps)
         limit = None if site else self.secagg_range
         if limit is not None and (why := result.beyond(limit)):
             raise ValueError(why)
@@ -240,26 +248,33 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
                 "no client has replied, or clients have another aggregator"
             )
         round_, module = under_way(counted=True) or (None, None)
-        parts, model = updates.parts, blank()
+        model, known = blank(), senders_of(UPDATES)
+        parts = updates.parts or (updates,)
         bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
         # Without the sampler, assume that most replies have the tensors of the model.
-        like = _most([p.updates for p in parts], _kind) if model is None else model
-        replies = self._replies(parts, like)
+        like = _most([p.updates for p in parts], "shape") if model is None else model
+        aggregation, site, budget = self.aggregation, None, None
         if module is not None:
             # Not an error: declearn's server would wait for its clients for ever.
-            module.halt(self.aggregation.unfit_for_sums(replies))
-        budget = None if module is None else module.budget
-        site, aggregation = None if module is None else module.site, self.aggregation
+            if why := self.combining.unfit(secure=updates.n_clients > len(parts)):
+                module.halt(why)
+            site, budget = module.site, module.budget
         if site is not None:
             limits = replace(aggregation.limits, noise=site.std(1.0))
             aggregation = replace(aggregation, limits=limits)
         together, clients = round_ is not None, budget.clients if budget else None
         tensors: Any = getattr(like, "coefs", {})
-        running = aggregation.start(tensors, bound, self._warn, whole=together, clients=clients)
-        for reply in replies:
+        running = RunningAverage(
+            aggregation, tensors, bound, self._warn, whole=together, clients=clients
+        )
+        for reply in self._replies(parts, type(like), known):
             running.add(reply)
         exact = running.finish()
-        self._report(updates, running.faults, counted=budget is None)
+        # With noise, clients do not send these counts.
+        counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
+        text = f"{updates.n_clients} updates, {'' if budget else counts}"
+        refused = sum(map(bool, running.faults))
+        _LOGGER.info("clipped-averaging: %s%d refused", text, refused)
         if like is None:
             named = "; ".join(running.faults)
             raise ValueError(f"clipped-averaging: no reply holds an update ({named})")
@@ -268,56 +283,61 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         else:
             pairs = zip(parts, running.faults, strict=True)
             valid = [part.updates for part, fault in pairs if not fault]
-            like = _most(valid, _dtypes) if model is None else model
+            like = _most(valid, "dtype") if model is None else model
             average = type(like)(rounded(exact, like.coefs))
         if round_ is not None and module is not None:
             round_.average, round_.exact = average, exact
-            round_.trouble = self.aggregation.unfit_for_noise() or module.unheard(running.void)
-            if site is not None:
-                counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed
-                round_.trouble = round_.trouble or site.void(running.valid, bool(counted))
+            if budget is not None:
+                trouble = self.aggregation.unfit_for_noise() or module.unheard(running.void)
+                if site is not None:
+                    counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed
+                    trouble = trouble or site.void(running.valid, bool(counted))
+                round_.trouble = trouble
         return average
 
-    def _replies(self, parts: Sequence[ClippedUpdates], like: Any) -> list[Reply]:
+    def _replies(
+        self, parts: Sequence[ClippedUpdates], kind: type[object], known: Sequence[Sender]
+    ) -> list[Reply]:
         """Return the replies and who has sent them, which a table of weights needs."""
-        names = [sender_of(UPDATES, i, len(parts)) for i in range(len(parts))]
+        senders = [sender.name for sender in known]
+        named = len(known) == len(parts) and not any(map(_SUMMED, known))
+        names = senders if named else [""] * len(parts)
         if self.shares.table and parts[0].n_clients == 1 and not any(names):
             raise ValueError(
                 "clipped-averaging has a table of weights, and does not know who has sent which "
                 "reply: set client_sampler = {'strategy': 'named-clients'}"
             )
-        senders = senders_of(UPDATES)
-        return [
-            replace(part.reply(type(like)), sender=name, senders=senders)
-            for part, name in zip(parts, names, strict=True)
-        ]
+        return [self._reply(*pair, kind, senders) for pair in zip(parts, names, strict=True)]
+
+    @staticmethod
+    def _reply(
+        part: ClippedUpdates, sender: str, kind: type[object], senders: Sequence[str]
+    ) -> Reply:
+        """Return a reply, of a kind of vector, as that of any engine; or a secure sum."""
+        coefs: Any = getattr(part.updates, "coefs", None)
+        fault = part.fault or (OTHER_TENSORS if type(part.updates) is not kind else "")
+        steps: Any = part.weights
+        clients = max(1, part.n_clients)
+        return Reply(
+            coefs, sender=sender, fault=fault, clients=clients, steps=steps, senders=senders
+        )
 
     @staticmethod
     def _warn(what: str) -> None:
         _LOGGER.warning("clipped-averaging: %s", what)
 
-    @staticmethod
-    def _report(updates: ClippedUpdates, faults: Sequence[str], counted: bool) -> None:
-        counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
-        # With noise, clients do not send these counts.
-        text = f"{updates.n_clients} updates, {counts if counted else ''}"
-        _LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, faults)))
 
-
-def _most(vectors: Sequence[Any], key: Callable[[Any], Any]) -> Any:
-    """Return one of the vectors whose key is the most common one; None if none has a key."""
-    keys = [key(vector) for vector in vectors]
-    common = Counter(k for k in keys if k is not None).most_common(1)
+def _most(vectors: Sequence[Any], what: str) -> Any:
+    """Return one of the vectors with the most common "shape" or "dtype"; None if none has any."""
+    keys = [_forms(vector, what) for vector in vectors]
+    common = Counter(filter(None, keys)).most_common(1)
     return vectors[keys.index(common[0][0])] if common else None
 
 
-def _kind(vector: Any) -> Any:
-    """Return types, names and shapes of a client's update; None if it has none."""
+def _forms(vector: Any, what: str) -> Any:
+    """Return type, names, and shapes or dtypes of a client's update; None if it has none."""
     try:
-        return (type(vector), signature(vector.coefs)) if isinstance(vector, Vector) else None
+        forms = map(attrgetter(what), vector.coefs.values())
+        return (type(vector), frozenset(zip(vector.coefs, forms, strict=True)))
     except Exception:  # it may be anything, and must not end the run
         return None
-
-
-def _dtypes(vector: Vector[Any]) -> Any:
-    return tuple((name, backend_of(a).dtype(a)) for name, a in vector.coefs.items())

@@ -18,7 +18,7 @@ from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig, p
 from declearn.typing import Batch
 from declearn.utils import make_importable
 
-from fedclip.engines.declearn.generics import AnyModel, AnyVector
+from fedclip.engines.declearn.context import AnyModel, AnyVector
 from fedclip.engines.declearn.persample import clipped_sum, vector
 from fedclip.errors import ToolError
 from fedclip.privacy.ledger import FILE

@@ -20,11 +20,11 @@ from declearn.model.api import Vector
 
 from fedclip.arrays import Float64
 from fedclip.core.messages import FromServer, Message
-from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.context import AnyVector
 from fedclip.engines.declearn.secagg import inside
 from fedclip.errors import Unchecked
-from fedclip.updates.limits import OTHER_TENSORS, peaks, zeros
-from fedclip.updates.protocol import BINS, COUNTS, Reply, counts_of, is_one_of, is_vote
+from fedclip.updates.limits import peaks, zeros
+from fedclip.updates.votes import BINS, COUNTS, counts_of, is_one_of, is_vote
 
 AUX_NAME = "update-clip"
 """Name under which bound and votes are exchanged."""
@@ -127,15 +127,10 @@ class UpdateClipVotes(Message):
             return self._coarse
         return (self.n_votes, self.n_within) if self.n_bins is None else (0, 0)
 
-    def counts(self) -> Float64:
-        """Return the number of votes for each bin."""
-        bins = () if self.n_bins is None else self.n_bins
-        return (counts_of(0, 0, bins) if len(bins) else 0) + counts_of(*self.coarse, ())
-
-    def with_bins_only(self) -> UpdateClipVotes:
-        """Return these votes without those that say no bin."""
-        bins = self.n_bins or [0] * BINS
-        return UpdateClipVotes(self.n_clients, n_faults=self.n_faults, n_bins=bins)
+    def counts(self, coarse: bool = True) -> Float64:
+        """Return the number of votes for each bin; `coarse`: of those that say no bin, too."""
+        counts = counts_of(*(self.coarse if coarse else (0, 0)), ())
+        return counts if self.n_bins is None else counts + self.n_bins
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields that are sent."""
@@ -160,6 +155,7 @@ class UpdateClipVotes(Message):
         right = noised is None or (
             _are_integers(noised) and (votes, within) == (0, 0) and bins is None
         )
+        right = right and (bins is None or _are_integers(bins))
         right = right and is_vote(votes, within, () if bins is None else bins)
         if right and is_one_of(((1,),), [data.get("n_clients")]):
             return cls(1, votes, within, n_noised=noised, n_bins=bins)
@@ -171,15 +167,17 @@ class UpdateClipVotes(Message):
             # A message that keeps others side by side, in the wrong place: it keeps this one, too.
             raise TypeError(f"votes are added to {type(other).__name__}")
         other = other if isinstance(other, UpdateClipVotes) else UpdateClipVotes(n_faults=1)
-        counts = ("n_clients", "n_votes", "n_within", "n_faults")
-        result = UpdateClipVotes(*(getattr(self, n) + getattr(other, n) for n in counts))
-        result._side = self.noised + other.noised
-        bins = [votes.n_bins for votes in (self, other) if votes.n_bins is not None]
-        result.n_bins = [sum(column) for column in zip(*bins, strict=True)] if bins else None
-        result._coarse = (
-            self.coarse[0] + other.coarse[0],
-            self.coarse[1] + other.coarse[1],
+        result = UpdateClipVotes(
+            self.n_clients + other.n_clients,
+            self.n_votes + other.n_votes,
+            self.n_within + other.n_within,
+            self.n_faults + other.n_faults,
         )
+        result._side = self.noised + other.noised
+        ours, theirs = self.coarse, other.coarse
+        result._coarse = ours[0] + theirs[0], ours[1] + theirs[1]
+        bins = [votes.n_bins for votes in (self, other) if votes.n_bins is not None]
+        result.n_bins = [*map(sum, zip(*bins, strict=True))] if bins else None
         return result
 
     @classmethod
@@ -193,10 +191,9 @@ class UpdateClipVotes(Message):
         return self if isinstance(other, int) and not other else self.aggregate(other)
 
 
-def _are_integers(numbers: object) -> bool:
-    if not isinstance(numbers, list) or len(numbers) != BINS:
-        return False
-    return all(type(n) is int for n in numbers)
+def _are_integers(numbers: Unchecked) -> bool:
+    fits = isinstance(numbers, list) and len(numbers) == BINS
+    return fits and {*map(type, numbers)} == {int}
 
 
 @dataclass
@@ -206,7 +203,7 @@ class ClippedUpdates(ModelUpdates):
     Attributes
     ----------
     updates
-        The clipped update. None in what `aggregate` returns: see `parts`.
+        The clipped update. None in what `aggregate` returns, which has the replies as `parts`.
     weights
         1 for each client; or its number of steps, if these are the weights, and below 0 if that
         is not valid.
@@ -224,19 +221,7 @@ class ClippedUpdates(ModelUpdates):
     secagg_range: float | None = field(default=None, init=False, repr=False, compare=False)
     factor: float | None = field(default=1.0, init=False, repr=False, compare=False)
     noised: bool = field(default=False, init=False, repr=False, compare=False)
-    _gathered: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
-
-    @property
-    def parts(self) -> tuple[ClippedUpdates, ...]:
-        """The replies in this sum."""
-        return self._gathered or (self,)
-
-    def reply(self, kind: type[object]) -> Reply:
-        """Return this reply, of a kind of vector, as that of any engine; or a secure sum."""
-        coefs: Unchecked = getattr(self.updates, "coefs", None)
-        fault = self.fault or (OTHER_TENSORS if type(self.updates) is not kind else "")
-        steps: Unchecked = self.weights
-        return Reply(coefs, fault=fault, clients=max(1, self.n_clients), steps=steps)
+    parts: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def beyond(self, limit: float) -> str:
         """Return which values are beyond a range of secure aggregation; "" for none."""
@@ -295,7 +280,7 @@ class ClippedUpdates(ModelUpdates):
             self.n_clipped + other.n_clipped,
             self.n_zeroed + other.n_zeroed,
         )
-        total._gathered = self.parts + other.parts
+        total.parts = (*(self.parts or (self,)), *(other.parts or (other,)))
         return total
 
     def __radd__(self, other: object) -> ClippedUpdates:

@@ -35,9 +35,8 @@ from fedclip.arrays.frozen import unused
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import check_exclude, resolve
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
-from fedclip.engines.declearn.context import change
+from fedclip.engines.declearn.context import AnyModel, AnyVector, change
 from fedclip.engines.declearn.evaluation import beyond_range
-from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.members import untold
 from fedclip.engines.declearn.personal import (
     PersonalModel,
@@ -49,8 +48,7 @@ from fedclip.engines.declearn.personal import (
     statistics_problems,
 )
 from fedclip.engines.declearn.site import GatedNetwork
-from fedclip.engines.declearn.update_client import UpdateClipClient
-from fedclip.engines.declearn.update_norms import UpdateNorms
+from fedclip.engines.declearn.update_modules import UpdateClipClient, UpdateNorms
 from fedclip.errors import StateError
 from fedclip.privacy.guarantees import Plugin
 from fedclip.site.gate import Gate

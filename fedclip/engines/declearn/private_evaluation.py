@@ -31,9 +31,9 @@ from fedclip.core import parameters
 from fedclip.dpsgd.calibrate import evaluation_noise
 from fedclip.dpsgd.persample.base import Data, Failed, Float64, retry_halving
 from fedclip.dpsgd.persons import Persons
+from fedclip.engines.declearn.context import AnyModel
 from fedclip.engines.declearn.dataset_records import Records
 from fedclip.engines.declearn.evaluation import noise_problems
-from fedclip.engines.declearn.generics import AnyModel
 from fedclip.engines.declearn.persample import part
 from fedclip.privacy.noise import Normals, noised
 

@@ -31,9 +31,9 @@ from declearn.utils import (
 import fedclip
 from fedclip.engines.declearn.experiment import Experiment, draw_from, vectorize_gradients
 from fedclip.engines.declearn.members import Members
+from fedclip.engines.declearn.personal import label
 from fedclip.engines.declearn.samplers import guarded, watchful
-from fedclip.engines.declearn.trained import label
-from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.errors import ToolError
 from fedclip.privacy.ledger import FILE
 from fedclip.report import Reader, ReportError

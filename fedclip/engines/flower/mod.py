@@ -19,7 +19,7 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, 
 from flwr.common.constant import ErrorCode
 
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.limits import OTHER_TENSORS, alike
+from fedclip.updates.limits import OTHER_TENSORS, signature
 from fedclip.updates.protocol import SentBound, bound_from, reply_to
 from fedclip.updates.store import client_of, settings_in
 
@@ -123,7 +123,7 @@ class UpdateClipMod:
         name, trained = one_record(reply.content, "the reply")
         before = floats_of(received)
         after = {k: trained[k].numpy() for k in before if k in trained}
-        if not alike(after, before) or received.keys() != trained.keys():
+        if signature(after) != signature(before) or received.keys() != trained.keys():
             raise ValueError(OTHER_TENSORS)
         with np.errstate(over="ignore", invalid="ignore"):
             update = {k: before[k] - after[k] for k in before}

@@ -26,8 +26,7 @@ from flwr.serverapp import Grid, strategy
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedclip.engines.flower.mod import RECORD, floats_of, one_record, record_of
-from fedclip.updates.protocol import Reply, RoundResult, bound_to, reply_from
-from fedclip.updates.schedule import Schedule
+from fedclip.updates.protocol import Reply, RoundResult, Schedule, bound_to, reply_from
 from fedclip.updates.store import PersistentServer, server_of, settings_in
 
 _AVERAGES = {

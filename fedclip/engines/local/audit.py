@@ -38,9 +38,9 @@ from fedclip.core.scopes import Groups
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.persample.base import Data, Host, HostStack
 from fedclip.dpsgd.persons import Persons
+from fedclip.engines.declearn.context import AnyModel
 from fedclip.engines.declearn.dataset_records import Records, first_records
 from fedclip.engines.declearn.experiment import Experiment
-from fedclip.engines.declearn.generics import AnyModel
 from fedclip.engines.declearn.persample import shapes
 from fedclip.engines.declearn.private_training import PrivateTrainingManager
 from fedclip.engines.local.simulate import Simulation

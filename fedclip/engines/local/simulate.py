@@ -32,19 +32,17 @@ from declearn.utils import set_device_policy
 
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
 from fedclip.core.records import ALL
-from fedclip.core.scopes import resolve
+from fedclip.engines.declearn.context import AnyVector
 from fedclip.engines.declearn.experiment import Experiment, draw_from
-from fedclip.engines.declearn.generics import AnyVector
-from fedclip.engines.declearn.trained import label
+from fedclip.engines.declearn.personal import label
 from fedclip.engines.local.crowd import Ask, ClientState, Crowd, SimulateConfig, Task, Trained
 from fedclip.errors import FedclipWarning, ToolError
 from fedclip.report.norms import norms_by_stage, outliers_of, unusual_norms
 from fedclip.report.results import Result, best_round
 from fedclip.report.rows import Row
 from fedclip.updates.bound import AdaptiveBound
-from fedclip.updates.limits import norms_of
-from fedclip.updates.protocol import Reply, SentBound
-from fedclip.updates.schedule import Schedule
+from fedclip.updates.limits import norm_of
+from fedclip.updates.protocol import Reply, Schedule, SentBound
 from fedclip.updates.server import UpdateServer
 
 EARLY = "the loss stopped improving (early_stop)"
@@ -179,9 +177,8 @@ class Simulation:
         """Return what a client replies; an attacker may send more than the bound allows."""
         update, steps = trained.update, trained.steps
         if sent is None:
-            limits = resolve("global", None, tuple(update.coefs))
-            norms = norms_of(update.coefs, limits, "simulate")
-            norm = norms[0] if norms else math.nan
+            measured = norm_of(update.coefs, "simulate")
+            norm = math.nan if measured is None else measured
             self._note(client, norm, SentBound(math.inf, adaptive=False), False)
             return self.aggregator.prepare_for_sharing(update, steps)
         outcome = self.aggregator.outcome(update.coefs, sent.bound, steps)

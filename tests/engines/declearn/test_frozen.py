@@ -19,7 +19,7 @@ from report_runs import call
 
 from fedclip import PersonalModel
 from fedclip.cli.check.configuration import check_config
-from fedclip.engines.declearn.trained import LABEL, label
+from fedclip.engines.declearn.personal import LABEL, label
 
 
 def frozen_bn() -> Any:

@@ -13,7 +13,7 @@ from declearn.optimizer import Optimizer
 from fedclip import UpdateClipServer
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.check.findings import Check
-from fedclip.engines.declearn.clipper_servers import ZScoreClipServer
+from fedclip.engines.declearn.statistics_server import ZScoreClipServer
 
 # The noise of each file that is checked is accounted for.
 pytestmark = [

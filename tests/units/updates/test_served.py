@@ -16,8 +16,15 @@ from fedclip.cli.spent import read_spent
 from fedclip.core.records import SERVED
 from fedclip.errors import StateError
 from fedclip.report import read_report
-from fedclip.updates.protocol import Reply, SentBound, bound_from, bound_to, reply_from, reply_to
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import (
+    Participation,
+    Reply,
+    SentBound,
+    bound_from,
+    bound_to,
+    reply_from,
+    reply_to,
+)
 from fedclip.updates.store import PersistentServer, client_of, read, server_of
 
 MODEL = {"w": np.zeros(3)}

@@ -34,7 +34,7 @@ from fedclip.cli.spent import in_words, read_spent
 from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.messages import UpdateClipBound, UpdateClipVotes
 from fedclip.engines.declearn.site import GatedNetwork
-from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.audit import guess, lower_bound
 from fedclip.privacy.discrete import draws
@@ -43,9 +43,9 @@ from fedclip.site.policy import Policy
 from fedclip.updates import client_noise as site_noise
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
-from fedclip.updates.protocol import BINS
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.store import client_of, server_of
+from fedclip.updates.votes import BINS
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 

@@ -30,8 +30,7 @@ from fedclip.privacy.ledger import read_entries
 from fedclip.updates import noise as budget
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.protocol import Reply
-from fedclip.updates.schedule import Participation, Schedule
+from fedclip.updates.protocol import Participation, Reply, Schedule
 from fedclip.updates.server import UpdateServer
 
 CLIPPED = {"name": "clipped-averaging"}
@@ -224,12 +223,12 @@ def test_a_restart_begins_a_schedule_and_an_old_state_pays_for_what_may_be_lost(
     ("changes", "text"),
     [
         ({"separation": 1}, "needs separation > 1"),
-        ({"rounds": None}, "and rounds, the number"),
+        ({"rounds": None}, "and rounds, the planned number"),
         ({"rounds": 0}, "rounds must be"),
         ({"momentum": 1.0}, "momentum must be"),
         ({"noise": "independent"}, "goes with noise='banded'"),
         ({"noise": "bandet"}, "did you mean 'banded'"),
-        ({"noise_multiplier": 0.0}, "go with noise_multiplier"),
+        ({"noise_multiplier": 0.0}, "separation goes with noise_multiplier"),
         ({"separation": 0}, "separation must be"),
     ],
 )

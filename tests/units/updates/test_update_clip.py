@@ -27,11 +27,12 @@ from fedclip.errors import NonFiniteError, StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon, split_noise
 from fedclip.privacy.noise import insecure_normals
 from fedclip.updates.aggregation import averaged
-from fedclip.updates.bound import FIRST_VARIANCE, AdaptiveBound, BoundRule
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.noise import Budget, draws_of
-from fedclip.updates.protocol import BINS, Reply, one_hot
+from fedclip.updates.protocol import Reply
 from fedclip.updates.server import UpdateServer
+from fedclip.updates.votes import BINS, FIRST_VARIANCE, BoundRule, one_hot
 
 CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
@@ -499,7 +500,7 @@ def test_the_budget_ends_the_training_before_it_is_passed(caplog: pytest.LogCapt
             {"noise_multiplier": 1.0, "expected_clients": 9, "max_epsilon": 1.0},
             r"one round .* costs epsilon = 4\.3.*take noise_multiplier >= 3\.7",
         ),
-        ({"seed": 3}, "a seed goes with generator='insecure' only"),
+        ({"seed": 3}, "seed goes with generator='insecure' only"),
         ({"start_norm": 3.0, "max_norm": 2.0}, "start_norm must be within"),
         ({"relation": "replace"}, "did you mean 'replace-one'"),
     ],
@@ -710,6 +711,7 @@ def test_groups_that_reach_the_bound_each_by_itself_are_refused(scope: Any) -> N
         {"n_bins": [0] * 8 + [2, -1]},
         {"n_bins": [0] * 8 + [1]},
         {"n_bins": 8},
+        {"n_bins": []},
         "other type",
     ],
     ids=str,
