@@ -296,7 +296,11 @@ class Configured:
                 collected[name] = value.over(collected.get(name), annotations.get(name), common)
                 setattr(cls, name, collected[name].default)
         known = [*cls._common_order, *collected]
-        place = {name: known.index(name) if p.common else -1 for name, p in collected.items()}
+        # Those by position come first, then a class's own ones.
+        place = {
+            name: (p.kw_only, known.index(name) if p.common else -1)
+            for name, p in collected.items()
+        }
         cls.parameters = {
             name: collected[name] for name in sorted(collected, key=place.__getitem__)
         }

@@ -17,12 +17,14 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from operator import truediv
 from typing import ClassVar, NamedTuple
 
 from fedclip.arrays import on_host
 from fedclip.core import parameters
 from fedclip.core.measures import Order, check_order
+from fedclip.core.parameters import Configured, parameter
 from fedclip.core.scopes import Scope, check_exclude, check_scope
 from fedclip.errors import FedclipWarning, NonFiniteError
 from fedclip.rules import NoState
@@ -68,7 +70,11 @@ class Outcome(NamedTuple):
         )
 
 
-class UpdateClient:
+def _order(zeroing_ord: object) -> Order:
+    return check_order(zeroing_ord)
+
+
+class UpdateClient(Configured):
     """Clips the updates of one client; the parameters are those of `clipped-averaging`.
 
     Examples
@@ -79,28 +85,21 @@ class UpdateClient:
     (array([0.6, 0.8]), 1, 0)
     """
 
-    called: ClassVar[str] = "update clipping"
+    name: ClassVar[str] = "update clipping"
     logger: ClassVar[logging.Logger] = logging.getLogger("fedclip.client")
 
-    def __init__(
-        self,
-        scope: Scope = "global",
-        exclude: str | Sequence[str] | None = None,
-        *,
-        zeroing_norm: float | None = None,
-        zeroing_factor: float | None = None,
-        zeroing_ord: Order = "inf",
-        on_nonfinite: str = "skip",
-    ) -> None:
-        self.on_nonfinite = parameters.choice(("skip", "raise"), on_nonfinite=on_nonfinite)
-        self.scope = check_scope(scope, limits=True)
-        self.exclude = check_exclude(exclude)
-        self.zeroing_norm = parameters.optional(parameters.positive, zeroing_norm=zeroing_norm)
-        above = (parameters.number, "a finite number > 1", 1.0)
-        factor = parameters.optional(*above, open_low=True, zeroing_factor=zeroing_factor)
-        self.zeroing_factor = factor
-        self.zeroing_ord = check_order(zeroing_ord)
-        self.limits = Limits(self.scope, self.exclude, self.called)
+    scope: Scope = parameter(partial(check_scope, limits=True), default="global")
+    exclude: str | Sequence[str] | None = parameter(check_exclude, default=None)
+    zeroing_norm: float | None = parameter(parameters.positive, default=None)
+    zeroing_factor: float | None = parameter(
+        partial(parameters.number, "a finite number > 1", 1.0, open_low=True), default=None
+    )
+    zeroing_ord: Order = parameter(_order, default="inf")
+    on_nonfinite: str = parameter(parameters.choice, ("skip", "raise"), default="skip")
+
+    def __post_init__(self) -> None:
+        """Resolve the limits."""
+        self.limits = Limits(self.scope, self.exclude, self.name)
 
     def clip(self, update: Arrays, sent: SentBound, *, steps: int | None = None) -> Reply:
         """Return the reply to the server.
@@ -159,15 +158,15 @@ class UpdateClient:
         return Outcome(arrays, norm, clipped, times=times)
 
     def _logged(self, why: str) -> str:
-        self.logger.warning("%s shares zeros for the update: %s", self.called, why)
+        self.logger.warning("%s shares zeros for the update: %s", self.name, why)
         return why
 
     def _not_finite(self, gradient: Gradient) -> str:
         named = ", ".join(map(repr, gradient.nonfinite()))
         text = f"NaN or infinity in {named}" if named else "a norm beyond float64"
         if self.on_nonfinite == "raise":
-            raise NonFiniteError(f"{self.called}: {text}")
-        warning = f"{self.called}: {text}; zeros are shared for the update"
+            raise NonFiniteError(f"{self.name}: {text}")
+        warning = f"{self.name}: {text}; zeros are shared for the update"
         # Point to the caller of `clip`, or of `prepare_for_sharing`.
         warnings.warn(warning, FedclipWarning, stacklevel=4)
         return text
@@ -175,7 +174,7 @@ class UpdateClient:
     def _far(self, update: Arrays, times: float) -> str:
         """Return a sentence if a finite update is far out of range, else ""."""
         if self.zeroing_norm is not None:
-            measured = norm_of(update, self.called, self.zeroing_ord)
+            measured = norm_of(update, self.name, self.zeroing_ord)
             norm = math.inf if measured is None else measured
             if norm > self.zeroing_norm:
                 return f"its norm is {norm:.4g}, above zeroing_norm={self.zeroing_norm!r}"

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Self
 
@@ -14,17 +15,9 @@ from declearn.aggregator import Aggregator
 from declearn.model.api import Vector
 
 from fedclip.core import parameters
-from fedclip.core.measures import Order
-from fedclip.core.plugins import VERSION, Versioned
-from fedclip.core.scopes import Scope
-from fedclip.engines.declearn.context import (
-    ROUND,
-    UPDATES,
-    Sender,
-    blank,
-    senders_of,
-    under_way,
-)
+from fedclip.core.parameters import parameter
+from fedclip.core.plugins import Versioned
+from fedclip.engines.declearn.context import ROUND, UPDATES, Sender, blank, senders_of, under_way
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
 from fedclip.updates.aggregation import Aggregation, Combining, RunningAverage
 from fedclip.updates.client import UpdateClient
@@ -142,49 +135,27 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     """
 
     name: ClassVar[str] = "clipped-averaging"
-    called: ClassVar[str] = name
     logger: ClassVar[logging.Logger] = logging.getLogger("declearn.client.fedclip")
     updates_cls = ClippedUpdates
 
-    def __init__(
-        self,
-        max_norm: float | None = None,
-        *,
-        scope: Scope = "global",
-        exclude: str | Sequence[str] | None = None,
-        zeroing_norm: float | None = None,
-        zeroing_factor: float | None = None,
-        zeroing_ord: Order = "inf",
-        secagg_range: float | None = None,
-        on_nonfinite: str = "skip",
-        weights: Weights = "equal",
-        max_share: float | None = None,
-        max_steps: int | None = None,
-        combine: str = "mean",
-        n_hostile: int | None = None,
-        client: str | None = None,
-        fedclip: str = VERSION,
-    ) -> None:
-        self.max_norm = parameters.optional(parameters.limit, max_norm=max_norm)
-        UpdateClient.__init__(
-            self,
-            scope,
-            exclude,
-            zeroing_norm=zeroing_norm,
-            zeroing_factor=zeroing_factor,
-            zeroing_ord=zeroing_ord,
-            on_nonfinite=on_nonfinite,
-        )
+    max_norm: float | None = parameter(parameters.limit, default=None, kw_only=False)
+    secagg_range: float | None = parameter(parameters.positive, default=None)
+    weights: Weights = parameter(default="equal")
+    max_share: float | None = parameter(default=None)
+    max_steps: int | None = parameter(default=None)
+    combine: str = parameter(default="mean")
+    n_hostile: int | None = parameter(default=None)
+    client: str | None = parameter(parameters.name, default=None)
+
+    def __post_init__(self) -> None:
+        """Check what must go together."""
+        super().__post_init__()
         if self.max_norm is None:
             check_whole(self.scope)
-        self.secagg_range = parameters.optional(parameters.positive, secagg_range=secagg_range)
-        self.shares = Shares(weights, max_share, max_steps)
-        self.weights = self.shares.table or weights
-        self.max_share, self.max_steps = self.shares.max_share, self.shares.max_steps
-        self.combining = Combining(combine, n_hostile)
-        self.combine, self.n_hostile = combine, n_hostile
+        self.shares = Shares(self.weights, self.max_share, self.max_steps)
+        self.weights = self.shares.table or self.weights
+        self.combining = Combining(self.combine, self.n_hostile)
         self.aggregation = Aggregation(self.limits, self.shares, self.combining)
-        self.client = parameters.optional(parameters.name, client=client)
 
     def get_config(self) -> dict[str, Any]:
         """Return the name and the parameters, as they would be written in a TOML file."""
@@ -198,15 +169,12 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         """Return why there is no bound, or two, with `modules` that bring one; "" if there is."""
         if self.max_norm is None and not modules:
             return (
-                "clipped-averaging has no bound: give it max_norm, or put update-clip-client into "
-                "client_opt and update-clip-server into server_opt"
+                "clipped-averaging has no bound: give it max_norm, or set up update-clip-client "
+                "and update-clip-server"
             )
-        if self.max_norm is not None and modules:
-            return (
-                f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
-                "another bound from the server: leave max_norm out, or the modules"
-            )
-        return ""
+        given = f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
+        text = f"{given}another bound: leave one of them out"
+        return text if modules and self.max_norm is not None else ""
 
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
@@ -214,28 +182,25 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         round_ = ROUND.get().client
         why = self.unfit(modules=round_ is not None)
         sent = round_.sent if round_ else SentBound(self.max_norm or 0.0)
-        if why := why or (self.aggregation.unfit_for_noise() if sent.private else ""):
-            raise ValueError(why)
         if sent.private:
+            why = why or self.aggregation.unfit_for_noise()
             refuse_statistics(updates.coefs)
+        if why:
+            raise ValueError(why)
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
         reply, site = outcome.reply(sent), None
-        vector = updates
-        if reply.arrays is not updates.coefs:
-            vector = type(updates)(dict(reply.arrays))
+        arrays = reply.arrays
         if round_ is not None:
             round_.outcome, round_.reply, site = outcome, reply, round_.site
             if site is not None:
-                shared = site.shared(vector.coefs, sent.bound, round_.step, round_.encrypter)
-                vector = type(vector)(shared)
+                arrays = site.shared(arrays, sent.bound, round_.step, round_.encrypter)
+        vector = updates if arrays is updates.coefs else type(updates)(dict(arrays))
         weight = self.shares.counted(n_steps) if self.shares.kind == "steps" else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
-        result.secagg_range = self.secagg_range
-        result.noised = bool(site)
+        result.secagg_range, result.noised = self.secagg_range, bool(site)
         if self.shares.kind != "equal":
             result.factor = self.shares.factor(self.client, n_steps)
-        limit = None if site else self.secagg_range
-        if limit is not None and (why := result.beyond(limit)):
+        if not site and self.secagg_range and (why := result.beyond(self.secagg_range)):
             raise ValueError(why)
         return result
 
@@ -262,37 +227,32 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if site is not None:
             limits = replace(aggregation.limits, noise=site.std(1.0))
             aggregation = replace(aggregation, limits=limits)
-        together, clients = round_ is not None, budget.clients if budget else None
-        tensors: Any = getattr(like, "coefs", {})
-        running = RunningAverage(
-            aggregation, tensors, bound, self._warn, whole=together, clients=clients
-        )
+        whole, clients = round_ is not None, budget.clients if budget else None
+        warn, tensors = partial(_LOGGER.warning, f"{self.name}: %s"), getattr(like, "coefs", {})
+        running = RunningAverage(aggregation, tensors, bound, warn, whole=whole, clients=clients)
         for reply in self._replies(parts, type(like), known):
             running.add(reply)
         exact = running.finish()
         # With noise, clients do not send these counts.
         counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
         text = f"{updates.n_clients} updates, {'' if budget else counts}"
-        refused = sum(map(bool, running.faults))
-        _LOGGER.info("clipped-averaging: %s%d refused", text, refused)
+        _LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, running.faults)))
         if like is None:
             named = "; ".join(running.faults)
             raise ValueError(f"clipped-averaging: no reply holds an update ({named})")
         if exact is None:
             average = zeros_like(like)
         else:
-            pairs = zip(parts, running.faults, strict=True)
-            valid = [part.updates for part, fault in pairs if not fault]
-            like = _most(valid, "dtype") if model is None else model
+            if model is None:
+                pairs = zip(parts, running.faults, strict=True)
+                like = _most([part.updates for part, fault in pairs if not fault], "dtype")
             average = type(like)(rounded(exact, like.coefs))
         if round_ is not None and module is not None:
             round_.average, round_.exact = average, exact
             if budget is not None:
                 trouble = self.aggregation.unfit_for_noise() or module.unheard(running.void)
-                if site is not None:
-                    counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed
-                    trouble = trouble or site.void(running.valid, bool(counted))
-                round_.trouble = trouble
+                counted = bool(len(parts) == 1 and updates.n_clipped + updates.n_zeroed)
+                round_.trouble = trouble or (site.void(running.valid, counted) if site else "")
         return average
 
     def _replies(
@@ -307,24 +267,14 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
                 "clipped-averaging has a table of weights, and does not know who has sent which "
                 "reply: set client_sampler = {'strategy': 'named-clients'}"
             )
-        return [self._reply(*pair, kind, senders) for pair in zip(parts, names, strict=True)]
-
-    @staticmethod
-    def _reply(
-        part: ClippedUpdates, sender: str, kind: type[object], senders: Sequence[str]
-    ) -> Reply:
-        """Return a reply, of a kind of vector, as that of any engine; or a secure sum."""
-        coefs: Any = getattr(part.updates, "coefs", None)
-        fault = part.fault or (OTHER_TENSORS if type(part.updates) is not kind else "")
-        steps: Any = part.weights
-        clients = max(1, part.n_clients)
-        return Reply(
-            coefs, sender=sender, fault=fault, clients=clients, steps=steps, senders=senders
-        )
-
-    @staticmethod
-    def _warn(what: str) -> None:
-        _LOGGER.warning("clipped-averaging: %s", what)
+        replies = []
+        for part, name in zip(parts, names, strict=True):
+            arrays: Any = getattr(part.updates, "coefs", None)
+            fault = part.fault or (OTHER_TENSORS if type(part.updates) is not kind else "")
+            reply = Reply(arrays, sender=name, senders=senders, fault=fault)
+            steps: Any = part.weights
+            replies.append(replace(reply, clients=max(1, part.n_clients), steps=steps))
+        return replies
 
 
 def _most(vectors: Sequence[Any], what: str) -> Any:

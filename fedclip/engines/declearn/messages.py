@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from declearn.aggregator import ModelUpdates
@@ -33,9 +33,8 @@ DECLEARN_RANGE = 1e5
 """The default `clipval` of declearn's secure aggregation."""
 
 UNWEIGHED = (
-    "under secure aggregation a client weighs its own update, and this one does not know how: a "
-    "table of weights needs the server's protocol 'fedclip-websockets', which gives each client "
-    "its name; 'steps' needs max_steps there, and takes no max_share"
+    "a client weighs its own update under secure aggregation: a table of weights needs the "
+    "server's protocol 'fedclip-websockets', and 'steps' needs max_steps without max_share"
 )
 """Why a client sends zeros instead of an update."""
 
@@ -152,12 +151,11 @@ class UpdateClipVotes(Message):
         data = data if isinstance(data, Mapping) else {}
         votes, within = (data.get(key) for key in ("n_votes", "n_within"))
         noised, bins = data.get("n_noised"), data.get("n_bins")
-        right = noised is None or (
-            _are_integers(noised) and (votes, within) == (0, 0) and bins is None
-        )
-        right = right and (bins is None or _are_integers(bins))
-        right = right and is_vote(votes, within, () if bins is None else bins)
-        if right and is_one_of(((1,),), [data.get("n_clients")]):
+        lists = [numbers for numbers in (noised, bins) if numbers is not None]
+        right = all(map(_are_integers, lists)) and is_one_of(((1,),), [data.get("n_clients")])
+        # Noise takes the place of the other votes.
+        right = right and (noised is None or (votes, within, bins) == (0, 0, None))
+        if right and is_vote(votes, within, () if bins is None else bins):
             return cls(1, votes, within, n_noised=noised, n_bins=bins)
         return cls(n_faults=1)
 
@@ -167,12 +165,7 @@ class UpdateClipVotes(Message):
             # A message that keeps others side by side, in the wrong place: it keeps this one, too.
             raise TypeError(f"votes are added to {type(other).__name__}")
         other = other if isinstance(other, UpdateClipVotes) else UpdateClipVotes(n_faults=1)
-        result = UpdateClipVotes(
-            self.n_clients + other.n_clients,
-            self.n_votes + other.n_votes,
-            self.n_within + other.n_within,
-            self.n_faults + other.n_faults,
-        )
+        result = UpdateClipVotes(*_sums(self, other, "n_clients n_votes n_within n_faults"))
         result._side = self.noised + other.noised
         ours, theirs = self.coarse, other.coarse
         result._coarse = ours[0] + theirs[0], ours[1] + theirs[1]
@@ -189,6 +182,10 @@ class UpdateClipVotes(Message):
     def __radd__(self, other: object) -> UpdateClipVotes:
         """Add to 0, as declearn does, or to a client's object of another type."""
         return self if isinstance(other, int) and not other else self.aggregate(other)
+
+
+def _sums(first: object, second: object, names: str) -> list[Any]:
+    return [getattr(first, name) + getattr(second, name) for name in names.split()]
 
 
 def _are_integers(numbers: Unchecked) -> bool:
@@ -227,9 +224,8 @@ class ClippedUpdates(ModelUpdates):
         """Return which values are beyond a range of secure aggregation; "" for none."""
         values = peaks(self.updates.coefs, limit)
         named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in values.items())
-        text = f"values beyond secagg_range=±{limit:g} in {named}: lower the bound of clipped-"
-        text += "averaging, or raise clipval on the server and secagg_range with it"
-        return text if values else ""
+        advice = "lower the bound, or raise clipval on the server and secagg_range with it"
+        return f"values beyond secagg_range=±{limit:g} in {named}: {advice}" if values else ""
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, without copying them as declearn's own method does."""
@@ -242,14 +238,10 @@ class ClippedUpdates(ModelUpdates):
         An exception here would be in the server's loop, which would then never end.
         """
         data = data if isinstance(data, Mapping) else {}
-        counts = [data.get(key) for key in ("n_clipped", "n_zeroed")]
-        vector = data.get("updates")
-        tensors = getattr(vector, "coefs", None)
+        vector, counts = data.get("updates"), [data.get(key) for key in ("n_clipped", "n_zeroed")]
         fault = ""
-        if not isinstance(vector, Vector):
-            fault = f"the update is {type(vector).__name__}, not a Vector"
-        elif not isinstance(tensors, dict):
-            fault = f"the update is of {type(tensors).__name__}, not of tensors"
+        if not isinstance(vector, Vector) or not isinstance(vector.coefs, dict):
+            fault = f"the update is {type(vector).__name__}, not a Vector of tensors"
         elif not is_one_of(((1,),), [data.get("n_clients")]) or not is_one_of(COUNTS, counts):
             fault = "its counts are not of one client"
         result = cls.refused(vector, fault) if fault else cls(vector, 1, 1, *counts)
@@ -273,21 +265,14 @@ class ClippedUpdates(ModelUpdates):
         """Return both replies, side by side, with the counts added up."""
         if not isinstance(other, ClippedUpdates):
             other = ClippedUpdates.stranger(other)
-        total = ClippedUpdates(
-            None,
-            self.weights + other.weights,
-            self.n_clients + other.n_clients,
-            self.n_clipped + other.n_clipped,
-            self.n_zeroed + other.n_zeroed,
-        )
+        total = ClippedUpdates(None, *_sums(self, other, "weights n_clients n_clipped n_zeroed"))
         total.parts = (*(self.parts or (self,)), *(other.parts or (other,)))
         return total
 
     def __radd__(self, other: object) -> ClippedUpdates:
         """Add to 0, as `sum` does, or to a reply of another type."""
-        if isinstance(other, int) and not other:
-            return self
-        return ClippedUpdates.stranger(other).aggregate(self)
+        is_start = isinstance(other, int) and not other
+        return self if is_start else ClippedUpdates.stranger(other).aggregate(self)
 
     def prepare_for_secagg(self) -> tuple[dict[str, object], None]:
         """Return all fields, for encryption; replace an update that is out of range by zeros.

@@ -28,12 +28,7 @@ from fedclip.privacy.sensitivity import Analysis, analyse_plugins
 __all__ = ["analyse", "before_noise", "in_words", "warnings"]
 
 
-def analyse(
-    pipeline: object,
-    shapes: Shapes | None = None,
-    *,
-    finite: bool = False,
-) -> Analysis:
+def analyse(pipeline: object, shapes: Shapes | None = None, *, finite: bool = False) -> Analysis:
     """Return what a clipper, a list of them, or an optimizer guarantees.
 
     Parameters

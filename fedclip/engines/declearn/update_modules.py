@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 from declearn.optimizer.modules import OptiModule
 
 from fedclip.core import parameters
-from fedclip.core.parameters import Config
-from fedclip.core.plugins import VERSION, Versioned
+from fedclip.core.parameters import Config, parameter
+from fedclip.core.plugins import Versioned
 from fedclip.core.records import Recorder, RoundRecord, read_rounds
 from fedclip.core.states import check_count
 from fedclip.engines.declearn.context import (
@@ -33,12 +33,7 @@ from fedclip.engines.declearn.context import (
     senders_of,
     under_way,
 )
-from fedclip.engines.declearn.messages import (
-    AUX_NAME,
-    UpdateClipBound,
-    UpdateClipVotes,
-    zeros_like,
-)
+from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes, zeros_like
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules import FIXED, LEARNT
 from fedclip.updates.bound import AdaptiveBound
@@ -123,6 +118,12 @@ class UpdateNorms(OptiModule[Any]):
         self.recorder.set_state(round_, read_rounds(state))
 
 
+def _table(noise: object) -> Config:
+    if not isinstance(noise, Mapping):
+        raise TypeError(f"noise must be a table, got {noise!r:.200}")
+    return dict(noise)
+
+
 class UpdateClipClient(Versioned, UpdateNorms):
     """Receive the round's bound for `clipped-averaging`, and return a vote.
 
@@ -181,13 +182,14 @@ class UpdateClipClient(Versioned, UpdateNorms):
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls: Any = UpdateClipVotes
 
-    def __init__(self, *, noise: Config | None = None, fedclip: str = VERSION) -> None:
+    noise: Config | None = parameter(_table, default=None)
+    _round: ClientPart | None = None
+
+    def __post_init__(self) -> None:
+        """Begin without a round."""
         UpdateNorms.__init__(self)
-        if not isinstance(noise, (Mapping, type(None))):
-            raise TypeError(f"noise must be a table, got {noise!r:.200}")
-        self.site = None if noise is None else SiteNoise(**noise)
+        self.site = None if self.noise is None else SiteNoise(**self.noise)
         self.noise = None if self.site is None else self.site.get_config()
-        self._round: ClientPart | None = None
 
     def process_aux_var(self, aux_var: object) -> None:
         """Receive the bound of this round; without one, there is none."""

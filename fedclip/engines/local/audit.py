@@ -235,7 +235,7 @@ def _play(simulation: Simulation, rng: np.random.Generator) -> Played:
     # The ledger is for what is released.
     bound = AdaptiveBound(**{k: v for k, v in config.items() if k not in ("seed", "ledger")})
     budget, scope = cast(Any, bound.budget), simulation.aggregator.scope
-    server, client = UpdateServer(bound, scope=scope), UpdateClient(scope)
+    server, client = UpdateServer(bound, scope=scope), UpdateClient(scope=scope)
     like = {n: np.zeros(x.shape) for n, x in simulation.model.get_weights(True).coefs.items()}
     groups, names = client.limits.groups(like), rng.permutation(simulation.crowd.names)
     places = _places(like, groups, len(names), rng)
