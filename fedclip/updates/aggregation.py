@@ -112,8 +112,7 @@ class Combining:
         hostile = parameters.optional(parameters.integer, 1, n_hostile=n_hostile)
         if (self.kind == "mean") != (hostile is None):
             raise ValueError(
-                "combine='arc' and combine='trimmed' go with n_hostile, and nothing else does; got "
-                f"combine={combine!r} and n_hostile={n_hostile!r}"
+                f"combine={combine!r} does not go with n_hostile={n_hostile!r}: set both"
             )
         self.n_hostile = hostile or 0
 
@@ -139,10 +138,10 @@ class Combining:
         """Return that there are too few clients in a round; "" if there are enough."""
         if not self.n_hostile or clients > 2 * self.n_hostile:
             return ""
-        return (
-            f"combine = {self.kind!r} with n_hostile = {self.n_hostile} needs more than "
-            f"{2 * self.n_hostile} replies in a round, and there are {clients}"
+        need = (
+            f"n_hostile = {self.n_hostile} needs more than {2 * self.n_hostile} replies in a round"
         )
+        return f"combine = {self.kind!r} with {need}, and there are {clients}"
 
     def of(
         self,
@@ -237,10 +236,7 @@ class Aggregation:
     def unfit_for_noise(self) -> str:
         """Return why no noise can be sized on this average; "" if it can."""
         if self.limits.exclude:
-            return (
-                f"noise cannot be sized on what exclude={list(self.limits.exclude)} leaves "
-                "without a bound"
-            )
+            return f"noise cannot be sized on exclude={[*self.limits.exclude]}, which has no bound"
         return WITH_NOISE if self.shares.kind != "equal" else self.combining.unfit(noise=True)
 
     @property

@@ -169,21 +169,16 @@ class AdaptiveBound(Documented):
             return None
         if turns and self.evaluation_share:
             raise ValueError(
-                "evaluations ask all clients, and separation > 1 charges each for its own turns: "
-                "leave evaluation_share or separation out"
+                "evaluation_share does not go with separation > 1: leave one of them out"
             )
         if self.expected_clients is None:
             raise ValueError(
-                "noise_multiplier needs expected_clients, the number of clients in a round, on "
-                "which the noise is sized"
+                "noise_multiplier needs expected_clients, the number of clients in a round"
             )
         self.check_goes_with("rounds", "noise", "banded")
         self.check_goes_with("momentum", "noise", "banded")
         if banded and not (turns and self.rounds):
-            raise ValueError(
-                "noise='banded' needs separation > 1, the number of rounds between a client's "
-                "turns, and rounds, the planned number of rounds"
-            )
+            raise ValueError("noise='banded' needs separation > 1, and rounds, the planned number")
         band = self.separation if banded else 1
         return Budget(
             self.noise_multiplier,
@@ -211,10 +206,7 @@ class AdaptiveBound(Documented):
         if self.noise_at == "server":
             return None
         if self.budget is None or self.expected_clients is None or self.honest is None:
-            raise ValueError(
-                "noise_at='clients' needs noise_multiplier, and honest, the share of the clients "
-                "that surely add their noise, such as honest = 0.75"
-            )
+            raise ValueError("noise_at='clients' needs noise_multiplier and honest, such as 0.75")
         required = {"separation": 1, "noise": "independent", "generator": "secure"}
         for name, only in {**required, "evaluation_share": 0.0}.items():
             if (value := getattr(self, name)) != only:
@@ -359,10 +351,8 @@ class AdaptiveBound(Documented):
 
     def refusal_of(self, name: str) -> str:
         """Return why other statistics may not go out together with averages that have noise."""
-        return (
-            f"{name} sends statistics of the clients without noise, next to averages with noise: "
-            f"remove it, or allow it in {self.name} with unnoised = [{name!r}]"
-        )
+        text = f"{name} sends statistics without noise, next to averages with noise: remove it"
+        return f"{text}, or allow it in {self.name} with unnoised = [{name!r}]"
 
     def _counted(
         self, counts: Float64, clients: int, noised: Sequence[Sequence[int]]
@@ -420,8 +410,7 @@ class AdaptiveBound(Documented):
         spent = Accountant.check_state(state["spent"])
         if spent and self.budget is None:
             raise StateError(
-                f"the state has spent a privacy budget, and this {self.name} adds no noise: its "
-                "averages would void the guarantee; set the noise_multiplier of that state"
+                "the state has spent a privacy budget: set its noise_multiplier here, too"
             )
         self.bound, self.round, self.variance = self.rule.within(bound), round_, variance
         if self.budget is not None:

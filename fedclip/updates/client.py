@@ -127,10 +127,8 @@ class UpdateClient(Configured):
         if sent.stop:
             raise RuntimeError(f"the server stops the training: {sent.stop}")
         if sent.scope != self.scope:
-            raise ValueError(
-                f"the server's bound is for scope={sent.scope!r}, and this client has "
-                f"{self.scope!r}: write the same in both"
-            )
+            where = f"scope={sent.scope!r}, and this client has {self.scope!r}"
+            raise ValueError(f"the server's bound is for {where}: write the same in both")
         if sent.private:
             refuse_statistics(update)
         reply = self.outcome(update, parameters.positive(bound=sent.bound), steps).reply(sent)

@@ -59,9 +59,8 @@ def check_whole(scope: Scope) -> None:
     """Refuse a table that gives some tensors no part of a bound of the whole update."""
     if isinstance(scope, Mapping) and "*" not in scope:
         raise ValueError(
-            f"the table scope={dict(scope)!r} does not say what the other tensors may have: give "
-            'max_norm, which is theirs; or, for a bound from update-clip-server, "*" = a number in '
-            "the table, in proportion to which the bound is split"
+            f'the table scope={dict(scope)!r} needs "*", a number for the other tensors: a bound '
+            "from update-clip-server is split in proportion to these numbers"
         )
 
 
@@ -235,9 +234,8 @@ def refuse_statistics(model: Arrays) -> None:
     if names := statistics_of(model):
         named = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
         raise ValueError(
-            f"the model holds running statistics ({named:.300}), and noise is for weights only: a "
-            "variance with noise turns negative. Keep them at the clients (personal layers; or "
-            "leave them out of the exchanged arrays), or use a layer without them, as GroupNorm"
+            f"the model holds running statistics ({named:.300}), and noise is for weights only: "
+            "keep them at the clients (personal layers), or use GroupNorm"
         )
 
 

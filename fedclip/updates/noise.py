@@ -124,9 +124,8 @@ class Budget:
         if first > max_epsilon:
             enough = accounting.noise_multiplier(max_epsilon, delta, 1, relation=relation)
             raise ValueError(
-                f"one round with noise_multiplier={noise_multiplier!r} costs epsilon = "
-                f"{first:.4g} at delta={delta!r}, above max_epsilon={max_epsilon!r}: take "
-                f"noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
+                f"one round costs epsilon = {first:.4g} at delta={delta!r}, above max_epsilon="
+                f"{max_epsilon!r}: take noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
             )
 
     def _begin(self) -> None:

@@ -261,11 +261,11 @@ class Participation(NamedTuple):
         """Return why these turns are closer than accounting has them; "" if they are not."""
         if self.separation >= separation:
             return ""
-        return (
-            f"{self.clients} clients have a turn every {self.separation} rounds, and noise is "
-            f"accounted for separation={separation}: with expected_clients={per_round} that "
-            f"takes more than {(separation - 1) * per_round} clients"
+        text = (
+            f"{self.clients} clients have a turn every {self.separation} rounds, below separation="
         )
+        needed = f"with expected_clients={per_round}, that takes more than"
+        return f"{text}{separation}: {needed} {(separation - 1) * per_round} clients"
 
 
 class Schedule:

@@ -173,8 +173,8 @@ def read(path: Path) -> StoredState:
             raise TypeError("settings must be a table, and rounds tables")
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise StateError(
-            f"{path} is not a server's file of update clipping, or is damaged ({exc!r:.200}): "
-            "name the folder of this federation, or another one if nothing was spent in it"
+            f"{path} is not a server's file of update clipping, or is damaged ({exc!r:.200}): name "
+            "the folder of this federation"
         ) from exc
     return stored
 
@@ -197,8 +197,8 @@ def absolute(folder: str | Path | None) -> Path | None:
     path = None if folder is None else Path(folder)
     if path is not None and not path.is_absolute():
         raise ValueError(
-            f"folder must be an absolute path on the server, got {str(folder)!r}: a relative one "
-            "would be a new budget in each folder that a server is started in"
+            f"folder must be an absolute path, got {str(folder)!r}: a relative one is a new budget "
+            "wherever the server starts"
         )
     return path
 
@@ -267,8 +267,7 @@ class PersistentServer:
             lock = locked(self.path.with_name(f"{SERVED}.lock"), wait=False)
         except OSError as exc:
             raise OSError(
-                f"no state can be kept in {place} ({exc}): a server is running there, or this "
-                "process may not write; give each federation its own folder"
+                f"no state can be kept in {place} ({exc}): give each federation a folder of its own"
             ) from exc
         self.leave = weakref.finalize(self, lock.close)
         if self.path.exists():

@@ -100,7 +100,7 @@ def counts_of(votes: int, within: int, bins: Sequence[float]) -> Float64:
 
 WITHOUT_BINS = (
     "a vote without bins, as an older fedclip sends it, is not counted with noise: install the "
-    "server's version on that client"
+    "server's version"
 )
 """Why a vote of an older client counts as an abstention."""
 

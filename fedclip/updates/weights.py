@@ -28,9 +28,8 @@ Weights = Literal["equal", "steps"] | Mapping[str, float]
 _MOST_STEPS = 2**53
 
 WITH_NOISE = (
-    "weights do not go with noise: equal ones are best or tied there, as noise is sized on the "
-    "largest share, and a divisor over those who replied would double the sensitivity; leave "
-    "weights out of clipped-averaging"
+    "weights do not go with noise, which is sized on the largest share: leave weights out of "
+    "clipped-averaging"
 )
 
 SUM_AND_REPLIES = "it is a secure sum together with other replies"
@@ -111,10 +110,7 @@ class Shares:
             raise ValueError(f"max_share goes with weights, got {max_share!r} and equal ones")
         size = len(self.table)
         if self.table and size * (self.max_share or 1.0) < 1 - 1e-9:
-            raise ValueError(
-                f"max_share={max_share!r} is less than 1 / {size}: the {size} clients of weights "
-                "would have less than the whole together"
-            )
+            raise ValueError(f"max_share must be at least 1 / {size}, got {max_share!r}")
         # Capped over the whole table, and relative to the largest: what a client knows beforehand.
         shares = shares_of(list(self.table.values()), self.max_share)
         self.factors = {n: part / max(shares) for n, part in zip(self.table, shares, strict=True)}
@@ -123,10 +119,8 @@ class Shares:
         """Return why these weights cannot be those of a secure sum; "" if they can."""
         if not secure or self.kind != "steps" or (self.max_steps and self.max_share is None):
             return ""
-        return (
-            "under secure aggregation, weights = 'steps' needs max_steps, and takes no max_share: "
-            "nobody sees the steps of other clients there; a table of weights takes max_share"
-        )
+        text = "under secure aggregation, weights = 'steps' needs max_steps, and takes no max_share"
+        return f"{text}, as nobody sees the steps of other clients"
 
     def strangers(self, names: Collection[str]) -> str:
         """Return that clients are not in the table; "" if all are."""

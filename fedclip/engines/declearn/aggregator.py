@@ -168,10 +168,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     def unfit(self, modules: bool) -> str:
         """Return why there is no bound, or two, with `modules` that bring one; "" if there is."""
         if self.max_norm is None and not modules:
-            return (
-                "clipped-averaging has no bound: give it max_norm, or set up update-clip-client "
-                "and update-clip-server"
-            )
+            return "clipped-averaging has no bound: give it max_norm, or set up update-clip-client"
         given = f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
         text = f"{given}another bound: leave one of them out"
         return text if modules and self.max_norm is not None else ""
@@ -208,10 +205,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     def finalize_updates(self, updates: Any) -> Vector[Any]:
         """Return the average of the replies; those that are not valid count as zeros."""
         if not isinstance(updates, ClippedUpdates):
-            raise TypeError(
-                f"clipped-averaging averages ClippedUpdates, got {type(updates).__name__}: "
-                "no client has replied, or clients have another aggregator"
-            )
+            raise TypeError(f"got {type(updates).__name__}: give clients clipped-averaging")
         round_, module = under_way(counted=True) or (None, None)
         model, known = blank(), senders_of(UPDATES)
         parts = updates.parts or (updates,)

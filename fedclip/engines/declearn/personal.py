@@ -91,9 +91,8 @@ def statistics_problems(model: AnyModel) -> list[Problem]:
     return [
         Problem(
             f"running statistics are never sent ({listed([layer[:-1] for layer in layers])}): each "
-            "client computes different ones, and the server's model keeps the initial ones, so its "
-            "checkpoints are wrong. Keep these layers at each site, PersonalModel(model, "
-            f"'batchnorm'); for frozen ones, {advice}"
+            "client computes different ones, and the server none. Keep these layers at "
+            f"each site, PersonalModel(model, 'batchnorm'); for frozen ones, {advice}"
         )
     ]
 
@@ -106,13 +105,8 @@ def frozen_problems(model: AnyModel) -> list[Problem]:
     frozen = [n for n in names if n not in trained and not STATISTICS.match(n)]
     if not frozen:
         return []
-    return [
-        Problem(
-            f"{listed(frozen)} are frozen, and declearn sends Keras' and Haiku's models without "
-            "their weights: each client would have random ones. Wrap the model, "
-            "PersonalModel(model)"
-        )
-    ]
+    text = f"{listed(frozen)} are frozen, and Keras' and Haiku's models are sent without weights"
+    return [Problem(f"{text}: wrap the model, PersonalModel(model)")]
 
 
 def part(vector: AnyVector, names: Iterable[str]) -> AnyVector:
@@ -135,10 +129,8 @@ def merged(model: AnyModel, own: Collection[str], shared: AnyVector) -> AnyVecto
     if personal := shared.coefs.keys() & own:
         raise ValueError(f"weights for {listed(personal)} were sent, which stay on each client")
     if differing := shared.coefs.keys() ^ (weights.coefs.keys() - own):
-        raise ValueError(
-            f"what is shared and what was sent differ in {listed(differing)}: is a layer "
-            "frozen, or named otherwise, on one side only?"
-        )
+        what = f"what is shared and what was sent differ in {listed(differing)}"
+        raise ValueError(f"{what}: freeze and name layers alike on both sides")
     return type(weights)({**weights.coefs, **shared.coefs})
 
 
@@ -203,10 +195,7 @@ class PersonalModel(AnyModel):
         if not self.personal and self.frozen_batchnorm is None and not self.bare:
             raise ValueError("personal names no tensor: use the model without this wrapper")
         if model.typekey == "tensorflow" and model.required_data_info:
-            raise ValueError(
-                "the Keras model has no shapes yet, and its tensors would be named otherwise on "
-                "clients: begin it with keras.Input(shape)"
-            )
+            raise ValueError("the Keras model has no shapes yet: begin it with keras.Input(shape)")
         super().__init__(model.get_wrapped_model())
         self.model = model
         self.held = self._hold()
@@ -220,8 +209,7 @@ class PersonalModel(AnyModel):
         held = hold_statistics(network) if hasattr(network, "named_modules") else []
         if not held:
             raise ValueError(
-                "frozen_batchnorm='eval' is for frozen BatchNorm in a network of torch, which this "
-                "model has not: freeze it first, or leave it out (Keras needs no option)"
+                "frozen_batchnorm='eval' needs frozen BatchNorm of torch: freeze it first"
             )
         return held
 
@@ -242,10 +230,8 @@ class PersonalModel(AnyModel):
             raise ValueError(f"personal={self.personal} {text}: {how}")
         for name, other in tied(self.get_wrapped_model()):
             if (name in self.own) != (other in self.own):
-                raise ValueError(
-                    f"{name!r} and {other!r} are one tensor, and personal={self.personal} matches "
-                    "one name only: it would be shared under the other; name both, or neither"
-                )
+                text = f"{name!r} and {other!r} are one tensor, and personal={self.personal}"
+                raise ValueError(f"{text} matches one name only: name both, or neither")
 
     def shared(self, vector: AnyVector) -> AnyVector:
         """Return the arrays of a vector that do not stay."""
@@ -302,7 +288,7 @@ class PersonalModel(AnyModel):
     def compute_batch_gradients(self, batch: Batch, max_norm: float | None = None) -> AnyVector:
         """Refuse: all weights are trained, and declearn would share what it trains."""
         raise RuntimeError(
-            "a model with personal layers is trained by fedclip.PersonalFederatedClient, or "
+            "personal layers are trained by fedclip.PersonalFederatedClient, or "
             "fedclip.PrivateFederatedClient: use it instead of FederatedClient"
         )
 

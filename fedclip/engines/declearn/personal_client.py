@@ -173,16 +173,14 @@ class PersonalFederatedClient(FederatedClient):
         """Refuse a server that sets up other noise than this site's."""
         set_up = [module.noise for module in modules if isinstance(module, UpdateClipClient)]
         if set_up != [noise] or not isinstance(aggregator, ClippedAveraging):
-            raise ValueError(
-                f"this site shares updates with noise = {noise} only, by 'clipped-averaging' and "
-                f"one update-clip-client; the server sets up {set_up}"
-            )
+            needed = f"noise = {noise}, by 'clipped-averaging' and one update-clip-client"
+            raise ValueError(f"this site shares updates with {needed}; the server has {set_up}")
         for module in modules:
             if module.aux_name not in (None, UpdateClipClient.aux_name):
-                raise ValueError(
-                    f"this site shares updates with noise, and {module.name!r} would share "
-                    "statistics without: leave it out of client_opt"
+                text = (
+                    f"this site shares updates with noise, and {module.name!r} would share others"
                 )
+                raise ValueError(f"{text} without: leave it out of client_opt")
 
     def _refused(self, why: str) -> Error:
         """Log why a round is refused, and return the message for the server."""
@@ -230,14 +228,14 @@ class PersonalFederatedClient(FederatedClient):
         names = chosen(self.personal, model.get_weights().coefs)
         inner: AnyModel = model.model if isinstance(model, PersonalModel) else model
         if self.personal and not names & inner.get_weights(trainable=True).coefs.keys():
-            raise ValueError(
-                f"the server's model trains none of {listed(names)}, which this client keeps: "
-                "give personal the names that the server's model has"
-            )
+            text = f"the server's model trains none of {listed(names)}, which this client keeps"
+            raise ValueError(f"{text}: give personal the names that the server's model has")
         if shared := names & model.get_weights(trainable=True).coefs.keys():
+            text = (
+                f"the server's model shares {listed(shared)}, which this client keeps: the server"
+            )
             raise ValueError(
-                f"the server's model shares {listed(shared)}, which this client keeps for itself: "
-                f"the server has to wrap it, fedclip.PersonalModel(model, {self.personal})"
+                f"{text} has to wrap it, fedclip.PersonalModel(model, {self.personal})"
             )
         if not isinstance(model, PersonalModel):
             return None
@@ -259,10 +257,10 @@ class PersonalFederatedClient(FederatedClient):
             groups = resolve(module.scope, module.exclude, names)
             for label, members in zip(groups.labels, groups.members, strict=True):
                 if model.own.issuperset(groups.names[i] for i in members):
-                    raise ValueError(
-                        f"{module.name} has shared = true and a group {label!r}, which stays on "
-                        'each client: give it scope = "global", or exclude that group'
+                    text = (
+                        f"{module.name} has shared = true and a group {label!r}, which stays here"
                     )
+                    raise ValueError(f'{text}: give it scope = "global", or exclude that group')
 
     def _restore(self, model: PersonalModel) -> None:
         """Load the personal layers of an earlier run, if there are any."""
@@ -275,10 +273,8 @@ class PersonalFederatedClient(FederatedClient):
         except Exception as exc:  # a damaged file may hold anything
             raise StateError(f"{self.layers} cannot be read as layers: {exc!r:.200}") from None
         if not isinstance(saved, type(weights)) or shapes != expected:
-            raise StateError(
-                f"{self.layers} holds {shapes}, and this model's personal layers are {expected}: "
-                "if it belongs to another model, give another file as layers"
-            )
+            text = f"{self.layers} holds {shapes}, and this model has {expected}"
+            raise StateError(f"{text}: if it belongs to another model, give another file as layers")
         model.set_weights(type(weights)({**weights.coefs, **saved.coefs}))
         self.logger.info("Going on with the personal layers of %s.", self.layers)
 

@@ -121,10 +121,8 @@ class GatedNetwork(NetworkClient, register=False):
             known = "a site's policy knows the aggregators 'averaging' and 'clipped-averaging'"
             raise Refused(f"{known}, not {type(aggregator).__name__}")
         elif self._gate.policy.noise_multiplier:
-            raise Refused(
-                "this site's noise takes updates beyond the bound of clipped-averaging, where "
-                f"they count as zeros: set {_AVERAGING}"
-            )
+            what = "this site's noise takes updates beyond the bound of clipped-averaging"
+            raise Refused(f"{what}: set {_AVERAGING}")
         else:
             equal = aggregator.shares.kind != "steps"
         if not equal:

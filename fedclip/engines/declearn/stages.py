@@ -91,8 +91,8 @@ def _plugin(value: object) -> Plugin:
         name, config = value
     if not name:
         raise TypeError(
-            "a pipeline is a module, a regularizer, a name, [name, {parameter = value}], a list "
-            f"of these, an Optimizer or its configuration; got {value!r}"
+            "a pipeline is a plug-in, a name, [name, {parameter = value}], a list of these, or an "
+            f"Optimizer or its configuration; got {value!r}"
         )
     known: dict[str, Plugin] = {**list_optim_regularizers(), **list_optim_modules()}
     if name not in known:

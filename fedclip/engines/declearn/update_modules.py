@@ -232,8 +232,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
             raise ValueError(why)
         if (known := ROUND.get().sharing) is None:
             raise ValueError(
-                "noise is for what encrypts the replies, which only a "
-                "fedclip.PersonalFederatedClient knows: use that"
+                "noise needs encryption, which only a PersonalFederatedClient knows of"
             )
         model, encrypter = known
         if encrypter is None:
@@ -246,7 +245,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
         if self._round is None:
             raise RuntimeError(
                 "update-clip-client has received no bound: put update-clip-server into "
-                "server_opt, and update-clip-client into client_opt once only"
+                "server_opt, and update-clip-client into client_opt, once each"
             )
         super().on_round_start()
 
@@ -261,9 +260,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
     def _vote(self, round_: ClientPart) -> UpdateClipVotes:
         sent, outcome, reply = round_.sent, round_.outcome, round_.reply
         if outcome is None or reply is None:
-            raise RuntimeError(
-                "this round's update was not clipped: set aggregator = 'clipped-averaging'"
-            )
+            raise RuntimeError("the update was not clipped: set aggregator = 'clipped-averaging'")
         if outcome.norm is not None:
             self.note(outcome.norm, sent, outcome.clipped)
         if round_.site is not None and sent.adaptive:

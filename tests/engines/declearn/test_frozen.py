@@ -102,7 +102,7 @@ def test_frozen_weights_that_declearn_does_not_send_come_with_the_wrapper(
 ) -> None:
     require({"jax": "haiku"}.get(framework, framework))
     plain, names = frozen(framework)
-    with pytest.raises(ValueError, match="are frozen, and declearn sends Keras' and Haiku's"):
+    with pytest.raises(ValueError, match="are frozen, and Keras' and Haiku's"):
         manager(client(), plain)
     server = PersonalModel(plain)
     trained = manager(client(), server)

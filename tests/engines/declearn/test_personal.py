@@ -96,7 +96,7 @@ def test_patterns_that_match_nothing_everything_or_half_are_refused(
         ({"personal": "batchnorm"}, ValueError, "no layer of the model keeps running statistics"),
         ({"personal": 3}, TypeError, "personal must be a name pattern"),
         ({"model": "x", "personal": "x"}, TypeError, "must be a model of declearn, got str"),
-        ({"frozen_batchnorm": "eval"}, ValueError, "for frozen BatchNorm in a network of torch"),
+        ({"frozen_batchnorm": "eval"}, ValueError, "needs frozen BatchNorm of torch"),
         ({"frozen_batchnorm": "train"}, ValueError, "must be one of 'eval', got 'train'"),
     ],
 )

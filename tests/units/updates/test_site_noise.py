@@ -506,7 +506,7 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
     ("aggregator", "text"),
     [
         ({"on_nonfinite": "raise"}, "reveals that client without noise: take 'skip'"),
-        ({"exclude": "w"}, "noise cannot be sized on what exclude="),
+        ({"exclude": "w"}, "noise cannot be sized on exclude="),
         ({"weights": "steps", "max_steps": 9}, "weights do not go with noise"),
         ({"combine": "arc", "n_hostile": 1}, "combine = 'arc' does not go with noise"),
         ({"name": "averaging"}, "needs the aggregator 'clipped-averaging'"),
@@ -537,9 +537,9 @@ def test_a_policy_would_clip_the_noise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"honest": None}, "needs noise_multiplier, and honest"),
+        ({"honest": None}, "needs noise_multiplier and honest"),
         ({"honest": 1.5}, r"honest must be a number in \(0, 1\]"),
-        ({"noise_multiplier": 0.0, "expected_clients": None}, "needs noise_multiplier, and honest"),
+        ({"noise_multiplier": 0.0, "expected_clients": None}, "needs noise_multiplier and honest"),
         ({"noise_at": "server"}, "honest goes with noise_at='clients'"),
         ({"separation": 2}, "goes with separation=1, got 2"),
         ({"noise": "banded", "separation": 2, "rounds": 9}, "goes with separation=1, got 2"),

@@ -202,7 +202,7 @@ def test_votes_without_bins_count_as_two_bins_or_not_at_all(
     replies.append(Reply(MODEL, votes=7, within=7, sender="eve"))
     share = server.close(replies, MODEL).record["share"]
     if noise:
-        assert caplog.text.count("install the server's version on that client") == 4
+        assert caplog.text.count("install the server's version") == 4
         assert "c0: a vote without bins" in caplog.text
         return
     assert share == 0.25
