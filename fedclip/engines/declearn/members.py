@@ -60,13 +60,11 @@ def summary(reasons: Mapping[str, str]) -> str:
     alike: dict[str, list[str]] = {}
     for name, why in sorted(reasons.items()):
         alike.setdefault(why, []).append(name)
-    sentences = [
-        # A sentence may end with what a client has written.
-        why.replace(WHO, ", ".join(map(repr, names)), 1)
-        for why, names in list(alike.items())[:5]
-    ]
-    more = len(alike) - len(sentences)
-    return "; ".join(sentences) + (f"; and {more} more" if more else "")
+    # A sentence may end with what a client has written.
+    pairs = list(alike.items())[:5]
+    sentences = [why.replace(WHO, ", ".join(map(repr, names)), 1) for why, names in pairs]
+    more = [f"and {len(alike) - 5} more"] if len(alike) > 5 else []
+    return "; ".join(sentences + more)
 
 
 class Members:
@@ -100,8 +98,7 @@ class Members:
 
     def leave(self, name: str, why: str) -> bool:
         """Note that a client is gone, for good, in a sentence; return whether that is news."""
-        news = name in self.present
-        if news:
+        if news := name in self.present:
             self.gone[name] = why
         return news
 
@@ -121,8 +118,5 @@ def quorum_problems(*, secagg: bool, fairness: bool, aggregator: str) -> list[Pr
         "fairness, which needs the replies of all": fairness,
         "the aggregator 'sum', whose steps would get shorter": aggregator == "sum",
     }
-    return [
-        Problem(f"min_replies does not go with {what}: remove one of them")
-        for what, applies in reasons.items()
-        if applies
-    ]
+    chosen = [what for what, applies in reasons.items() if applies]
+    return [Problem(f"min_replies does not go with {what}: remove one of them") for what in chosen]

@@ -103,10 +103,8 @@ def frozen_problems(model: AnyModel) -> list[Problem]:
         return []
     names, trained = (model.get_weights(trainable=only).coefs for only in (False, True))
     frozen = [n for n in names if n not in trained and not STATISTICS.match(n)]
-    if not frozen:
-        return []
     text = f"{listed(frozen)} are frozen, and Keras' and Haiku's models are sent without weights"
-    return [Problem(f"{text}: wrap the model, PersonalModel(model)")]
+    return [Problem(f"{text}: wrap the model, PersonalModel(model)")] if frozen else []
 
 
 def part(vector: AnyVector, names: Iterable[str]) -> AnyVector:
@@ -369,10 +367,8 @@ def label(folder: str | Path, model: AnyModel) -> str:
     """Write which values of a server's checkpoints no client uses, and return the text."""
     sentences = [*map(str, statistics_problems(model))]
     if isinstance(model, PersonalModel) and model.own:
-        sentences += [
-            f"{listed(model.own)} have the values with which all sites began: they are trained at "
-            "each site, whose checkpoints have the site's own"
-        ]
+        text = f"{listed(model.own)} have the values with which all sites began"
+        sentences.append(f"{text}: each site trains its own, which are in the site's checkpoints")
     text, file = "; ".join(filter(None, sentences)), Path(folder, LABEL)
     file.unlink(missing_ok=True)
     if text:

@@ -190,17 +190,12 @@ class PersonalFederatedClient(FederatedClient):
     def _check_covered(self) -> None:
         """Refuse a round in which this client's noise would not cover all that it shares."""
         assert self._manager is not None
-        aggregator = _aggregator_of(self._manager)
+        of = _aggregator_of(self._manager)
         if not _adds_noise(self._manager.optim.modules):
             return
-        if not isinstance(aggregator, ClippedAveraging):
+        if not isinstance(of, ClippedAveraging):
             raise ValueError("noise from the clients needs the aggregator 'clipped-averaging'")
-        why = (
-            RAISES
-            if aggregator.on_nonfinite == "raise"
-            else aggregator.aggregation.unfit_for_noise()
-        )
-        if why:
+        if why := RAISES if of.on_nonfinite == "raise" else of.aggregation.unfit_for_noise():
             raise ValueError(why)
 
     def _measure(self, manager: TrainingManager) -> None:
@@ -245,8 +240,8 @@ class PersonalFederatedClient(FederatedClient):
         if agreed.own:
             self.logger.info("Personal layers, which stay on this client: %s.", listed(agreed.own))
         if agreed.own and self.layers is None:
-            why = "neither layers nor checkpoint is given"
-            self.logger.warning("The personal layers are lost when the process ends: %s.", why)
+            text = "The personal layers are lost when the process ends: give layers or checkpoint."
+            self.logger.warning(text)
         return agreed
 
     @staticmethod
@@ -311,15 +306,15 @@ class PersonalFederatedClient(FederatedClient):
         finally:
             change(sharing=None)
         if isinstance(reply, EvaluationReply) and self._encrypter is not None:
-            shared = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
             limit = self._encrypter.quantizer.val_range
+            shared = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
             try:
-                beyond = beyond_range(shared, limit)
+                beyond = listed(beyond_range(shared, limit))
             except ValueError as exc:
                 return self._refused(str(exc))
             if beyond:
                 text = "Sums over records of %s are clipped to the range ±%g of secure aggregation."
-                self.logger.warning(text, listed(beyond), limit)
+                self.logger.warning(text, beyond, limit)
         if isinstance(reply, Error):
             if idle := unused(model.get_wrapped_model()):
                 what = f"{listed(idle)} of the model are trained, and not used by it: freeze them"
