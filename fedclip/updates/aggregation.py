@@ -119,8 +119,9 @@ class Combining:
     @property
     def pull(self) -> str:
         """By how much one client moves the average, as a multiple of the bound, of n replies."""
-        of = {"mean": "1 / n", "arc": f"{2 * self.n_hostile} / n"}
-        return of.get(self.kind, f"1 / (n - {2 * self.n_hostile})")
+        f = self.n_hostile
+        of = {"mean": "1 / n", "arc": f"{2 * f} / n", "trimmed": f"1 / (n - {2 * f})"}
+        return of[self.kind]
 
     def unfit(self, *, weights: bool = False, noise: bool = False, secure: bool = False) -> str:
         """Return why updates cannot be combined like this; "" if they can."""
@@ -244,9 +245,8 @@ class Aggregation:
         """The replies that a round holds beyond two arrays of the model's size; "" if nothing."""
         if self.combining.n_hostile:
             return f"all replies, as combine = {self.combining.kind!r} compares them"
-        if self.shares.max_share is not None:
-            return "all replies, as max_share takes the weights of all of them"
-        return ""
+        weighed = self.shares.max_share is not None
+        return "all replies, as max_share takes the weights of all of them" if weighed else ""
 
 
 class RunningAverage:

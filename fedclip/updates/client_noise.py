@@ -209,9 +209,8 @@ class SiteNoise(Configured):
         """Return how long an update of `size` values may be before it is rounded, in steps."""
         room = bound / step - math.sqrt(size) / 2
         if room < bound / step / 2:
-            text = (
-                f"steps of {step:.3g} are too coarse for a bound of {bound:.3g} on {size:,} values"
-            )
+            what = f"a bound of {bound:.3g} on {size:,} values"
+            text = f"steps of {step:.3g} are too coarse for {what}"
             raise ValueError(f"{text}: raise bitsize or min_norm, or lower clipval and max_norm")
         return room
 

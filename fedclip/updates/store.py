@@ -196,10 +196,8 @@ def absolute(folder: str | Path | None) -> Path | None:
     """
     path = None if folder is None else Path(folder)
     if path is not None and not path.is_absolute():
-        raise ValueError(
-            f"folder must be an absolute path, got {str(folder)!r}: a relative one is a new budget "
-            "wherever the server starts"
-        )
+        text = f"folder must be an absolute path, got {str(folder)!r}"
+        raise ValueError(f"{text}: a relative one is a new budget wherever the server starts")
     return path
 
 
@@ -258,17 +256,16 @@ class PersistentServer:
         self.path = None if place is None else place / SERVED
         self.leave: Callable[[], object] = lambda: None
         """Release the file to others; the end of this object does so, too."""
-        if folder is None and self.server.bound.budget is not None:
-            text = "noise without a folder: a restart spends the budget again; give folder"
-            self.server.bound.logger.warning(text)
+        bound = self.server.bound
+        if folder is None and bound.budget is not None:
+            bound.logger.warning("noise without a folder: a restart spends the budget again")
         if self.path is None:
             return
         try:
             lock = locked(self.path.with_name(f"{SERVED}.lock"), wait=False)
         except OSError as exc:
-            raise OSError(
-                f"no state can be kept in {place} ({exc}): give each federation a folder of its own"
-            ) from exc
+            text = f"no state can be kept in {place} ({exc})"
+            raise OSError(f"{text}: give each federation a folder of its own") from exc
         self.leave = weakref.finalize(self, lock.close)
         if self.path.exists():
             stored = read(self.path)
@@ -303,13 +300,13 @@ class PersistentServer:
         Norms stay on the clients. With noise the number of clipped ones does, too; the share
         replaces it.
         """
-        adaptive = self.server.bound.follows
-        for round_ in self.rounds:
-            bound, share, steps = round_["bound"], round_["share"], round_["replies"]
-            limit = {"limit": bound, "limit_min": bound, "limit_max": bound}
-            by = {"learnt" if adaptive else "fixed": steps}
-            over = round_["clipped"] if share is None else round((1.0 - share) * steps)
-            yield asdict(RoundRecord(round_["round"], steps=steps, clipped=over, **limit, **by))
+        kind = "learnt" if self.server.bound.follows else "fixed"
+        for row in self.rounds:
+            bound, share, steps = row["bound"], row["share"], row["replies"]
+            clipped = row["clipped"] if share is None else round((1.0 - share) * steps)
+            record = RoundRecord(row["round"], steps=steps, clipped=clipped, **{kind: steps})
+            record.limit = record.limit_min = record.limit_max = bound
+            yield asdict(record)
 
     def _write(self) -> None:
         if self.path is None:

@@ -49,8 +49,7 @@ def shares_of(weights: Sequence[float], max_share: float | None = None) -> list[
     """
     most, top = max_share or 1.0, max(weights, default=0.0)
     open_ = {i: weight / top for i, weight in enumerate(weights) if weight > 0}
-    shares = [0.0] * len(weights)
-    remaining = 1.0
+    shares, remaining = [0.0] * len(weights), 1.0
     while open_:
         total = sum(open_.values())
         over = [i for i, weight in open_.items() if weight * remaining / total > most]
@@ -91,18 +90,16 @@ class Shares:
         max_steps: int | None = None,
     ) -> None:
         self.table: dict[str, float] = {}
-        if isinstance(weights, Mapping):
+        if not isinstance(weights, Mapping):
+            parameters.choice(("equal", "steps"), weights=weights)
+        elif not weights:
+            raise ValueError("weights must name at least one client, got an empty table")
+        else:
             for name, weight in weights.items():
                 checked = parameters.positive(**{f"weights[{name!r}]": weight})
                 self.table[parameters.name(weights=name)] = checked
-            if not self.table:
-                raise ValueError("weights must name at least one client, got an empty table")
-        else:
-            parameters.choice(("equal", "steps"), weights=weights)
         self.kind = "table" if self.table else str(weights)
-        self.max_share = parameters.optional(
-            parameters.number, "in (0, 1]", 0.0, 1.0, open_low=True, max_share=max_share
-        )
+        self.max_share = parameters.optional(parameters.up_to, 1.0, max_share=max_share)
         self.max_steps = parameters.optional(parameters.integer, 1, max_steps=max_steps)
         if self.max_steps is not None and self.kind != "steps":
             raise ValueError(f"max_steps goes with weights='steps', got {max_steps!r}")
