@@ -41,7 +41,7 @@ import numpy as np
 
 from fedclip.arrays import Array, Float64, HostView, backend_of
 from fedclip.core import parameters
-from fedclip.updates.limits import Limits, norm_of, signature
+from fedclip.updates.limits import Limits, norm_of
 from fedclip.updates.protocol import Arrays, Reply
 from fedclip.updates.weights import WITH_NOISE, Share, Shares
 
@@ -294,7 +294,6 @@ class RunningAverage:
         self._held: dict[int, Reply] | None = {} if aggregation.holds else None
         self._senders: set[str] = set()
         self._equal = aggregation.shares.kind == "equal"
-        self._signature = signature(like)
 
     def add(self, reply: Reply) -> str:
         """Add a reply; return why it counts as zeros, as far as that is known, or "".
@@ -325,7 +324,7 @@ class RunningAverage:
         """Use the update of a reply, or return why it counts as zeros."""
         limits, arrays = self.aggregation.limits, reply.arrays
         try:
-            fault = share.fault or limits.fault(reply, self._signature, self.bound, self._whole)
+            fault = share.fault or limits.fault(reply, self.like, self.bound, self._whole)
             if not fault and reply.clients > 1:
                 sums = {name: finite_values(array) for name, array in arrays.items()}
                 terms = self.bound, self._whole, reply.clients, share.mass

@@ -32,12 +32,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip.arrays import Array, Float64, backend_of
+from fedclip.arrays import Array, Float64, backend_of, rounded
 from fedclip.core import parameters
 from fedclip.core.parameters import Configured, integer, limit, non_negative, parameter, positive
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance
-from fedclip.updates.limits import rounded
 from fedclip.updates.protocol import Arrays, SentBound
 from fedclip.updates.votes import BINS
 

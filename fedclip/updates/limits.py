@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import Array, Float64, backend_of, narrowed, on_host
+from fedclip.arrays import Array, Float64, backend_of, on_host
 from fedclip.arrays.blocks import peak as peak_of
 from fedclip.arrays.numpy import bits
 from fedclip.core.measures import Order
@@ -113,7 +113,7 @@ class Limits:
         length = math.sqrt(sum(map(mul, parts, parts)))
         return tuple([bound / (length / part) if part else 0.0 for part in parts])
 
-    def fault(self, reply: Reply, like: Signature, bound: float, whole: bool = True) -> str:
+    def fault(self, reply: Reply, like: Arrays, bound: float, whole: bool = True) -> str:
         """Return why no honest client can have sent a reply; "" if one can.
 
         It must have the names and shapes of `like`, and be within its bound, unless it is a sum of
@@ -125,7 +125,7 @@ class Limits:
         if reply.clients == 1 and any(counts) and not is_one_of(COUNTS, counts):
             return "its counts are not of one client"
         try:
-            if signature(reply.arrays) != like:
+            if signature(reply.arrays) != signature(like):
                 return OTHER_TENSORS
             return self.excess(reply.arrays, bound, whole, reply.clients)
         except Exception as exc:
@@ -187,11 +187,6 @@ def norm_of(arrays: Arrays, called: str, ord: Order = 2) -> float | None:
 
 
 # -- arrays of updates --------------------------------------------------------------------------
-
-
-def rounded(means: Mapping[str, Float64], like: Arrays) -> dict[str, Array]:
-    """Return averages as arrays like those of an update, but dense."""
-    return {name: narrowed(mean, like[name]) for name, mean in means.items()}
 
 
 def zeros(arrays: Arrays) -> dict[str, Array]:

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import Float64
+from fedclip.arrays import Float64, rounded
 from fedclip.core.scopes import Scope, check_exclude, check_scope
 from fedclip.updates.aggregation import Aggregation, Combining, RunningAverage
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SITES_ELSEWHERE
-from fedclip.updates.limits import Limits, check_whole, refuse_statistics, rounded, zeros
+from fedclip.updates.limits import Limits, check_whole, refuse_statistics, zeros
 from fedclip.updates.protocol import Arrays, Participation, Reply, RoundResult, SentBound
 from fedclip.updates.votes import BINS, WITHOUT_BINS, counts_of, is_vote
 from fedclip.updates.weights import Shares

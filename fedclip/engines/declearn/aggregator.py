@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 from declearn.aggregator import Aggregator
 from declearn.model.api import Vector
 
+from fedclip.arrays import rounded
 from fedclip.core import parameters
 from fedclip.core.parameters import parameter
 from fedclip.core.plugins import Versioned
@@ -21,7 +22,7 @@ from fedclip.engines.declearn.context import ROUND, UPDATES, Sender, blank, send
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
 from fedclip.updates.aggregation import Aggregation, Combining, RunningAverage
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.limits import OTHER_TENSORS, check_whole, refuse_statistics, rounded
+from fedclip.updates.limits import OTHER_TENSORS, check_whole, refuse_statistics
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.weights import Shares, Weights
 
@@ -212,6 +213,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
         # Without the sampler, assume that most replies have the tensors of the model.
         like = _most([p.updates for p in parts], "shape") if model is None else model
+        replies = self._replies(parts, type(like), known)
         aggregation, site, budget = self.aggregation, None, None
         if module is not None:
             # Not an error: declearn's server would wait for its clients for ever.
@@ -224,7 +226,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         whole, clients = round_ is not None, budget.clients if budget else None
         warn, tensors = partial(_LOGGER.warning, f"{self.name}: %s"), getattr(like, "coefs", {})
         running = RunningAverage(aggregation, tensors, bound, warn, whole=whole, clients=clients)
-        for reply in self._replies(parts, type(like), known):
+        for reply in replies:
             running.add(reply)
         exact = running.finish()
         # With noise, clients do not send these counts.

@@ -161,9 +161,6 @@ class UpdateClipVotes(Message):
 
     def aggregate(self, other: object) -> UpdateClipVotes:
         """Return the sum; an object of another type counts as an invalid reply."""
-        if isinstance(other, Message) and hasattr(other, "parts"):
-            # A message that keeps others side by side, in the wrong place: it keeps this one, too.
-            raise TypeError(f"votes are added to {type(other).__name__}")
         other = other if isinstance(other, UpdateClipVotes) else UpdateClipVotes(n_faults=1)
         result = UpdateClipVotes(*_sums(self, other, "n_clients n_votes n_within n_faults"))
         result._side = self.noised + other.noised
@@ -178,6 +175,11 @@ class UpdateClipVotes(Message):
         """Return the sum of the votes among messages of any kind; the others are abstentions."""
         votes = [message if isinstance(message, cls) else cls(n_faults=1) for message in messages]
         return sum(votes[1:], start=votes[0])
+
+    def __add__(self, other: object) -> UpdateClipVotes:
+        # A message that keeps others side by side, in the wrong place, keeps this one, too.
+        is_other = isinstance(other, Message) and hasattr(other, "parts")
+        return NotImplemented if is_other else self.aggregate(other)
 
     def __radd__(self, other: object) -> UpdateClipVotes:
         """Add to 0, as declearn does, or to a client's object of another type."""

@@ -80,7 +80,7 @@ def test_a_layer_that_is_frozen_on_one_client_is_named(personal: Any) -> None:
     trained.model.get_wrapped_model().module.body.bias.requires_grad_(False)
     reply = trained.training_round(sent)
     assert isinstance(reply, Error)
-    assert "differ in 'module.body.bias': is a layer frozen, or named otherwise," in reply.message
+    assert "differ in 'module.body.bias': freeze and name layers alike" in reply.message
 
 
 def frozen(framework: str) -> tuple[Any, list[str]]:

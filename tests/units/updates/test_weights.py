@@ -133,7 +133,7 @@ def test_shares_are_in_proportion_below_the_cap_and_never_above_it() -> None:
         ({"weights": "steps", "max_share": 1.5}, ValueError, r"max_share must be in \(0, 1\]"),
         ({"weights": "steps", "max_share": 0.0}, ValueError, "max_share must be"),
         ({"max_share": 0.5}, ValueError, "max_share goes with weights"),
-        ({"weights": TABLE, "max_share": 0.2}, ValueError, "less than 1 / 4"),
+        ({"weights": TABLE, "max_share": 0.2}, ValueError, "at least 1 / 4"),
     ],
 )
 def test_parameters(config: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -436,7 +436,7 @@ modules = [['update-clip-server', {noise_multiplier = 1.0, expected_clients = 20
             "problem",
             "a round may have 3 clients, and weights names 2",
         ),
-        ("weights = {a = 3}\nmax_share = 0.5", "", "problem", "less than 1 / 1"),
+        ("weights = {a = 3}\nmax_share = 0.5", "", "problem", "at least 1 / 1"),
         ("weights = 'steps'", NOISED, "problem", "weights do not go with noise"),
     ],
 )
