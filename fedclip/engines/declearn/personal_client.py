@@ -56,6 +56,7 @@ from fedclip.site.policy import Policy
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
 
 Request: TypeAlias = messaging.TrainRequest | messaging.EvaluationRequest
+Run: TypeAlias = Callable[[Request], Message]
 
 FILE = "personal_layers.mpk"
 """The file of a client's personal layers, in its folder of checkpoints."""
@@ -121,9 +122,7 @@ class PersonalFederatedClient(FederatedClient):
         self._gated: GatedNetwork | None = None
         if gate is not None:
             if self.secagg is not None:
-                raise ValueError(
-                    "secagg hides what leaves from the site's policy: leave one of them out"
-                )
+                raise ValueError("secagg hides what leaves from a policy: leave one of them out")
             self.netwk = self._gated = GatedNetwork(self.netwk, gate)
         self.layers = None if layers is None else Path(layers)
         if self.layers is None and self.ckptr is not None:
@@ -177,10 +176,8 @@ class PersonalFederatedClient(FederatedClient):
             raise ValueError(f"this site shares updates with {needed}; the server has {set_up}")
         for module in modules:
             if module.aux_name not in (None, UpdateClipClient.aux_name):
-                text = (
-                    f"this site shares updates with noise, and {module.name!r} would share others"
-                )
-                raise ValueError(f"{text} without: leave it out of client_opt")
+                text = f"this site adds noise, and {module.name!r} would share statistics without"
+                raise ValueError(f"{text}: leave it out of client_opt")
 
     def _refused(self, why: str) -> Error:
         """Log why a round is refused, and return the message for the server."""
@@ -226,12 +223,9 @@ class PersonalFederatedClient(FederatedClient):
             text = f"the server's model trains none of {listed(names)}, which this client keeps"
             raise ValueError(f"{text}: give personal the names that the server's model has")
         if shared := names & model.get_weights(trainable=True).coefs.keys():
-            text = (
-                f"the server's model shares {listed(shared)}, which this client keeps: the server"
-            )
-            raise ValueError(
-                f"{text} has to wrap it, fedclip.PersonalModel(model, {self.personal})"
-            )
+            text = f"the server's model shares {listed(shared)}, which this client keeps"
+            wrapped = f"fedclip.PersonalModel(model, {self.personal})"
+            raise ValueError(f"{text}: the server has to wrap it, {wrapped}")
         if not isinstance(model, PersonalModel):
             return None
         patterns = [*dict.fromkeys([*model.personal, *self.personal])]
@@ -252,9 +246,7 @@ class PersonalFederatedClient(FederatedClient):
             groups = resolve(module.scope, module.exclude, names)
             for label, members in zip(groups.labels, groups.members, strict=True):
                 if model.own.issuperset(groups.names[i] for i in members):
-                    text = (
-                        f"{module.name} has shared = true and a group {label!r}, which stays here"
-                    )
+                    text = f"{module.name} is shared, and its group {label!r} stays on each client"
                     raise ValueError(f'{text}: give it scope = "global", or exclude that group')
 
     def _restore(self, model: PersonalModel) -> None:
@@ -287,9 +279,7 @@ class PersonalFederatedClient(FederatedClient):
                 os.fsync(file.fileno())
             fresh.replace(self.layers)
 
-    def _round(
-        self, model: AnyModel, run: Callable[[Request], Message], message: Request
-    ) -> Message:
+    def _round(self, model: AnyModel, run: Run, message: Request) -> Message:
         """Run a round with the server's weights and this client's personal layers."""
         personal = frozenset() if self._model is None else self._model.own
         try:
