@@ -308,9 +308,9 @@ class RoundRecord:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for end, choose in (("min", min), ("max", max)):
             for name in (f"norm_{end}", f"limit_{end}"):
-                mine, theirs = getattr(self, name), getattr(other, name)
-                if theirs is not None:
-                    setattr(self, name, theirs if mine is None else choose(mine, theirs))
+                known, new = getattr(self, name), getattr(other, name)
+                if new is not None:
+                    setattr(self, name, new if known is None else choose(known, new))
         self.limit = self.limit if other.limit is None else other.limit
         merged = Counter(dict(zip(self.buckets, self.counts, strict=True)))
         merged.update(dict(zip(other.buckets, other.counts, strict=True)))

@@ -162,10 +162,10 @@ class AdaptiveBound(Documented):
         turns, banded = self.separation > 1, self.noise == "banded"
         if self.noise_multiplier == 0:
             names = ("bits_noise", "max_epsilon", "ledger", "unnoised", "evaluation_share")
-            given = [name for name in names if getattr(self, name)]
-            given += ["separation"] * turns + ["noise='banded'"] * banded
-            if given:
-                raise ValueError(f"{given[0]} goes with noise_multiplier > 0: set that, too")
+            needing = [name for name in names if getattr(self, name)]
+            needing += ["separation"] * turns + ["noise='banded'"] * banded
+            if needing:
+                raise ValueError(f"{needing[0]} goes with noise_multiplier > 0: set that, too")
             return None
         if turns and self.evaluation_share:
             raise ValueError(

@@ -265,7 +265,7 @@ class PersistentServer:
             lock = locked(self.path.with_name(f"{SERVED}.lock"), wait=False)
         except OSError as exc:
             text = f"no state can be kept in {place} ({exc})"
-            raise OSError(f"{text}: give each federation a folder of its own") from exc
+            raise OSError(f"{text}: give another federation another folder") from exc
         self.leave = weakref.finalize(self, lock.close)
         if self.path.exists():
             stored = read(self.path)

@@ -142,9 +142,9 @@ class Shares:
         if self.kind == "equal":
             # Their sum is divided by the number of clients.
             return [Share(1.0, reply.clients) for reply in replies]
-        alone = len(replies) == 1
-        parts = [self.weight_of(reply, alone or reply.clients == 1) for reply in replies]
-        if alone and replies[0].clients > 1:
+        is_only = len(replies) == 1
+        parts = [self.weight_of(reply, is_only or reply.clients == 1) for reply in replies]
+        if is_only and replies[0].clients > 1:
             return parts
         pairs = zip(replies, parts, strict=True)
         weights = [0.0 if p.fault else self.table.get(r.sender, p.factor) for r, p in pairs]

@@ -170,8 +170,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         """Return why there is no bound, or two, with `modules` that bring one; "" if there is."""
         if self.max_norm is None and not modules:
             return "clipped-averaging has no bound: give it max_norm, or set up update-clip-client"
-        given = f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
-        text = f"{given}another bound: leave one of them out"
+        bound = f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
+        text = f"{bound}another bound: leave one of them out"
         return text if modules and self.max_norm is not None else ""
 
     # -- on a client ----------------------------------------------------------------------------
@@ -223,9 +223,11 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if site is not None:
             limits = replace(aggregation.limits, noise=site.std(1.0))
             aggregation = replace(aggregation, limits=limits)
-        whole, clients = round_ is not None, budget.clients if budget else None
+        clients = budget.clients if budget else None
         warn, tensors = partial(_LOGGER.warning, f"{self.name}: %s"), getattr(like, "coefs", {})
-        running = RunningAverage(aggregation, tensors, bound, warn, whole=whole, clients=clients)
+        running = RunningAverage(
+            aggregation, tensors, bound, warn, whole=round_ is not None, clients=clients
+        )
         for reply in replies:
             running.add(reply)
         exact = running.finish()

@@ -164,8 +164,9 @@ class UpdateClipVotes(Message):
         other = other if isinstance(other, UpdateClipVotes) else UpdateClipVotes(n_faults=1)
         result = UpdateClipVotes(*_sums(self, other, "n_clients n_votes n_within n_faults"))
         result._side = self.noised + other.noised
-        ours, theirs = self.coarse, other.coarse
-        result._coarse = ours[0] + theirs[0], ours[1] + theirs[1]
+        pairs = zip(self.coarse, other.coarse, strict=True)
+        votes, within = map(sum, pairs)
+        result._coarse = votes, within
         bins = [votes.n_bins for votes in (self, other) if votes.n_bins is not None]
         result.n_bins = [*map(sum, zip(*bins, strict=True))] if bins else None
         return result

@@ -192,7 +192,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
         self.noise = None if self.site is None else self.site.get_config()
 
     def process_aux_var(self, aux_var: object) -> None:
-        """Receive the bound of this round; without one, there is none."""
+        """Receive the bound of this round; an error leaves no round."""
         self._round = None
         try:
             self._round = self._begun(aux_var)

@@ -134,7 +134,7 @@ def test_one_process_serves_from_a_folder(tmp_path: Path) -> None:
     served = PersistentServer(NOISE, tmp_path)
     start = "from fedclip.updates.store import PersistentServer as Server"
     code = f"{start}; Server({NOISE!r}, {str(tmp_path)!r})"
-    assert "give each federation a folder of its own" in ended("-c", code, well=False).stderr
+    assert "give another federation another folder" in ended("-c", code, well=False).stderr
     served.leave()
     ended("-c", code)
 
