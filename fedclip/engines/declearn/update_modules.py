@@ -269,6 +269,9 @@ class UpdateClipClient(Versioned, UpdateNorms):
         return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within, n_bins=bins)
 
 
+_SENT = ("bound", "adaptive", "private", "stop", "schedule", "round", "only_votes")
+
+
 class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     """Adapt the bound of updates to a quantile of norms; add central noise.
 
@@ -356,16 +359,8 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         self._round = ServerPart(weakref.ref(self), sent)
         change(server=self._round, participation=None)
         expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
-        self._message = UpdateClipBound(
-            sent.bound,
-            sent.adaptive,
-            sent.private,
-            sent.stop,
-            {} if self.site is None else self.site.get_config(),
-            sent.schedule,
-            sent.round,
-            sent.only_votes,
-        )
+        noise = {} if self.site is None else self.site.get_config()
+        self._message = UpdateClipBound(**{n: getattr(sent, n) for n in _SENT}, noise=noise)
         return self._message
 
     def _take_evaluations(self) -> None:
