@@ -79,17 +79,16 @@ class Limits:
     called: str
     noise: float = 0.0
     # Names and groups of the last update, and what it has in common with others like it.
-    _names: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
-    _groups: Groups = field(init=False, repr=False, compare=False)
-    _plan: Plan | None = field(default=None, init=False, repr=False, compare=False)
+    _last: tuple[tuple[str, ...], Groups] | None = field(default=None, init=False, compare=False)
+    _plan: Plan | None = field(default=None, init=False, compare=False)
 
     def groups(self, arrays: Arrays) -> Groups:
         """Return the groups of an update."""
-        names = tuple(arrays)
-        if names != self._names:
-            self._groups = resolve(self.scope, self.exclude, names)
-            self._names = names
-        return self._groups
+        names, last = tuple(arrays), self._last
+        if last is None or last[0] != names:
+            # Both at once: threads may share a client.
+            last = self._last = names, resolve(self.scope, self.exclude, names)
+        return last[1]
 
     def prepared(
         self, arrays: Arrays, groups: Groups, limits: tuple[float, ...], *, dry: bool = False
