@@ -233,7 +233,8 @@ class Budget:
     def resume(self, spent: list[Release], state: Mapping[str, object]) -> None:
         """Remember what a state says was spent, and in which ledger; begin another schedule."""
         self._before.set_state(spent)
-        self._origins.append(str(state.get("ledger", "")))
+        # No ledger has the second name: a state without a ledger goes nowhere.
+        self._origins.append(str(state.get("ledger") or "no ledger"))
         self._begin()
 
     def _take_over(self) -> str:

@@ -329,7 +329,7 @@ def test_norms_of_own_layers_alone_are_not_counted_for_the_server(scope: Any) ->
     require("torch")
     model = PersonalModel(torch_model(), "head")
     shared = {"shared": True, "scope": scope}
-    with pytest.raises(ValueError, match=r"zscore-clip has shared = true and a group '.*head"):
+    with pytest.raises(ValueError, match=r"zscore-clip is shared, and its group '.*head"):
         manager(client(), model, modules=[["zscore-clip", shared]])
     for fine in ({"scope": "tensor", "exclude": "head"}, {"scope": ["*bias"]}, {}):
         manager(client(), model, modules=[["zscore-clip", {"shared": True, **fine}]])
