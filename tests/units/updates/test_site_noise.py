@@ -457,7 +457,7 @@ def test_a_sum_whose_masks_do_not_cancel_is_not_released() -> None:
 
 def test_no_noise_no_message_where_it_is_not_known_what_encrypts() -> None:
     (optim,) = clients_with(1).optimizers
-    with pytest.raises(ValueError, match=r"only a fedclip\.PersonalFederatedClient knows"):
+    with pytest.raises(ValueError, match=r"only a PersonalFederatedClient knows"):
         optim.process_aux_var(server_with().start())
 
 
