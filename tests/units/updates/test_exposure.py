@@ -223,9 +223,7 @@ SHARED = ', ["zscore-clip", {shared = true}]'
 def test_shared_statistics_unfit_for_noise_are_refused_unless_it_is_written(check: Any) -> None:
     found = central(check, server=', "zscore-clip-server"', client=SHARED)
     assert not found.ok
-    assert "zscore-clip-server sends statistics without noise" in said(
-        found, "problem"
-    )
+    assert "zscore-clip-server sends statistics without noise" in said(found, "problem")
     assert "unnoised = ['zscore-clip-server']" in said(found, "problem")
     found = central(
         check, ', unnoised = ["zscore-clip-server"]', ', "zscore-clip-server"', client=SHARED

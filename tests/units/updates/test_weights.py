@@ -130,7 +130,11 @@ def test_shares_are_in_proportion_below_the_cap_and_never_above_it() -> None:
         ({"weights": {3: 1.0}}, TypeError, "weights must be"),
         ({"weights": "steps", "max_steps": 0}, ValueError, "max_steps must be"),
         ({"weights": TABLE, "max_steps": 9}, ValueError, "max_steps goes with weights='steps'"),
-        ({"weights": "steps", "max_share": 1.5}, ValueError, r"max_share must be a number > 0 and <= 1"),
+        (
+            {"weights": "steps", "max_share": 1.5},
+            ValueError,
+            r"max_share must be a number > 0 and <= 1",
+        ),
         ({"weights": "steps", "max_share": 0.0}, ValueError, "max_share must be"),
         ({"max_share": 0.5}, ValueError, "max_share goes with weights"),
         ({"weights": TABLE, "max_share": 0.2}, ValueError, "at least 1 / 4"),
