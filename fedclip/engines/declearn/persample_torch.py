@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import torch
-from declearn.model.torch import TorchModel, TorchVector
+from declearn.model.torch import TorchModel
 
 from fedclip.dpsgd.persample import torch_check, torch_records
 from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
@@ -22,7 +22,7 @@ _NOISE = 1e-5
 
 Gradient: TypeAlias = Callable[[TorchModel, Data], Float64]
 
-__all__ = ["check", "shapes", "stacks", "try_out", "vector"]
+__all__ = ["check", "stacks", "try_out"]
 
 
 def check(model: TorchModel) -> None:
@@ -71,16 +71,6 @@ def _settled(model: TorchModel, gradient: Gradient, record: Data) -> Float64:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-
-
-def shapes(model: TorchModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained weights."""
-    return {n: tuple(p.shape) for n, p in torch_records.trained(model._raw_model).items()}
-
-
-def vector(model: TorchModel, arrays: Mapping[str, Float64]) -> TorchVector:
-    """Return float64 arrays as a vector of the weights' dtypes, on their devices."""
-    return TorchVector(torch_records.restored(arrays, torch_records.trained(model._raw_model)))
 
 
 def stacks(model: TorchModel, batch: Data, micro_batch: int, whole: bool) -> Iterator[TorchStack]:
