@@ -7,13 +7,14 @@ then lets no record depend on another. Records of one shape are put together aft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import numpy as np
 from declearn.dataset import Dataset, InMemoryDataset
 
 from fedclip.dpsgd.persample.base import Batch, Data, Failed, Positions, retry_halving
+from fedclip.engines.declearn.persample import raised
 
 __all__ = ["Records", "first_records"]
 
@@ -49,14 +50,28 @@ class Records:
     mean = 1.0
     """How many records each unit has, in the mean."""
 
-    def __init__(self, dataset: Dataset, like: object = None) -> None:
-        self._alone: Data
+    def __init__(self, dataset: Dataset, like: Data = None) -> None:
+        source: Data = dataset
+        self._rows: Callable[[Positions], Data]
+        self._plain = False
         if isinstance(dataset, InMemoryDataset):
-            self._alone = _MemoryRecords(dataset, like)
+            arrays = dataset.feats, dataset.target, dataset.weights
+            dtypes = [getattr(array, "dtype", None) for array in like or (None,) * 3]
+            # Weights need not be in both, and are numbers.
+            dtypes[2] = dtypes[2] or np.dtype(np.float64)
+            pairs = [*zip(arrays, dtypes, strict=True)]
+            self._size, self._plain = int(arrays[0].shape[0]), all(_plain(*pair) for pair in pairs)
+            self._rows = lambda positions: tuple(_rows(*pair, positions) for pair in pairs)
         elif hasattr(dataset, "collate_to_batch"):
-            self._alone = _TorchRecords(dataset)
+            if not hasattr(source.dataset, "__len__"):
+                name = type(source.dataset).__name__
+                raise TypeError(f"{name} has no length: take a dataset with __len__")
+            self._size = len(source.dataset)
+            self._rows = lambda positions: source.collate_to_batch([source.dataset[positions[0]]])
         else:
-            self._alone = [*dataset.generate_batches(batch_size=1, drop_remainder=False)]
+            batches = [*dataset.generate_batches(batch_size=1, drop_remainder=False)]
+            self._size = len(batches)
+            self._rows = lambda positions: batches[positions[0]]
         if not len(self):
             raise ValueError("the training data holds no record")
         errors: list[BaseException] = []
@@ -65,7 +80,7 @@ class Records:
             raise errors[0]
 
     def __len__(self) -> int:
-        return len(self._alone)
+        return self._size
 
     def take(self, positions: Positions, failed: Failed | None = None) -> list[Batch]:
         """Return batches: one for each kind of record; none of those that raise.
@@ -80,19 +95,16 @@ class Records:
         failed
             Called for each record that raises; None: they raise here.
         """
-        if getattr(self._alone, "plain", False) and len(positions):
-            return [_batch(self._alone.rows(positions), positions)]
+        if self._plain and len(positions):
+            return [_batch(self._rows(positions), positions)]
         alike: dict[object, list[tuple[int, Data]]] = {}
+
+        def work(start: int, stop: int) -> None:
+            record = self._rows([start])
+            alike.setdefault(_kind(record), []).append((start, record))
+
         for position in map(int, positions):
-
-            def work(start: int, stop: int) -> None:
-                record = self._alone[start]
-                alike.setdefault(_kind(record), []).append((start, record))
-
-            if failed is None:
-                work(position, position + 1)
-            else:
-                retry_halving(work, position, position + 1, failed)
+            retry_halving(work, position, position + 1, failed or raised)
         batches = []
         for members in alike.values():
             places, records = zip(*members, strict=True)
@@ -112,15 +124,10 @@ def first_records(dataset: Data) -> list[Data]:
         If there is no data set, or no record in it.
     """
     if dataset is None:
-        raise ValueError(
-            "give valid_data: the model is tried on its records, which nobody protects"
-        )
+        raise ValueError("give valid_data: the model is tried on its records")
     batches = [*islice(dataset.generate_batches(batch_size=1, drop_remainder=False), 3)]
     if not batches:
-        raise ValueError(
-            "valid_data holds no record, and a private client tries the model on its records: keep "
-            "some of this site's records for validation"
-        )
+        raise ValueError("valid_data holds no record: a private client tries the model on some")
     return batches
 
 
@@ -130,65 +137,19 @@ def _batch(parts: Data, positions: Positions) -> Batch:
     return batch
 
 
-class _MemoryRecords:
-    """The records of arrays in memory; `plain` where none can raise."""
-
-    def __init__(self, dataset: InMemoryDataset, like: Data) -> None:
-        self._data = (dataset.feats, dataset.target, dataset.weights)
-        self._dtypes = [getattr(array, "dtype", None) for array in like or (None,) * 3]
-        # Weights need not be in both, and are numbers.
-        self._dtypes[2] = self._dtypes[2] or np.dtype(np.float64)
-        self.plain = all(map(_plain, self._data, self._dtypes))
-
-    def __len__(self) -> int:
-        return int(self._data[0].shape[0])
-
-    def __getitem__(self, position: int) -> Data:
-        return self.rows([position])
-
-    def rows(self, positions: object) -> tuple[Data, ...]:
-        parts = (_rows(part, positions) for part in self._data)
-        return tuple(map(_brought, parts, self._dtypes))
-
-
-class _TorchRecords:
-    """The records of a torch dataset, each made a separate batch."""
-
-    def __init__(self, dataset: Data) -> None:
-        if not hasattr(dataset.dataset, "__len__"):
-            raise TypeError(
-                f"{type(dataset.dataset).__name__} has no length, and records are drawn by "
-                "position: take a dataset with __len__ and __getitem__"
-            )
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset.dataset)
-
-    def __getitem__(self, position: int) -> Data:
-        record = self._dataset.collate_to_batch([self._dataset.dataset[position]])
-        for leaf in _leaves(record):
-            if tuple(leaf.shape[:1]) != (1,):
-                raise ValueError(
-                    f"collate_fn made a tensor of shape {tuple(leaf.shape)} of one record: the "
-                    "first axis has to be the records"
-                )
-        return record
-
-
-def _leaves(data: object) -> list[Data]:
-    if isinstance(data, (list, tuple)):
-        return [leaf for item in data for leaf in _leaves(item)]
-    return [] if data is None else [data]
-
-
-def _kind(data: Data) -> object:
-    if isinstance(data, (list, tuple)):
-        return (type(data), *map(_kind, data))
-    if data is None:
+def _kind(record: Data) -> object:
+    """Return what records must share to be put together; refuse a batch of several."""
+    if isinstance(record, (list, tuple)):
+        return (type(record), *map(_kind, record))
+    if record is None:
         return None
-    known = (str(getattr(data, name, "")) for name in ("dtype", "device", "layout"))
-    return (type(data), tuple(data.shape), *known)
+    if tuple(record.shape[:1]) != (1,):
+        raise ValueError(
+            f"a batch of one record has an array of shape {tuple(record.shape)}: the first axis "
+            "has to be the records"
+        )
+    known = (str(getattr(record, name, "")) for name in ("dtype", "device", "layout"))
+    return (type(record), tuple(record.shape), *known)
 
 
 def _joined(parts: Sequence[Data]) -> Data:
@@ -207,12 +168,6 @@ def _joined(parts: Sequence[Data]) -> Data:
     return joined
 
 
-def _rows(data: Data, positions: object) -> Data:
-    if data is None:
-        return None
-    return data.iloc[positions].to_numpy() if hasattr(data, "iloc") else data[positions]
-
-
 def _plain(data: Data, dtype: object) -> bool:
     """Whether no row can fail to be brought to a dtype, whatever it holds."""
     if data is None:
@@ -225,9 +180,12 @@ def _plain(data: Data, dtype: object) -> bool:
     )
 
 
-def _brought(rows: Data, dtype: object) -> Data:
-    """Return rows in a dtype of NumPy's that holds numbers, if it is one."""
-    if rows is None or not isinstance(dtype, np.dtype) or dtype.kind not in "biufc":
+def _rows(data: Data, dtype: object, positions: Positions) -> Data:
+    """Return rows, in a dtype of NumPy's that holds numbers, if it is one."""
+    if data is None:
+        return None
+    rows = data.iloc[positions].to_numpy() if hasattr(data, "iloc") else data[positions]
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "biufc":
         return rows
     with np.errstate(all="ignore"):
         wide = rows if rows.dtype.kind in "biufc" else rows.astype(np.float64)
