@@ -18,7 +18,7 @@ from declearn.quickrun import DataSourceConfig, parse_data_folder
 
 from fedclip.cli.check.findings import Check, Level, Section, brief, part_of, text_of
 from fedclip.dpsgd.persons import numbered
-from fedclip.engines.declearn.experiment import PERSONS
+from fedclip.engines.declearn.quickrun import PERSONS
 from fedclip.engines.declearn.trained import trained
 
 _NAMED = re.compile(

@@ -124,7 +124,7 @@ def first_records(dataset: Data) -> list[Data]:
         If there is no data set, or no record in it.
     """
     if dataset is None:
-        raise ValueError("give valid_data: the model is tried on its records")
+        raise ValueError("give valid_data: the model is tried and evaluated on its records")
     batches = [*islice(dataset.generate_batches(batch_size=1, drop_remainder=False), 3)]
     if not batches:
         raise ValueError("valid_data holds no record: a private client tries the model on some")

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from declearn.messaging import Error, MetadataQuery, MetadataReply, PrivacyRequest, TrainRequest
+from declearn.messaging import MetadataQuery, MetadataReply, PrivacyRequest, TrainRequest
 
 from fedclip.core import parameters
 from fedclip.dpsgd.persons import Ids, Persons
 from fedclip.engines.declearn.dataset_records import Records, first_records
 from fedclip.engines.declearn.personal_client import PersonalFederatedClient
-from fedclip.privacy import ledger as ledgers
-
-if TYPE_CHECKING:
-    from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.privacy.ledger import FILE
 
 __all__ = ["PrivateFederatedClient"]
 
@@ -63,8 +60,6 @@ class PrivateFederatedClient(PersonalFederatedClient):
     TypeError, ValueError
         If a parameter is not as above, `max_records` has no `persons`, or `require_privacy` has
         neither ledger nor checkpoint.
-    ModuleNotFoundError
-        Without Opacus, which declearn's own DP module imports (``declearn[dp]``).
     Exception
         What `train_data` raises, if it is not readable at all.
 
@@ -104,12 +99,6 @@ class PrivateFederatedClient(PersonalFederatedClient):
         valid_persons: Ids | None = None,
         **settings: Any,
     ) -> None:
-        if find_spec("opacus") is None:
-            raise ModuleNotFoundError(
-                "DP-SGD on declearn needs Opacus, which declearn's own DP module imports: "
-                "pip install opacus dp-accounting",
-                name="opacus",
-            )
         self.max_budget: tuple[float, float] | None = None
         if max_budget is not None:
             if not isinstance(max_budget, (list, tuple)) or len(max_budget) != 2:
@@ -121,13 +110,9 @@ class PrivateFederatedClient(PersonalFederatedClient):
             )
         self.require_privacy = parameters.boolean(require_privacy=require_privacy)
         super().__init__(*args, **settings)
-        if self.valid_data is None:
-            raise ValueError(
-                "give valid_data: without it declearn evaluates on the training records, and "
-                "publishes their losses without noise"
-            )
         # Read now, as long as nobody else could see it fail.
         records = Records(self.train_data, *first_records(self.valid_data)[:1])
+        assert self.valid_data is not None
         of_persons = {"max_records": max_records, "valid_persons": valid_persons}
         if persons is None and (named := [n for n, v in of_persons.items() if v is not None]):
             raise ValueError(f"{named[0]} is of persons: give persons too, or leave it out")
@@ -140,15 +125,14 @@ class PrivateFederatedClient(PersonalFederatedClient):
         self._private: PrivateTrainingManager | None = None
         self.ledger = None if ledger is None else Path(ledger)
         if self.ledger is None and self.ckptr is not None:
-            self.ledger = Path(self.ckptr.folder) / ledgers.FILE
+            self.ledger = Path(self.ckptr.folder) / FILE
         if self.ledger is None:
-            why = (
-                "neither ledger nor checkpoint is given: each time that this client is started, "
-                "its records would have the whole budget again. Give ledger = a file that belongs "
-                "to these records"
-            )
+            why = "neither ledger nor checkpoint is given: at each start of this client, "
+            why += "its records would have the whole budget again"
             if self.require_privacy:
-                raise ValueError(f"{why}, or a checkpoint folder")
+                raise ValueError(
+                    f"{why}; give ledger = a file of these records, or a checkpoint folder"
+                )
             self.logger.warning("%s.", why)
 
     @property
@@ -158,22 +142,11 @@ class PrivateFederatedClient(PersonalFederatedClient):
 
     def make_private(self, message: PrivacyRequest) -> None:
         """Set up DP-SGD as the server asks for it, within what this client allows."""
-        # declearn's own part of this needs Opacus, which is an extra.
-        from fedclip.engines.declearn.private_training import PrivateTrainingManager
-
-        old = self.trainmanager
-        if old is None:
+        if (old := self.trainmanager) is None:
             raise RuntimeError("a client is made private by its server, once it has a model")
-        manager = PrivateTrainingManager(
-            model=old.model,
-            optim=old.optim,
-            aggrg=old.aggrg,
-            train_data=old.train_data,
-            valid_data=old.valid_data,
-            metrics=old.metrics,
-            logger=self.logger,
-            verbose=False,
-        )
+        names = ("model", "optim", "aggrg", "train_data", "valid_data", "metrics", "logger")
+        settings = {name: getattr(old, name) for name in names}
+        manager = PrivateTrainingManager(**settings, verbose=False)
         before = self._private.ledger.accountant.spent if self._private is not None else ()
         manager.make_private(
             message, self.max_budget, self.ledger, before, self.records, self._valid
@@ -184,10 +157,8 @@ class PrivateFederatedClient(PersonalFederatedClient):
         """Run a training round, if it is private."""
         private = self._private is not None and self.trainmanager is self._private
         if self.require_privacy and not private:
-            await self._refuse(
-                f"training round {message.round_i} would not be private, and this client has "
-                "require_privacy: set [run.privacy] on the server"
-            )
+            why = f"training round {message.round_i} would not be private, and this client has "
+            await self._refuse(f"{why}require_privacy: set [run.privacy] on the server")
             return
         await super().training_round(message)
 
@@ -202,14 +173,11 @@ class PrivateFederatedClient(PersonalFederatedClient):
 
     async def _initialize_fairness(self) -> None:
         if self.require_privacy:
-            why = (
-                "fairness rounds publish what the model does on the training records, without "
-                "noise, and this client has require_privacy: leave [run.fairness] out"
-            )
+            why = "fairness rounds publish losses of the training records without noise, and this "
+            why += "client has require_privacy: leave [run.fairness] out"
             await self._refuse(why)
             raise RuntimeError(why)
         await super()._initialize_fairness()
 
     async def _refuse(self, why: str) -> None:
-        self.logger.error("Refused: %s.", why)
-        await self.netwk.send_message(Error(f"refused by fedclip: {why}"))
+        await self.netwk.send_message(self._refused(why))

@@ -27,20 +27,21 @@ from functools import partial
 from pathlib import Path
 
 from declearn.messaging import EvaluationReply, EvaluationRequest, PrivacyRequest
-from declearn.training.dp import DPTrainingManager
+from declearn.training import TrainingManager
 
+from fedclip.core import parameters
 from fedclip.core.parameters import Config
-from fedclip.dpsgd.calibrate import Calibration, steps_of_a_round, too_few
+from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
 from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.sampling import PoissonSampler
 from fedclip.engines.declearn import persample
-from fedclip.engines.declearn.dataset_records import Records
+from fedclip.engines.declearn.dataset_records import Records, first_records
+from fedclip.engines.declearn.evaluation import Evaluation
 from fedclip.engines.declearn.members import untold
-from fedclip.engines.declearn.private_evaluation import Evaluation
-from fedclip.engines.declearn.private_plan import Plan, plan_of
+from fedclip.engines.declearn.sample_clip import Place, place_of
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.ledger import Ledger, fingerprint
 from fedclip.privacy.noise import Normals, secure_normals
@@ -48,22 +49,31 @@ from fedclip.privacy.noise import Normals, secure_normals
 __all__ = ["PrivateTrainingManager"]
 
 
-class PrivateTrainingManager(DPTrainingManager):
+class PrivateTrainingManager(TrainingManager):
     """Runs DP-SGD; made by `fedclip.PrivateFederatedClient`.
 
     Attributes
     ----------
+    records
+        The training records, or persons.
+    stage
+        What happens to single records, and what to their noisy sum.
+    sclip_norm
+        The bound on the norm of a record's gradient; the first one, if it is adaptive.
+    calibration
+        The budget, noise multiplier, sampling rate and steps.
     noise
         What adds noise to each sum; independent Gaussian noise.
     ledger
         What was spent, and the budget: the server's or the client's, whichever is the smaller.
-    calibration
-        Noise multiplier, sampling rate and steps.
     """
 
+    records: Records | Persons
+    stage: Place
+    sclip_norm: float
+    calibration: Calibration
     noise: Noise
     ledger: Ledger
-    calibration: Calibration
 
     def make_private(
         self,
@@ -98,55 +108,75 @@ class PrivateTrainingManager(DPTrainingManager):
         RuntimeError
             If the model raises for a record that it is tried on.
         """
-        plan = plan_of(self, message, max_budget, records, valid)
-        self._plan, self.records, self.calibration = plan, plan.records, plan.calibration
+        tried = first_records(self.valid_data)
+        self.records = records or Records(self.train_data, tried[0])
+        self._plan(message, max_budget, valid)
         # What fails for all records fails now, before anything is paid.
         with untold(self.logger, "the trial of the model", UnsupportedModelError):
-            expected = self.calibration.expected
-            persample.try_out(self.model, plan.tried, **self._settings(expected))
-            if plan.evaluation is not None:
-                for record in plan.tried:
-                    plan.evaluation.of_record(self.model, record)
+            persample.try_out(self.model, tried, **self._settings)
+            if self._evaluation is not None:
+                for record in tried:
+                    self._evaluation.of_record(self.model, record)
         self.noise = IndependentNoise()
-        self._start(plan, path, spent)
+        self._start(path, spent)
 
-    def _start(self, plan: Plan, path: Path | None, spent: Sequence[Release]) -> None:
+    def _plan(
+        self, message: PrivacyRequest, budget: tuple[float, float] | None, valid: Persons | None
+    ) -> None:
+        """Refuse what would not be private; find noise and steps for the rest."""
+        if message.accountant == "gdp":
+            raise ValueError(
+                'accountant = "gdp" is no upper bound on epsilon: write "rdp" or "prv"'
+            )
+        persample.check(self.model)
+        self.sclip_norm = parameters.positive(sclip_norm=message.sclip_norm)
+        shapes = persample.shapes(self.model)
+        self.stage = place_of(self.optim.modules, shapes, self.sclip_norm)
+        steps = self._steps(message.batches, message.n_epoch, message.n_steps) * message.rounds
+        epsilon, delta = map(min, message.budget, budget or message.budget)
+        size, many, unit = message.batches["batch_size"], len(self.records), self.records.unit
+        calibration = calibrate(epsilon, delta, many, size, steps, unit)
+        marker = self.stage.settings
+        self.calibration = calibration.evaluating(marker.evaluation_share, message.rounds)
+        self._evaluation = None
+        if marker.loss_bound is not None and self.valid_data is not None:
+            self._evaluation = Evaluation(self.metrics, marker.loss_bound)
+            if unit == "person" and valid is None:
+                raise ValueError(
+                    "evaluation_share protects persons here: tell whose the validation records "
+                    "are, by valid_persons; for fedclip quickrun, in a file valid_persons.csv"
+                )
+            self._valid: Records | Persons = valid or Records(self.valid_data)
+
+    def _steps(self, batches: Config, n_epoch: int | None, n_steps: int | None) -> int:
+        steps = steps_of_a_round(len(self.records), batches, n_epoch, n_steps)
+        if steps is None:
+            raise ValueError("noise needs a number of steps: set n_epoch or n_steps")
+        return steps
+
+    def _start(self, path: Path | None, spent: Sequence[Release]) -> None:
         """Open the ledger, and get ready for the first step."""
-        many, unit, steps = len(plan.records), plan.records.unit, plan.calibration.steps
-        epsilon, delta = plan.budget
-        data = fingerprint(self.train_data, many, unit)
-        self.ledger = Ledger(epsilon, delta, path, spent, data)
-        self.ledger.plan = plan.calibration.releases if plan.calibration.evaluations else ()
+        plan = self.calibration
+        data = fingerprint(self.train_data, plan.records, plan.unit)
+        self.ledger = Ledger(plan.epsilon, plan.delta, path, spent, data)
+        self.ledger.plan = plan.releases if plan.evaluations else ()
         self._normals: Normals = secure_normals
-        self._sampler = PoissonSampler(many, plan.batch_size)
-        self._charged, self._evaluations = 0, plan.rounds
+        self._sampler = PoissonSampler(plan.records, int(plan.expected))
+        self._charged, self._evaluated = 0, 0
         self._failed: list[tuple[int, BaseException]] = []
-        self.sclip_norm, self._dp_budget = plan.bound, plan.budget
         self.logger.info(
-            "DP-SGD: %d %ss, Poisson samples at rate %.4g, %d steps, noise multiplier %.4g, "
-            "budget epsilon %.4g at delta %.3g for zeroing out one %s, of which %.4g "
-            "was spent before.",
-            many,
-            unit,
-            self.calibration.rate,
-            steps,
-            self.calibration.noise_multiplier,
-            epsilon,
-            delta,
-            unit,
-            self.ledger.spent,
+            f"DP-SGD: {plan.records} {plan.unit}s, Poisson samples at rate {plan.rate:.4g}, "
+            f"{plan.steps} steps, noise multiplier {plan.noise_multiplier:.4g}, budget epsilon "
+            f"{plan.epsilon:.4g} at delta {plan.delta:.3g}, of which {self.ledger.spent:.4g} was "
+            "spent before."
         )
-        if why := too_few(many, delta, unit):
+        if why := too_few(plan.records, plan.delta, plan.unit):
             self.logger.warning("%s", why)
 
     @property
     def clipping(self) -> SampleClipping:
         """How the gradient of a record, or a person, is clipped."""
-        return self._plan.stage.settings.clipping
-
-    def get_noise_multiplier(self) -> float:
-        """Return the standard deviation of the noise over the bound."""
-        return self.calibration.noise_multiplier
+        return self.stage.settings.clipping
 
     def get_privacy_spent(self) -> tuple[float, float]:
         """Return the (epsilon, delta) that all steps so far have cost."""
@@ -174,47 +204,31 @@ class PrivateTrainingManager(DPTrainingManager):
             If a step raises; what it raised is in the log only.
         """
         if timeout is not None:
+            raise ValueError("timeout tells how long single records take: set n_epoch or n_steps")
+        steps, plan = self._steps(batch_cfg, n_epoch, n_steps), self.calibration
+        size = min(batch_cfg["batch_size"], plan.records)
+        if size != plan.expected:
             raise ValueError(
-                "timeout would let the number of steps tell how long single records take: set "
-                "n_epoch or n_steps in [run.training], and no timeout"
+                f"batch_size = {size} is not what was announced before the run, "
+                f"{plan.expected:g}: noise is accounted for that, in all rounds"
             )
-        steps = steps_of_a_round(len(self.records), batch_cfg, n_epoch, n_steps)
-        if steps is None:
-            raise ValueError("a round needs n_epoch or n_steps: its steps are paid for")
-        sampler = PoissonSampler(len(self.records), batch_cfg["batch_size"])
-        if sampler.rate != self._sampler.rate:
-            raise ValueError(
-                f"batch_size = {batch_cfg['batch_size']} is not what was announced before the run, "
-                f"{self._sampler.expected:g}: noise is accounted for that, in all rounds"
-            )
-        z, rate = self.calibration.noise_multiplier, self._sampler.rate
-        remaining = self.calibration.steps - self._charged
-        allowed = self.ledger.reserve(z, rate, steps, remaining)
+        remaining = plan.steps - self._charged
+        allowed = self.ledger.reserve(plan.noise_multiplier, plan.rate, steps, remaining)
         self._charged += allowed
         with untold(self.logger, "a private step", UnsupportedModelError):
             for _ in range(allowed):
                 self.run_train_step(self.records.take(self._sampler.draw(), self._fail))
-        planned = self.calibration.steps
-        self.logger.info(
-            "Took %d private steps; charged %d of %d that the noise is for.",
-            allowed,
-            self._charged,
-            planned,
-        )
-        if self._charged >= planned:
+        text = "Took %d private steps; charged %d of %d that the noise is for."
+        self.logger.info(text, allowed, self._charged, plan.steps)
+        if self._charged >= plan.steps:
             # Before the last round this would be accounted anew, which takes long.
-            self.logger.info(
-                "Privacy spent: epsilon %.4g at delta %.3g.", *self.get_privacy_spent()
-            )
+            spent = self.get_privacy_spent()
+            self.logger.info("Privacy spent: epsilon %.4g at delta %.3g.", *spent)
         if allowed < steps:
-            self.logger.warning(
-                "The privacy budget of epsilon %.4g allows %d of the %d steps of this round%s.",
-                self.ledger.epsilon,
-                allowed,
-                steps,
-                "" if allowed else ": this client sends an update of zero",
-            )
-        epochs = allowed * self._sampler.expected // len(self.records)
+            text = "The privacy budget of epsilon %.4g allows %d of the %d steps of this round%s."
+            zero = "" if allowed else ": this client sends an update of zero"
+            self.logger.warning(text, self.ledger.epsilon, allowed, steps, zero)
+        epochs = allowed * self._sampler.expected // plan.records
         # Without a step there is no average: zero counts as the update of one step. The time
         # would tell how many records were drawn, and how long they are.
         return {"n_epoch": epochs, "n_steps": max(allowed, 1), "t_spent": 0.0}
@@ -227,10 +241,10 @@ class PrivateTrainingManager(DPTrainingManager):
         StopIteration
             If the budget does not allow it.
         """
-        z, expected = self.calibration.noise_multiplier, float(self._sampler.expected)
+        z, expected = self.calibration.noise_multiplier, self.calibration.expected
         self.ledger.charge(z, self._sampler.rate)
-        settings = self._plan.stage.settings
-        clipping, bound = settings.clipping, settings.bound or self._plan.bound
+        settings = self.stage.settings
+        clipping, bound = settings.clipping, settings.bound or self.sclip_norm
         sums, norms = self._clipped(batches, bound)
         self._tell()
         noisy = self.noise.add(sums, clipping.noise_multiplier(z, expected) * bound)
@@ -240,7 +254,7 @@ class PrivateTrainingManager(DPTrainingManager):
         scale = clipping.scale(bound) / expected
         gradients = persample.vector(self.model, {name: a * scale for name, a in noisy.items()})
         modules = self.optim.modules
-        self.optim.modules = self._plan.stage.after
+        self.optim.modules = self.stage.after
         try:
             self.optim.apply_gradients(self.model, gradients)
         finally:
@@ -248,67 +262,51 @@ class PrivateTrainingManager(DPTrainingManager):
 
     def _clipped(self, batches: Data, bound: float) -> tuple[dict[str, Float64], Float64]:
         """Return the sum of clipped gradients, and the norms; records that raise are noted."""
-        factors = partial(self.clipping.factors, bound=bound)
-        settings = self._settings(self._sampler.expected)
+        factors, settings = partial(self.clipping.factors, bound=bound), self._settings
         return persample.clipped_sum(self.model, batches, factors, **settings, failed=self._fail)
 
-    def _settings(self, expected: float) -> Config:
-        """Return how gradients are taken, with as many records at once as batches have."""
-        stage = self._plan.stage
-        most = min(stage.settings.micro_batch, _enough(expected * self.records.mean))
-        return {"groups": stage.groups, "micro_batch": most, "each": stage.each()}
+    @property
+    def _settings(self) -> Config:
+        """How gradients are taken, with as many records at once as nearly all batches have."""
+        expected = self.calibration.expected * self.records.mean
+        # What is padded is padded to that.
+        enough = 32 * math.ceil((expected + 3.0 * math.sqrt(expected)) / 32)
+        most = min(self.stage.settings.micro_batch, enough)
+        return {"groups": self.stage.groups, "micro_batch": most, "each": self.stage.each()}
 
     def _fail(self, record: int, exc: BaseException) -> None:
         self._failed.append((record, exc))
 
     def _tell(self) -> None:
         """Log the records of a step that raised."""
-        if self._failed:
-            (record, exc), many = self._failed[0], len(self._failed)
-            self.logger.error(
-                "Records that raise count as zero, in an evaluation as the worst; %d of this step, "
-                "the first is record %d: %r.",
-                many,
-                record,
-                exc,
-            )
-            self._failed = []
+        text = "Records that raise count as zero, in an evaluation as the worst: "
+        text += "%d of this step, the first is record %d: %r."
+        for record, exc in self._failed[:1]:
+            self.logger.error(text, len(self._failed), record, exc)
+        self._failed = []
 
     def _evaluation_round(self, message: EvaluationRequest) -> EvaluationReply:
         if self.valid_data is None:
-            raise ValueError(
-                "without valid_data an evaluation would publish losses of the training records, "
-                "without noise"
-            )
+            raise ValueError("without valid_data an evaluation tells losses of training records")
         with untold(self.logger, "the evaluation", UnsupportedModelError):
-            if self._plan.evaluation is not None and self._plan.valid is not None:
-                return self._noised(self._plan.evaluation, self._plan.valid, message)
+            if self._evaluation is not None:
+                return self._noised(self._evaluation, message)
             reply = super()._evaluation_round(message)
         reply.t_spent = 0.0
         return reply
 
-    def _noised(
-        self, evaluation: Evaluation, valid: Records | Persons, message: EvaluationRequest
-    ) -> EvaluationReply:
+    def _noised(self, evaluation: Evaluation, message: EvaluationRequest) -> EvaluationReply:
         """Evaluate on all validation records, whatever is asked for, and pay before that."""
         if message.weights is not None:
             self.model.set_weights(message.weights, trainable=True)
-        ((z, _, rate),) = self.calibration.evaluations
-        means = evaluation.nothing
-        if self._evaluations and self.ledger.reserve(z, rate, 1, self._evaluations, True):
-            self._evaluations -= 1
-            rows = evaluation.values(self.model, valid, self._fail)
+        ((z, times, rate),) = self.calibration.evaluations
+        means, remaining = evaluation.nothing, times - self._evaluated
+        if remaining and self.ledger.reserve(z, rate, 1, remaining, True):
+            self._evaluated += 1
+            rows = evaluation.values(self.model, self._valid, self._fail)
             self._tell()
             means = evaluation.noised(rows, z, self._normals)
         else:
-            self.logger.warning(
-                "The privacy budget allows no more evaluations: the worst loss that counts is "
-                "sent, for one record."
-            )
+            self.logger.warning("The privacy budget allows no evaluation: the worst loss is sent.")
         loss = float(means[0] * evaluation.bounds[0])
         return EvaluationReply(loss, 1, 0.0, {**evaluation.states(means)})
-
-
-def _enough(expected: float) -> int:
-    """Return as many records as nearly all batches have: what is padded is padded to that."""
-    return 32 * math.ceil((expected + 3.0 * math.sqrt(expected)) / 32)

@@ -8,29 +8,33 @@ All nodes run in this process; several federations may do so one after the other
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
-import math
 import os
+import random
 import socket
+import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from declearn.communication import NetworkClientConfig, NetworkServerConfig
+from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedServer
 from declearn.main.config import FLOptimConfig, FLRunConfig
-from declearn.utils import (
-    LOGGING_LEVEL_MAJOR,
-    set_device_policy,
-    setup_client_loggers,
-    setup_server_loggers,
-)
+from declearn.model.sklearn import SklearnSGDModel
+from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig, parse_data_folder
+from declearn.typing import Batch
+from declearn.utils import LOGGING_LEVEL_MAJOR, make_importable, set_device_policy, setup_logger
 
 import fedclip
-from fedclip.engines.declearn.experiment import Experiment, draw_from, vectorize_gradients
+from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.members import Members
+from fedclip.engines.declearn.persample import clipped_sum, vector
 from fedclip.engines.declearn.samplers import guarded, watchful
 from fedclip.engines.declearn.trained import label
 from fedclip.engines.declearn.update_server import UpdateClipServer
@@ -40,6 +44,118 @@ from fedclip.report import Reader, ReportError
 from fedclip.report.results import best_round, result_of
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
+
+PERSONS = "train_persons.csv"
+"""A file in a client's data folder: the person of each training record, one a line."""
+
+
+class Experiment:
+    """The data, the model and the results of a quickrun file, without the network.
+
+    Attributes
+    ----------
+    toml
+        The file.
+    files
+        The files of each client, by its name.
+    metrics
+        The metrics besides the loss.
+    results
+        The folder of checkpoints and logs.
+
+    Raises
+    ------
+    ToolError
+        If data or model are not where the file says.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.toml, folder = str(file), file.resolve().parent
+        data = DataSourceConfig.from_toml(self.toml, False, "data")
+        experiment = ExperimentConfig.from_toml(self.toml, False, "experiment", True)
+        model = ModelConfig.from_toml(self.toml, False, "model", True)
+        self.metrics = experiment.metrics
+        # Next to the file, from wherever it is run.
+        results = experiment.checkpoint or time.strftime("result_%y-%m-%d_%H-%M")
+        self.results = str(folder / results)
+        self._name, self._file = model.model_name, Path(model.model_file or folder / "model.py")
+        try:
+            # In order, so that a seed does not depend on that of the file system.
+            files: dict[str, dict[str, str]] = parse_data_folder(data, str(folder))
+        except (OSError, ValueError) as exc:
+            raise ToolError(f"[data] {exc}") from None
+        self.files = dict(sorted(files.items()))
+        if not files:
+            raise ToolError("[data] the data folder holds no client's folder")
+        if self._file.suffix != ".py" or not self._file.is_file():
+            raise ToolError(f"[model] there is no model file {str(self._file)!r}, in Python")
+
+    def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
+        """Return training data, in batches that a seed decides, and validation data of a client."""
+        files = self.files[site]
+        train, valid = (
+            InMemoryDataset(
+                files[f"{of}_data"], files[f"{of}_target"], expose_classes=True, seed=drawn
+            )
+            for of, drawn in (("train", seed), ("valid", None))
+        )
+        for part in (train, valid):
+            # Models of JAX need it. Where columns are of several types, declearn raises for it.
+            types = getattr(part.feats, "dtypes", None)
+            part.expose_data_type = types is None or len({*map(str, types)}) == 1
+        return train, valid
+
+    def persons(self, site: str, of: str = "train") -> Path | None:
+        """Return the file with the person of each training record of a client, if it exists.
+
+        With `of` = "valid", that of its validation records.
+        """
+        file = Path(self.files[site][f"{of}_data"]).with_name(PERSONS.replace("train", of))
+        return file if file.exists() else None
+
+    def ledger(self, site: str = "") -> Path:
+        """Return the ledger of a client's records, next to them; or that of all clients."""
+        records = Path(self.files[site or next(iter(self.files))]["train_data"])
+        return (records if site else records.parent).resolve().with_name(FILE)
+
+    def model(self) -> AnyModel:
+        """Return a new model, made by the model file."""
+        # An earlier federation may have had another model of this name.
+        sys.modules.pop(self._file.stem, None)
+        with make_importable(str(self._file.resolve().parent)):
+            made: AnyModel = getattr(importlib.import_module(self._file.stem), self._name)
+            return made
+
+
+def draw_from(seed: int) -> None:
+    """Seed Python, NumPy and torch, which draw such values as the weights of a new model."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # declearn has imported it, where it is installed.
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+
+
+def vectorize_gradients(model: AnyModel) -> None:
+    """Make a linear model of scikit-learn compute the gradient of a whole batch at once.
+
+    declearn calls `partial_fit` for each record, which takes far longer. The gradients differ by
+    rounding only; type and configuration of the model do not change.
+    """
+    if type(model) is SklearnSGDModel:
+        parameters = model.get_wrapped_model().get_params()
+        if parameters.get("class_weight") is None and not parameters["average"]:
+            vars(model)["compute_batch_gradients"] = partial(_gradients, model)
+
+
+def _gradients(model: SklearnSGDModel, batch: Batch, max_norm: float | None = None) -> AnyVector:
+    sums, norms = ({}, np.array(np.nan)) if max_norm else clipped_sum(model, [batch], np.ones_like)
+    # Records with NaN are left out of such a sum; scikit-learn refuses them.
+    if np.isnan(norms).any():
+        return SklearnSGDModel.compute_batch_gradients(model, batch, max_norm)
+    targets, predictions, _ = model.compute_batch_predictions(batch)
+    model._loss_history.append(float(model.loss_function(targets, predictions).mean()))
+    return vector(model, {name: total / len(norms) for name, total in sums.items()})
 
 
 class _ReportingServer(FederatedServer):
@@ -73,12 +189,12 @@ class _ReportingServer(FederatedServer):
         # An earlier run may lie in a folder of this one.
         result = result_of(report, "")
         if not self.noised and result.outliers:
-            curves = [c for c in report.curves if c.metric == "loss" and not c.experiment]
-            losses = {c.node: dict(c.points) for c in curves}
-            rounds = sorted({r for points in losses.values() for r in points})
-            by_round = [
-                {s: points.get(r, math.nan) for s, points in losses.items()} for r in rounds
-            ]
+            losses: dict[float, dict[str, float]] = {}
+            for curve in report.curves:
+                if curve.metric == "loss" and not curve.experiment:
+                    for round_, loss in curve.points:
+                        losses.setdefault(round_, {})[curve.node] = loss
+            by_round = [losses[round_] for round_ in sorted(losses)]
             last = best_round(by_round, result.healthy) == len(by_round) - 1
             self._best = self.model.get_weights(trainable=True) if last else before
         return result.in_words()
@@ -120,23 +236,24 @@ class Federation:
     """
 
     def __init__(self, file: Path, *, verbose: bool = False) -> None:
-        self.verbose = verbose
+        self.verbose, self.toml = verbose, str(file)
         self.on_round: Callable[[int, str], None] = lambda round_, text: None
         self.members: Callable[[], Members] = Members
-        self.toml = str(file)
         self.network = watchful(NetworkServerConfig.from_toml(self.toml, False, "network"))
         host, port = self.network.host, self.network.port
-        if not _is_free(host, port):
-            raise ToolError(f"port {port} on {host} is in use; set another port in [network]")
+        try:
+            socket.create_server((host, port)).close()
+        except socket.gaierror:
+            _LOGGER.debug("The server will say that %s has no address.", host)
+        except OSError:
+            text = f"port {port} on {host} is in use; set another port in [network]"
+            raise ToolError(text) from None
         self.experiment = Experiment(file)
         self.results, self.clients = self.experiment.results, list(self.experiment.files)
 
     async def _run_server(self) -> None:
-        """Run the server."""
         set_device_policy(gpu=False)
-        checkpoint = os.path.join(self.results, "server")
-        setup_server_loggers(level=logging.INFO, fpath=os.path.join(checkpoint, "logs.txt"))
-        self._set_console_level("declearn.server", logging.INFO)
+        self._log("declearn.server", "server", logging.INFO)
         optim = FLOptimConfig.from_toml(self.toml, False, "optim")
         for module in optim.server_opt.modules:
             if isinstance(module, UpdateClipServer) and not module.ledger:
@@ -145,7 +262,7 @@ class Federation:
             model=self.experiment.model(),
             optim=optim,
             metrics=self.experiment.metrics,
-            checkpoint=checkpoint,
+            checkpoint=os.path.join(self.results, "server"),
             **guarded(self.network, optim),
         )
         server.on_round, server.results = self.on_round, self.results
@@ -159,55 +276,46 @@ class Federation:
         With `sample-clip` in client_opt it is a private one, which takes no seed for its batches.
         """
         set_device_policy(gpu=False)
-        checkpoint = os.path.join(self.results, name)
-        setup_client_loggers(name, logging.INFO, os.path.join(checkpoint, "logs.txt"))
         # The file gets everything, the console, which clients may share, what matters.
-        self._set_console_level(f"declearn.client-{name}", LOGGING_LEVEL_MAJOR)
+        self._log(f"declearn.client-{name}", name, LOGGING_LEVEL_MAJOR)
         train, valid = self.experiment.data(name, seed)
         modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
-        private = any(isinstance(module, fedclip.SampleClip) for module in modules)
-        server = self.network.build_server()
+        server, persons = self.network.build_server(), self.experiment.persons(name)
         # As by default, three times as long as the server waits for a client.
         patience = {"patience": 3 * server.patience} if hasattr(server, "patience") else {}
-        persons = self.experiment.persons(name)
-        if persons and not private:
-            _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
         kind: Any = _QuickClient
-        if private:
-            of_valid = self.experiment.persons(name, "valid") if persons else None
+        if any(isinstance(module, fedclip.SampleClip) for module in modules):
             kind = partial(
                 fedclip.PrivateFederatedClient,
                 persons=persons,
-                valid_persons=of_valid,
-                ledger=self._ledger(name, Path(checkpoint)),
+                valid_persons=self.experiment.persons(name, "valid") if persons else None,
+                ledger=self._ledger(name),
             )
+        elif persons:
+            _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
         client = kind(
-            netwk=NetworkClientConfig.from_params(
+            NetworkClientConfig.from_params(
                 protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
             ),
-            train_data=train,
-            valid_data=valid,
-            checkpoint=checkpoint,
+            train,
+            valid,
+            os.path.join(self.results, name),
             verbose=False,
         )
         await client.async_run()
 
-    def _ledger(self, name: str, results: Path) -> Path:
+    def _ledger(self, name: str) -> Path:
         """Return the ledger of a client's records; link to it from the folder of results."""
-        ledger, link = self.experiment.ledger(name), results / FILE
-        if link.exists() and not link.is_symlink():
-            # Each line stands alone; those of a run before are of the same records.
-            with ledger.open("ab") as file:
-                file.write(link.read_bytes() + b"\n")
-            link.unlink()
-        if not link.is_symlink():
-            results.mkdir(parents=True, exist_ok=True)
-            with suppress(OSError):  # a disk may know no links
-                link.symlink_to(ledger)
+        ledger, link = self.experiment.ledger(name), Path(self.results, name, FILE)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # it may be there, and a disk may know no links
+            link.symlink_to(ledger)
         return ledger
 
-    def _set_console_level(self, logger: str, level: int) -> None:
-        """Show messages of this level on the console, or only warnings."""
+    def _log(self, logger: str, node: str, level: int) -> None:
+        """Log to a file; show messages of this level on the console, or only warnings."""
+        file = os.path.join(self.results, node, "logs.txt")
+        setup_logger(logger, level=logging.INFO, fpath=file, propagate=False)
         for handler in logging.getLogger(logger).handlers:
             if not isinstance(handler, logging.FileHandler):
                 handler.setLevel(level if self.verbose else logging.WARNING)
@@ -257,23 +365,12 @@ def run(
     if seed is not None:
         draw_from(seed)
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
-    finished = True
     federation.on_round = lambda done, text: progress(done, rounds, text)
-    try:
-        asyncio.run(federation.run(seed))
-    except KeyboardInterrupt:
-        finished = False
-    except ModuleNotFoundError as exc:
-        raise ToolError(f"a package that this run needs is missing: {exc}") from None
+    finished = False
+    with suppress(KeyboardInterrupt):
+        try:
+            asyncio.run(federation.run(seed))
+        except ModuleNotFoundError as exc:
+            raise ToolError(f"a package that this run needs is missing: {exc}") from None
+        finished = True
     return len(federation.clients), federation.results, finished
-
-
-def _is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there; also True if `host` cannot be resolved."""
-    try:
-        with socket.create_server((host, port)):
-            return True
-    except socket.gaierror:
-        return True
-    except OSError:
-        return False

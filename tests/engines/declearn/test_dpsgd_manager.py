@@ -125,7 +125,7 @@ def test_a_round_that_breaks_off_is_paid_for(tmp_path: Path) -> None:
     ("asked", "said"),
     [
         ({"batches": {"batch_size": 30}}, "30 is not what was announced before the run, 15"),
-        ({"timeout": 60}, "and no timeout"),
+        ({"timeout": 60}, "timeout tells how long single records take"),
     ],
 )
 def test_other_batches_than_announced_are_refused(asked: Any, said: str) -> None:
