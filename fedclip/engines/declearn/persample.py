@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipped sums of the gradients of single records, for declearn's models of all frameworks.
+"""The records of declearn's datasets by position, and clipped sums of their gradients.
+
+Each record is one batch: what makes batches of records, such as padding to the longest, then lets
+no record depend on another. Records of one shape are put together afterwards.
 
 A record that raises is left out. A model that carries something from one record to the next is
 refused when it is tried out.
@@ -15,40 +18,207 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
+from declearn.dataset import Dataset, InMemoryDataset
 from declearn.model.sklearn import SklearnSGDModel
 from scipy.sparse import issparse
 
-from fedclip.arrays import narrowed
+from fedclip.arrays import Array, Float64, HostView, narrowed
 from fedclip.core.scopes import Groups
-from fedclip.dpsgd.persample import ClippedSum
-from fedclip.dpsgd.persample.base import (
-    Array,
-    Arrays,
-    Data,
-    Failed,
-    Float64,
-    Host,
-    HostStack,
-    Stack,
-    at_once,
-    retry_halving,
-)
+from fedclip.dpsgd.persample import ClippedSum, base
+from fedclip.dpsgd.persample.base import Arrays, Batch, Data, Failed, Positions, Stack
 from fedclip.dpsgd.persample.means import Means
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
 
-__all__ = ["check", "clipped_sum", "part", "raised", "shapes", "try_out", "vector"]
+# So many records are tried, before all count as impossible to read.
+_TRIED = 16
 
+
+class Records:
+    """The records of a dataset, by position.
+
+    Of `InMemoryDataset` and `TorchDataset` they are taken from the dataset itself, whenever they
+    are drawn. Those of any other kind are read once, in the dataset's order, and kept in memory.
+
+    Parameters
+    ----------
+    dataset
+        A dataset of declearn.
+    like
+        A batch to whose dtypes the arrays of an `InMemoryDataset` are brought, record by record
+        where that can fail: one text among numbers, or one label that is missing, would
+        otherwise change the arrays of all records.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the dataset has no length, or no record.
+    Exception
+        The exception of the first records, if all of them fail; and whatever a dataset of
+        another kind raises while it is read.
+    """
+
+    unit = "record"
+    mean = 1.0
+    """How many records each unit has, in the mean."""
+
+    def __init__(self, dataset: Dataset, like: Data = None) -> None:
+        source: Data = dataset
+        self._rows: Callable[[Positions], Data]
+        self._plain = False
+        if isinstance(dataset, InMemoryDataset):
+            arrays = dataset.feats, dataset.target, dataset.weights
+            dtypes = [getattr(array, "dtype", None) for array in like or (None,) * 3]
+            # Weights need not be in both, and are numbers.
+            dtypes[2] = dtypes[2] or np.dtype(np.float64)
+            pairs = [*zip(arrays, dtypes, strict=True)]
+            self._size, self._plain = int(arrays[0].shape[0]), all(_plain(*pair) for pair in pairs)
+            self._rows = lambda positions: tuple(_rows(*pair, positions) for pair in pairs)
+        elif hasattr(dataset, "collate_to_batch"):
+            if not hasattr(source.dataset, "__len__"):
+                name = type(source.dataset).__name__
+                raise TypeError(f"{name} has no length: take a dataset with __len__")
+            self._size = len(source.dataset)
+            self._rows = lambda positions: source.collate_to_batch([source.dataset[positions[0]]])
+        else:
+            batches = [*dataset.generate_batches(batch_size=1, drop_remainder=False)]
+            self._size = len(batches)
+            self._rows = lambda positions: batches[positions[0]]
+        if not len(self):
+            raise ValueError("the training data holds no record")
+        errors: list[BaseException] = []
+        tried = range(min(len(self), _TRIED))
+        if not any(self.take([i], lambda _, exc: errors.append(exc)) for i in tried):
+            raise errors[0]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def take(self, positions: Positions, failed: Failed | None = None) -> list[Batch]:
+        """Return batches: one for each kind of record; none of those that raise.
+
+        Of one kind are those of the same shapes, dtypes and structure. Those that cannot be put
+        together, such as sparse ones, are separate batches.
+
+        Parameters
+        ----------
+        positions
+            Of the records, any number of them.
+        failed
+            Called for each record that raises; None: they raise here.
+        """
+        if self._plain and len(positions):
+            return [_batch(self._rows(positions), positions)]
+        alike: dict[object, list[tuple[int, Data]]] = {}
+
+        def work(start: int, stop: int) -> None:
+            record = self._rows([start])
+            alike.setdefault(_likeness(record), []).append((start, record))
+
+        for position in map(int, positions):
+            base.retry_halving(work, position, position + 1, failed or raised)
+        batches = []
+        for members in alike.values():
+            places, records = zip(*members, strict=True)
+            try:
+                batches.append(_batch(_joined(records), places))
+            except Exception:
+                batches += [_batch(record, [place]) for place, record in members]
+        return batches
+
+
+def first_records(dataset: Data) -> list[Data]:
+    """Return up to three batches of one record each.
+
+    Raises
+    ------
+    ValueError
+        If there is no data set, or no record in it.
+    """
+    if dataset is None:
+        raise ValueError("give valid_data: the model is tried and evaluated on its records")
+    batches = [*islice(dataset.generate_batches(batch_size=1, drop_remainder=False), 3)]
+    if not batches:
+        raise ValueError("valid_data holds no record: a private client tries the model on some")
+    return batches
+
+
+def _batch(parts: Data, positions: Positions) -> Batch:
+    batch = Batch(parts)
+    batch.positions = positions
+    return batch
+
+
+def _likeness(record: Data) -> object:
+    """Return what records must share to be put together; refuse a batch of several."""
+    if isinstance(record, (list, tuple)):
+        return (type(record), *map(_likeness, record))
+    if record is None:
+        return None
+    if tuple(record.shape[:1]) != (1,):
+        raise ValueError(
+            f"a batch of one record has an array of shape {tuple(record.shape)}: the first axis "
+            "has to be the records"
+        )
+    known = (str(getattr(record, name, "")) for name in ("dtype", "device", "layout"))
+    return (type(record), tuple(record.shape), *known)
+
+
+def _joined(parts: Sequence[Data]) -> Data:
+    first = parts[0]
+    if first is None:
+        return None
+    if isinstance(first, (list, tuple)):
+        kind = list if isinstance(first, list) else tuple
+        return kind(_joined(column) for column in zip(*parts, strict=True))
+    if not hasattr(first, "new_empty"):
+        return np.concatenate(parts)
+    # A tensor of torch, which need not be imported for it.
+    joined = first.new_empty((len(parts), *first.shape[1:]))
+    for i, part in enumerate(parts):
+        joined[i] = part[0]
+    return joined
+
+
+def _plain(data: Data, dtype: object) -> bool:
+    """Whether no row can fail to be brought to a dtype, whatever it holds."""
+    if data is None:
+        return True
+    integer = isinstance(dtype, np.dtype) and dtype.kind in "iu"
+    # Those of pandas' own are of another dtype once a value is missing.
+    return all(
+        isinstance(kind, np.dtype) and kind.kind in "biufc" and not (integer and kind.kind == "f")
+        for kind in np.ravel(data.dtypes if hasattr(data, "iloc") else data.dtype)
+    )
+
+
+def _rows(data: Data, dtype: object, positions: Positions) -> Data:
+    """Return rows, in a dtype of NumPy's that holds numbers, if it is one."""
+    if data is None:
+        return None
+    rows = data.iloc[positions].to_numpy() if hasattr(data, "iloc") else data[positions]
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "biufc":
+        return rows
+    with np.errstate(all="ignore"):
+        wide = rows if rows.dtype.kind in "biufc" else rows.astype(np.float64)
+        cast = wide.astype(dtype, copy=False)
+    if dtype.kind in "iu" and wide.dtype.kind == "f" and (cast != wide).any():
+        raise ValueError(f"{rows.tolist()} where valid_data has {dtype}")
+    return cast
+
+
+# -- gradients --------------------------------------------------------------------------------
 _FILES = {
     "torch": "fedclip.engines.declearn.persample_torch",
     "tensorflow": "fedclip.engines.declearn.persample_tensorflow",
 }
 
 
-def _kind(model: AnyModel) -> str:
+def _framework(model: AnyModel) -> str:
     """Return the framework of a model of declearn's."""
     for cls in type(model).__mro__:
         kind = cls.__module__.removeprefix("declearn.model.").partition(".")[0]
@@ -74,7 +244,7 @@ def check(model: AnyModel) -> None:
     TypeError, ValueError
         If the model is of no kind known here, or a layer, which is named, mixes records.
     """
-    kind = _kind(model)
+    kind = _framework(model)
     if kind in _FILES:
         import_module(_FILES[kind]).check(model)
     elif isinstance(model, SklearnSGDModel) and model._model.get_params().get("class_weight"):
@@ -112,7 +282,7 @@ def try_out(model: AnyModel, records: Sequence[Data], **settings: Any) -> None:
         vector(model, {name: array + 0.0 for name, array in sums.items()})
         return np.concatenate([array.ravel() for array in sums.values()])
 
-    if _kind(model) == "torch":
+    if _framework(model) == "torch":
         import_module(_FILES["torch"]).try_out(model, records, gradient)
         return
     # Nothing but variables could outlive a record there.
@@ -186,7 +356,7 @@ def clipped_sum(
             total.add(means.without(int(batch.owners[record])))
 
     for batch in batches:
-        retry_halving(partial(add, batch), 0, _size(batch), partial(leave_out, batch))
+        base.retry_halving(partial(add, batch), 0, _size(batch), partial(leave_out, batch))
     return total.result()
 
 
@@ -217,7 +387,7 @@ def part(data: Data, rows: slice) -> Data:
 
 def _stacks(model: AnyModel, batch: Data, micro_batch: int, whole: bool) -> Iterator[Stack]:
     """Yield the gradients of each micro-batch; `whole` says that they are asked for themselves."""
-    kind = _kind(model)
+    kind = _framework(model)
     if isinstance(model, SklearnSGDModel):
         return _linear_stacks(model, batch, micro_batch)
     if kind == "haiku":
@@ -261,7 +431,7 @@ def _haiku_loss(model: Any, trained: Data, fixed: Data, record: Data) -> Array:
 
 # -- scikit-learn -----------------------------------------------------------------------------
 # Derivatives by the prediction p; of classifiers, y is -1 or 1.
-_SLOPES: dict[str, Callable[[Host, Host, float], Host]] = {
+_SLOPES: dict[str, Callable[[HostView, HostView, float], HostView]] = {
     "hinge": lambda p, y, eps: np.where(p * y <= 1.0, -y, 0.0),
     "perceptron": lambda p, y, eps: np.where(p * y <= 0.0, -y, 0.0),
     "log_loss": lambda p, y, eps: -y / (1.0 + np.exp(p * y)),
@@ -285,7 +455,7 @@ def _linear_stacks(model: SklearnSGDModel, batch: Data, micro_batch: int) -> Ite
     alpha = 0.0 if penalty in (None, "none") else settings["alpha"]
     coef = np.atleast_2d(np.asarray(skl.coef_, np.float64))
     decay = (_SPARSE if issparse(inputs) else 1.0) if settings["fit_intercept"] else 0.0
-    together = at_once(micro_batch, coef.size)
+    together = base.at_once(micro_batch, coef.size)
     for start in range(0, inputs.shape[0], together):
         rows = slice(start, start + together)
         x, y = _dense(inputs, rows), _signs(model, _dense(targets, rows))
@@ -300,15 +470,15 @@ def _linear_stacks(model: SklearnSGDModel, batch: Data, micro_batch: int) -> Ite
             steps = {"intercept": slopes * decay * w[:, None]}
             steps["coef"] = (coef - after) * w[:, None, None]
         shaped = {"intercept": skl.intercept_.shape, "coef": skl.coef_.shape}
-        yield HostStack({n: steps[n].reshape(len(x), *shape) for n, shape in shaped.items()})
+        yield base.HostStack({n: steps[n].reshape(len(x), *shape) for n, shape in shaped.items()})
 
 
-def _dense(data: Data, rows: slice) -> Host:
+def _dense(data: Data, rows: slice) -> HostView:
     some = data.iloc[rows].to_numpy() if hasattr(data, "iloc") else data[rows]
     return np.asarray(some.toarray() if issparse(some) else some, dtype=np.float64)
 
 
-def _signs(model: SklearnSGDModel, targets: Host) -> Host:
+def _signs(model: SklearnSGDModel, targets: HostView) -> HostView:
     """Return targets as the loss has them, one column for each output."""
     column = targets.reshape(len(targets), 1)
     classes = getattr(model._model, "classes_", None)

@@ -19,8 +19,6 @@ from declearn.model.tensorflow import TensorflowModel
 from fedclip.dpsgd.persample.base import Data, Host, HostStack, at_once, padded
 from fedclip.dpsgd.persample.base import UnsupportedModelError as Unsupported
 
-__all__ = ["check", "stacks"]
-
 _ONE_BY_ONE = (
     tf.keras.layers.RNN,
     tf.keras.layers.Attention,

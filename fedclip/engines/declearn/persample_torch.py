@@ -22,8 +22,6 @@ _NOISE = 1e-5
 
 Gradient: TypeAlias = Callable[[TorchModel, Data], Float64]
 
-__all__ = ["check", "stacks", "try_out"]
-
 
 def check(model: TorchModel) -> None:
     """Refuse layers that mix records, or remember them outside of the weights."""

@@ -32,8 +32,6 @@ from fedclip.privacy import Context, Guarantee
 from fedclip.privacy.accounting import check_evaluation
 from fedclip.privacy.guarantees import Shapes
 
-__all__ = ["Place", "SampleClip", "place_of", "problems_before"]
-
 Modules: TypeAlias = Sequence[AnyModule]
 
 # Below, the accountants of samples take minutes for noise so large.

@@ -38,10 +38,9 @@ from fedclip.core.scopes import Groups
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.persample.base import Data, Host, HostStack
 from fedclip.dpsgd.persons import Persons
-from fedclip.engines.declearn.dataset_records import Records, first_records
 from fedclip.engines.declearn.generics import AnyModel
-from fedclip.engines.declearn.persample import shapes
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.persample import Records, first_records, shapes
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.engines.declearn.quickrun import Experiment
 from fedclip.engines.local.simulate import Simulation
 from fedclip.errors import ToolError

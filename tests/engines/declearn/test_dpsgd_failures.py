@@ -25,7 +25,7 @@ from units.dpsgd.test_dpsgd_persample import MODELS
 
 import fedclip
 from fedclip.engines.declearn import persample
-from fedclip.engines.declearn.dataset_records import Records
+from fedclip.engines.declearn.persample import Records
 from fedclip.engines.declearn.sample_clip import SampleClip
 
 pytestmark = pytest.mark.slow

@@ -28,9 +28,9 @@ from fedclip.cli.spent import in_words, read_spent
 from fedclip.dpsgd.calibrate import calibrate, evaluation_noise
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn import evaluation as evaluations
-from fedclip.engines.declearn.dataset_records import Records
 from fedclip.engines.declearn.evaluation import Accuracy, Evaluation
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.persample import Records
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.accounting import Release, account, noise_multiplier
 from fedclip.privacy.ledger import Ledger, read_entries
