@@ -180,10 +180,8 @@ def beyond_range(reply: EvaluationReply, clipval: float) -> list[str]:
         raise ValueError("an evaluation gives NaN, which a secure sum cannot hold")
     beyond = list(dict.fromkeys(name for name, x in numbers if np.any(np.abs(x) > clipval)))
     if _COUNTS.intersection(beyond):
-        raise ValueError(
-            f"an evaluation is on more records than the range ±{clipval:g} of secure aggregation "
-            "holds: raise clipval, or set n_steps in [run.evaluate]"
-        )
+        text = f"an evaluation is on more records than the range ±{clipval:g} of secure aggregation"
+        raise ValueError(f"{text}: raise clipval, or set n_steps in [run.evaluate]")
     return beyond
 
 
@@ -211,37 +209,31 @@ def _error(check: Callable[..., None], *args: object) -> str:
     """Return the text of what a check raises; "" if it raises nothing."""
     try:
         check(*args)
-    except _Fault as exc:
-        return str(exc)
     except Exception as exc:  # a reply may hold anything, and must not end the run
-        return f"it cannot be read or added up ({type(exc).__name__}: {one_line(exc, 100)})"
+        return one_line(exc, 200) or type(exc).__name__
     return ""
-
-
-class _Fault(ValueError):
-    """Why an evaluation cannot be counted, about the client's reply."""
 
 
 def _check(reply: Unchecked, metrics: MetricSet) -> None:
     """Refuse an evaluation that cannot be counted."""
     steps, states = reply.n_steps, reply.metrics
     if not _is_number(reply.loss):
-        raise _Fault(f"its loss is {_brief(reply.loss)}")
+        raise ValueError(f"its loss is {reply.loss!r:.60}")
     if type(steps) is not int or not 0 < steps <= 2**53:
-        raise _Fault(f"its number of steps is {_brief(steps)}")
+        raise ValueError(f"its number of steps is {steps!r:.60}")
     expected = {**metrics.get_states(), "loss": MeanState()}
     if not isinstance(states, Mapping) or (states and states.keys() != expected.keys()):
-        raise _Fault(f"its metrics are {_brief(states)}, not {_brief([*expected])}")
+        raise ValueError(f"its metrics are {states!r:.60}, not {[*expected]!r:.60}")
     for name, state in states.items():
         _check_state(f"its metric {name!r}", state, expected[name])
     if states and not states["loss"].divisor > 0:
-        raise _Fault(f"its loss is divided by {states['loss'].divisor!r}")
+        raise ValueError(f"its loss is divided by {states['loss'].divisor!r}")
     _check_sum([reply], metrics)
 
 
 def _check_state(what: str, state: object, like: MetricState) -> None:
     if type(state) is not type(like):
-        raise _Fault(f"{what} is of type {type(state).__name__}")
+        raise ValueError(f"{what} is of type {type(state).__name__}")
     # Of some metrics, arrays are as long as the client's data asks for.
     fixed = type(like).aggregate is MetricState.aggregate
     shapes = set()
@@ -256,17 +248,13 @@ def _check_state(what: str, state: object, like: MetricState) -> None:
             valid = _is_number(value)
         least = 0.0 if field.name in _COUNTS else -_LARGEST
         if not valid or len(shapes) > 1 or not np.all((value >= least) & (value <= _LARGEST)):
-            raise _Fault(f"{what} has a {field.name} of {_brief(value)}")
+            raise ValueError(f"{what} has a {field.name} of {value!r:.60}")
 
 
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return abs(float(value)) <= _LARGEST
-
-
-def _brief(value: object) -> str:
-    return one_line(repr(value), 60)
 
 
 def _check_sum(replies: Iterable[EvaluationReply], metrics: MetricSet) -> None:
@@ -313,10 +301,8 @@ class Accuracy(MeanMetric):
         several = y_pred.ndim > 1 and y_pred.shape[1] > 1
         classes = y_pred.argmax(axis=1) if several else y_pred.reshape(-1) > self.threshold
         if classes.shape != (y_true.size,):
-            raise ValueError(
-                f"accuracy is of one class for each record, and labels have shape {y_true.shape}, "
-                f"outputs {y_pred.shape}: leave it out of the metrics"
-            )
+            given = f"labels have shape {y_true.shape}, outputs {y_pred.shape}"
+            raise ValueError(f"accuracy is of one class for each record, and {given}: leave it out")
         return np.asarray(classes == y_true.reshape(-1))
 
 

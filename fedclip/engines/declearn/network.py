@@ -239,10 +239,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         # A run that has failed, in this task, has left its round open.
         change(members=self.members, server=None)
         if (self.min_replies or 0) > len(self.members.names):
-            raise RuntimeError(
-                f"min_replies = {self.min_replies}, and {len(self.members.names)} clients have "
-                "registered: lower it, or raise min_clients in [run.register]"
-            )
+            registered = f"{len(self.members.names)} clients have registered"
+            raise RuntimeError(f"min_replies = {self.min_replies}, and {registered}: lower it")
 
     async def stop(self) -> None:
         """Stop serving; close connections that the clients do not end in time."""
@@ -497,10 +495,8 @@ class WatchfulWebsocketsClient(WebsocketsClient):
                     # A frozen process does not take part in closing a connection.
                     cast(Any, self._socket).transport.abort()
                     self._socket = None
-                    raise RuntimeError(
-                        f"no message from the server in {self.patience:g} s: it is frozen, or the "
-                        "connection is dead; if rounds take longer, raise this client's patience"
-                    )
+                    text = f"no message from the server in {self.patience:g} s: it is frozen"
+                    raise RuntimeError(f"{text}, or rounds take longer than this client's patience")
                 await asyncio.wait({answer}, timeout=min(1.0, patience.left))
             return answer.result()
         finally:

@@ -160,10 +160,8 @@ def _likeness(record: Data) -> object:
     if record is None:
         return None
     if tuple(record.shape[:1]) != (1,):
-        raise ValueError(
-            f"a batch of one record has an array of shape {tuple(record.shape)}: the first axis "
-            "has to be the records"
-        )
+        shape = tuple(record.shape)
+        raise ValueError(f"one record has the shape {shape}: the first axis has to be the records")
     known = (str(getattr(record, name, "")) for name in ("dtype", "device", "layout"))
     return (type(record), tuple(record.shape), *known)
 
@@ -224,10 +222,8 @@ def _framework(model: AnyModel) -> str:
         kind = cls.__module__.removeprefix("declearn.model.").partition(".")[0]
         if kind in ("haiku", "sklearn", *_FILES):
             return kind
-    raise TypeError(
-        f"fedclip has no gradients of single records for {type(model).__name__}: its models are "
-        "declearn's TorchModel, TensorflowModel, HaikuModel and SklearnSGDModel"
-    )
+    text = f"fedclip has no gradients of single records for {type(model).__name__}"
+    raise TypeError(f"{text}: take a TorchModel, TensorflowModel, HaikuModel or SklearnSGDModel")
 
 
 def shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
@@ -248,10 +244,7 @@ def check(model: AnyModel) -> None:
     if kind in _FILES:
         import_module(_FILES[kind]).check(model)
     elif isinstance(model, SklearnSGDModel) and model._model.get_params().get("class_weight"):
-        raise ValueError(
-            "class_weight lets the gradient of a record depend on others, or on secret counts: "
-            "give sample weights with the data instead"
-        )
+        raise ValueError("class_weight lets records depend on others: give sample weights instead")
     if not shapes(model):
         raise ValueError("the model has no trainable weights: there is nothing to clip")
 

@@ -19,12 +19,8 @@ from declearn.model.tensorflow import TensorflowModel
 from fedclip.dpsgd.persample.base import Data, Host, HostStack, at_once, padded
 from fedclip.dpsgd.persample.base import UnsupportedModelError as Unsupported
 
-_ONE_BY_ONE = (
-    tf.keras.layers.RNN,
-    tf.keras.layers.Attention,
-    tf.keras.layers.GroupQueryAttention,
-    tf.keras.layers.MultiHeadAttention,
-)
+_L = tf.keras.layers
+_ONE_BY_ONE = (_L.RNN, _L.Attention, _L.GroupQueryAttention, _L.MultiHeadAttention)
 
 Tensor: TypeAlias = tf.Tensor
 Traced: TypeAlias = tf.types.experimental.PolymorphicFunction
@@ -37,10 +33,8 @@ def check(model: TensorflowModel) -> None:
     """Refuse layers that mix records."""
     for layer in model._model._flatten_layers():
         if isinstance(layer, tf.keras.layers.BatchNormalization):
-            raise ValueError(
-                f"the layer {layer.name!r} ({type(layer).__name__}) mixes the records of a batch: "
-                "use GroupNormalization or LayerNormalization"
-            )
+            named = f"the layer {layer.name!r} ({type(layer).__name__})"
+            raise ValueError(f"{named} mixes the records of a batch: use LayerNormalization")
 
 
 def stacks(
@@ -113,7 +107,5 @@ def _refuse_changed(before: list[tuple[tf.Variable, Host]]) -> None:
     for variable, array in changed:
         variable.assign(array)
     for variable, _ in changed:
-        raise Unsupported(
-            f"training changes {variable.name!r}, which would keep records unclipped and without "
-            "noise: use a layer without such a memory"
-        )
+        text = f"training changes {variable.name!r}, which would keep records without noise"
+        raise Unsupported(f"{text}: use a layer without such a memory")

@@ -46,11 +46,9 @@ def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> N
     pairs = zip(forth, back, strict=True)
     if changed or any(np.abs(a - b).max() > _NOISE * np.abs(a).max() for a, b in pairs):
         what = ", ".join(sorted(changed)) or "a gradient is another one after other records"
-        raise UnsupportedModelError(
-            f"the model carries something from one record to the next ({what}), so that none can "
-            "be clipped alone: it must not keep what it sees, count, or have private random "
-            "numbers"
-        )
+        text = f"the model carries something from one record to the next ({what})"
+        more = "it must not keep what it sees, count, or have private random numbers"
+        raise UnsupportedModelError(f"{text}: {more}")
 
 
 def _held(model: TorchModel) -> set[tuple[str, object]]:

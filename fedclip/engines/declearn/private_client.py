@@ -167,9 +167,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
             why = "neither ledger nor checkpoint is given: at each start of this client, "
             why += "its records would have the whole budget again"
             if self.require_privacy:
-                raise ValueError(
-                    f"{why}; give ledger = a file of these records, or a checkpoint folder"
-                )
+                raise ValueError(f"{why}; give ledger = a file, or a checkpoint folder")
             self.logger.warning("%s.", why)
 
     @property
@@ -296,9 +294,7 @@ class PrivateTrainingManager(TrainingManager):
     ) -> None:
         """Refuse what would not be private; find noise and steps for the rest."""
         if message.accountant == "gdp":
-            raise ValueError(
-                'accountant = "gdp" is no upper bound on epsilon: write "rdp" or "prv"'
-            )
+            raise ValueError('accountant = "gdp" is no upper bound on epsilon: write "rdp"')
         persample.check(self.model)
         self.sclip_norm = parameters.positive(sclip_norm=message.sclip_norm)
         shapes = persample.shapes(self.model)
@@ -313,10 +309,10 @@ class PrivateTrainingManager(TrainingManager):
         if marker.loss_bound is not None and self.valid_data is not None:
             self._evaluation = Evaluation(self.metrics, marker.loss_bound)
             if unit == "person" and valid is None:
-                raise ValueError(
-                    "evaluation_share protects persons here: tell whose the validation records "
-                    "are, by valid_persons; for fedclip quickrun, in a file valid_persons.csv"
+                text = (
+                    "evaluation_share protects persons: tell whose the validation records are, by "
                 )
+                raise ValueError(f"{text}valid_persons; in a quickrun, by valid_persons.csv")
             self._valid: Records | Persons = valid or Records(self.valid_data)
 
     def _steps(self, batches: Config, n_epoch: int | None, n_steps: int | None) -> int:
@@ -337,9 +333,8 @@ class PrivateTrainingManager(TrainingManager):
         self._failed: list[tuple[int, BaseException]] = []
         self.logger.info(
             f"DP-SGD: {plan.records} {plan.unit}s, Poisson samples at rate {plan.rate:.4g}, "
-            f"{plan.steps} steps, noise multiplier {plan.noise_multiplier:.4g}, budget epsilon "
-            f"{plan.epsilon:.4g} at delta {plan.delta:.3g}, of which {self.ledger.spent:.4g} was "
-            "spent before."
+            f"{plan.steps} steps, noise multiplier {plan.noise_multiplier:.4g}; of epsilon "
+            f"{plan.epsilon:.4g} at delta {plan.delta:.3g}, {self.ledger.spent:.4g} is spent."
         )
         if why := too_few(plan.records, plan.delta, plan.unit):
             self.logger.warning("%s", why)
@@ -379,10 +374,8 @@ class PrivateTrainingManager(TrainingManager):
         steps, plan = self._steps(batch_cfg, n_epoch, n_steps), self.calibration
         size = min(batch_cfg["batch_size"], plan.records)
         if size != plan.expected:
-            raise ValueError(
-                f"batch_size = {size} is not what was announced before the run, "
-                f"{plan.expected:g}: noise is accounted for that, in all rounds"
-            )
+            text = f"batch_size = {size} is not what was announced before the run, "
+            raise ValueError(f"{text}{plan.expected:g}, for which noise is accounted")
         remaining = plan.steps - self._charged
         allowed = self.ledger.reserve(plan.noise_multiplier, plan.rate, steps, remaining)
         self._charged += allowed

@@ -88,22 +88,20 @@ class Experiment:
         if not files:
             raise ToolError("[data] the data folder holds no client's folder")
         if self._file.suffix != ".py" or not self._file.is_file():
-            raise ToolError(f"[model] there is no model file {str(self._file)!r}, in Python")
+            text = f"there is no model file {self._file}, which must be a Python file"
+            raise ToolError(f"[model] {text}")
 
     def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
         """Return training data, in batches that a seed decides, and validation data of a client."""
-        files = self.files[site]
-        train, valid = (
-            InMemoryDataset(
-                files[f"{of}_data"], files[f"{of}_target"], expose_classes=True, seed=drawn
-            )
-            for of, drawn in (("train", seed), ("valid", None))
-        )
-        for part in (train, valid):
+        parts = []
+        for of, drawn in (("train", seed), ("valid", None)):
+            arrays = self.files[site][f"{of}_data"], self.files[site][f"{of}_target"]
+            part = InMemoryDataset(*arrays, expose_classes=True, seed=drawn)
             # Models of JAX need it. Where columns are of several types, declearn raises for it.
             types = getattr(part.feats, "dtypes", None)
             part.expose_data_type = types is None or len({*map(str, types)}) == 1
-        return train, valid
+            parts.append(part)
+        return parts[0], parts[1]
 
     def persons(self, site: str, of: str = "train") -> Path | None:
         """Return the file with the person of each training record of a client, if it exists.
@@ -189,12 +187,10 @@ class _ReportingServer(FederatedServer):
         # An earlier run may lie in a folder of this one.
         result = result_of(report, "")
         if not self.noised and result.outliers:
-            losses: dict[float, dict[str, float]] = {}
-            for curve in report.curves:
-                if curve.metric == "loss" and not curve.experiment:
-                    for round_, loss in curve.points:
-                        losses.setdefault(round_, {})[curve.node] = loss
-            by_round = [losses[round_] for round_ in sorted(losses)]
+            curves = [c for c in report.curves if c.metric == "loss" and not c.experiment]
+            losses = {curve.node: dict(curve.points) for curve in curves}
+            rounds = sorted({r for points in losses.values() for r in points})
+            by_round = [{s: points.get(r, np.nan) for s, points in losses.items()} for r in rounds]
             last = best_round(by_round, result.healthy) == len(by_round) - 1
             self._best = self.model.get_weights(trainable=True) if last else before
         return result.in_words()
@@ -210,7 +206,7 @@ class _QuickClient(fedclip.PersonalFederatedClient):
             vectorize_gradients(self.trainmanager.model)
 
 
-class Federation:
+class Federation(Experiment):
     """The nodes of a federation.
 
     Parameters
@@ -224,10 +220,6 @@ class Federation:
     ----------
     on_round
         Called with the number of each round that has ended, and the metrics of the sites.
-    clients
-        The names of the clients whose data is in the data folder.
-    results
-        The folder of checkpoints and logs.
 
     Raises
     ------
@@ -236,10 +228,10 @@ class Federation:
     """
 
     def __init__(self, file: Path, *, verbose: bool = False) -> None:
-        self.verbose, self.toml = verbose, str(file)
+        self.verbose = verbose
         self.on_round: Callable[[int, str], None] = lambda round_, text: None
         self.members: Callable[[], Members] = Members
-        self.network = watchful(NetworkServerConfig.from_toml(self.toml, False, "network"))
+        self.network = watchful(NetworkServerConfig.from_toml(str(file), False, "network"))
         host, port = self.network.host, self.network.port
         try:
             socket.create_server((host, port)).close()
@@ -248,8 +240,7 @@ class Federation:
         except OSError:
             text = f"port {port} on {host} is in use; set another port in [network]"
             raise ToolError(text) from None
-        self.experiment = Experiment(file)
-        self.results, self.clients = self.experiment.results, list(self.experiment.files)
+        super().__init__(file)
 
     async def _run_server(self) -> None:
         set_device_policy(gpu=False)
@@ -257,11 +248,11 @@ class Federation:
         optim = FLOptimConfig.from_toml(self.toml, False, "optim")
         for module in optim.server_opt.modules:
             if isinstance(module, UpdateClipServer) and not module.ledger:
-                module.charge_to(self.experiment.ledger())
+                module.charge_to(self.ledger())
         server = _ReportingServer(
-            model=self.experiment.model(),
+            model=self.model(),
             optim=optim,
-            metrics=self.experiment.metrics,
+            metrics=self.metrics,
             checkpoint=os.path.join(self.results, "server"),
             **guarded(self.network, optim),
         )
@@ -278,35 +269,28 @@ class Federation:
         set_device_policy(gpu=False)
         # The file gets everything, the console, which clients may share, what matters.
         self._log(f"declearn.client-{name}", name, LOGGING_LEVEL_MAJOR)
-        train, valid = self.experiment.data(name, seed)
+        train, valid = self.data(name, seed)
         modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
-        server, persons = self.network.build_server(), self.experiment.persons(name)
+        server, persons = self.network.build_server(), self.persons(name)
         # As by default, three times as long as the server waits for a client.
         patience = {"patience": 3 * server.patience} if hasattr(server, "patience") else {}
-        kind: Any = _QuickClient
+        network = NetworkClientConfig.from_params(
+            protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
+        )
+        kind: type[fedclip.PersonalFederatedClient] = _QuickClient
+        private: dict[str, Any] = {}
         if any(isinstance(module, fedclip.SampleClip) for module in modules):
-            kind = partial(
-                fedclip.PrivateFederatedClient,
-                persons=persons,
-                valid_persons=self.experiment.persons(name, "valid") if persons else None,
-                ledger=self._ledger(name),
-            )
+            kind, private = fedclip.PrivateFederatedClient, {"ledger": self._ledger(name)}
+            if persons:
+                private |= {"persons": persons, "valid_persons": self.persons(name, "valid")}
         elif persons:
             _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
-        client = kind(
-            NetworkClientConfig.from_params(
-                protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
-            ),
-            train,
-            valid,
-            os.path.join(self.results, name),
-            verbose=False,
-        )
-        await client.async_run()
+        folder = os.path.join(self.results, name)
+        await kind(network, train, valid, folder, verbose=False, **private).async_run()
 
     def _ledger(self, name: str) -> Path:
         """Return the ledger of a client's records; link to it from the folder of results."""
-        ledger, link = self.experiment.ledger(name), Path(self.results, name, FILE)
+        ledger, link = self.ledger(name), Path(self.results, name, FILE)
         link.parent.mkdir(parents=True, exist_ok=True)
         with suppress(OSError):  # it may be there, and a disk may know no links
             link.symlink_to(ledger)
@@ -322,7 +306,7 @@ class Federation:
 
     async def run(self, seed: int | None = None) -> None:
         """Run the server and all clients in this process."""
-        seeds = [None if seed is None else seed * 1_000 + i for i in range(len(self.clients))]
+        seeds = [None if seed is None else seed * 1_000 + i for i in range(len(self.files))]
 
         async def client(name: str, seed: int | None) -> None:
             try:
@@ -335,9 +319,9 @@ class Federation:
                     raise
 
         try:
-            await asyncio.gather(self._run_server(), *map(client, self.clients, seeds))
+            await asyncio.gather(self._run_server(), *map(client, self.files, seeds))
         finally:
-            for name in ("server", *(f"client-{name}" for name in self.clients)):
+            for name in ("server", *(f"client-{name}" for name in self.files)):
                 handlers = logging.getLogger(f"declearn.{name}").handlers
                 while handlers:
                     handlers.pop().close()
@@ -366,11 +350,11 @@ def run(
         draw_from(seed)
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
     federation.on_round = lambda done, text: progress(done, rounds, text)
-    finished = False
-    with suppress(KeyboardInterrupt):
-        try:
-            asyncio.run(federation.run(seed))
-        except ModuleNotFoundError as exc:
-            raise ToolError(f"a package that this run needs is missing: {exc}") from None
-        finished = True
-    return len(federation.clients), federation.results, finished
+    finished = True
+    try:
+        asyncio.run(federation.run(seed))
+    except KeyboardInterrupt:
+        finished = False
+    except ModuleNotFoundError as exc:
+        raise ToolError(f"a package that this run needs is missing: {exc}") from None
+    return len(federation.files), federation.results, finished

@@ -184,7 +184,7 @@ def test_sample_clip_alone_never_looks_private() -> None:
     ("config", "words"),
     [
         ({"mode": "flta"}, "did you mean 'flat'"),
-        ({"mode": {"a": 1.0}}, "list of patterns"),
+        ({"mode": {"a": 1.0}}, "list of name patterns"),
         ({"mode": []}, "scope"),
         ({"gamma": -1}, "gamma must be"),
         ({"max_nrm": 1}, "did you mean 'max_norm'"),

@@ -279,7 +279,7 @@ def test_what_has_no_bound_or_no_person_is_refused_before_the_first_round() -> N
     of = np.arange(60) // 3
     with pytest.raises(
         ValueError,
-        match="whose the validation records are, by valid_persons; for fedclip quickrun, in a file",
+        match="whose the validation records are, by valid_persons; in a quickrun",
     ):
         made.make_private(request(), records=Persons(Records(data()), of))
     valid = Persons(Records(data(seed=1)), of)
