@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
+# Seconds that clients have to collect why the run ends, and then to end their connections.
 _GRACE = 10.0
-"""Seconds that clients have to collect why the run ends, and then to end their connections."""
 
+# Replies to a request, by secure aggregation; messages of declearn's set-up follow other rules.
 _REPLIES: Mapping[type[Message], tuple[type[Message], ...]] = {
     messaging.MetadataQuery: (messaging.MetadataReply,),
     messaging.InitRequest: (messaging.InitReply,),
@@ -49,7 +50,6 @@ _REPLIES: Mapping[type[Message], tuple[type[Message], ...]] = {
     messaging.TrainRequest: (messaging.TrainReply, SecaggTrainReply),
     messaging.EvaluationRequest: (messaging.EvaluationReply, SecaggEvaluationReply),
 }
-"""Replies to a request, by secure aggregation; messages of declearn's set-up follow other rules."""
 
 
 class _Patience:
@@ -293,9 +293,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         clients = self.client_names
         self._evaluated = Evaluations(MetricSet(request.metrics), len(clients), secure)
         change(evaluations=self._evaluated)
-        problems = quorum_problems(
-            secagg=secure, fairness=request.fairness, aggregator=aggregator.name
-        )
+        fairness, name = request.fairness, aggregator.name
+        problems = quorum_problems(secagg=secure, fairness=fairness, aggregator=name)
         if problems and self.min_replies is not None:
             raise RuntimeError(problems[0].text)
         if isinstance(aggregator, ClippedAveraging):

@@ -160,9 +160,8 @@ class PrivateFederatedClient(PersonalFederatedClient):
         specs = dataclasses.asdict(self.valid_data.get_data_specs())
         self._specs = {**specs, "n_samples": len(self.records)}
         self._private: PrivateTrainingManager | None = None
-        self.ledger = None if ledger is None else Path(ledger)
-        if self.ledger is None and self.ckptr is not None:
-            self.ledger = Path(self.ckptr.folder) / FILE
+        in_folder = None if self.ckptr is None else Path(self.ckptr.folder) / FILE
+        self.ledger = in_folder if ledger is None else Path(ledger)
         if self.ledger is None:
             why = "neither ledger nor checkpoint is given: at each start of this client, "
             why += "its records would have the whole budget again"

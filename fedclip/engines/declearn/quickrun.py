@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from declearn.communication import NetworkClientConfig, NetworkServerConfig
+from declearn.communication import NetworkServerConfig
 from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedServer
 from declearn.main.config import FLOptimConfig, FLRunConfig
@@ -45,8 +45,8 @@ from fedclip.report.results import best_round, result_of
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
+# A file in a client's data folder: the person of each training record, one a line.
 PERSONS = "train_persons.csv"
-"""A file in a client's data folder: the person of each training record, one a line."""
 
 
 class Experiment:
@@ -272,11 +272,11 @@ class Federation(Experiment):
         train, valid = self.data(name, seed)
         modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
         server, persons = self.network.build_server(), self.persons(name)
-        # As by default, three times as long as the server waits for a client.
-        patience = {"patience": 3 * server.patience} if hasattr(server, "patience") else {}
-        network = NetworkClientConfig.from_params(
-            protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
-        )
+        network: dict[str, Any] = {"server_uri": server.uri, "name": name}
+        network["protocol"] = self.network.protocol
+        if hasattr(server, "patience"):
+            # As by default, three times as long as the server waits for a client.
+            network["kwargs"] = {"patience": 3 * server.patience}
         kind: type[fedclip.PersonalFederatedClient] = _QuickClient
         private: dict[str, Any] = {}
         if any(isinstance(module, fedclip.SampleClip) for module in modules):

@@ -111,8 +111,8 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     loss_bound: float | None = parameter(parameters.limit, default=None)
     """Largest loss of a record in a noised evaluation, > 0; goes with `evaluation_share`."""
 
+    # The adaptive bound, after the first step.
     bound: float | None = None
-    """The adaptive bound, after the first step."""
 
     def __post_init__(self) -> None:
         """Check what goes together."""

@@ -138,12 +138,11 @@ class NamedClients(ClientSampler):
         if len({id(reply) for reply in replies}) < len(replies) or not replies:
             names = {UPDATES: [Sender(name, summed=True) for name in client_to_reply]}
             note(replies[0] if replies else None, names)
-            self.sampler.update(client_to_reply, global_model)
-            return
-        self._vet_variables(client_to_reply, awaited)
-        self._vet_updates(client_to_reply)
-        weights = global_model.get_weights
-        note_senders(client_to_reply, lambda: zeros_like(weights(trainable=True)))
+        else:
+            self._vet_variables(client_to_reply, awaited)
+            self._vet_updates(client_to_reply)
+            weights = global_model.get_weights
+            note_senders(client_to_reply, lambda: zeros_like(weights(trainable=True)))
         self.sampler.update(client_to_reply, global_model)
 
     def _vet_variables(
