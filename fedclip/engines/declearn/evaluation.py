@@ -28,7 +28,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -217,7 +216,7 @@ def _error(check: Callable[..., None], *args: object) -> str:
 def _check(reply: Unchecked, metrics: MetricSet) -> None:
     """Refuse an evaluation that cannot be counted."""
     steps, states = reply.n_steps, reply.metrics
-    if not _is_number(reply.loss):
+    if not _fits(reply.loss, 0.0):
         raise ValueError(f"its loss is {reply.loss!r:.60}")
     if type(steps) is not int or not 0 < steps <= 2**53:
         raise ValueError(f"its number of steps is {steps!r:.60}")
@@ -235,26 +234,24 @@ def _check_state(what: str, state: object, like: MetricState) -> None:
     if type(state) is not type(like):
         raise ValueError(f"{what} is of type {type(state).__name__}")
     # Of some metrics, arrays are as long as the client's data asks for.
-    fixed = type(like).aggregate is MetricState.aggregate
-    shapes = set()
+    fixed, shapes = type(like).aggregate is MetricState.aggregate, set()
     for field in dataclasses.fields(like):
         value, other = getattr(state, field.name), getattr(like, field.name)
-        if isinstance(other, np.ndarray):
-            valid = isinstance(value, np.ndarray) and value.dtype.kind in "fiu"
-            valid = valid and value.ndim == other.ndim and 0 < value.size <= _LONGEST
-            valid = valid and not (fixed and value.shape != other.shape)
-            shapes.add(value.shape if valid and not fixed else ())
-        else:
-            valid = _is_number(value)
         least = 0.0 if field.name in _COUNTS else -_LARGEST
-        if not valid or len(shapes) > 1 or not np.all((value >= least) & (value <= _LARGEST)):
+        shapes |= set() if fixed or not np.ndim(other) else {np.shape(value)}
+        if len(shapes) > 1 or not _fits(value, other, fixed, least):
             raise ValueError(f"{what} has a {field.name} of {value!r:.60}")
 
 
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, Real):
+def _fits(value: object, like: Unchecked, fixed: bool = True, least: float = -_LARGEST) -> bool:
+    """Whether a value is a number, or an array of them, as this one is."""
+    array, shape = np.asarray(value), np.shape(like)
+    same = array.shape == shape
+    if shape and not fixed:
+        same = array.ndim == len(shape) and 0 < array.size <= _LONGEST
+    if not same or array.dtype.kind not in "fiu" or isinstance(value, np.ndarray) != bool(shape):
         return False
-    return abs(float(value)) <= _LARGEST
+    return bool(np.all((array >= least) & (array <= _LARGEST)))
 
 
 def _check_sum(replies: Iterable[EvaluationReply], metrics: MetricSet) -> None:

@@ -153,7 +153,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     def run(self, gradients: AnyVector) -> AnyVector:
         """Refuse: what comes here is a whole batch, unclipped and without noise."""
         private = "fedclip.PrivateFederatedClient, and set [run.privacy] on the server"
-        raise RuntimeError(f"sample-clip clips nothing here, nor is noise added: take {private}")
+        raise RuntimeError(f"this client clips no record, and adds no noise. Use {private}")
 
     def get_state(self) -> dict[str, object]:
         """Return the adaptive bound."""
