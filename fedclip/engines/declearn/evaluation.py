@@ -69,8 +69,8 @@ def counted(
         Whether they are added up, which leaves out those that do not fit the others. False before
         noise, where no client may decide about another.
     """
-    found = {client: _error(_check, reply, metrics) for client, reply in replies.items()}
-    faults = {client: fault for client, fault in found.items() if fault}
+    texts = {client: _error(_check, reply, metrics) for client, reply in replies.items()}
+    faults = {client: fault for client, fault in texts.items() if fault}
     valid = {client: reply for client, reply in replies.items() if client not in faults}
     while together and (fault := _error(_check_sum, valid.values(), metrics)):
         # One by one they can be counted; find the one without which the others can be added up.
@@ -298,8 +298,10 @@ class Accuracy(MeanMetric):
         several = y_pred.ndim > 1 and y_pred.shape[1] > 1
         classes = y_pred.argmax(axis=1) if several else y_pred.reshape(-1) > self.threshold
         if classes.shape != (y_true.size,):
-            given = f"labels have shape {y_true.shape}, outputs {y_pred.shape}"
-            raise ValueError(f"accuracy is of one class for each record, and {given}: leave it out")
+            shapes = f"labels have shape {y_true.shape}, outputs {y_pred.shape}"
+            raise ValueError(
+                f"accuracy is of one class for each record, and {shapes}: leave it out"
+            )
         return np.asarray(classes == y_true.reshape(-1))
 
 

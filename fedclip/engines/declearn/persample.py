@@ -337,7 +337,8 @@ def clipped_sum(
     means = Means(batches) if of_persons else None
 
     def add(batch: Data, start: int, stop: int) -> None:
-        some = part(batch, slice(start, stop))
+        # Some kinds of arrays cannot be cut, such as sparse ones.
+        some = batch if stop - start == _size(batch) else part(batch, slice(start, stop))
         stacks = _stacks(model, some, micro_batch, each is not None or of_persons)
         if means is not None:
             stacks = means.of(stacks, batch.owners[start:stop], batch.shares[start:stop])
