@@ -40,7 +40,7 @@ from declearn.training import TrainingManager
 
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
-from fedclip.dpsgd.calibrate import Calibration, calibrate, steps_of_a_round, too_few
+from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
@@ -51,7 +51,7 @@ from fedclip.engines.declearn.evaluation import Evaluation
 from fedclip.engines.declearn.members import untold
 from fedclip.engines.declearn.persample import Records, first_records
 from fedclip.engines.declearn.personal_client import PersonalFederatedClient
-from fedclip.engines.declearn.sample_clip import Place, place_of
+from fedclip.engines.declearn.sample_clip import place_of
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.ledger import FILE, Ledger, fingerprint
 from fedclip.privacy.noise import Normals, secure_normals
@@ -236,13 +236,6 @@ class PrivateTrainingManager(TrainingManager):
         What was spent, and the budget: the server's or the client's, whichever is the smaller.
     """
 
-    records: Records | Persons
-    stage: Place
-    sclip_norm: float
-    calibration: Calibration
-    noise: Noise
-    ledger: Ledger
-
     def make_private(
         self,
         message: PrivacyRequest,
@@ -285,7 +278,7 @@ class PrivateTrainingManager(TrainingManager):
             if self._evaluation is not None:
                 for record in tried:
                     self._evaluation.of_record(self.model, record)
-        self.noise = IndependentNoise()
+        self.noise: Noise = IndependentNoise()
         self._start(path, spent)
 
     def _plan(
@@ -449,8 +442,6 @@ class PrivateTrainingManager(TrainingManager):
         self._failed = []
 
     def _evaluation_round(self, message: EvaluationRequest) -> EvaluationReply:
-        if self.valid_data is None:
-            raise ValueError("without valid_data an evaluation tells losses of training records")
         with untold(self.logger, "the evaluation", UnsupportedModelError):
             if self._evaluation is not None:
                 return self._noised(self._evaluation, message)
