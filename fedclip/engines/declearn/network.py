@@ -203,9 +203,12 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             serving.cancel()
             ended.cancel()
             self._handlers.pop(serving, None)
-            (fault,) = await asyncio.gather(serving, return_exceptions=True)
-            # Cancelled while it closes the connection after an error: log the error.
-            fault = fault.__context__ if isinstance(fault, asyncio.CancelledError) else fault
+            fault: BaseException | None = None
+            try:
+                await serving
+            except (asyncio.CancelledError, Exception) as exc:
+                # Cancelled while it closes the connection after an error: log the error.
+                fault = exc.__context__ if isinstance(exc, asyncio.CancelledError) else exc
             name = self.handler.registered_clients.pop(socket, None)
             if fault is not None:
                 sender = f"client {name!r}" if name else "a client that has not registered"
