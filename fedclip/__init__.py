@@ -146,7 +146,7 @@ def _register() -> None:
     import fedclip.engines.declearn.update_modules
 
     if fits(FEDERATIONS):
-        import fedclip.engines.declearn.private_evaluation
+        import fedclip.engines.declearn.evaluation
 
         if find_spec("websockets"):
             import fedclip.engines.declearn.network  # noqa: F401
