@@ -15,7 +15,7 @@ from fedclip.clippers.base import Clipper
 from fedclip.core import states
 from fedclip.core.records import RoundRecord, StepRecord
 from fedclip.core.scopes import Groups
-from fedclip.loops.owner import owner_of, shapes_of
+from fedclip.loops.clippers import owner_of, shapes_of
 from fedclip.transforms import DeviceState, Outcome, SliceClipping, State, Transform, device_state
 
 

@@ -25,9 +25,8 @@ from fedclip.core.scopes import Groups, resolve
 from fedclip.dpsgd.persample.jax_records import RecordGradients
 from fedclip.dpsgd.step import PrivateMean
 from fedclip.loops import compiled
-from fedclip.loops.clippers import Spec, clipper_of, skip_of_all, unique
+from fedclip.loops.clippers import Spec, check_owner, clipper_of, skip_of_all, unique
 from fedclip.loops.compiled import ClipState, groups_of
-from fedclip.loops.owner import check_owner
 from fedclip.transforms import DeviceState, NormClipping, SliceClipping, Transform, clip_on_device
 
 P = ParamSpec("P")

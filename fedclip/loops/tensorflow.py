@@ -16,9 +16,8 @@ with needing(__name__, "TensorFlow: pip install tensorflow"):
 from fedclip.arrays import Array, backend_named
 from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
-from fedclip.loops.clippers import Spec, check_clipper, clipped, clipper_of
+from fedclip.loops.clippers import Spec, check_clipper, check_members, clipped, clipper_of, use_of
 from fedclip.loops.keras import ClippedOptimizer
-from fedclip.loops.owner import check_members, use_of
 from fedclip.loops.variables import (
     HeldClipper,
     Operations,

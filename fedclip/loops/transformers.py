@@ -21,19 +21,18 @@ with needing(__name__, "Transformers: pip install 'transformers[torch]'"):
 
 from fedclip.clippers.agc import AGC
 from fedclip.core import states
-from fedclip.loops.clippers import Spec, clipper_of
-from fedclip.loops.owner import (
+from fedclip.loops.clippers import (
+    Spec,
     begin,
+    clipper_of,
     configuration,
-    configuration_of,
     hold,
     owner_of,
     release,
     shapes_of,
 )
 from fedclip.loops.torch import set_state
-from fedclip.loops.torch.clip import clip_named
-from fedclip.loops.torch.names import check_sharding, named, outputs_of
+from fedclip.loops.torch.clip import check_sharding, clip_named, named, outputs_of
 
 __all__ = ["ClipCallback", "attach"]
 
@@ -81,8 +80,8 @@ class ClipCallback(TrainerCallback, ExportableState):
 
     def _wrote(self, entry: Theirs) -> bool:
         """Whether a checkpoint entry is of a clipper of this name and configuration."""
-        name, config = entry["args"]["clipper"]
-        return bool(configuration_of(name, config) == configuration(self.clipper))
+        wrote = clipper_of(tuple(entry["args"]["clipper"]))
+        return configuration(wrote) == configuration(self.clipper)
 
     def on_train_begin(
         self, args: Theirs, state: Theirs, control: Theirs, **kwargs: Theirs

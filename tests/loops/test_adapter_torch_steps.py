@@ -297,7 +297,7 @@ def test_a_clipper_that_is_attached_acts_nowhere_else(first, second):
     second(clipper)
 
 
-@pytest.mark.parametrize("how", ["dropped", "shallow", "by name"])
+@pytest.mark.parametrize("how", ["dropped", "by name"])
 def test_uses_of_a_clipper_that_are_one_after_the_other(how):
     clipper = ZScoreClip()
     optimizer, handle = _attach(clipper)
@@ -310,9 +310,5 @@ def test_uses_of_a_clipper_that_are_one_after_the_other(how):
         gc.collect()
         assert gone() is None
         assert again.clipper is handle.clipper
-    elif how == "by name":
-        assert _attach("zscore-clip")[1].clipper is not _attach("zscore-clip")[1].clipper
     else:
-        (twin,) = handles(copy.copy(optimizer))
-        assert twin.clipper is not clipper
-        assert twin.get_state() == handle.get_state()
+        assert _attach("zscore-clip")[1].clipper is not _attach("zscore-clip")[1].clipper
