@@ -131,7 +131,7 @@ def as_optax(
             check_owner(clipper, {name: np.shape(leaf) for name, leaf in leaves.items()})
         shown = {name: _shown(leaves[name]) for name in groups.names}
         first = compiled.first_state(clipper, groups, shown, backend)
-        if not groups.names and compiled.kind_of(clipper, groups).arrays:
+        if not groups.names and compiled.kind_of(clipper, groups)[2]:
             # optax calls init with one placeholder for all parameters.
             one_leaf: Array = np.zeros(())
             first = DeviceState(first, one_leaf)
@@ -160,7 +160,7 @@ def as_optax(
                 )
         if not groups.names:
             return updates, state
-        compiled.check_state(state, compiled.kind_of(clipper, groups), clipper.name)
+        compiled.check_state(state, len(groups), compiled.kind_of(clipper, groups), clipper.name)
         weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
         outputs = _outputs(clipper, params) if weights is not None else None
         transform = compiled.transform_of(clipper, groups, weights, backend, outputs)

@@ -21,16 +21,13 @@ import numpy as np
 from fedclip.arrays import Array, backend_named
 from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
-from fedclip.loops import compiled
 from fedclip.loops.clippers import Spec, Theirs, clipper_of, skip_of_all, skips
-from fedclip.loops.variables import HeldClipper, Operations, Verbs, names_of
-from fedclip.transforms import clip_on_device
+from fedclip.loops.compiled import HeldClipper, Operations, Variable, Verbs, names_of
 
 __all__ = ["ClipHistory", "ClippedOptimizer"]
 
 __dir__ = public_names(__name__)
 
-Variable: TypeAlias = Array
 Optimizer: TypeAlias = Any
 """Of Keras, which has no types."""
 
@@ -48,24 +45,21 @@ def _checked(optimizer: Optimizer) -> Optimizer:
     *outer, stepping = _chain(optimizer)
     if hasattr(stepping, "optimizers"):
         raise ValueError(
-            f"{type(stepping).__name__} has several optimizers, each for some of the variables: "
-            "put a ClippedOptimizer around each of them"
+            f"{type(stepping).__name__} has several optimizers: put a ClippedOptimizer around each"
         )
     _check_options(stepping)
     apply = getattr(type(stepping), "apply", None)
     hooks = all(hasattr(stepping, m) for m in ("_clip_gradients", "_backend_apply_gradients"))
     if apply is not keras.optimizers.Optimizer.apply or not hooks:
         raise TypeError(
-            f"{type(stepping).__name__} with Keras {keras.__version__} does not step as Keras' "
-            "optimizers do, which clip in their method apply: derive it from "
+            f"{type(stepping).__name__} does not step as Keras' optimizers do: derive it from "
             "keras.optimizers.Optimizer, of Keras 3.4 or newer, and do not override apply"
         )
     clipped = next((o for o in outer if isinstance(o, ClippedOptimizer)), None)
     owner = getattr(stepping._clip_gradients, "__self__", None)
     if owner is not getattr(clipped, "_hook", stepping):
         raise ValueError(
-            f"{stepping.name!r} is already in another ClippedOptimizer, which would clip too: "
-            "make a new optimizer"
+            f"{stepping.name!r} is already in another ClippedOptimizer: make a new optimizer"
         )
     return stepping
 
@@ -129,7 +123,7 @@ class _Hook:
         if any(self.stepping._var_key(v) not in self._names for v in variables):
             raise ValueError(
                 f"{self.stepping.name!r} is inside of a ClippedOptimizer that was not built for "
-                "these variables: call apply of the ClippedOptimizer first"
+                "these variables: call its apply first"
             )
         self._now.variables, self._now.clipped = variables, False
         restore = self._restoring(variables) if skips(self.held.clipper) else None
@@ -139,8 +133,8 @@ class _Hook:
         # Eager code clips in the last of the accumulated steps only.
         if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
             raise RuntimeError(
-                f"{type(self.stepping).__name__} stepped without a call of _clip_gradients, where "
-                "Keras' optimizers clip: call it in _backend_apply_gradients"
+                f"{type(self.stepping).__name__} stepped without a call of _clip_gradients: call "
+                "it in _backend_apply_gradients"
             )
 
     def _restoring(self, weights: Sequence[Variable]) -> Callable[[], None]:
@@ -152,22 +146,19 @@ class _Hook:
         gathered = getattr(stepping, "_accumulated_gradients", None) or ()
         excluded = {*map(id, (stepping._iterations, *held.variables, *gathered))}
         chosen = [v for v in (*weights, *stepping.variables) if id(v) not in excluded]
-        old, before = [keras.ops.copy(v) for v in chosen], keras.ops.copy(held.variables[0])
-        steps = stepping.gradient_accumulation_steps or 1
+        old, before = [keras.ops.copy(v) for v in chosen], keras.ops.copy(held.counts)
+        accumulated = stepping.gradient_accumulation_steps or 1
 
         def restore() -> None:
-            after, over = (_value(v) for v in held.variables[:2])
-            happened = after - before
-            skip = (happened[2] > 0) if held.clipper.on_nonfinite == "skip" else happened[2] < 0
+            steps, _, nonfinite = keras.ops.unstack(_value(held.counts) - before)
+            skip = (nonfinite > 0) & (held.clipper.on_nonfinite == "skip")
             if self._spikes:
-                skip = skip | ((happened[0] > 0) & keras.ops.all(over[2] > 0))
-            _assign(
-                chosen,
-                [keras.ops.where(skip, o, _value(v)) for o, v in zip(old, chosen, strict=True)],
-            )
+                skip = skip | ((steps > 0) & keras.ops.all(_value(held.last)[2] > 0))
+            pairs = zip(old, chosen, strict=True)
+            _assign(chosen, [keras.ops.where(skip, o, _value(v)) for o, v in pairs])
             # Keras counts the step after this.
             iterations = stepping._iterations
-            iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * steps)
+            iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * accumulated)
 
         return restore
 
@@ -179,26 +170,6 @@ class _Hook:
         weights = dict(zip(names, variables, strict=True))
         clipped = self.held.clip(dict(zip(names, sums, strict=True)), weights)
         return self._clip([share(clipped[name]) for name in names])
-
-    def clip_alone(self, gradients: Sequence[Array]) -> list[Array]:
-        """Return gradients of all variables clipped, outside of a step.
-
-        Before `build` they have no names but "0", "1", ...
-        """
-        clipper, known = self.held.clipper, [*self._names.values()]
-        names = known if len(known) == len(gradients) else map(str, range(len(gradients)))
-        named = dict(zip(names, _tensors(gradients), strict=True))
-        groups = compiled.groups_of(clipper, named)
-        kind = compiled.kind_of(clipper, groups)
-        if isinstance(clipper, AGC) or kind.arrays or kind.sizes:
-            raise RuntimeError(
-                f"{clipper.name} clips in steps only, where it has the variables and its "
-                "statistics: call apply, or apply_gradients"
-            )
-        backend, policy = backend_named(keras.backend.backend()), clipper.on_nonfinite
-        transform = clipper.transform(groups)
-        first = transform.init(groups)
-        return [*clip_on_device(transform, named, groups, backend, first, policy)[0].values()]
 
 
 def _tensors(gradients: Sequence[Array]) -> list[Array]:
@@ -362,8 +333,8 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         self.inner_optimizer.apply(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Sequence[Array]) -> list[Array]:
-        # The inner optimizer's steps call the clipper; Keras' own method would clip nothing here.
-        return self._hook.clip_alone(grads)
+        # Keras' own method would clip nothing here.
+        raise RuntimeError(f"{self.clipper.name} clips in steps only: call apply")
 
     def stateless_apply(
         self,

@@ -75,7 +75,7 @@ class PureClipping:
             known = self._looked_up(gradients)
         # torch.compile cannot trace how a first state, and with it its kind, is made.
         groups, kind = known or (self._groups(gradients), None)
-        compiled.check_state(state, kind, self.clipper.name)
+        compiled.check_state(state, len(groups), kind, self.clipper.name)
         backend, clipper = _backend(gradients, state, weights or {}), self.clipper
         transform = compiled.transform_of(clipper, groups, weights, backend)
         if backend.partial and not transform.runs_on_parts:
