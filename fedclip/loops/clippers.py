@@ -21,6 +21,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import re
 import warnings
 import weakref
 from collections import Counter
@@ -28,9 +29,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
-from fedclip.arrays import Array, Backend
+from fedclip.arrays import Array
 from fedclip.clippers import by_name
-from fedclip.clippers.agc import AGC, Outputs
+from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
 from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
@@ -43,6 +44,7 @@ Theirs: TypeAlias = Any
 Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, object]]
 """A clipper, a fixed limit of the norm, or a name or (name, config) as in a configuration."""
 
+Arrays: TypeAlias = Mapping[str, Array]
 Owner: TypeAlias = dict[str, str]
 Shapes: TypeAlias = Mapping[str, Sequence[int]]
 
@@ -65,26 +67,22 @@ def check_clipper(clipper: object) -> Clipper | AGC:
     """Return a clipper; raise a TypeError if it is not one."""
     if isinstance(clipper, (Clipper, AGC)):
         return clipper
-    raise TypeError(
-        f"{clipper!r:.80} is not a clipper of fedclip: make one before the first step, such as "
-        "NormClip(1.0)"
-    )
+    raise TypeError(f"{clipper!r:.80} is not a clipper of fedclip: make one before the first step")
 
 
 def clipped(
     clipper: Clipper | AGC,
-    gradients: Mapping[str, Array],
-    weights: Callable[[], Mapping[str, Array]],
-    backend: Backend | None = None,
-    outputs: Outputs | None = None,
-) -> Mapping[str, Array]:
+    gradients: Arrays,
+    weights: Callable[[], Arrays],
+    outputs: Any,
+) -> Arrays:
     """Return the clipped gradients, in eager code.
 
     Only `agc` needs the weights, and the axes of the outputs of layers.
     """
     if isinstance(clipper, AGC):
-        return clipper.clip(gradients, weights(), backend=backend, outputs=outputs)
-    return clipper.clip(gradients, backend=backend)
+        return clipper.clip(gradients, weights(), outputs=outputs)
+    return clipper.clip(gradients)
 
 
 def skips(clipper: Clipper | AGC) -> bool:
@@ -115,8 +113,7 @@ def skip_of_all(clipper: Clipper | AGC, what: str) -> bool:
     spikes = getattr(clipper, "on_spike", "clip") == "skip"
     if spikes and getattr(clipper, "scope", "global") != "global":
         raise NotImplementedError(
-            f"{clipper.name} with on_spike='skip' and scope={clipper.scope!r} skips some of the "
-            f"variables, but {what} skips a step of all or none: use scope='global'"
+            f"{clipper.name} skips single groups, but {what} a whole step: use scope='global'"
         )
     return spikes
 
@@ -161,7 +158,7 @@ def learns(clipper: Clipper | AGC, shapes: Shapes) -> TypeGuard[Clipper]:
     return bool(transform.array_fields or transform.init(groups)._fields)
 
 
-def has_learnt(clipper: Clipper | AGC) -> bool:
+def has_learnt(clipper: Clipper) -> bool:
     """Whether a clipper has statistics of past steps."""
     state = clipper.get_state()
     return bool(state["arrays"]) or any(state["groups"].values())
@@ -282,8 +279,7 @@ class Members:
             if homes - {(label, turn)} or (fixed and (another or turn > 1)):
                 raise ValueError(
                     f"the statistics of {clipper.name} for {label!r} are of other tensors: give "
-                    "it the model, or model.named_parameters(), at each step, and give each model "
-                    "a clipper, copy.deepcopy(clipper)"
+                    "model.named_parameters(), at each step, and give each model a clipper"
                 )
             for tensor in members:
                 gone = partial(self._forget, id(tensor))
@@ -298,18 +294,22 @@ def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
+def model_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors, by name, without the numbers that Keras gives to layers."""
+    names = unique(re.sub(r"_\d+(?=/|$)", "", name) for name in tensors)
+    return dict(zip(names, shapes_of(tensors).values(), strict=True))
+
+
 def check_members(
     clipper: Clipper | AGC,
     tensors: Mapping[str, Any],
     *,
     fixed: bool,
     new_model: bool = False,
-    shapes: Callable[[Mapping[str, Any]], Shapes] = shapes_of,
 ) -> None:
     """Check the tensors of a step that a loop passes to a clipper; see `Members.check`.
 
-    With the first tensors, and with others if they can be a `new_model`, a training begins, of a
-    model of these `shapes`.
+    With the first tensors, and with others if they can be a `new_model`, a training begins.
     """
     if isinstance(clipper, AGC):
         return
@@ -321,7 +321,8 @@ def check_members(
         members = use_of(clipper).members = Members()
     begins = not members.last or new_model
     if tensors and begins and not any(map(members.home, tensors.values())):
-        begin(clipper, shapes(tensors), "", [*tensors.values()])
+        of_model = model_shapes(tensors) if fixed else shapes_of(tensors)
+        begin(clipper, of_model, "", [*tensors.values()])
     if learns(clipper, shapes_of(tensors)):
         groups = clipper.groups(shapes_of(tensors))
         if fixed or clipper.transform(groups).array_fields:
@@ -385,7 +386,4 @@ def check_free(clipper: Clipper | AGC) -> None:
         # Objects that nothing refers to may still wait to be collected.
         gc.collect()
     if use.holder is not None and use.holder() is not None:
-        raise ValueError(
-            f"this {clipper.name} is already {use.place}: give a copy, "
-            "copy.deepcopy(clipper), or remove the first"
-        )
+        raise ValueError(f"this {clipper.name} is already {use.place}: give copy.deepcopy(clipper)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -88,8 +87,7 @@ def check_compilable(clipper: Clipper | AGC) -> None:
         )
     if isinstance(clipper, Clipper) and not clipper.runs_on_device:
         raise NotImplementedError(
-            f"{clipper.name} works on the host only: clip in eager code, or set runs_on_device in "
-            "its transform"
+            f"{clipper.name} works on the host only: clip in eager code, or set runs_on_device"
         )
 
 
@@ -111,15 +109,13 @@ def check_state(state: object, groups: int, kind: Kind | None, name: str) -> Non
         return
     if (given := math.prod(state.norm.shape)) != groups:
         raise ValueError(
-            f"the state is of {given} groups of tensors, but these gradients have {groups}: give "
-            "init and update the same tensors"
+            f"the state is of {given} groups of tensors, these gradients have {groups}: call init"
         )
     numbers, arrays = parts(state.statistics)
     fields = {field for of_tensor in arrays.values() for field in of_tensor}
     if kind != (type(numbers), tuple(math.prod(column.shape) for column in numbers), fields):
         raise TypeError(
-            f"the state is another clipper's, or of {name} with other parameters: give update the "
-            "state that init returned"
+            f"the state is another clipper's, or of {name} with other parameters: call init"
         )
 
 
@@ -270,7 +266,7 @@ class HeldClipper:
         """Make the variables, once, for the gradients of these weights."""
         if self.variables:
             return
-        clippers.begin(self.clipper, model_shapes(weights), optimizer, [*weights.values()])
+        clippers.begin(self.clipper, clippers.model_shapes(weights), optimizer, [*weights.values()])
         self._outputs = outputs_of(self.clipper, weights)
         self._groups = groups_of(self.clipper, weights)
         self.labels, make = self._groups.labels, self._ops.make
@@ -420,12 +416,6 @@ class Verbs:
 def names_of(variables: Iterable[Variable]) -> list[str]:
     """Return the names of variables: Keras' path, or TensorFlow's name; all different."""
     return clippers.unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
-
-
-def model_shapes(variables: Mapping[str, Variable]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of variables, by name, without the numbers that Keras gives to layers."""
-    names = clippers.unique(re.sub(r"_\d+(?=/|$)", "", name) for name in variables)
-    return dict(zip(names, shapes_of(variables).values(), strict=True))
 
 
 def _number(variable: Variable) -> HostView:

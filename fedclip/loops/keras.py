@@ -8,6 +8,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, TypeAlias
 
 from fedclip.arrays import HostView
@@ -32,6 +33,7 @@ Optimizer: TypeAlias = Any
 """Of Keras, which has no types."""
 
 _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
+_OVERWRITES = "overwrite_with_gradient"
 
 
 def _chain(optimizer: Optimizer) -> list[Optimizer]:
@@ -83,8 +85,7 @@ class _Hook:
     """
 
     def __init__(self, stepping: Optimizer, clipper: Clipper | AGC) -> None:
-        self.stepping = stepping
-        backend = backend_named(keras.backend.backend())
+        self.stepping, backend = stepping, backend_named(keras.backend.backend())
         self._float = backend.dtype(backend.asarray([0.0]))
         take = functools.partial(keras.ops.take, axis=-1)
         operations = Operations(self._make, _value, take, keras.ops.cast)
@@ -98,25 +99,20 @@ class _Hook:
         stepping._clip_gradients = self.clip
 
     def _make(self, values: HostView, name: str) -> Variable:
-        kind = "int" if values.dtype.kind == "i" else self._float
         return self.stepping.add_variable(
             values.shape,
             initializer=lambda shape, dtype=None: keras.ops.convert_to_tensor(values, dtype),
-            dtype=kind,
+            dtype="int" if values.dtype.kind == "i" else self._float,
             aggregation="only_first_replica",
             name=re.sub(r"\W", "_", f"{self.held.clipper.name}_{name}"),
         )
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the variables of the clipper."""
-        names = names_of(variables)
-        keys = map(self.stepping._var_key, variables)
-        self._names = dict(zip(keys, names, strict=True))
-        pairs = zip(names, variables, strict=True)
-        self.held.build(
-            {n: v for n, v in pairs if not getattr(v, "overwrite_with_gradient", False)},
-            type(self.stepping).__name__,
-        )
+        named = dict(zip(names_of(variables), variables, strict=True))
+        self._names = {self.stepping._var_key(v): name for name, v in named.items()}
+        clipped = {n: v for n, v in named.items() if not getattr(v, _OVERWRITES, False)}
+        self.held.build(clipped, type(self.stepping).__name__)
 
     def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:
         """Note the variables, then step."""
@@ -133,8 +129,7 @@ class _Hook:
         # Eager code clips in the last of the accumulated steps only.
         if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
             raise RuntimeError(
-                f"{type(self.stepping).__name__} stepped without a call of _clip_gradients: call "
-                "it in _backend_apply_gradients"
+                f"{type(self.stepping).__name__} stepped without a call of _clip_gradients"
             )
 
     def _restoring(self, weights: Sequence[Variable]) -> Callable[[], None]:
@@ -166,45 +161,35 @@ class _Hook:
         """Return the clipped gradients."""
         variables, self._now.clipped = self._now.variables, True
         names = [self._names[self.stepping._var_key(v)] for v in variables]
-        sums, share = _sum_of_replicas(_tensors(gradients))
+        sums, context = _tensors(gradients), _replicas()
+        if context is not None:
+            sums = context.all_reduce("SUM", sums)
         weights = dict(zip(names, variables, strict=True))
-        clipped = self.held.clip(dict(zip(names, sums, strict=True)), weights)
-        return self._clip([share(clipped[name]) for name in names])
+        after = self.held.clip(dict(zip(names, sums, strict=True)), weights)
+        clipped = [after[name] for name in names]
+        if context is not None:
+            # Keras adds the replicas' gradients up after the clip.
+            share = 1.0 / context.num_replicas_in_sync
+            clipped = [_tf().math.scalar_mul(share, gradient) for gradient in clipped]
+        return self._clip(clipped)
 
 
 def _tensors(gradients: Sequence[Array]) -> list[Array]:
     """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients unchanged."""
-    return [
-        keras.ops.convert_to_tensor(g, sparse=False)
-        if isinstance(g, np.ndarray) or hasattr(g, "todense")
-        else g
-        for g in gradients
-    ]
+    turned = functools.partial(keras.ops.convert_to_tensor, sparse=False)
+    others = [isinstance(g, np.ndarray) or hasattr(g, "todense") for g in gradients]
+    return [turned(g) if other else g for g, other in zip(gradients, others, strict=True)]
+
+
+def _tf() -> Any:
+    return import_module("tensorflow")
 
 
 def _replicas() -> Any:
     """Return TensorFlow's replica context, if several replicas step together."""
-    if keras.backend.backend() != "tensorflow":
-        return None
-    import tensorflow as tf
-
-    context = tf.distribute.get_replica_context()
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    context = _tf().distribute.get_replica_context() if on_tensorflow else None
     return context if context and context.num_replicas_in_sync > 1 else None
-
-
-def _sum_of_replicas(
-    gradients: Sequence[Array],
-) -> tuple[Sequence[Array], Callable[[Array], Array]]:
-    """Return the sums of the replicas' gradients, and a function to a replica's share of a sum.
-
-    Keras adds the replicas' gradients up after the clip.
-    """
-    if (context := _replicas()) is None:
-        return gradients, lambda gradient: gradient
-    import tensorflow as tf
-
-    share = functools.partial(tf.math.scalar_mul, 1.0 / context.num_replicas_in_sync)
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients)), share
 
 
 def _assign(variables: Sequence[Variable], values: Sequence[Array]) -> None:

@@ -52,10 +52,7 @@ def log(
     if record is None:
         return
     if not isinstance(record, StepRecord | RoundRecord):
-        raise TypeError(
-            f"log takes the record of a step or a round, got {type(record).__name__}: give it "
-            "clipper.last, handle.last, or one of clipper.rounds"
-        )
+        raise TypeError(f"log takes a record, such as clipper.last, got {type(record).__name__}")
     numbers = record.as_dict(prefix)
     if hasattr(to, "add_scalar"):
         for name, number in numbers.items():
@@ -67,6 +64,5 @@ def log(
         to.log(numbers, step=step)
     else:
         raise TypeError(
-            "a logger must have a method add_scalar, log_metrics or log, as those of TensorBoard, "
-            f"MLflow and W&B have; got {type(to).__name__}"
+            f"a logger must have add_scalar, log_metrics or log; got {type(to).__name__}"
         )

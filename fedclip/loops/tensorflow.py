@@ -61,12 +61,12 @@ def clip(
     present, variables = _by_name(pairs)
     if not present:
         return pairs
-    clippers.check_members(clipper, variables, fixed=True, shapes=compiled.model_shapes)
+    clippers.check_members(clipper, variables, fixed=True)
     outputs = clippers.use_of(clipper).outputs
     if isinstance(clipper, AGC) and not outputs.keys() >= variables.keys():
         outputs.update(compiled.outputs_of(clipper, variables) or {})
     weights = lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()}  # noqa: E731
-    after = clippers.clipped(clipper, present, weights, None, outputs or None)
+    after = clippers.clipped(clipper, present, weights, outputs or None)
     return [(after.get(n), v) for n, v in variables.items()]
 
 
@@ -122,8 +122,7 @@ class CompiledClipper(compiled.Verbs, tf.Module):
             with tf.init_scope():
                 if not tf.executing_eagerly():
                     raise RuntimeError(
-                        f"{self.clipper.name} cannot clip in the graph of a TensorFlow 1 session: "
-                        "write the step as a tf.function"
+                        f"{self.clipper.name} clips in a tf.function, not in a session's graph"
                     )
                 self.held.build(weights)
             self._variables = self.held.variables

@@ -131,8 +131,7 @@ def clip_named(
         return None
     if next(iter(gradients.values())).is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{clipper.name} counts in Python, which a CUDA graph does not replay: clip outside of "
-            "the graph, or use PureClipping"
+            f"{clipper.name} counts in Python, which a CUDA graph does not replay: clip outside"
         )
     if share_memory([*gradients.values()]):
         for name, gradient in gradients.items():
@@ -286,8 +285,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
     pairs = [*items]
     if not pairs and isinstance(parameters, Iterator):
         raise ValueError(
-            "there are no parameters: an iterator such as model.parameters() has none the second "
-            "time; give the model"
+            "there are no parameters: an iterator has none the second time, so give the model"
         )
     if pairs and isinstance(pairs[0], torch.Tensor):
         _check_names_unneeded(clipper)
@@ -296,8 +294,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
             raise TypeError(
-                f"got {type(pair).__name__} among {type(parameters).__name__}: give a model, "
-                "model.named_parameters() or model.parameters()"
+                f"got {type(pair).__name__} among {type(parameters).__name__}: give a model"
             )
         first.setdefault(id(pair[1]), pair)
     names = _plain(tuple(name for name, _ in first.values()))
@@ -350,8 +347,7 @@ def _check_names_unneeded(clipper: Clipper | AGC) -> None:
     scope = getattr(clipper, "scope", "tensor")
     if scope not in ("global", "tensor") or clipper.exclude:
         raise TypeError(
-            f"{clipper.name} distinguishes parameters by name (scope={scope!r}, "
-            f"exclude={clipper.exclude!r}): give the model, not model.parameters()"
+            f"{clipper.name} distinguishes parameters by name: give model.named_parameters()"
         )
 
 
@@ -414,8 +410,7 @@ def outputs_of(
         return None
     if not isinstance(source, torch.nn.Module):
         raise ValueError(
-            "agc needs the model to know which weights lead to one output of a layer: give the "
-            "model, or set axis, such as AGC(axis=0)"
+            "agc needs the model, to know the outputs of its layers: give it, or set axis"
         )
     layers: dict[int, torch.nn.Module] = {}
     for path, module in source.named_modules():

@@ -6,7 +6,7 @@ loop                                                        guard
 ==========================================================  ======================================
 an optimizer that steps in ``backward()``: LOMO             `check_step`
 a step that calls another step, or fails                    `Steps`
-weights that learn without a step of the optimizer          `Watch`
+another optimizer that steps with the same parameters       `watch_others`
 wrappers: Accelerate, SAM, Lookahead                        `levels_of`
 optimizers that save without torch's hooks: bitsandbytes    `Saving`
 ==========================================================  ======================================
@@ -18,30 +18,32 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fedclip.core.states import Fields
 from fedclip.errors import FedclipWarning
+from fedclip.loops.torch.clip import uncompiled
 
 MARK = "fedclip"
 """In the first group of parameters of a state: it was saved together with a clipper's."""
 _STEPS_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
-# DTensors and other subclasses may not be read.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Of each parameter that is watched: some of its weights, and of its gradient.
-_NOTED: Any = WeakIdKeyDictionary()
 
 
 # -- any optimizer -------------------------------------------------------------------------------
 def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def warn(text: str, stacklevel: int) -> None:
+    """Warn of a loop that would not be clipped as its user expects."""
+    warnings.warn(text, FedclipWarning, stacklevel=stacklevel)
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
@@ -59,8 +61,7 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
     code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
     if code is not None and code.co_names == ("NotImplementedError",):
         raise TypeError(
-            f"{type(optimizer).__name__} has no step() in which a clipper could act: take its "
-            "clipping, or another optimizer"
+            f"{type(optimizer).__name__} has no step() in which a clipper could act: use another"
         )
 
 
@@ -93,72 +94,29 @@ class Steps:
         self._running = [frame for frame in self._running if id(frame) in callers]
 
 
-# -- weights that learn without a step of the optimizer ------------------------------------------
-class Watch:
-    """Warns if weights learn before the first step of their optimizer.
+# -- another optimizer that steps instead of the one with a clipper ------------------------------
+ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+"""The handles of each optimizer."""
 
-    ::
-
-        first gradient     note a few weights, and their gradient
-        next gradient      weights that have moved down the slope since then were in a step
-
-    Weights that stay were in no step, however many gradients come: they accumulate, were not
-    finite, or another model is trained. SAM and adversarial attacks move weights up the slope.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        # Another watch may have noted them, long ago.
-        forget(optimizer)
-        parameters: list[Any] = [
-            p for p in held(optimizer) if type(p) in _PLAIN and p.requires_grad
-        ]
-        # A parameter is saved without its hook, and without a warning.
-        unsaved: Any = torch.utils.hooks.unserializable_hook
-        self._hooks = [
-            p.register_hook(unsaved(partial(self._look, weakref.ref(p)))) for p in parameters
-        ]
-
-    def end(self) -> None:
-        """Stop watching."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _look(self, known: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
-        optimizer, parameter = self._optimizer(), known()
-        if optimizer is None or parameter is None:
-            self.end()
-            return
-        # Where a graph is recorded, numbers cannot be read.
-        captured = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or torch.compiler.is_compiling() or gradient.layout is not torch.strided:
-            return
-        weights, slope = _some(parameter), _some(gradient)
-        before, past = _NOTED.setdefault(parameter, (weights, slope))
-        alike = all(getattr(before, a) == getattr(weights, a) for a in ("device", "dtype", "shape"))
-        # Adding and subtracting the same leaves a rounding error.
-        rtol = 4 * torch.finfo(weights.dtype).eps
-        if not alike or torch.allclose(before, weights, rtol=rtol, atol=0.0):
-            _NOTED[parameter] = weights, slope
-        elif ((weights - before) * past.conj()).real.sum() < 0:
-            self.end()
-            warnings.warn(
-                f"the weights change, but no step of the optimizer ({type(optimizer).__name__}) "
-                "was seen, so the clipper clips nothing: attach it to the optimizer that steps, "
-                "or call clip_",
-                FedclipWarning,
-                stacklevel=2,
-            )
+UNSEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""The optimizers that have a clipper, and made no step so far."""
 
 
-def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Forget what was noted of an optimizer's parameters: they are in a clipped step."""
-    for parameter in held(optimizer) if _NOTED else ():
-        _NOTED.pop(parameter, None)
+@cache
+def watch_others() -> None:
+    """Warn, from now on, if another optimizer steps with the parameters of one in `UNSEEN`."""
+    register_optimizer_step_post_hook(uncompiled(_look))
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].clone()
+def _look(stepping: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    parameters = {*map(id, held(stepping))} if UNSEEN and stepping not in ATTACHED else set()
+    for optimizer in [o for o in UNSEEN if not parameters.isdisjoint(map(id, held(o)))]:
+        UNSEEN.discard(optimizer)
+        warn(
+            f"{type(stepping).__name__} steps with parameters of the {type(optimizer).__name__} "
+            "that has the clipper: attach it to the optimizer that steps",
+            4,
+        )
 
 
 # -- wrappers ------------------------------------------------------------------------------------
@@ -174,8 +132,7 @@ def levels_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
             return [optimizer, *levels_of(inner)]
     if not hooked:
         raise TypeError(
-            f"{type(optimizer).__name__} has no hooks of torch.optim.Optimizer: attach to each "
-            "optimizer inside it"
+            f"{type(optimizer).__name__} has no hooks of torch: attach to each optimizer inside it"
         )
     return [optimizer]
 
@@ -260,6 +217,5 @@ def is_in(saved: object, keys: Iterable[str]) -> bool:
 def _refuse_copy(protocol: object) -> None:
     # Torch leaves out hooks, so that a copy would clip nothing.
     raise TypeError(
-        "an optimizer with a clipper cannot be copied or pickled: call handle.remove(), copy it, "
-        "and attach again"
+        "an optimizer with a clipper cannot be copied or pickled: call handle.remove() first"
     )

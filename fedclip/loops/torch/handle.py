@@ -12,7 +12,6 @@ It uses torch's hooks, and replaces no method of the optimizer's class.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,7 +26,6 @@ from fedclip.clippers.base import Clipper
 from fedclip.core import states
 from fedclip.core.records import StepRecord
 from fedclip.core.states import Fields
-from fedclip.errors import FedclipWarning
 from fedclip.loops import clippers
 from fedclip.loops.clippers import Spec
 from fedclip.loops.torch import guards
@@ -78,7 +76,7 @@ def set_state(
     if isinstance(clipper, AGC):
         return
     if state is None:
-        _warn(f"the checkpoint has no state of {clipper.name}, which starts anew", 4)
+        guards.warn(f"the checkpoint has no state of {clipper.name}, which starts anew", 4)
         clipper.reset()
         return
     if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
@@ -113,15 +111,14 @@ class ClipHandle:
         shapes, kind = clippers.shapes_of(self._parameters), type(optimizer).__name__
         clippers.begin(self.clipper, shapes, kind, self._held)
         late = optimizer.param_groups[0].pop(guards.MARK, False) or guards.has_stepped(optimizer)
-        learns = clippers.learns(self.clipper, shapes)
-        if late and learns and not clippers.has_learnt(self.clipper):
-            _warn(
+        if late and clippers.learns(self.clipper, shapes) and not clippers.has_learnt(self.clipper):
+            guards.warn(
                 f"{kind} stepped or loaded a state before {self.clipper.name} was attached, "
                 "which has no statistics: attach first, and then call load_state_dict",
                 5,
             )
         clippers.hold(self.clipper, optimizer, f"attached to an optimizer ({kind})")
-        self._others: _Attached = ATTACHED.get(optimizer) or _Attached(optimizer)
+        self._others: _Attached = guards.ATTACHED.get(optimizer) or _Attached(optimizer)
         keys = [handle._key for handle in self._others.handles]
         self._key = clippers.unique([*keys, f"fedclip:{self.clipper.name}"])[-1]
         self._others.handles.append(self)
@@ -140,7 +137,7 @@ class ClipHandle:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._others.clips:
-            _warn(
+            guards.warn(
                 f"{self.clipper.name} has clipped nothing: no step of {self._others.kind} was "
                 "seen. If your loop steps in another way, call clip_ in it",
                 3,
@@ -197,8 +194,7 @@ class ClipHandle:
         chosen = {n: p for n, p in source.items() if nameless.pop(id(p), None) is not None}
         if not chosen:
             raise ValueError(
-                "the optimizer holds no parameter of those given to attach: give the model that "
-                "the optimizer trains"
+                "the optimizer holds no parameter of those given: give the model that it trains"
             )
         if nameless:
             shapes = ", ".join(str(tuple(p.shape)) for p in list(nameless.values())[:5])
@@ -224,8 +220,7 @@ class ClipHandle:
         # A GradScaler sets `grad_scale` on optimizers that unscale the gradients in their step.
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
-                "the gradients are still scaled by the GradScaler: call "
-                "scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                "the gradients are still scaled by the GradScaler: call scaler.unscale_ before"
             )
         clip_named(self._resolve(optimizer), self.clipper, self._outputs)
 
@@ -250,13 +245,9 @@ class UpdateHandle(ClipHandle):
         before, self._before = self._before, {}
         with torch.no_grad():
             change = {name: self._parameters[name] - weight for name, weight in before.items()}
-            outputs = clippers.clipped(self.clipper, change, lambda: before, None, self._outputs)
+            outputs = clippers.clipped(self.clipper, change, lambda: before, self._outputs)
             for name, weight in before.items() if outputs is not change else ():
                 self._parameters[name].copy_(weight + outputs[name])
-
-
-ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Attached] = weakref.WeakKeyDictionary()
-"""The handles of each optimizer."""
 
 
 class _Attached:
@@ -288,8 +279,9 @@ class _Attached:
         ]
         self.saving = guards.Saving(self._states, self._load)
         self.saving.add(optimizer)
-        self._watch = guards.Watch(optimizer)
-        ATTACHED[optimizer] = self
+        guards.watch_others()
+        guards.UNSEEN.add(optimizer)
+        guards.ATTACHED[optimizer] = self
 
     def leave(self, handle: ClipHandle) -> None:
         """Forget a handle, and with the last one the optimizer."""
@@ -302,8 +294,8 @@ class _Attached:
             for hook in self._hooks:
                 hook.remove()
             self.saving.end()
-            self._watch.end()
-            del ATTACHED[optimizer]
+            guards.UNSEEN.discard(optimizer)
+            del guards.ATTACHED[optimizer]
 
     def _begin(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -311,7 +303,6 @@ class _Attached:
         if self._steps.begin():
             self._is_step = not _is_dummy(optimizer)
             self._clips_before = self.clips
-            guards.forget(optimizer)
             for handle in self.handles if self._is_step else ():
                 handle._begin(optimizer)
         by_name = kwargs.get("closure")
@@ -334,9 +325,7 @@ class _Attached:
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self.clips += 1
-        guards.forget(optimizer)
-        if any(p.grad is not None for p in held(optimizer)):
-            self._watch.end()
+        guards.UNSEEN.discard(optimizer)
         for handle in self.handles:
             handle._clip(optimizer)
 
@@ -366,10 +355,6 @@ def _configuration_in(state: object) -> object:
     return owner.get("clipper") if isinstance(owner, Mapping) else None
 
 
-def _warn(text: str, stacklevel: int) -> None:
-    warnings.warn(text, FedclipWarning, stacklevel=stacklevel)
-
-
 def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step moves nothing: all rates and gradients are 0, or there are none.
 
@@ -391,7 +376,7 @@ def _with_names(optimizer: torch.optim.Optimizer) -> Parameters:
 
 def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
     """Return the handles of an optimizer, in the order in which they clip."""
-    attached = ATTACHED.get(guards.levels_of(optimizer)[-1])
+    attached = guards.ATTACHED.get(guards.levels_of(optimizer)[-1])
     return list(attached.handles) if attached else []
 
 
@@ -405,11 +390,11 @@ def _attach(
     levels = guards.levels_of(optimizer)
     handle = kind(levels[-1], clipper, parameters)
     for level in filter(guards.is_hooked, levels[:-1]):
-        ATTACHED[levels[-1]].saving.add(level)
+        guards.ATTACHED[levels[-1]].saving.add(level)
     if len(levels) > 1 and handle.get_state() and not _saves(levels[0], handle):
-        _warn(
-            f"the state_dict() of {type(levels[0]).__name__} lacks the statistics of "
-            f"{handle.clipper.name}: save handle.get_state() too, and restore it by set_state",
+        guards.warn(
+            f"the state_dict() of {type(levels[0]).__name__} lacks those of the clipper: save "
+            "handle.get_state() too",
             4,
         )
     return handle
@@ -447,8 +432,8 @@ def attach(
     clipper starts from the beginning, with a warning. An optimizer with a clipper cannot be copied
     or pickled: remove the clipper first.
 
-    A `FedclipWarning` reports weights that change before the first step is seen, and a wrapper with
-    a state that cannot hold the clipper's.
+    A `FedclipWarning` reports another optimizer that steps with the same parameters, and a wrapper
+    with a state that cannot hold the clipper's.
 
     Parameters
     ----------

@@ -80,8 +80,7 @@ class PureClipping:
         transform = compiled.transform_of(clipper, groups, weights, backend)
         if backend.partial and not transform.runs_on_parts:
             raise NotImplementedError(
-                f"{clipper.name} needs whole arrays, but a DTensor is split over processes: use "
-                "clip_, which gathers them, or a clipper by norms or by values"
+                f"{clipper.name} needs whole arrays, and a DTensor is a part: use clip_"
             )
         clipped, step = clip_on_device(
             transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
@@ -126,8 +125,7 @@ def _backend(
         return _RECORDED if records else _PLAIN
     if records:
         raise NotImplementedError(
-            "DTensors are clipped without derivatives only: clip under torch.no_grad(), or detach "
-            "the gradients, the state and the weights"
+            "DTensors are clipped without derivatives only: clip under torch.no_grad()"
         )
     from fedclip.arrays.sharded import ShardedBackend
 
