@@ -181,9 +181,8 @@ LOOPS = {
     "jax": "as_optax",
     "tensorflow": "CompiledClipper clip",
     "keras": "ClipHistory ClippedOptimizer",
-    "lightning": "LightningClipping",
+    "lightning": "",
     "transformers": "ClipCallback",
-    "loggers": "log",
 }
 """What people look for in the package itself, and where it is in `fedclip.loops`."""
 

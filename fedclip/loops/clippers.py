@@ -71,10 +71,7 @@ def check_clipper(clipper: object) -> Clipper | AGC:
 
 
 def clipped(
-    clipper: Clipper | AGC,
-    gradients: Arrays,
-    weights: Callable[[], Arrays],
-    outputs: Any,
+    clipper: Clipper | AGC, gradients: Arrays, weights: Callable[[], Arrays], outputs: Any
 ) -> Arrays:
     """Return the clipped gradients, in eager code.
 
@@ -301,11 +298,7 @@ def model_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def check_members(
-    clipper: Clipper | AGC,
-    tensors: Mapping[str, Any],
-    *,
-    fixed: bool,
-    new_model: bool = False,
+    clipper: Clipper | AGC, tensors: Mapping[str, Any], *, fixed: bool, new_model: bool = False
 ) -> None:
     """Check the tensors of a step that a loop passes to a clipper; see `Members.check`.
 

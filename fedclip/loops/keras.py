@@ -278,10 +278,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
     """
 
     def __init__(
-        self,
-        inner_optimizer: Optimizer,
-        clipper: Spec,
-        name: str = "clipped_optimizer",
+        self, inner_optimizer: Optimizer, clipper: Spec, name: str = "clipped_optimizer"
     ) -> None:
         if isinstance(inner_optimizer, str):
             inner_optimizer = keras.optimizers.get(inner_optimizer)

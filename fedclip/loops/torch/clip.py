@@ -23,7 +23,6 @@ from math import inf
 from operator import attrgetter, le, methodcaller
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
@@ -51,7 +50,7 @@ Parameters: TypeAlias = (
 )
 """A model, ``model.named_parameters()``, a dict, or ``model.parameters()``."""
 
-_IN_PLACE, _PLAIN = TorchInPlace(), {torch.Tensor}
+_IN_PLACE = TorchInPlace()
 _FIRST = ("module.", "_forward_module.")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -121,9 +120,7 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
 # The clipper measures through NumPy, and counts in Python.
 @uncompiled
 def clip_named(
-    parameters: Mapping[str, torch.Tensor],
-    clipper: Clipper | AGC,
-    outputs: Outputs | None = None,
+    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC, outputs: Outputs | None
 ) -> StepRecord | None:
     """Clip the gradients of parameters that have been checked, each under one name."""
     gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
@@ -136,9 +133,8 @@ def clip_named(
     if share_memory([*gradients.values()]):
         for name, gradient in gradients.items():
             parameters[name].grad = gradients[name] = gradient.clone()
-    backend = _IN_PLACE
-    if {*map(type, gradients.values())} != _PLAIN and _are_sharded(gradients.values()):
-        backend = _sharded(parameters, gradients)
+    sharded = are_sharded(gradients.values())
+    backend = _sharded(parameters, gradients) if sharded else _IN_PLACE
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
     with torch.no_grad(), clipper.lock:
         if isinstance(clipper, AGC):
@@ -153,29 +149,23 @@ def clip_named(
             # A sparse gradient that becomes dense is a new tensor.
             if output is not gradient:
                 parameters[name].grad = output
-    # The host names the tensors of a step that is not finite; a device does not wait.
-    on_host = record is None or isinstance(record.norms, np.ndarray)
-    if not on_host or getattr(clipper, "on_spike", "clip") == "skip":
-        _unset_skipped(parameters, gradients, clipper, record)
+    if record is not None and _may_skip(clipper, record):
+        # With a gradient of zero an optimizer would still decay, count, and move by its momentum.
+        for name in skipped(clipper, record, shapes_of(gradients)):
+            parameters[name].grad = None
     return record
 
 
-def _unset_skipped(
-    parameters: Mapping[str, torch.Tensor],
-    gradients: Mapping[str, torch.Tensor],
-    clipper: Clipper | AGC,
-    record: StepRecord | None,
-) -> None:
-    """Remove the gradients of a step that the clipper skips.
-
-    With a gradient of zero an optimizer would still decay, count, and move by its momentum.
-    """
-    if record is not None and skips(clipper) and not getattr(record.norms, "is_meta", False):
-        for name in skipped(clipper, record, shapes_of(gradients)):
-            parameters[name].grad = None
+def _may_skip(clipper: Clipper | AGC, record: StepRecord) -> bool:
+    """Whether the clipper may have skipped a step whose gradients are still there."""
+    if isinstance(record.norms, torch.Tensor):
+        return skips(clipper) and not record.norms.is_meta
+    # The host has replaced the tensors of a step that is not finite.
+    return getattr(clipper, "on_spike", "clip") == "skip"
 
 
-def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
+def are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
+    """Return whether some are DTensors."""
     return any(cls.__name__ == "DTensor" for cls in {*map(type, gradients)})
 
 
@@ -252,7 +242,7 @@ def clip_grad_norm_(
     if not isinstance(record.norms, torch.Tensor):
         return torch.scalar_tensor(float(record), dtype=dtype)
     norm: torch.Tensor = torch.linalg.vector_norm(record.norms).to(dtype)
-    if not _are_sharded(gradients):
+    if not are_sharded(gradients):
         return norm
     from fedclip.arrays.sharded import replicated
 
@@ -288,7 +278,10 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
             "there are no parameters: an iterator has none the second time, so give the model"
         )
     if pairs and isinstance(pairs[0], torch.Tensor):
-        _check_names_unneeded(clipper)
+        if getattr(clipper, "scope", "tensor") not in ("global", "tensor") or clipper.exclude:
+            raise TypeError(
+                f"{clipper.name} distinguishes parameters by name: give model.named_parameters()"
+            )
         pairs = [(str(place), tensor) for place, tensor in enumerate(pairs)]
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for pair in pairs:
@@ -341,14 +334,6 @@ def selected(
     if len(parameters) == len(ids) and not isinstance(clipper, AGC):
         use_of(clipper).selection = _Selection(names, ids, tuple(parameters))
     return parameters, outputs
-
-
-def _check_names_unneeded(clipper: Clipper | AGC) -> None:
-    scope = getattr(clipper, "scope", "tensor")
-    if scope not in ("global", "tensor") or clipper.exclude:
-        raise TypeError(
-            f"{clipper.name} distinguishes parameters by name: give model.named_parameters()"
-        )
 
 
 # A loop has the same names at each step.

@@ -98,25 +98,23 @@ class Steps:
 ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 """The handles of each optimizer."""
 
-UNSEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""The optimizers that have a clipper, and made no step so far."""
-
 
 @cache
 def watch_others() -> None:
-    """Warn, from now on, if another optimizer steps with the parameters of one in `UNSEEN`."""
+    """Warn, from now on, if another optimizer steps with the parameters of one with a clipper."""
     register_optimizer_step_post_hook(uncompiled(_look))
 
 
 def _look(stepping: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    parameters = {*map(id, held(stepping))} if UNSEEN and stepping not in ATTACHED else set()
-    for optimizer in [o for o in UNSEEN if not parameters.isdisjoint(map(id, held(o)))]:
-        UNSEEN.discard(optimizer)
-        warn(
-            f"{type(stepping).__name__} steps with parameters of the {type(optimizer).__name__} "
-            "that has the clipper: attach it to the optimizer that steps",
-            4,
-        )
+    unseen = [] if stepping in ATTACHED else [x for x in ATTACHED.items() if not x[1].seen]
+    for optimizer, attached in unseen:
+        if not {*map(id, held(stepping))}.isdisjoint(map(id, held(optimizer))):
+            attached.seen = True
+            warn(
+                f"{type(stepping).__name__} steps with parameters of "
+                f"{type(optimizer).__name__}, which has the clipper: attach it to the other",
+                4,
+            )
 
 
 # -- wrappers ------------------------------------------------------------------------------------

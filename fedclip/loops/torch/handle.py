@@ -55,9 +55,7 @@ def get_state(clipper: Clipper | AGC) -> Fields:
 
 
 def set_state(
-    clipper: Clipper | AGC,
-    state: Mapping[str, Any] | None,
-    owner: Mapping[str, str] | None = None,
+    clipper: Clipper | AGC, state: Mapping[str, Any] | None, owner: clippers.Owner | None = None
 ) -> None:
     """Take over what `get_state` returned; None, as in a checkpoint without clipper, starts anew.
 
@@ -82,7 +80,7 @@ def set_state(
     if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
         arrays = states.each(state["arrays"], lambda a: np.asarray(torch.as_tensor(a).cpu()))
         state = {**state, "arrays": arrays}
-    if owner is None or clippers.fitting(clipper, state, dict(owner)):
+    if owner is None or clippers.fitting(clipper, state, owner):
         clipper.set_state(dict(state))
     else:
         clipper.reset()
@@ -117,7 +115,8 @@ class ClipHandle:
                 "which has no statistics: attach first, and then call load_state_dict",
                 5,
             )
-        clippers.hold(self.clipper, optimizer, f"attached to an optimizer ({kind})")
+        self._kind = f"an optimizer ({kind})"
+        clippers.hold(self.clipper, optimizer, f"attached to {self._kind}")
         self._others: _Attached = guards.ATTACHED.get(optimizer) or _Attached(optimizer)
         keys = [handle._key for handle in self._others.handles]
         self._key = clippers.unique([*keys, f"fedclip:{self.clipper.name}"])[-1]
@@ -138,8 +137,8 @@ class ClipHandle:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._others.clips:
             guards.warn(
-                f"{self.clipper.name} has clipped nothing: no step of {self._others.kind} was "
-                "seen. If your loop steps in another way, call clip_ in it",
+                f"{self.clipper.name} has clipped nothing: no step of {self._kind} was seen. "
+                "If your loop steps in another way, call clip_ in it",
                 3,
             )
         self.remove()
@@ -267,9 +266,8 @@ class _Attached:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.handles: list[ClipHandle] = []
         self.optimizer = weakref.ref(optimizer)
-        self.kind = f"an optimizer ({type(optimizer).__name__})"
         self.clips = self._clips_before = 0
-        self._is_step = True
+        self.seen, self._is_step = False, True
         self._steps = guards.Steps()
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
@@ -280,7 +278,6 @@ class _Attached:
         self.saving = guards.Saving(self._states, self._load)
         self.saving.add(optimizer)
         guards.watch_others()
-        guards.UNSEEN.add(optimizer)
         guards.ATTACHED[optimizer] = self
 
     def leave(self, handle: ClipHandle) -> None:
@@ -294,7 +291,6 @@ class _Attached:
             for hook in self._hooks:
                 hook.remove()
             self.saving.end()
-            guards.UNSEEN.discard(optimizer)
             del guards.ATTACHED[optimizer]
 
     def _begin(
@@ -325,7 +321,7 @@ class _Attached:
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self.clips += 1
-        guards.UNSEEN.discard(optimizer)
+        self.seen = True
         for handle in self.handles:
             handle._clip(optimizer)
 
@@ -391,30 +387,21 @@ def _attach(
     handle = kind(levels[-1], clipper, parameters)
     for level in filter(guards.is_hooked, levels[:-1]):
         guards.ATTACHED[levels[-1]].saving.add(level)
-    if len(levels) > 1 and handle.get_state() and not _saves(levels[0], handle):
-        guards.warn(
-            f"the state_dict() of {type(levels[0]).__name__} lacks those of the clipper: save "
-            "handle.get_state() too",
-            4,
-        )
+    save = getattr(levels[0], "state_dict", None)
+    # Some cannot be saved yet, such as ZeRO before it has gathered its parts.
+    with suppress(RuntimeError, NotImplementedError):
+        has_state = len(levels) > 1 and save is not None and handle.get_state()
+        if has_state and not guards.is_in(save(), [handle._key]):
+            guards.warn(
+                f"the state_dict() of {type(levels[0]).__name__} lacks the clipper's statistics: "
+                "save handle.get_state() too",
+                4,
+            )
     return handle
 
 
-def _saves(optimizer: object, handle: ClipHandle) -> bool:
-    """Return whether the statistics are in an optimizer's state, or it has no state to read."""
-    if not hasattr(optimizer, "state_dict"):
-        return True
-    try:
-        return guards.is_in(optimizer.state_dict(), [handle._key])
-    except (RuntimeError, NotImplementedError):
-        # It cannot be saved yet, such as ZeRO before it has gathered its parts.
-        return True
-
-
 def attach(
-    optimizer: torch.optim.Optimizer,
-    clipper: Spec,
-    parameters: Parameters | None = None,
+    optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None = None
 ) -> ClipHandle:
     """Clip in every ``optimizer.step()``, until you call ``remove()`` of the returned handle.
 
@@ -477,9 +464,7 @@ def attach(
 
 
 def attach_update(
-    optimizer: torch.optim.Optimizer,
-    clipper: Spec,
-    parameters: Parameters | None = None,
+    optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None = None
 ) -> UpdateHandle:
     """Clip the change of the weights in every ``optimizer.step()``.
 

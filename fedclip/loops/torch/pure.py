@@ -15,6 +15,7 @@ from fedclip.core.scopes import Groups
 from fedclip.loops import compiled
 from fedclip.loops.clippers import Spec, check_owner, clipper_of, shapes_of
 from fedclip.loops.compiled import ClipState, Kind
+from fedclip.loops.torch.clip import are_sharded
 from fedclip.transforms import clip_on_device
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ class PureClipping:
         first = compiled.first_state(self.clipper, groups, gradients, _PLAIN)
         like = next(iter(gradients.values()), None)
         norm, limit = (_PLAIN.asarray(np.full(len(groups), x), like=like) for x in (0.0, np.inf))
-        steps, clipped, nonfinite = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
-        return ClipState(first, norm, limit, norm > 0, steps, clipped, nonfinite)
+        counts = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
+        return ClipState(first, norm, limit, norm > 0, *counts)
 
     def update(
         self,
@@ -121,7 +122,7 @@ def _backend(
     numbers, arrays = compiled.parts(state.statistics)
     past = [value for fields in arrays.values() for value in fields.values()]
     records = recorded([*gradients.values(), *weights.values(), *numbers, *past])
-    if all(type(gradient).__name__ != "DTensor" for gradient in gradients.values()):
+    if not are_sharded(gradients.values()):
         return _RECORDED if records else _PLAIN
     if records:
         raise NotImplementedError(
