@@ -25,11 +25,10 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
-from fedclip.arrays import Array
 from fedclip.clippers import by_name
 from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
@@ -44,7 +43,6 @@ Theirs: TypeAlias = Any
 Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, object]]
 """A clipper, a fixed limit of the norm, or a name or (name, config) as in a configuration."""
 
-Arrays: TypeAlias = Mapping[str, Array]
 Owner: TypeAlias = dict[str, str]
 Shapes: TypeAlias = Mapping[str, Sequence[int]]
 
@@ -68,18 +66,6 @@ def check_clipper(clipper: object) -> Clipper | AGC:
     if isinstance(clipper, (Clipper, AGC)):
         return clipper
     raise TypeError(f"{clipper!r:.80} is not a clipper of fedclip: make one before the first step")
-
-
-def clipped(
-    clipper: Clipper | AGC, gradients: Arrays, weights: Callable[[], Arrays], outputs: Any
-) -> Arrays:
-    """Return the clipped gradients, in eager code.
-
-    Only `agc` needs the weights, and the axes of the outputs of layers.
-    """
-    if isinstance(clipper, AGC):
-        return clipper.clip(gradients, weights(), outputs=outputs)
-    return clipper.clip(gradients)
 
 
 def skips(clipper: Clipper | AGC) -> bool:

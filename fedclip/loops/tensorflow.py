@@ -62,11 +62,14 @@ def clip(
     if not present:
         return pairs
     clippers.check_members(clipper, variables, fixed=True)
-    outputs = clippers.use_of(clipper).outputs
-    if isinstance(clipper, AGC) and not outputs.keys() >= variables.keys():
-        outputs.update(compiled.outputs_of(clipper, variables) or {})
-    weights = lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()}  # noqa: E731
-    after = clippers.clipped(clipper, present, weights, outputs or None)
+    if not isinstance(clipper, AGC):
+        after = clipper.clip(present)
+    else:
+        outputs = clippers.use_of(clipper).outputs
+        if not outputs.keys() >= variables.keys():
+            outputs.update(compiled.outputs_of(clipper, variables) or {})
+        weights = {name: tf.convert_to_tensor(v) for name, v in variables.items()}
+        after = clipper.clip(present, weights, outputs=outputs or None)
     return [(after.get(n), v) for n, v in variables.items()]
 
 

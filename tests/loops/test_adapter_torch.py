@@ -193,9 +193,7 @@ def test_another_optimizer_that_steps_with_the_parameters_is_seen():
     handle = attach(optimizer, ZScoreClip(), model)
     stepping = torch.optim.Adam(model.parameters(), lr=1e-3)
     backward(model)
-    with pytest.warns(
-        FedclipWarning, match="Adam steps with parameters of SGD"
-    ) as said:
+    with pytest.warns(FedclipWarning, match="Adam steps with parameters of SGD") as said:
         stepping.step()
     stepping.step()
     assert len(said) == 1

@@ -23,6 +23,7 @@ from math import inf
 from operator import attrgetter, le, methodcaller
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
@@ -158,10 +159,10 @@ def clip_named(
 
 def _may_skip(clipper: Clipper | AGC, record: StepRecord) -> bool:
     """Whether the clipper may have skipped a step whose gradients are still there."""
-    if isinstance(record.norms, torch.Tensor):
-        return skips(clipper) and not record.norms.is_meta
-    # The host has replaced the tensors of a step that is not finite.
-    return getattr(clipper, "on_spike", "clip") == "skip"
+    # On the host, the norms of a step that is not finite are no array; a device does not wait.
+    if isinstance(record.norms, np.ndarray):
+        return getattr(clipper, "on_spike", "clip") == "skip"
+    return skips(clipper) and not getattr(record.norms, "is_meta", False)
 
 
 def are_sharded(gradients: Iterable[torch.Tensor]) -> bool:

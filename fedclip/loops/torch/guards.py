@@ -77,21 +77,15 @@ class Steps:
 
     def begin(self) -> bool:
         """Return whether the step that begins is the outermost one."""
-        self._forget_failed()
-        frames = (frame for frame, _ in walk_stack(None))
-        step = next((f for f in frames if f.f_code.co_filename == _STEPS_FILE), None)
-        self._running += [] if step is None else [step]
-        return len(self._running) < 2
+        callers = [frame for frame, _ in walk_stack(None)]
+        self._running = [frame for frame in self._running if frame in callers]
+        outermost = not self._running
+        self._running += [f for f in callers if f.f_code.co_filename == _STEPS_FILE][:1]
+        return outermost
 
-    def end(self) -> bool:
-        """Return whether the step that ends is the outermost one."""
-        self._forget_failed()
+    def end(self, *_: object) -> None:
+        """Note that the innermost step has ended."""
         del self._running[-1:]
-        return not self._running
-
-    def _forget_failed(self) -> None:
-        callers = {id(frame) for frame, _ in walk_stack(None)} if self._running else ()
-        self._running = [frame for frame in self._running if id(frame) in callers]
 
 
 # -- another optimizer that steps instead of the one with a clipper ------------------------------

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clipper that acts in every step of an optimizer, on the gradients or on the update.
+"""A clipper that acts in every step of an optimizer.
 
 ::
 
     step()           clip, then the optimizer's step
     step(closure)    the optimizer's step; each time it calls the closure: closure, then clip
-    of an update     note the weights, the optimizer's step, clip the change of the weights
 
 It uses torch's hooks, and replaces no method of the optimizer's class.
 """
@@ -16,7 +15,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from operator import is_
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -113,7 +112,7 @@ class ClipHandle:
             guards.warn(
                 f"{kind} stepped or loaded a state before {self.clipper.name} was attached, "
                 "which has no statistics: attach first, and then call load_state_dict",
-                5,
+                4,
             )
         self._kind = f"an optimizer ({kind})"
         clippers.hold(self.clipper, optimizer, f"attached to {self._kind}")
@@ -210,10 +209,6 @@ class ClipHandle:
             self.clipper.owner = clippers.owner_of(self.clipper, shapes_now, kind)
         return chosen
 
-    # What is done in a step: at its begin, with each new gradient, and at its end.
-    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: gradients may come in the step only."""
-
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradients."""
         # A GradScaler sets `grad_scale` on optimizers that unscale the gradients in their step.
@@ -223,41 +218,16 @@ class ClipHandle:
             )
         clip_named(self._resolve(optimizer), self.clipper, self._outputs)
 
-    def _end(self) -> None:
-        """Do nothing: the gradients are used up."""
-
-
-class UpdateHandle(ClipHandle):
-    """A clipper of updates; made by `attach_update`."""
-
-    _before: Mapping[str, torch.Tensor] = {}
-
-    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the weights."""
-        self._before = {n: p.detach().clone() for n, p in self._resolve(optimizer).items()}
-
-    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the gradients are the optimizer's."""
-
-    def _end(self) -> None:
-        """Clip the change of the weights."""
-        before, self._before = self._before, {}
-        with torch.no_grad():
-            change = {name: self._parameters[name] - weight for name, weight in before.items()}
-            outputs = clippers.clipped(self.clipper, change, lambda: before, self._outputs)
-            for name, weight in before.items() if outputs is not change else ():
-                self._parameters[name].copy_(weight + outputs[name])
-
 
 class _Attached:
     """All handles of one optimizer, and the hooks in which they act.
 
     ::
 
-        a step begins, and no other of this optimizer is running:    begin
-            it was given a closure:           clip after each call, unless a clip was in the call
-            or nothing was clipped so far:    clip
-        it ends, and no other of this optimizer is running:          end
+        a step begins
+            it was given a closure:            clip after each call, unless a clip was in the call
+            or the outermost step that is
+            running has not clipped so far:    clip
 
     A class and those it comes from may all have a ``step`` with hooks, of which one calls the
     next; the outermost is the user's.
@@ -273,7 +243,7 @@ class _Attached:
         optimizer._patch_step_function()
         self._hooks = [
             optimizer.register_step_pre_hook(uncompiled(self._begin)),
-            optimizer.register_step_post_hook(uncompiled(self._end)),
+            optimizer.register_step_post_hook(uncompiled(self._steps.end)),
         ]
         self.saving = guards.Saving(self._states, self._load)
         self.saving.add(optimizer)
@@ -299,8 +269,6 @@ class _Attached:
         if self._steps.begin():
             self._is_step = not _is_dummy(optimizer)
             self._clips_before = self.clips
-            for handle in self.handles if self._is_step else ():
-                handle._begin(optimizer)
         by_name = kwargs.get("closure")
         compute = by_name or (args[1] if len(args) > 1 else None)
         if not callable(compute):
@@ -324,11 +292,6 @@ class _Attached:
         self.seen = True
         for handle in self.handles:
             handle._clip(optimizer)
-
-    def _end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if self._steps.end() and self._is_step:
-            for handle in self.handles:
-                handle._end()
 
     def _states(self) -> dict[str, Fields]:
         # AGC has no state to save.
@@ -374,30 +337,6 @@ def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
     """Return the handles of an optimizer, in the order in which they clip."""
     attached = guards.ATTACHED.get(guards.levels_of(optimizer)[-1])
     return list(attached.handles) if attached else []
-
-
-H = TypeVar("H", bound=ClipHandle)
-
-
-def _attach(
-    kind: type[H], optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None
-) -> H:
-    """Return a handle of this kind, whose clipper is saved with the optimizer, or warn."""
-    levels = guards.levels_of(optimizer)
-    handle = kind(levels[-1], clipper, parameters)
-    for level in filter(guards.is_hooked, levels[:-1]):
-        guards.ATTACHED[levels[-1]].saving.add(level)
-    save = getattr(levels[0], "state_dict", None)
-    # Some cannot be saved yet, such as ZeRO before it has gathered its parts.
-    with suppress(RuntimeError, NotImplementedError):
-        has_state = len(levels) > 1 and save is not None and handle.get_state()
-        if has_state and not guards.is_in(save(), [handle._key]):
-            guards.warn(
-                f"the state_dict() of {type(levels[0]).__name__} lacks the clipper's statistics: "
-                "save handle.get_state() too",
-                4,
-            )
-    return handle
 
 
 def attach(
@@ -460,30 +399,18 @@ def attach(
     1.732
     >>> handle.remove()
     """
-    return _attach(ClipHandle, optimizer, clipper, parameters)
-
-
-def attach_update(
-    optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None = None
-) -> UpdateHandle:
-    """Clip the change of the weights in every ``optimizer.step()``.
-
-    `attach` clips the gradients that enter the optimizer; this clips the resulting change. It
-    includes momentum, adaptive step sizes, weight decay and the learning rate, and limits are in
-    units of the weights. It copies the weights during each step. Otherwise it works like `attach`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    import torch
-    >>> from fedclip import NormClip
-    >>> layer = torch.nn.Linear(2, 1, bias=False)
-    >>> optimizer = torch.optim.Adam(layer.parameters(), lr=10.0)
-    >>> before = layer.weight.detach().clone()
-    >>> with attach_update(optimizer, NormClip(0.5), layer) as handle:
-    ...     layer(torch.ones(1, 2)).sum().backward()
-    ...     optimizer.step()
-    >>> f"{float(handle.last):.2f} {float(torch.dist(layer.weight.detach(), before)):.2f}"
-    '14.14 0.50'
-    """
-    return _attach(UpdateHandle, optimizer, clipper, parameters)
+    levels = guards.levels_of(optimizer)
+    handle = ClipHandle(levels[-1], clipper, parameters)
+    for level in filter(guards.is_hooked, levels[:-1]):
+        guards.ATTACHED[levels[-1]].saving.add(level)
+    save: Any = getattr(levels[0], "state_dict", None)
+    # Some cannot be saved yet, such as ZeRO before it has gathered its parts.
+    with suppress(RuntimeError, NotImplementedError):
+        has_state = len(levels) > 1 and save is not None and handle.get_state()
+        if has_state and not guards.is_in(save(), [handle._key]):
+            guards.warn(
+                f"the state_dict() of {type(levels[0]).__name__} lacks the clipper's statistics: "
+                "save handle.get_state() too",
+                4,
+            )
+    return handle
