@@ -265,8 +265,8 @@ class Members:
                     "model.named_parameters(), at each step, and give each model a clipper"
                 )
             for tensor in members:
-                gone = partial(self._forget, id(tensor))
-                self._homes[id(tensor)] = weakref.ref(tensor, gone), (label, turn)
+                forget = partial(self._forget, id(tensor))
+                self._homes[id(tensor)] = weakref.ref(tensor, forget), (label, turn)
 
     def _forget(self, key: int, _: object) -> None:
         self._homes.pop(key, None)

@@ -107,9 +107,9 @@ def check_state(state: object, groups: int, kind: Kind | None, name: str) -> Non
         raise TypeError(f"update needs the ClipState that init returned, got {state!r:.80}")
     if kind is None:
         return
-    if (given := math.prod(state.norm.shape)) != groups:
+    if (count := math.prod(state.norm.shape)) != groups:
         raise ValueError(
-            f"the state is of {given} groups of tensors, these gradients have {groups}: call init"
+            f"the state is of {count} groups of tensors, these gradients have {groups}: call init"
         )
     numbers, arrays = parts(state.statistics)
     fields = {field for of_tensor in arrays.values() for field in of_tensor}

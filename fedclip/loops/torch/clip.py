@@ -51,7 +51,7 @@ Parameters: TypeAlias = (
 )
 """A model, ``model.named_parameters()``, a dict, or ``model.parameters()``."""
 
-_IN_PLACE = TorchInPlace()
+_IN_PLACE, _PLAIN = TorchInPlace(), {torch.Tensor}
 _FIRST = ("module.", "_forward_module.")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -134,8 +134,9 @@ def clip_named(
     if share_memory([*gradients.values()]):
         for name, gradient in gradients.items():
             parameters[name].grad = gradients[name] = gradient.clone()
-    sharded = are_sharded(gradients.values())
-    backend = _sharded(parameters, gradients) if sharded else _IN_PLACE
+    backend = _IN_PLACE
+    if {*map(type, gradients.values())} != _PLAIN and are_sharded(gradients.values()):
+        backend = _sharded(parameters, gradients)
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
     with torch.no_grad(), clipper.lock:
         if isinstance(clipper, AGC):
@@ -150,19 +151,17 @@ def clip_named(
             # A sparse gradient that becomes dense is a new tensor.
             if output is not gradient:
                 parameters[name].grad = output
-    if record is not None and _may_skip(clipper, record):
+    # On the host, the norms of a step that is not finite are no array; a device does not wait.
+    norms = None if record is None else record.norms
+    if isinstance(norms, np.ndarray):
+        may_skip = getattr(clipper, "on_spike", "clip") == "skip"
+    else:
+        may_skip = skips(clipper) and not getattr(norms, "is_meta", False)
+    if record is not None and may_skip:
         # With a gradient of zero an optimizer would still decay, count, and move by its momentum.
         for name in skipped(clipper, record, shapes_of(gradients)):
             parameters[name].grad = None
     return record
-
-
-def _may_skip(clipper: Clipper | AGC, record: StepRecord) -> bool:
-    """Whether the clipper may have skipped a step whose gradients are still there."""
-    # On the host, the norms of a step that is not finite are no array; a device does not wait.
-    if isinstance(record.norms, np.ndarray):
-        return getattr(clipper, "on_spike", "clip") == "skip"
-    return skips(clipper) and not getattr(record.norms, "is_meta", False)
 
 
 def are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
@@ -314,11 +313,11 @@ def selected(
     tensors: list[Any] = []
     # An iterator that is used up stays, and is refused below.
     source = ([*source] or source) if isinstance(source, Iterator) else source
-    given = dict(source.named_parameters()) if isinstance(source, torch.nn.Module) else source
-    if type(given) is dict:
-        names, tensors = [*given], [*given.values()]
-    elif type(given) is list and given and isinstance(given[0], torch.Tensor):
-        tensors = given
+    pairs = dict(source.named_parameters()) if isinstance(source, torch.nn.Module) else source
+    if type(pairs) is dict:
+        names, tensors = [*pairs], [*pairs.values()]
+    elif type(pairs) is list and pairs and isinstance(pairs[0], torch.Tensor):
+        tensors = pairs
     use, ids = getattr(clipper, "use", None), [*map(id, tensors)]
     last = None if use is None else use.selection
     if ids and last is not None and ids == last.ids and names == last.user_names:
