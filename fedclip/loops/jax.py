@@ -162,7 +162,7 @@ def as_optax(
             transform = _limited(transform, clipper, jnp.maximum(backend.asarray(max_norm), 0.0))
         if axes and not (isinstance(transform, NormClipping) and transform.ord == 2):
             raise NotImplementedError(
-                f"axis_name needs L2 norms of whole tensors, unlike {clipper.name}: leave it out"
+                f"axis_name needs a clipper by L2 norms of whole tensors, not {clipper.name}"
             )
         policy = clipper.on_nonfinite
         clipped, step = clip_on_device(transform, leaves, groups, backend, state.statistics, policy)

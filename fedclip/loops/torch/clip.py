@@ -129,7 +129,7 @@ def clip_named(
         return None
     if next(iter(gradients.values())).is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{clipper.name} counts in Python, which a CUDA graph does not replay: clip outside"
+            f"{clipper.name} counts in Python, which a CUDA graph does not replay: clip outside it"
         )
     if share_memory([*gradients.values()]):
         for name, gradient in gradients.items():

@@ -214,7 +214,7 @@ class ClipHandle:
         # A GradScaler sets `grad_scale` on optimizers that unscale the gradients in their step.
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
-                "the gradients are still scaled by the GradScaler: call scaler.unscale_ before"
+                "the gradients are still scaled by the GradScaler: call scaler.unscale_(optimizer)"
             )
         clip_named(self._resolve(optimizer), self.clipper, self._outputs)
 
