@@ -137,7 +137,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         outputs = outputs_of(model, parameters, self.clipper)
         if clip_named(parameters, self.clipper, outputs) is None:
             raise RuntimeError(
-                f"{self.clipper.name} found no gradient: use an optimizer that steps after backward()"
+                f"{self.clipper.name} found no gradient: use one that steps after backward()"
             )
 
     def on_log(self, args: object, state: Theirs, control: object, **kwargs: Theirs) -> None:
