@@ -75,7 +75,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         optimizer, clipper = kwargs["optimizer"], self.clipper
         if args.max_grad_norm:
             raise ValueError(
-                f"max_grad_norm={args.max_grad_norm!r} and {clipper.name} clip twice: set it to 0"
+                f"max_grad_norm={args.max_grad_norm!r} would clip too: give max_grad_norm=0"
             )
         if "DeepSpeed" in type(optimizer).__name__:
             raise NotImplementedError("DeepSpeed shows no whole gradients: use gradient_clipping")
