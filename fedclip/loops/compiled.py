@@ -78,8 +78,8 @@ def check_compilable(clipper: Clipper | AGC) -> None:
 
     if isinstance(clipper, OwnLimit):
         raise NotImplementedError(
-            f"{clipper.name} calls your function with numbers, which compiled code lacks: clip in "
-            "eager code (`clip_` in torch, `clip` in TensorFlow), or use ZScoreClip"
+            f"{clipper.name} calls your function with numbers, which compiled code does not have: "
+            "clip in eager code (`clip_` in torch, `clip` in TensorFlow), or use ZScoreClip"
         )
     if clipper.on_nonfinite == "raise":
         raise NotImplementedError(
