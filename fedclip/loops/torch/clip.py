@@ -16,10 +16,8 @@ have it, ``_orig_mod.`` (torch.compile) and ``_checkpoint_wrapped_module.`` anyw
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, wraps
-from math import inf
 from operator import attrgetter, le, methodcaller
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
@@ -434,8 +432,9 @@ def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
         # Some are sparse, or on a device that shows no address.
         placed = [g for g in gradients if _has_address(g)]
         spans = sorted((g.data_ptr(), g.nbytes) for g in placed)
-    # Meta tensors, DTensors and empty ones are at 0.
-    spans = spans[bisect(spans, (0, inf)) :]
+    if spans and not spans[0][0]:
+        # Meta tensors, DTensors and empty ones are at 0.
+        spans = [span for span in spans if span[0]]
     starts = [start for start, _ in spans]
     if not all(map(le, map(sum, spans[:-1]), starts[1:])):
         return True
