@@ -393,7 +393,7 @@ def outputs_of(
         return None
     if not isinstance(source, torch.nn.Module):
         raise ValueError(
-            "agc needs the model, to know the outputs of its layers: give it, or set axis"
+            "agc needs the outputs of layers: give the model, or set axis, such as AGC(axis=0)"
         )
     layers: dict[int, torch.nn.Module] = {}
     for path, module in source.named_modules():
@@ -408,8 +408,8 @@ def _axes(name: str, layer: Any) -> Axes:
     transposed = isinstance(layer, torch.nn.modules.conv._ConvTransposeNd)
     if transposed and layer.groups > 1:
         raise ValueError(
-            f"agc: no axis of {name!r} holds the outputs of a {type(layer).__name__} with "
-            f'groups={layer.groups}: put it in exclude, or use unit="tensor"'
+            f"agc: {name!r} belongs to a {type(layer).__name__} with groups={layer.groups}, whose "
+            'outputs are along no axis: put it in exclude, or use unit="tensor"'
         )
     of_transformers = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
     is_embedding = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag))

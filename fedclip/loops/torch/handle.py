@@ -387,8 +387,7 @@ def attach(
 
     Examples
     --------
-    >>> import numpy as np
-    import torch
+    >>> import torch
     >>> from fedclip import ZScoreClip
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
