@@ -92,5 +92,6 @@ class AutoClip(Warmup, Sharing, PastLimit, Clipper):
     def build(self) -> Transform:
         self.check_goes_with("window", "median", "window")
         exact = self.median == "window"
-        median = Window(0.5, self.window or 64) if exact else Markers(0.5)
-        return self.with_rule(Auto, median=median)
+        # The P2 algorithm needs five norms, and the deviation of fewer says little.
+        median = Window(0.5, self.window or 64, least=5) if exact else Markers(0.5)
+        return self.with_rule(Auto, history=median)

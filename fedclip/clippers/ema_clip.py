@@ -8,8 +8,7 @@ from fedclip.clippers.families import PastLimit, Warmup
 from fedclip.clippers.sharing import Sharing
 from fedclip.core.parameters import choice, parameter, positive, unit_interval
 from fedclip.privacy import guarantees as kinds
-from fedclip.rules.adagc import JointEma, Smallest
-from fedclip.rules.ema import Average, Ema
+from fedclip.rules.ema import Ema
 from fedclip.transforms import Transform
 
 
@@ -94,6 +93,4 @@ class EmaClip(Warmup, Sharing, PastLimit, Clipper):
                 "warmup_scope='global' needs ord=2: only L2 norms of groups add up to the norm of "
                 f"all; got ord={self.ord!r}"
             )
-        rule = JointEma if self.warmup_scope == "global" else Ema
-        average = Smallest if self.estimator == "adagc" else Average
-        return self.with_rule(rule, average=average(self.decay, self.warmup))
+        return self.with_rule(Ema)

@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedclip.clippers.base import Clipper
 from fedclip.clippers.families import PastLimit, Warmup
 from fedclip.clippers.sharing import Sharing
 from fedclip.core.parameters import choice, non_negative, parameter, positive, unit_interval
 from fedclip.privacy import guarantees as kinds
-from fedclip.rules.drytorch import Drytorch
-from fedclip.rules.reciprocal import Reciprocal
-from fedclip.rules.smartclip import Smartclip
-from fedclip.rules.zclip import ZClip
+from fedclip.rules.moments import ESTIMATORS
 from fedclip.rules.zscore import ZScore
 from fedclip.transforms import Transform
 
@@ -91,7 +86,5 @@ class ZScoreClip(Warmup, Sharing, PastLimit, Clipper):
 
     def build(self) -> Transform:
         self.check_goes_with("factor", "action", "reciprocal")
-        estimators: Any = {"zclip": ZClip, "drytorch": Drytorch, "smartclip": Smartclip}
-        rule = ZScore if self.action == "max" and not self.std_eps else Reciprocal
-        moments = estimators[self.estimator](self.decay, self.warmup)
-        return self.with_rule(rule, moments=moments)
+        moments = ESTIMATORS[self.estimator](self.decay, self.warmup)
+        return self.with_rule(ZScore, moments=moments)

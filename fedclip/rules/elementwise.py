@@ -7,30 +7,17 @@ numbers that follow from how many gradients the tensor had before::
     numbers              = rule.numbers(counts, xp)         for all tensors together
     output, limits, past = rule(values, past, numbers, xp)
 
-Elements do not depend on each other, so a gradient may be cut into any pieces. The past is zero at
-first. Outputs lie exactly within the limits, and the past stays finite too.
+`counts` holds the number of gradients that each tensor had before this one. Elements do not depend
+on each other, so a gradient may be cut into any pieces. The past is zero at first. Outputs lie
+exactly within the limits, and the past stays finite too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from fedclip.arrays import LARGEST, Array, Arrays, Backend
-
-
-class ElementRule(Protocol):
-    """The protocol of these rules, as `fedclip.transforms.past.PastClipping` uses it."""
-
-    def numbers(self, counts: Array, xp: Backend) -> Sequence[Array]:
-        """Return numbers for each tensor, given the numbers of its gradients before this one."""
-
-    def __call__(
-        self, values: Array, past: Array, numbers: Arrays, xp: Backend
-    ) -> tuple[Array, Array, Array]:
-        """Return outputs, limits and the new past."""
 
 
 def step_size(decay: float, debias: bool, counts: Array) -> Array:
@@ -67,13 +54,11 @@ class EmaValue:
     init: float
     debias: bool
 
-    def numbers(self, counts: Array, xp: Backend) -> Sequence[Array]:
+    def numbers(self, counts: Array, xp: Backend) -> Arrays:
         first = xp.where(counts == 0, 1.0, 0.0 * counts)
         return first, step_size(self.decay, self.debias, counts)
 
-    def __call__(
-        self, values: Array, past: Array, numbers: Arrays, xp: Backend
-    ) -> tuple[Array, Array, Array]:
+    def __call__(self, values: Array, past: Array, numbers: Arrays, xp: Backend) -> Arrays:
         first, weight = numbers
         size = abs(values)
         begun = xp.minimum(size * self.init, LARGEST[xp.dtype(size)])
@@ -96,14 +81,12 @@ class GrowthValue:
     min_value: float | None
     max_decay: float | None
 
-    def numbers(self, counts: Array, xp: Backend) -> Sequence[Array]:
+    def numbers(self, counts: Array, xp: Backend) -> Arrays:
         # Without a past there is no limit, and nothing has fallen.
         free = xp.where(counts == 0, math.inf, 0.0 * counts)
         return free, free + (self.max_decay or math.inf)
 
-    def __call__(
-        self, values: Array, past: Array, numbers: Arrays, xp: Backend
-    ) -> tuple[Array, Array, Array]:
+    def __call__(self, values: Array, past: Array, numbers: Arrays, xp: Backend) -> Arrays:
         free, decay = numbers
         base, rising = abs(past), abs(values)
         floor = xp.maximum(base, self.min_value) if self.min_value else base

@@ -15,7 +15,7 @@ import numpy as np
 from fedclip.arrays import LARGEST, Array, Arrays
 from fedclip.core.states import Statistics
 from fedclip.rules import State
-from fedclip.rules.elementwise import ElementRule
+from fedclip.rules.elementwise import EmaValue, GrowthValue
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
 PAST = ("past", "count")
@@ -89,7 +89,7 @@ def remember(gradient: Gradient, pasts: Arrays, counts: Array) -> None:
 class PastClipping(Remembering):
     """A limit for each element, which a rule derives from the element's past."""
 
-    rule: ElementRule
+    rule: EmaValue | GrowthValue
 
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient; the record has the largest element as norm, and the largest limit."""
