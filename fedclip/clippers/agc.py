@@ -21,6 +21,7 @@ from fedclip.errors import FedclipWarning
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.constant import Constant, Given
 from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
+from fedclip.transforms.slice import Axes as Axes
 from fedclip.transforms.slice import check_dims, spanned
 
 
@@ -34,7 +35,6 @@ def _check_axis(axis: object) -> int:
     return axis
 
 
-Axes: TypeAlias = tuple[int, ...]
 Outputs: TypeAlias = Mapping[str, Axes]
 
 

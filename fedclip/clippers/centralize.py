@@ -67,6 +67,4 @@ class Centralize(Sliced, Clipper):
     def build(self) -> Transform:
         # Groups have a size here too, so that `min_size` goes with every scope.
         check_slices(self.dims, self.scope, self.inverse_dims)
-        dims = as_tuple(self.dims)
-        pooled = dims is None and self.scope != "tensor"
-        return Centralizing(dims, self.inverse_dims, self.min_size, pooled)
+        return Centralizing(as_tuple(self.dims), self.inverse_dims, self.min_size)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fedclip.core.measures import MEANS, SQUARED, Order, check_order
 from fedclip.core.parameters import (
@@ -45,10 +46,9 @@ SCOPE_TABLE = parameter(
 """A scope that may be a table of limits."""
 
 
-def as_tuple(dims: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def as_tuple(dims: Any) -> tuple[int, ...] | None:
     """Return the parameter `dims` as transforms take it."""
-    checked = check_dims(dims=dims)
-    return None if checked is None else tuple(checked)
+    return None if dims is None else tuple(dims)
 
 
 class Sliced(Configured):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedclip.arrays import NUMPY, Arithmetic, Array
 from fedclip.rules import State, state_of, zeros
@@ -28,7 +29,7 @@ class Auto(Percentile):
     and the median is that of their sketch.
     """
 
-    counters = ("moments", "sketch")
+    counters: ClassVar[tuple[str, ...]] = ("moments", "sketch")
 
     std_factor: float
     decay: float | None

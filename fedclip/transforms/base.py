@@ -78,10 +78,10 @@ class Plan(NamedTuple):
     groups: Groups
     backend: Backend
     """The framework."""
-    dtypes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...]
     """The dtype of each array."""
     form: tuple[Any, ...] = ()
-    """Classes, dtypes and shapes of the arrays; empty if the plan is made for one gradient."""
+    """Backend, classes, dtypes and shapes of the arrays; empty for arrays on a device."""
     is_empty: bool = False
     """Whether no array has elements."""
     keeps_memory: bool = False
@@ -115,22 +115,19 @@ class Gradient:
         self,
         plan: Plan,
         arrays: Arrays,
-        excluded: Mapping[str, Array] | None = None,
-        *,
-        native: Arrays | None = None,
-        inputs: Arrays | None = None,
-        xp: NumpyBackend | None = None,
+        native: Arrays,
+        inputs: Arrays,
+        excluded: Mapping[str, Array],
+        xp: Backend | None = None,
     ) -> None:
         self.plan, self.groups, self.arrays = plan, plan.groups, arrays
         # The same with repeated rows merged, of the framework; and as the caller gave them.
-        self.native = arrays if native is None else native
-        self.inputs = self.native if inputs is None else inputs
-        self.xp: Backend = plan.backend if xp is None else xp
+        self.native, self.inputs, self.excluded = native, inputs, excluded
+        self.xp = xp or plan.backend
         # Whether a step that is not finite is not taken: the host looks, and may wait for a device.
         self.on_host = self.waits = xp is not None
         self.cached: Statistics = {}
-        self.excluded = excluded or {}
-        self._excluded_after: Mapping[str, Array] | None = None
+        self._excluded_after: Mapping[str, Array] = {}
         self._norms: Array = None
         self._finite: Array = True
 
@@ -152,6 +149,15 @@ class Gradient:
         if not self._finite or (self.on_host and self.excluded and not self.excluded_is_finite()):
             raise NotFiniteError
         return norms
+
+    def finite_peaks(self) -> tuple[Array, Array]:
+        """Return the largest absolute element of each tensor, and of each group.
+
+        Those of the groups are treated as `finite_norms` treats norms.
+        """
+        peaks = self.xp.max_abs(self.arrays)
+        largest = self.xp.group_max(peaks, self.groups.owners, len(self.groups))
+        return peaks, self.finite_norms(largest)
 
     def remember(self, after: Statistics) -> None:
         """Keep arrays of this step, by name and field, unless it is not finite.
@@ -191,10 +197,10 @@ class Gradient:
     def result(self, arrays: Mapping[str, Array], outputs: Arrays) -> Mapping[str, Array]:
         """Return the outputs and the excluded tensors by name; `arrays` if nothing has changed."""
         after = self._excluded_after
-        if outputs is self.inputs and after is None:
+        if outputs is self.inputs and not after:
             return arrays
         clipped = dict(zip(self.groups.names, outputs, strict=True))
-        return {**arrays, **clipped, **(after or {})} if self.groups.excluded else clipped
+        return {**arrays, **clipped, **after} if self.groups.excluded else clipped
 
     # -- where it is not finite ---------------------------------------------------------------
     def excluded_is_finite(self) -> bool:
@@ -230,64 +236,45 @@ def prepare(
     inputs: Arrays = [*map(arrays.__getitem__, groups.names)]
     excluded = _floats_among(arrays, groups.excluded) if groups.excluded else {}
     types = {*map(type, inputs)}
-    if backend is None and plan is not None and plan.form and plan.form[0] == types:
+    if backend is None and plan is not None and plan.form and plan.form[1] == types:
         backend = plan.backend
     elif backend is None:
         backend = _backend(groups.names, inputs or [*excluded.values()])
+    native, copied = inputs, False
     views: Any = backend.dense_views(inputs)
     if views is None:
         native = _prepared(inputs, transform, backend)
         _check_dtypes(clipper, groups.names, inputs)
-        return _prepare_others(Plan(groups, backend), native, inputs, excluded, transform, memory)
-    form = types, [*map(_dtype, views)], [*map(_shape, views)]
-    if plan is None or plan.groups is not groups or plan.backend is not backend:
-        plan = None
-    if plan is None or plan.form != form:
-        if not {*form[1]} <= FLOATS:
+        views = backend.views(native)
+        if any(view is None for view in views):
+            # Sparse arrays, arrays on devices, and those of dtypes that NumPy lacks.
+            if transform.runs_on_parts if backend.partial else transform.runs_on_device:
+                return _on_device(groups, backend, native, inputs, excluded)
+            views, copied = [_fetched(a, backend) for a in native], True
+    xp = NumpyBackend(backend, views)
+    form = backend, types, [*map(_dtype, views)], [*map(_shape, views)]
+    if plan is None or plan.groups is not groups or plan.form != form:
+        if not {*form[2]} <= FLOATS:
             _check_dtypes(clipper, groups.names, inputs)
-        plan = _plan_of(Plan(groups, backend, form=form), views, NUMPY, memory)
-    xp = NumpyBackend(backend, views, memory if plan.keeps_memory else None)
-    return Gradient(plan, views, excluded, native=inputs, xp=xp)
+        is_empty = not any(view.size for view in views)
+        keeps = False
+        if memory is not None and not backend.in_place:
+            keeps = memory.serves([view.nbytes for view in views])
+        plan = Plan(groups, backend, tuple(map(xp.dtype, views)), form, is_empty, keeps)
+    xp.memory = memory if plan.keeps_memory else None
+    xp.in_place = xp.in_place and not copied
+    return Gradient(plan, views, native, inputs, excluded, xp)
 
 
-def _prepare_others(
-    plan: Plan,
+def _on_device(
+    groups: Groups,
+    backend: Backend,
     native: Arrays,
     inputs: Arrays,
     excluded: Mapping[str, Array],
-    transform: Transform,
-    memory: Memory | None,
 ) -> Gradient:
-    """Return the gradient of arrays that are sparse, on devices, or of dtypes that NumPy lacks."""
-    backend = plan.backend
-    views: Any = backend.views(native)
-    copied = False
-    if any(view is None for view in views):
-        copied = not (transform.runs_on_parts if backend.partial else transform.runs_on_device)
-        if not copied:
-            plan = plan._replace(dtypes=_names(native, backend))
-            return Gradient(plan, native, excluded, inputs=inputs)
-        views = [_fetched(a, backend) for a in native]
-    plan = _plan_of(plan, views, NumpyBackend(backend), memory)
-    xp = NumpyBackend(backend, views, memory if plan.keeps_memory else None)
-    if copied:
-        xp.in_place = False
-    return Gradient(plan, views, excluded, native=native, inputs=inputs, xp=xp)
-
-
-def _plan_of(
-    plan: Plan, views: Sequence[HostView], xp: NumpyBackend, memory: Memory | None
-) -> Plan:
-    """Return the plan with what is known from views on the host."""
-    is_empty = not any(view.size for view in views)
-    keeps_memory = False
-    if memory is not None and not plan.backend.in_place:
-        keeps_memory = memory.serves([view.nbytes for view in views])
-    return plan._replace(dtypes=_names(views, xp), is_empty=is_empty, keeps_memory=keeps_memory)
-
-
-def _names(arrays: Arrays, xp: Backend) -> tuple[str, ...]:
-    return tuple([xp.dtype(array) for array in arrays])
+    plan = Plan(groups, backend, tuple([backend.dtype(array) for array in native]))
+    return Gradient(plan, native, native, inputs, excluded)
 
 
 def _prepared(inputs: Arrays, transform: Transform, backend: Backend) -> Arrays:
@@ -303,22 +290,18 @@ def _fetched(array: Array, backend: Backend) -> HostView:
 
 def _floats_among(arrays: Mapping[str, Array], names: frozenset[str]) -> dict[str, Array]:
     """Return the arrays of some names, except those of dtypes without NaN and infinity."""
-    return {n: a for n, a in arrays.items() if n in names and _can_be_nan(a)}
-
-
-def _can_be_nan(array: Array) -> bool:
-    dtype = backend_of(array).dtype(array)
-    return dtype in DTYPES or dtype.startswith(("complex", "float128"))
+    dtypes = {n: backend_of(a).dtype(a) for n, a in arrays.items() if n in names}
+    others = ("complex", "float128")
+    return {n: arrays[n] for n, d in dtypes.items() if d in DTYPES or d.startswith(others)}
 
 
 def _backend(names: Sequence[str], values: Arrays) -> Backend:
     backend = backend_of(values[0]) if values else NUMPY
-    if len({*map(type, values)}) > 1:
-        others = [n for n, v in zip(names, values, strict=False) if backend_of(v) is not backend]
-        if others:
+    for name, value in zip(names, values, strict=False):
+        if backend_of(value) is not backend:
             raise TypeError(
                 f"tensors of one gradient must be of one framework: {names[0]!r} is of "
-                f"{backend.name}, {others[0]!r} is not"
+                f"{backend.name}, {name!r} is not"
             )
     return backend
 
@@ -526,7 +509,7 @@ def device_state(
         state = type(state)(*columns)
     if not transform.array_fields:
         return state
-    gradient = Gradient(Plan(groups, backend, _names(inputs, backend)), inputs)
+    gradient = _on_device(groups, backend, inputs, inputs, {})
     gradient.cached.update(cached)
     return DeviceState(state, transform.recalled(gradient))
 
@@ -548,22 +531,20 @@ def clip_on_device(
     if transform.array_fields:
         if not isinstance(state, DeviceState):
             raise TypeError(
-                f"{transform} keeps arrays: its state must be one of `device_state`, got "
-                f"{type(state).__name__}"
+                f"{transform} needs a state of device_state, got {type(state).__name__}"
             )
         state, cached = state
     if state and tuple(state[0].shape)[-1:] not in ((), (len(groups),)):
         raise ValueError(
-            f"the state is of {state[0].shape[-1]} groups of tensors, and this gradient has "
-            f"{len(groups)}: give each step the tensors that the state was made for"
+            f"the state has {state[0].shape[-1]} groups of tensors, and this gradient "
+            f"{len(groups)}: give the tensors that the state was made for"
         )
     native = _prepared([arrays[name] for name in groups.names], transform, backend)
     excluded = _floats_among(arrays, groups.excluded) if groups.excluded else {}
-    gradient = Gradient(Plan(groups, backend, _names(native, backend)), native, excluded)
+    gradient = _on_device(groups, backend, native, native, excluded)
     gradient.cached.update(cached)
     outcome = take_step(transform, gradient, state, on_nonfinite)
-    clipped = {**arrays, **dict(zip(groups.names, outcome.outputs, strict=True))}
-    clipped.update(gradient._excluded_after or {})
+    clipped = dict(zip(groups.names, outcome.outputs, strict=True))
     if transform.array_fields:
         outcome = outcome._replace(state=DeviceState(outcome.state, gradient.cached))
-    return clipped, outcome
+    return {**arrays, **clipped, **gradient._excluded_after}, outcome

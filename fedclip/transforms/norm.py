@@ -57,10 +57,10 @@ class NormClipping(Transform):
         """Clip one gradient by norms."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         if self.ord == 2:
-            measured = xp.group_norms(arrays, groups.members)
+            norms = xp.group_norms(arrays, groups.members)
         else:
-            measured = measure(arrays, groups, self.ord, xp)
-        return self.judged(gradient, gradient.finite_norms(measured), state)
+            norms = measure(arrays, groups, self.ord, xp)
+        return self.judged(gradient, gradient.finite_norms(norms), state)
 
     def judged(self, gradient: Gradient, norms: Array, state: State) -> Outcome:
         """Clip one gradient with these norms, which are finite."""

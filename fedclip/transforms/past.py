@@ -95,7 +95,7 @@ class PastClipping(Remembering):
         """Clip one gradient; the record has the largest element as norm, and the largest limit."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         owners, number = groups.owners, len(groups)
-        norms = gradient.finite_norms(xp.group_max(xp.max_abs(arrays), owners, number))
+        _, norms = gradient.finite_peaks()
         pasts, counts = self.begun(gradient)
 
         def call(values: Array, past: Array, *numbers: Array) -> tuple[Array, ...]:

@@ -122,7 +122,7 @@ def test_pattern_of_a_scope_that_matches_nothing() -> None:
         (NormClip, {"ord": "sum"}, "ord must be"),
         (NormClip, {"ord": 0}, "ord must be a number > 0"),
         (NormClip, {"eps": -1e-6}, "eps must be a finite number >= 0"),
-        (NormClip, {"dims": [0, 0]}, "all different"),
+        (NormClip, {"dims": [0, 0]}, "different ints"),
         (NormClip, {"dims": 0, "scope": "layer"}, "scope must be 'tensor'"),
         (NormClip, {"inverse_dims": True}, "inverse_dims=True needs dims"),
         (NormClip, {"inverse_dims": 1, "dims": 0}, "inverse_dims must be True or False"),
