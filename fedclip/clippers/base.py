@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -22,7 +23,7 @@ from fedclip.core.measures import MEANS
 from fedclip.core.parameters import boolean, parameter
 from fedclip.core.plugins import OptiModule, V
 from fedclip.core.records import ALL, RoundRecord, StepRecord, read_rounds
-from fedclip.core.scopes import Groups, Scope, check_scope, resolve
+from fedclip.core.scopes import Groups, Scope, check_scope
 from fedclip.core.states import Statistics
 from fedclip.errors import StateError, nearest, shown
 from fedclip.privacy import guarantees as kinds
@@ -230,14 +231,13 @@ class Clipper(Core, OptiModule, register=False):
         transform = self._transform
         if not isinstance(transform, NormClipping) or transform.ord in MEANS:
             raise TypeError(
-                f"{self.name} goes by the elements of tensors, and observe takes norms: call clip "
-                "with the arrays"
+                f"{self.name} goes by the elements of tensors: call clip with the arrays"
             )
         if not isinstance(norms, Mapping):
             if self.scope != "global":
+                hint = "give a dict of norms by tensor"
                 raise ValueError(
-                    f"got one norm, and scope={self.scope!r} has several groups: give a dict of "
-                    "norms by tensor"
+                    f"got one norm, and scope={self.scope!r} has several groups: {hint}"
                 )
             norms = {"norm": norms}
         numbers = {name: np.array([_norm(name, norm)]) for name, norm in norms.items()}
@@ -332,10 +332,6 @@ class Clipper(Core, OptiModule, register=False):
             groups = {**held, group: {**known, **statistics}}
             self.set_state({**self.get_state(), "groups": groups})
 
-    def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
-        """Return which tensors of these names and shapes share a norm."""
-        return resolve(self.scope, self.exclude, list(shapes))
-
     @property
     def runs_on_device(self) -> bool:
         """Whether its step runs on devices and in compiled code; all clippers of fedclip do."""
@@ -373,10 +369,7 @@ def _rule_of(transform: Transform) -> Rule | None:
 
 def _norm(name: str, norm: Any) -> float:
     """Return a norm that is given as a number, of Python or of a framework."""
-    try:
-        result = math.nan if isinstance(norm, str) else float(norm)
-        if isinstance(norm, str) or result < 0:
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"a norm must be a number >= 0, got {shown(norm)} for {name!r}") from None
-    return result
+    with suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(norm, str) and not float(norm) < 0:
+            return float(norm)
+    raise ValueError(f"a norm must be a number >= 0, got {shown(norm)} for {name!r}")

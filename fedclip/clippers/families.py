@@ -79,14 +79,11 @@ class Exact(Measured):
     """Added to the norm in the factor ``limit / (n + eps)``, >= 0; 0 is exact."""
 
 
-class FixedLimit(Sliced):
+class FixedLimit(Sliced, Exact):
     """The parameters of clippers that bring the norm of a group, or slice, to a fixed limit."""
 
     scope: Scope = SCOPE_TABLE
-    ord: Order = ORD_VAR
-    """Order of the norm, see `fedclip.core.measures`; 2 is the Euclidean norm."""
-    eps: float = parameter(non_negative, default=0.0)
-    """Added to the norm in the factor ``limit / (n + eps)``, >= 0; 0 is exact."""
+    ord = ORD_VAR
 
     def with_limit(self, limit: float, action: Action) -> Transform:
         """Return the transform that brings the norms of groups, or of slices, to a fixed limit."""
@@ -146,8 +143,5 @@ class Warmup(Configured):
         """Check that a norm is learnt as it was seen."""
         feedback = getattr(self, "feedback", "clipped")
         if self.include_current and feedback != "raw":
-            raise ValueError(
-                "include_current=True needs feedback='raw': a norm that has been learnt already "
-                f"cannot be fed back clipped; got feedback={feedback!r}"
-            )
+            raise ValueError(f"include_current=True needs feedback='raw', got {feedback!r}")
         super().__post_init__()

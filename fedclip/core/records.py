@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -334,22 +334,24 @@ def _batches(
     buckets = np.full(norms.shape, _ZERO)
     positive = norms > 0
     buckets[positive] = _SKETCH.bucket(norms[positive])
-    columns = (
-        clipped.sum(axis=0),
-        norms.min(axis=0),
-        norms.max(axis=0),
-        limits[last, np.arange(limits.shape[1])],
-        np.where(finite, limits, np.inf).min(axis=0),
-        np.where(finite, limits, -np.inf).max(axis=0),
-        *((setters == kind).sum(axis=0) for kind in (_FIXED, _LEARNT, _WARMUP)),
-        buckets.T,
-    )
-    for row in zip(*(column.tolist() for column in columns), strict=True):
-        over, low, high, *ends, fixed, learnt, warmup, held = row
-        ends = ends if math.isfinite(ends[0]) else [None] * 3
-        counts = Counter(held)
-        first = RoundRecord(0, ALL, steps, over, 0, low, high, *ends, fixed, learnt, warmup)
-        yield replace(first, buckets=[*counts], counts=[*counts.values()])
+    columns = {
+        "clipped": clipped.sum(axis=0),
+        "norm_min": norms.min(axis=0),
+        "norm_max": norms.max(axis=0),
+        "limit": limits[last, np.arange(limits.shape[1])],
+        "limit_min": np.where(finite, limits, np.inf).min(axis=0),
+        "limit_max": np.where(finite, limits, -np.inf).max(axis=0),
+        "fixed": (setters == _FIXED).sum(axis=0),
+        "learnt": (setters == _LEARNT).sum(axis=0),
+        "warmup": (setters == _WARMUP).sum(axis=0),
+        "buckets": buckets.T,
+    }
+    for numbers in zip(*(column.tolist() for column in columns.values()), strict=True):
+        row: dict[str, Any] = dict(zip(columns, numbers, strict=True))
+        if not math.isfinite(row["limit"]):
+            row |= dict.fromkeys(("limit", "limit_min", "limit_max"))
+        counts = Counter(row.pop("buckets"))
+        yield RoundRecord(0, steps=steps, **row, buckets=[*counts], counts=[*counts.values()])
 
 
 # The bucket of a norm of exactly 0, below that of the smallest float.
@@ -428,8 +430,9 @@ class Recorder:
         finite = np.isfinite(norms).all(axis=1)
         if not finite.all():
             self.add_nonfinite(int((~finite).sum()))
-            columns = (column[finite] for column in (norms, limits, clipped, setters))
-            norms, limits, clipped, setters = columns
+            norms, limits, clipped, setters = (
+                column[finite] for column in (norms, limits, clipped, setters)
+            )
             if not len(norms):
                 return
         labels = self._labels if len(self._labels) > 1 else (ALL,)

@@ -226,6 +226,6 @@ def within(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def _no_match(parameter: str, pattern: str, names: Sequence[str]) -> ValueError:
-    shown = ", ".join(map(repr, names[:20])) + (f", and {len(names) - 20} more" * (len(names) > 20))
-    hint = f"{nearest(pattern, names)}; the names are {shown}"
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    hint = f"{nearest(pattern, names)}; the names are {', '.join(map(repr, names[:20]))}{more}"
     return ValueError(f"{parameter} pattern {pattern!r} matches no tensor{hint}")

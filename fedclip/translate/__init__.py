@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from fedclip.core import parameters
+from fedclip.core.parameters import Config
 from fedclip.errors import Unchecked, shown
 from fedclip.translate import values
-from fedclip.translate.values import Config, checked, parsed, signature, unknown
+from fedclip.translate.values import checked, parsed, signature, unknown
 
 __all__ = ["PRESETS", "known", "notes", "translate"]
 
@@ -165,6 +167,7 @@ def _translation(
     if not isinstance(config, Mapping):
         raise TypeError(f"parameters must be given by name, as {{'x': 1}}, got {shown(config)}")
     names = {
+        **vars(parameters),
         **vars(values),
         "classes": {n: r.parameters for n, r in PEERS[package].items() if isinstance(r, Row)},
         **checked(f"{cls} of {package}", row.parameters, config),

@@ -6,12 +6,10 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeGuard
 
+from fedclip.core.parameters import Config
 from fedclip.errors import Unchecked, nearest, shown
-
-Config: TypeAlias = dict[str, Any]
-"""Parameters by name."""
 
 REQUIRED: object = object()
 """The default of a parameter that the other package requires."""
@@ -134,21 +132,6 @@ def dims(parameter: str, value: object) -> list[int] | None:
     if not isinstance(values, (list, tuple)) or not all(type(d) is int for d in values):
         raise ValueError(f"{parameter} must be an int, a list of ints or None, got {shown(value)}")
     return list(values)
-
-
-def at_least(low: int, **values: object) -> int:
-    """Return the one keyword value if it is a whole number from `low` on."""
-    ((name, value),) = values.items()
-    if type(value) is not int or value < low:
-        raise ValueError(f"{name} must be a whole number >= {low}, got {shown(value)}")
-    return value
-
-
-def require(holds: bool, value: float, what: str) -> float:
-    """Return a value if what must hold of it does."""
-    if not holds:
-        raise ValueError(f"{what}, got {shown(value)}")
-    return value
 
 
 def only_one(what: str, least: int, **values: object) -> object:
