@@ -186,13 +186,7 @@ class AGC(Core, Regularizer):
         """Return the transform with the limits for these weights, where they are.
 
         In code that is `traced` they are not looked at on the host. `outputs` is as in `clip`.
-
-        Raises
-        ------
-        TypeError
-            If weights are complex.
         """
-        _check_real(weights, groups, backend)
         native = [*map(backend.dense, backend.prepared(weights))]
         if not traced:
             native = [*map(backend.constant, native)]
@@ -275,6 +269,8 @@ def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Arra
     ------
     ValueError
         If some are missing.
+    TypeError
+        If weights are complex.
     """
     known = weights or {}
     missing = [name for name in groups.names if known.get(name) is None]
@@ -282,11 +278,8 @@ def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Arra
         names, given = (", ".join(map(repr, some)) for some in (missing, known))
         hint = "give the weights under the names of the gradients"
         raise ValueError(f"agc has no weights for {names}; it was given {given or 'none'}: {hint}")
-    return [known[name] for name in groups.names]
-
-
-def _check_real(weights: Sequence[Array], groups: Groups, backend: Backend) -> None:
-    for name, weight in zip(groups.names, weights, strict=True):
-        if (dtype := backend.dtype(weight)).startswith("complex"):
+    for name in groups.names:
+        if (dtype := backend_of(known[name]).dtype(known[name])).startswith("complex"):
             hint = "agc takes norms of real weights: put the name in exclude"
             raise TypeError(f"the weights {name!r} are {dtype}, and {hint}")
+    return [known[name] for name in groups.names]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from fedclip.clippers import own
-from fedclip.core.parameters import window_size
+from fedclip.core.parameters import LARGEST_WINDOW
 from fedclip.rules.auto import Auto
 from fedclip.rules.quantiles import Markers, Window
 
@@ -65,7 +65,7 @@ class AutoClip(own.Warmup, own.Sharing, own.PastLimit, own.Clipper):
     median: str = own.parameter(own.choice, ("p2", "window"), default="window")
     """Median of the last `window` norms ("window"), or of all norms, estimated from five numbers
     ("p2"), which does not follow rising norms."""
-    window: int | None = own.parameter(window_size, 5, default=None)
+    window: int | None = own.parameter(own.integer, 5, LARGEST_WINDOW, default=None)
     """Norms in the median, 5 to 65,536; None for 64. Only with "window"."""
     decay: float | None = own.parameter(own.unit_interval, default=0.97)
     """Weight of the past in mean and variance, in (0, 1); 0.97 remembers about 33 steps. None: all

@@ -21,15 +21,8 @@ from fedclip.core.records import ALL, Recorder, RoundRecord, StepRecord
 from fedclip.core.scopes import Groups, Scope, check_exclude, resolve
 from fedclip.core.states import Statistics
 from fedclip.errors import FedclipWarning, NonFiniteError
-from fedclip.transforms import (
-    Gradient,
-    NotFiniteError,
-    Plan,
-    SliceClipping,
-    Transform,
-    prepare,
-    take_step,
-)
+from fedclip.transforms.base import Gradient, NotFiniteError, Plan, Transform, prepare, take_step
+from fedclip.transforms.slice import SliceClipping
 
 # Number of absent names whose statistics are kept, in case the names come back.
 _MOST_ABSENT = 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from fedclip.clippers import own
 from fedclip.clippers.families import ORD_VAR
-from fedclip.transforms.average import AverageClipping
+from fedclip.transforms.past import AverageClipping
 
 
 def _check_init(init: object) -> float | str:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from fedclip.clippers import own
-from fedclip.rules.elementwise import EmaValue
-from fedclip.transforms.past import PastClipping
+from fedclip.transforms.past import EmaValue
 
 
 class EmaValueClip(own.Clipper):
@@ -71,4 +70,4 @@ class EmaValueClip(own.Clipper):
     def build(self) -> own.Transform:
         if self.debias and self.init:
             raise ValueError(f"debias=True is for averages that start at 0; got init={self.init!r}")
-        return PastClipping(EmaValue(self.decay, self.init, self.debias))
+        return EmaValue(self.decay, self.init, self.debias)

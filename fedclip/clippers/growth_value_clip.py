@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from fedclip.clippers import own
-from fedclip.rules.elementwise import GrowthValue
-from fedclip.transforms.past import PastClipping
+from fedclip.transforms.past import GrowthValue
 
 
 class GrowthValueClip(own.Clipper):
@@ -71,4 +70,4 @@ class GrowthValueClip(own.Clipper):
     """Which tensors share a record; every element has its own limit."""
 
     def build(self) -> own.Transform:
-        return PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay))
+        return GrowthValue(self.mul, self.add, self.min_value, self.max_decay)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from fedclip.clippers import own
-from fedclip.core.parameters import window_size
+from fedclip.core.parameters import LARGEST_WINDOW
 from fedclip.rules.mad import Mad
 from fedclip.rules.quantiles import Window
 
@@ -64,7 +64,7 @@ class MadClip(own.Warmup, own.Sharing, own.PastLimit, own.Clipper):
     mad_factor: float = own.parameter(own.positive, default=3.0, kw_only=False)
     """Deviations from median to limit, > 0; 1.4826 makes them standard deviations of normal
     norms."""
-    window: int = own.parameter(window_size, 3, default=64)
+    window: int = own.parameter(own.integer, 3, LARGEST_WINDOW, default=64)
     """Number of norms in the history, 3 to 65,536."""
     min_mad: float = own.parameter(own.non_negative, default=0.1)
     """Smallest deviation, as a multiple of the median, >= 0."""

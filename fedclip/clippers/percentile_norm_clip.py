@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from fedclip.clippers import own
-from fedclip.core.parameters import LARGEST_WINDOW, window_size
+from fedclip.core.parameters import LARGEST_WINDOW
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import Markers, Quantile, Stream, Window
 
@@ -69,7 +69,7 @@ class PercentileNormClip(own.Warmup, own.Sharing, own.PastLimit, own.Clipper):
     history: str = own.parameter(own.choice, ("window", "stream", "p2"), default="window")
     """The last `window` norms, interpolated ("window"); an estimate that follows them ("stream");
     or all norms, by five numbers ("p2")."""
-    window: int | None = own.parameter(window_size, 1, default=256)
+    window: int | None = own.parameter(own.integer, 1, LARGEST_WINDOW, default=256)
     """Norms in the "window", 1 to 65,536; None for 65,536."""
     rate: float = own.parameter(own.up_to, 1, default=0.02)
     """Step size of "stream", in (0, 1]."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedclip.clippers import own
 from fedclip.clippers.families import SCOPE_TABLE
-from fedclip.transforms import ValueClipping
+from fedclip.transforms.value import ValueClipping
 
 
 class ValueClip(own.Clipper):

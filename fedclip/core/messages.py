@@ -94,13 +94,10 @@ class FromServer(Message, register=False):
     def missing(self) -> str:
         """Say which fields are missing or of another kind, in a sentence; "" if no field is."""
         kinds = {**self.kinds, "fedclip": str}
-        values = {name: getattr(self, name) for name in kinds}
-        lacking = [name for name, value in values.items() if value is None]
-        odd = [name for name, value in values.items() if not isinstance(value, kinds[name])]
-        if not odd:
-            return ""
+        lacking = [name for name in kinds if getattr(self, name) is None]
+        odd = [name for name, kind in kinds.items() if not isinstance(getattr(self, name), kind)]
         what = f"lacks {', '.join(lacking)}" if lacking else f"has no valid {', '.join(odd)}"
-        return f"the server's message {what}{other(self.fedclip)}"
+        return f"the server's message {what}{other(self.fedclip)}" if odd else ""
 
     def prepare_for_secagg(self) -> tuple[dict[str, object], dict[str, object] | None]:
         """Refuse: only the server sends this message."""

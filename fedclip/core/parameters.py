@@ -130,13 +130,13 @@ def share(**values: Unchecked) -> float:
     return number("a number in [0, 1)", 0.0, 1.0, open_high=True, **values)
 
 
-def integer(low: int, **values: object) -> int:
-    """Return the one keyword value as an int from low to 2^63 - 1; 25.0 is not an int."""
+def integer(low: int, high: int = _LARGEST, /, **values: object) -> int:
+    """Return the one keyword value as an int from low to high; 25.0 is not an int."""
     name, value = _one(values)
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise _typed(name, f"an int >= {low}", value)
-    if not low <= int(value) <= _LARGEST:
-        allowed = f">= {low}" if value < low else "<= 2^63 - 1"
+    if not low <= int(value) <= high:
+        allowed = f">= {low}" if value < low else f"<= {high}"
         raise ValueError(f"{name} must be an int {allowed}, got {shown(value)}")
     return int(value)
 
@@ -340,11 +340,3 @@ def changed_from_default(cls: type, config: Mapping[str, object]) -> Config:
 
 LARGEST_WINDOW = 65_536
 """Largest size of a window: a state can still hold it, and a step sorts it in a millisecond."""
-
-
-def window_size(low: int, window: int) -> int:
-    """Return the size of a window if it is in range."""
-    result = integer(low, window=window)
-    if result > LARGEST_WINDOW:
-        raise ValueError(f"window must be at most {LARGEST_WINDOW:,}, got {result:,}")
-    return result

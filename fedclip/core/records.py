@@ -87,6 +87,7 @@ Basis = tuple[float, str, float]
 """Where limits come from: a `fedclip.rules.Basis`."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class StepRecord:
     """What one step did to each group; numbers stay on their device until you look at them.
 
@@ -94,33 +95,22 @@ class StepRecord:
     ----------
     groups : tuple of str
         Labels of the groups of the scope.
+    norms : array
+        Norms before clipping, where they are: a number, or an array of the framework.
     nonfinite : tuple of str
         Names of the tensors that held NaN or infinity, if known.
     """
 
-    __slots__ = ("_clipped", "_limit", "_norms", "groups", "nonfinite")
-
-    def __init__(
-        self,
-        groups: tuple[str, ...],
-        norms: object = (),
-        limit: object = (),
-        clipped: object = (),
-        nonfinite: tuple[str, ...] = (),
-    ) -> None:
-        self.groups = groups
-        self._norms, self._limit, self._clipped = norms, limit, clipped
-        self.nonfinite = nonfinite
-
-    @property
-    def norms(self) -> Array:
-        """Norms before clipping, where they are: a number, or an array of the framework."""
-        return self._norms
+    groups: tuple[str, ...]
+    norms: Array = ()
+    _limit: Array = ()
+    _clipped: Array = ()
+    nonfinite: tuple[str, ...] = ()
 
     @property
     def norm_before(self) -> tuple[float, ...]:
         """Norms before clipping; empty if the step held NaN or infinity."""
-        return _plain(self._norms)
+        return _plain(self.norms)
 
     @property
     def limit(self) -> tuple[float, ...]:

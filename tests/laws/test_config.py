@@ -150,7 +150,7 @@ def test_pattern_of_a_scope_that_matches_nothing() -> None:
         (PercentileNormClip, {"include_current": True}, "needs feedback='raw'"),
         (AutoClip, {"median": "p2", "window": 9}, "window goes with median='window'"),
         (AutoClip, {"median": "window", "window": 4}, "window must be an int >= 5"),
-        (PercentileNormClip, {"window": 65_537}, "window must be at most 65,536"),
+        (PercentileNormClip, {"window": 65_537}, "window must be an int <= 65536"),
         (PercentileNormClip, {"percentile": 0}, "percentile must be a number > 0 and <= 100"),
         (PercentileNormClip, {"percentile": 100, "history": "p2"}, "needs history='window'"),
         (PercentileNormClip, {"rate": 0.1}, "rate goes with history='stream'"),
