@@ -22,9 +22,8 @@ from fedclip.core import states
 from fedclip.core.measures import MEANS
 from fedclip.core.parameters import boolean, parameter
 from fedclip.core.plugins import OptiModule, V
-from fedclip.core.records import ALL, RoundRecord, StepRecord, read_rounds
+from fedclip.core.records import ALL, StepRecord, read_rounds
 from fedclip.core.scopes import Groups, Scope, check_scope
-from fedclip.core.states import Statistics
 from fedclip.errors import StateError, nearest, shown
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules import Rule, known
@@ -154,21 +153,26 @@ class Clipper(Core, OptiModule, register=False):
             (a `KeyError` and a `ValueError`) If an entry is missing, of a wrong type, not finite,
             negative, or from another clipper. The clipper then keeps its old state.
         """
-        owner = states.check_owner(state.get("owner") if isinstance(state, Mapping) else None)
-        self._take_over(state, self._transform)
-        self.owner, self.model = owner, None
-
-    def _take_over(self, state: object, transform: Transform) -> None:
-        version = None
-        if self._sharing is not None and isinstance(state, Mapping):
+        if not isinstance(state, Mapping):
+            raise StateError(f"a state must be a dict, got {type(state).__name__}")
+        version, transform = None, self._transform
+        if self._sharing is not None:
             version = self._sharing.check_state(state.get("shared"))
             transform = self._sharing.transform(version)
-        statistics, arrays, round_, rounds = self._check_state(state, transform)
+        for key in ("clipper", "groups", "arrays", "round", "rounds"):
+            if key not in state:
+                raise StateError(f"the state lacks {key!r}; it has {sorted(map(str, state))}")
+        if state["clipper"] != self.name:
+            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
+        single = transform.init(Groups(("x",), ("x",), ((0,),)))
+        statistics = states.check_groups(state["groups"], single)
+        arrays = states.check_arrays(state["arrays"], transform.array_fields)
+        round_, rounds = states.check_count("round", state["round"]), read_rounds(state)
+        owner = states.check_owner(state.get("owner"))
         with self.lock:
             self._transform = transform
             self._install(statistics)
-            self._last = None
-            self._arrays = arrays
+            self.owner, self.model, self._last, self._arrays = owner, None, None, arrays
             # The server decides which groups there are, and may know more of them.
             self._loaded = bool(statistics or arrays) and version is None
             if self._sharing is not None:
@@ -343,22 +347,6 @@ class Clipper(Core, OptiModule, register=False):
 
     def _made(self, groups: Groups, backend: Backend | None) -> Transform:
         return self.transform(groups)
-
-    def _check_state(
-        self, state: object, transform: Transform
-    ) -> tuple[Statistics, Statistics, int, list[RoundRecord]]:
-        if not isinstance(state, Mapping):
-            raise StateError(f"a state must be a dict, got {type(state).__name__}")
-        for key in ("clipper", "groups", "arrays", "round", "rounds"):
-            if key not in state:
-                raise StateError(f"the state lacks {key!r}; it has {sorted(map(str, state))}")
-        if state["clipper"] != self.name:
-            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
-        round_ = states.check_count("round", state["round"])
-        single = transform.init(Groups(("x",), ("x",), ((0,),)))
-        groups = states.check_groups(state["groups"], single)
-        arrays = states.check_arrays(state["arrays"], transform.array_fields)
-        return groups, arrays, round_, read_rounds(state)
 
 
 def _rule_of(transform: Transform) -> Rule | None:

@@ -168,7 +168,7 @@ class Core(Documented):
         """Return the arrays of a Vector of declearn."""
         coefs = getattr(vector, "coefs", None)
         if not isinstance(coefs, dict):
-            got = f"{type(vector).__name__}: make one by Vector.build(arrays), or use clip"
+            got = f"{type(vector).__name__}: give a dict of arrays to clip, or Vector.build(arrays)"
             raise TypeError(f"run takes a declearn Vector, got {got}")
         return coefs
 
@@ -272,10 +272,8 @@ class Core(Documented):
             return None if self._last is None else StepRecord(*self._last)
 
     def _resolve(self, arrays: Mapping[str, Array]) -> Groups:
-        names, groups = (
-            tuple(arrays),
-            self.groups({n: getattr(a, "shape", ()) for n, a in arrays.items()}),
-        )
+        names = tuple(arrays)
+        groups = self.groups({n: getattr(a, "shape", ()) for n, a in arrays.items()})
         fresh, statistics = self._transform.init(groups), self.known(groups)
         self._state, self._on_device = states.load(fresh, statistics, groups.labels), False
         # Keep the statistics of a tensor that has no gradient for some steps.
@@ -354,12 +352,12 @@ class Core(Documented):
             raise NonFiniteError(f"{self.name}: {reason}") from None
         self._recorder.add_nonfinite()
         self._tell()
-        if self._warned != self._recorder.round:
-            self._warned = self._recorder.round
+        number = self._recorder.round
+        if self._warned != number:
+            self._warned = number
             done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
             warnings.warn(
-                f"{self.name}: {reason}; the gradient is {done} (round {self._warned}; later ones "
-                "are counted without a warning)",
+                f"{self.name}: {reason}; the gradient is {done} (warned once, round {number})",
                 FedclipWarning,
                 # Point to the caller of `run`.
                 stacklevel=5,

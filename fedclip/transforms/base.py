@@ -293,10 +293,8 @@ def _backend(names: Sequence[str], values: Arrays) -> Backend:
     backend = backend_of(values[0]) if values else NUMPY
     for name, value in zip(names, values, strict=False):
         if backend_of(value) is not backend:
-            raise TypeError(
-                f"tensors of one gradient must be of one framework: {names[0]!r} is of "
-                f"{backend.name}, {name!r} is not"
-            )
+            got = f"{names[0]!r} is of {backend.name}, {name!r} is not"
+            raise TypeError(f"tensors of one gradient must be of one framework: {got}")
     return backend
 
 
@@ -304,10 +302,8 @@ def _check_dtypes(clipper: str, names: Sequence[str], arrays: Arrays) -> None:
     for name, array in zip(names, arrays, strict=True):
         dtype = backend_of(array).dtype(array)
         if dtype not in DTYPES:
-            raise TypeError(
-                f"{clipper} clips {', '.join(DTYPES)}; {name!r} is {dtype}: convert it, or put "
-                "its name in exclude"
-            )
+            got = f"{name!r} is {dtype}: convert it, or put its name in exclude"
+            raise TypeError(f"{clipper} clips {', '.join(DTYPES)}; {got}")
 
 
 # -- step and finish -----------------------------------------------------------------------------
@@ -419,10 +415,9 @@ def _is_finite(array: Array, backend: Backend) -> bool:
 def _excluded_norm(excluded: Mapping[str, Array], xp: Backend) -> Array:
     """Return one norm that is finite if excluded tensors are; of any dtype that can be NaN."""
     # Of another dtype, only whether it is finite.
-    real = [
-        a if xp.dtype(a) in DTYPES else xp.where(xp.isfinite(a), 0.0, math.nan)
-        for a in excluded.values()
-    ]
+    usual = [a for a in excluded.values() if xp.dtype(a) in DTYPES]
+    others = [a for a in excluded.values() if xp.dtype(a) not in DTYPES]
+    real = usual + [xp.where(xp.isfinite(a), 0.0, math.nan) for a in others]
     return xp.group_norms(xp.prepared(real), [range(len(real))])
 
 
@@ -525,10 +520,8 @@ def clip_on_device(
             )
         state, cached = state
     if state and tuple(state[0].shape)[-1:] not in ((), (len(groups),)):
-        raise ValueError(
-            f"the state has {state[0].shape[-1]} groups of tensors, and this gradient "
-            f"{len(groups)}: give the tensors that the state was made for"
-        )
+        got = f"{state[0].shape[-1]} groups of tensors, and this gradient {len(groups)}"
+        raise ValueError(f"the state has {got}: give the tensors that it was made for")
     native = _prepared([arrays[name] for name in groups.names], transform, backend)
     excluded = _floats_among(arrays, groups.excluded) if groups.excluded else {}
     plan = Plan(groups, backend, _names(native, backend))

@@ -66,10 +66,8 @@ def _recall(gradient: Gradient, name: str, array: Array) -> dict[str, Array]:
     past, count = (known[field] for field in PAST)
     held, shape = tuple(past.shape), tuple(array.shape)
     if held != shape:
-        raise ValueError(
-            f"the state of {name!r} is of shape {held}, its gradient of {shape}: "
-            "load the state of this model, or none"
-        )
+        got = f"the state of {name!r} is of shape {held}, its gradient of {shape}"
+        raise ValueError(f"{got}: load the state of this model, or none")
     moves = isinstance(past, np.ndarray) and not gradient.on_host
     if moves:
         past, count = (xp.asarray(x, like=array) for x in (past, count))
