@@ -25,7 +25,6 @@ from fedclip.core.plugins import OptiModule, V
 from fedclip.core.records import ALL, StepRecord, read_rounds
 from fedclip.core.scopes import Groups, Scope, check_scope
 from fedclip.errors import StateError, nearest, shown
-from fedclip.privacy import guarantees as kinds
 from fedclip.rules import Rule, known
 from fedclip.transforms import NormClipping, Transform
 
@@ -183,7 +182,7 @@ class Clipper(Core, OptiModule, register=False):
     # -- what it guarantees -------------------------------------------------------------------
     def guarantee(self, context: privacy.Context) -> privacy.Guarantee:
         """Return what this clipper guarantees (see `fedclip.privacy.guarantees`)."""
-        return kinds.unknown(self, context)
+        return privacy.guarantees.unknown(self, context)
 
     def l2_bound(self, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
         """Return the largest L2 norm of an output for tensors of these shapes; None if unbounded.

@@ -27,19 +27,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import (
-    NUMPY,
-    Array,
-    Arrays,
-    Backend,
-    HostView,
-    Memory,
-    NumpyBackend,
-    backend_of,
-    on_host,
-    with_others,
-)
+from fedclip.arrays import NUMPY, Array, Arrays, Backend, NumpyBackend, backend_of, with_others
 from fedclip.arrays.blocks import decode, encode
+from fedclip.arrays.memory import Memory
 from fedclip.arrays.numpy import FLOATS, bits
 from fedclip.core.scopes import Groups
 from fedclip.core.states import Statistics
@@ -183,7 +173,7 @@ class Gradient:
             self._skip_excluded(False)
             return _returned(self, xp.keep_if(False, outputs))
         # If no norm is known to be at fault, all are.
-        norms = np.zeros(len(self.groups)) if self._norms is None else on_host(self._norms)
+        norms = np.zeros(len(self.groups)) if self._norms is None else self._norms
         fine = np.isfinite(norms)
         fine = fine if not fine.all() or self.excluded else ~fine
         factors = by_tensor(np.where(fine, 1.0, math.nan), self.groups, xp)
@@ -276,7 +266,7 @@ def _prepared(inputs: Arrays, transform: Transform, backend: Backend) -> Arrays:
     return [*map(backend.dense, arrays)] if transform.dense else arrays
 
 
-def _fetched(array: Array, backend: Backend) -> HostView:
+def _fetched(array: Array, backend: Backend) -> Array:
     """Return a copy, in host memory, of what a view would show."""
     values = bits(backend.to_host(array))
     return encode(values, np.dtype(np.uint16)) if backend.dtype(array) == "bfloat16" else values
@@ -341,7 +331,7 @@ def finish(gradient: Gradient, outcome: Outcome) -> Outcome:
     return Outcome(outputs, state, norms, limits, clipped, finite)
 
 
-def _returned(gradient: Gradient, outputs: Sequence[HostView]) -> Arrays:
+def _returned(gradient: Gradient, outputs: Arrays) -> Arrays:
     """Return outputs of the host as arrays of the framework; the very same where unchanged."""
     native, backend = gradient.native, gradient.plan.backend
     # What was made dense to change it in place is new.
