@@ -60,7 +60,7 @@ class Centralizing(Transform):
         return Outcome(outputs, state, norms, 0.0 * norms, norms > 0)
 
     def _axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the dims that the slices of an array span; none if it stays as it is."""
+        """Return the dims that the slices of an array span; none if it stays unchanged."""
         axes = spanned(len(shape), self.dims, self.inverse_dims)
         # Lists, not generators: torch.compile can follow these.
         is_clipped = 0 not in shape and math.prod([shape[a] for a in axes]) >= self.min_size
