@@ -95,7 +95,11 @@ class Gradient:
     on_host : bool
         Whether the arrays are NumPy views.
     cached : dict
-        Arrays that the transform keeps for each tensor, by name and field; see `remember`.
+        Arrays that the transform keeps for each tensor, by name and field.
+    is_finite : bool or array
+        Whether the gradient is finite, after `finite_norms`; on a device, an array.
+    waits : bool
+        Whether a step that is not finite is not taken: the host looks, and may wait for a device.
     excluded : dict
         Excluded tensors of floats or complex numbers, by name: they are not clipped, but NaN in
         one of them is NaN in the gradient.
@@ -114,12 +118,11 @@ class Gradient:
         # The same with repeated rows merged, of the framework; and as the caller gave them.
         self.native, self.inputs, self.excluded = native, inputs, excluded
         self.xp = xp or plan.backend
-        # Whether a step that is not finite is not taken: the host looks, and may wait for a device.
         self.on_host = self.waits = xp is not None
         self.cached: Statistics = {}
         self._excluded_after: Mapping[str, Array] = {}
         self._norms: Array = None
-        self._finite: Array = True
+        self.is_finite: Array = True
 
     # -- what a transform asks for ------------------------------------------------------------
     def finite_norms(self, norms: Array) -> Array:
@@ -133,10 +136,10 @@ class Gradient:
         if self.excluded and not self.on_host:
             total = total + xp.sum(_excluded_norm(self.excluded, xp))
         # NaN is not below anything.
-        self._norms, self._finite = norms, total < math.inf
+        self._norms, self.is_finite = norms, total < math.inf
         if not self.waits:
-            return xp.where(self._finite, norms, 0.0)
-        if not self._finite or (self.on_host and self.excluded and not self.excluded_is_finite()):
+            return xp.where(self.is_finite, norms, 0.0)
+        if not self.is_finite or (self.on_host and self.excluded and not self.excluded_is_finite()):
             raise NotFiniteError
         return norms
 
@@ -148,22 +151,6 @@ class Gradient:
         peaks = self.xp.max_abs(self.arrays)
         largest = self.xp.group_max(peaks, self.groups.owners, len(self.groups))
         return peaks, self.finite_norms(largest)
-
-    def remember(self, after: Statistics) -> None:
-        """Keep arrays of this step, by name and field, unless it is not finite.
-
-        Call it after `finite_norms`.
-        """
-        if not self.waits:
-            flat = [(name, field) for name, fields in after.items() for field in fields]
-            # Nothing of a step that is not finite may stay.
-            new = self.xp.keep_if(self._finite, [after[name][field] for name, field in flat])
-            old = [self.cached[name][field] for name, field in flat]
-            values = self.xp.choose([self._finite] * len(flat), new, old)
-            after = {name: {} for name in after}
-            for (name, field), value in zip(flat, values, strict=True):
-                after[name][field] = value
-        self.cached.update(after)
 
     # -- what a clipper asks for --------------------------------------------------------------
     def replaced(self, on_nonfinite: str) -> Arrays:
@@ -358,7 +345,7 @@ def _finish_unseen(
     In a step that is passed on, the groups that are finite stay unchanged, as on the host; rows of
     sparse arrays, and what was clipped in place, stay clipped.
     """
-    xp, finite = gradient.xp, gradient._finite
+    xp, finite = gradient.xp, gradient.is_finite
     after = outcome.state
     if after:
         after = type(after)(*xp.choose([finite] * len(state), after, state))
@@ -384,7 +371,7 @@ def _passed_on(gradient: Gradient, outputs: list[Array], moves_others: bool) -> 
     if moves_others and not xp.in_place:
         dense = [i for i, array in enumerate(outputs) if xp.dense(array) is array]
         new, old = [outputs[i] for i in dense], [gradient.arrays[i] for i in dense]
-        chosen = xp.choose([gradient._finite] * len(dense), new, old)
+        chosen = xp.choose([gradient.is_finite] * len(dense), new, old)
         outputs = with_others(outputs, dense, chosen)
     # NaN and infinity make NaN.
     return xp.scale(outputs, by_tensor(1.0 + 0.0 * gradient._norms, gradient.groups, xp))

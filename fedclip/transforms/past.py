@@ -86,11 +86,19 @@ def _zeros(gradient: Gradient, array: Array, dtype: str) -> Array:
 
 
 def remember(gradient: Gradient, pasts: Arrays, counts: Array) -> None:
-    """Keep new pasts, and numbers of gradients before this one, for the next step."""
-    names = gradient.groups.names
-    after = gradient.xp.pieces(counts + 1.0, [()] * len(names))
-    trios = zip(names, pasts, after, strict=True)
-    gradient.remember({name: {"past": past, "count": count} for name, past, count in trios})
+    """Keep new pasts, and numbers of gradients before this one, unless the step is not finite.
+
+    Call it after `finite_norms`.
+    """
+    names, xp = gradient.groups.names, gradient.xp
+    after = [*pasts, *xp.pieces(counts + 1.0, [()] * len(names))]
+    if not gradient.waits:
+        # Nothing of a step that is not finite may stay.
+        before = [gradient.cached[name][field] for field in PAST for name in names]
+        after = xp.keep_if(gradient.is_finite, after)
+        after = xp.choose([gradient.is_finite] * len(after), after, before)
+    for i, name in enumerate(names):
+        gradient.cached[name] = {"past": after[i], "count": after[len(names) + i]}
 
 
 class PastClipping(Remembering):
