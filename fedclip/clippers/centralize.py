@@ -64,4 +64,7 @@ class Centralize(own.Sliced, own.Clipper):
     def build(self) -> own.Transform:
         # Groups have a size here too, so that `min_size` goes with every scope.
         check_slices(self.dims, self.scope, self.inverse_dims)
+        if self.dims is None and self.scope == "tensor":
+            # Each tensor is one slice, which spans all its dims.
+            return Centralizing((), True, self.min_size)
         return Centralizing(as_tuple(self.dims), self.inverse_dims, self.min_size)

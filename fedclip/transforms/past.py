@@ -91,7 +91,7 @@ def remember(gradient: Gradient, pasts: Arrays, counts: Array) -> None:
     Call it after `finite_norms`.
     """
     names, xp = gradient.groups.names, gradient.xp
-    after = [*pasts, *xp.pieces(counts + 1.0, [()] * len(names))]
+    after: Arrays = [*pasts, *xp.pieces(counts + 1.0, [()] * len(names))]
     if not gradient.waits:
         # Nothing of a step that is not finite may stay.
         before = [gradient.cached[name][field] for field in PAST for name in names]
