@@ -497,8 +497,8 @@ def clip_on_device(
             )
         state, cached = state
     if state and tuple(state[0].shape)[-1:] not in ((), (len(groups),)):
-        got = f"{state[0].shape[-1]} groups of tensors, and this gradient {len(groups)}"
-        raise ValueError(f"the state has {got}: give the tensors that it was made for")
+        got = f"{state[0].shape[-1]} groups of tensors, and this gradient has {len(groups)}"
+        raise ValueError(f"the state is of {got}: give the tensors that it was made for")
     native = _prepared([arrays[name] for name in groups.names], transform, backend)
     excluded = _floats_among(arrays, groups.excluded) if groups.excluded else {}
     plan = Plan(groups, backend, _names(native, backend))
