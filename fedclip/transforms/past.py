@@ -156,7 +156,7 @@ class EmaValue(PastClipping):
 
     ::
 
-        e = e + (1 - decay) (|g| - e)          starting at start |g|
+        e = e + (1 - decay) (|g| - e)          starting at start times |g|
         limit = e
     """
 
