@@ -275,9 +275,11 @@ def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Arra
     known = weights or {}
     missing = [name for name in groups.names if known.get(name) is None]
     if missing:
-        names, given = (", ".join(map(repr, some)) for some in (missing, known))
+        names, known_names = (", ".join(map(repr, some)) for some in (missing, known))
         hint = "give the weights under the names of the gradients"
-        raise ValueError(f"agc has no weights for {names}; it was given {given or 'none'}: {hint}")
+        raise ValueError(
+            f"agc has no weights for {names}; it was given {known_names or 'none'}: {hint}"
+        )
     for name in groups.names:
         if (dtype := backend_of(known[name]).dtype(known[name])).startswith("complex"):
             hint = "agc takes norms of real weights: put the name in exclude"

@@ -315,8 +315,8 @@ class Configured:
         """Raise a ValueError for a parameter that is not at its default, unless another fits."""
         value, actual = getattr(self, name), getattr(self, other)
         if value != self.parameters[name].default and actual != needed:
-            given = f"{name}={value!r} with {other}={actual!r}"
-            raise ValueError(f"{name} goes with {other}={needed!r} only, got {given}")
+            got = f"{name}={value!r} with {other}={actual!r}"
+            raise ValueError(f"{name} goes with {other}={needed!r} only, got {got}")
 
     def get_config(self) -> Config:
         """Return the parameters, as they would be written in a TOML file."""
