@@ -25,7 +25,7 @@ ALLOWED = {
     "privacy": "arrays core errors",
     "transforms": "arrays core rules",
     "statistics": "arrays core errors rules",
-    "translate": "errors privacy",
+    "translate": "core errors privacy",
     "report": "core errors",
     "clippers": "arrays core errors privacy rules statistics transforms translate",
     "dpsgd": "core privacy rules",

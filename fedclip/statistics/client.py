@@ -31,8 +31,8 @@ from fedclip.core.plugins import other
 from fedclip.core.states import Fields, Statistics
 from fedclip.errors import FedclipWarning, StateError, shown
 from fedclip.rules import Basis, State, state_of, updated
-from fedclip.rules.protection import WarmupGuard
 from fedclip.rules.sharing import Learning
+from fedclip.rules.warmup import WarmupGuard
 from fedclip.statistics.counts import Counts, FedclipSharedState, Tally
 
 MAX_STEPS = 10_000

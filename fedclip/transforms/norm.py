@@ -57,10 +57,10 @@ class NormClipping(Transform):
         """Clip one gradient by norms."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         if self.ord == 2:
-            measured = xp.group_norms(arrays, groups.members)
+            norms = xp.group_norms(arrays, groups.members)
         else:
-            measured = measure(arrays, groups, self.ord, xp)
-        norms = gradient.finite_norms(measured)
+            norms = measure(arrays, groups, self.ord, xp)
+        norms = gradient.finite_norms(norms)
         if self.dry:
             return Outcome(arrays, state, norms, norms, norms < 0.0)
         return self.judged(gradient, norms, state)
