@@ -28,11 +28,11 @@ from fedclip.transforms import (
     Gradient,
     NormClipping,
     NotFiniteError,
-    Plan,
     Transform,
     prepare,
     take_step,
 )
+from fedclip.transforms.base import Plan
 from fedclip.updates.protocol import Arrays, Reply
 from fedclip.updates.votes import COUNTS, is_one_of
 
