@@ -7,18 +7,17 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedclip.cli.output import JsonFlag, Results, fail, results, say, typed
+from fedclip.cli import output
+from fedclip.cli.output import JsonFlag, Results, fail, say, typed
+from fedclip.errors import nearest
 
 if TYPE_CHECKING:
-    from fedclip.cli.ranking import Ranking
-    from fedclip.cli.tune import Tuning
+    from fedclip.cli.tune import Ranking, Tuning
 
 
 def suggest(
@@ -27,9 +26,8 @@ def suggest(
         Path | None, typer.Option(metavar="CONFIG", help="Write a proposal into this TOML file.")
     ] = None,
     use: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The proposal to show, or write, not the first one."),
-    ] = None,
+        str, typer.Option(metavar="NAME", help="The proposal to show or write, not the first one.")
+    ] = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Propose what to clip first, by the norms of a run, and say why.
@@ -38,25 +36,20 @@ def suggest(
     clipped, and what they reveal about the data. `--use NAME` shows another proposal in full.
     """
     from fedclip.cli.check.configuration import find_config
-    from fedclip.cli.showing import read
-    from fedclip.cli.suggest import advised, in_words
-    from fedclip.cli.tune import rewritten
-    from fedclip.errors import nearest
+    from fedclip.cli.suggest import advised, in_words, rewritten
 
-    folder = results(folder)
-    report = read(folder)
-    experiments = report.experiments
-    if len(experiments) > 1:
-        names = ", ".join(str(folder / name) for name in experiments[:3]) + ", …" * (
-            len(experiments) > 3
-        )
-        fail(f"{folder} holds {len(experiments)} experiments: give one of them ({names})")
+    folder = output.results(folder)
+    report = output.read(folder)
+    runs = report.experiments
+    if len(runs) > 1:
+        names = ", ".join(str(folder / name) for name in runs[:3]) + ", …" * (len(runs) > 3)
+        fail(f"{folder} holds {len(runs)} experiments: give one of them ({names})")
     try:
-        advice = advised(report, min(experiments))
+        advice = advised(report, min(runs))
     except (TypeError, ValueError) as exc:
-        fail(str(exc))
+        fail(exc)
     proposals = {proposal.name: proposal for proposal in advice.proposals}
-    if use is not None and use not in proposals:
+    if use and use not in proposals:
         known = ", ".join(proposals) or "none"
         fail(f"there is no proposal {use!r}{nearest(use, proposals)} (there are: {known})")
     chosen = use or advice.start
@@ -73,25 +66,23 @@ def suggest(
             fail(f"{file} cannot be changed: {exc}")
         save(file, chosen, text)
     elif not as_json:
-        for line in in_words(advice, use or ""):
+        for line in in_words(advice, use):
             say(line)
         if chosen:
             named = f" --use {use}" if use else ""
-            say("")
+            typer.echo()
             say(f"To write it:  fedclip suggest {typed(folder)}{named} --write config.toml")
 
 
 def save(file: Path, name: str, text: str) -> None:
     """Write a configuration with a setting; end the command if it would not run."""
     from fedclip.cli.check.configuration import check_config
-    from fedclip.cli.showing import write
 
     known = check_config(file).problems
     for fresh in (f for f in check_config(file, text=text).problems if f not in known):
-        fail(
-            f"{file} was not changed: with {name} it would not run ({fresh.where} {fresh.message})"
-        )
-    write(file, text, quiet=True)
+        why = f"with {name} it would not run ({fresh.where} {fresh.message})"
+        fail(f"{file} was not changed: {why}")
+    output.write(file, text, quiet=True)
     say(f"wrote {name} into {file}; check it with  fedclip check {typed(file)}")
 
 
@@ -106,9 +97,8 @@ def compare(
     Each folder is a setting; the runs below it are its seeds. The folder that `tune` writes stands
     for all its settings.
     """
-    from fedclip.cli import showing
-    from fedclip.cli.ranking import Ranking
-    from fedclip.cli.runner import MARK
+    from fedclip.cli.running import MARK
+    from fedclip.cli.tune import Ranking
     from fedclip.report.results import Result, result_of
 
     named: dict[str, Path] = {}
@@ -120,7 +110,7 @@ def compare(
     resolved = {path.resolve() for path in named.values()}
     results: dict[str, dict[str, Result]] = {}
     for name, path in named.items():
-        report = showing.read(path, excluded=resolved)
+        report = output.read(path, excluded=resolved)
         runs = {seed.partition("/")[0]: result_of(report, seed) for seed in report.experiments}
         results[name] = runs
     show_ranking(Ranking(results, next(iter(results))), "fedclip-compare/2", as_json)
@@ -128,18 +118,16 @@ def compare(
 
 def show_ranking(ranking: Ranking, schema: str, as_json: bool) -> None:
     """Print a ranking."""
-    from fedclip.cli import showing
-    from fedclip.cli.ranking import drawn
+    from fedclip.cli.tune import drawn
 
-    tables, answer = ranking.tables(), ranking.answer()
     if as_json:
         print(json.dumps({"schema": schema, **ranking.as_dict()}))
-    else:
-        for table in tables:
-            showing.console().print(drawn(table))
-            say(table["caption"])
-            typer.echo()
-        say(answer)
+        return
+    for table in ranking.tables():
+        output.console().print(drawn(table))
+        say(table["caption"])
+        typer.echo()
+    say(ranking.answer())
 
 
 def tune(
@@ -168,8 +156,7 @@ def tune(
     After an interruption the same command continues.
     """
     from fedclip.cli.check.configuration import find_config
-    from fedclip.cli.ranking import AS_IS, NONE
-    from fedclip.cli.tune import Tuning
+    from fedclip.cli.tune import AS_IS, NONE, Tuning
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     jobs = jobs or cores or 1
@@ -195,27 +182,30 @@ def tune(
     elif write:
         say(f"{typed(file)} was not changed", err=True)
     elif fresh and not as_json:
-        same = "".join(f" {shlex.quote(setting)}" for setting in tuning.settings)
-        same += f" --seeds {seeds}" + f" --rounds {rounds}" * bool(rounds) + " --nodes" * nodes
-        same += f" --sites {shlex.quote(sites)}" * bool(sites)
-        say(f"To write it:  fedclip tune {typed(file)}{same} --write")
+        words = [*tuning.settings, "--seeds", str(seeds)]
+        words += ["--rounds", str(rounds)] * bool(rounds) + ["--nodes"] * nodes
+        words += ["--sites", sites] * bool(sites)
+        say(f"To write it:  fedclip tune {typed(file)} {shlex.join(words)} --write")
 
 
 def _tuned(tuning: Tuning, jobs: int) -> None:
     """Run all settings, and print the progress."""
-    from fedclip.cli.output import progress
-    from fedclip.cli.runner import run_all
+    from fedclip.cli.running import run_all
 
-    show, before, total = progress("tune"), 0, tuning.left
+    show, before, total = output.progress("tune"), 0, tuning.left
     for number, wave in enumerate(tuning.waves()):
         todo = [run for run in wave if not run.done]
-        failed = run_all(todo, tuning.command, jobs, partial(_shown, show, before, total))
+
+        def tell(done: int, text: str, before: int = before, total: int = total) -> None:
+            show(before + done, total, text)
+
+        failed = run_all(todo, tuning.command, jobs, tell)
         before += sum(run.rounds for run in todo)
-        if failed and not number:
-            fail(next(iter(failed.values())))
-        tuning.judge(wave, failed)
         for why in failed.values():
+            if not number:
+                fail(why)
             say(why, err=True)
+        tuning.judge(wave, failed)
         if not number and not tuning.settings:
             advice, left_out = tuning.advised()
             for line in (*advice.findings, advice.answer):
@@ -226,9 +216,3 @@ def _tuned(tuning: Tuning, jobs: int) -> None:
             names = ", ".join(tuning.runs)
             say(f"{len(tuning.runs)} settings with {tuning.seeds} seeds each: {names}", err=True)
         total = before + tuning.left
-
-
-def _shown(
-    show: Callable[[int, int, str], None], before: int, total: int, done: int, text: str
-) -> None:
-    show(before + done, total, text)

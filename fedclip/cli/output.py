@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output, progress and checks that all commands share."""
+"""Output, progress, files and checks that all commands share."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shlex
 import shutil
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -16,29 +18,34 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from fedclip.errors import FEDERATIONS, NEEDS_CLI, OF_CLI, ToolError, fits, requirement
+from fedclip.errors import FEDERATIONS, NEEDS_CLI, OF_CLI, ToolError, fits, nearest, requirement
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fedclip.cli.check.findings import Check
+    from fedclip.report import Report
+    from fedclip.report.findings import Advice
 
 
 ConfigPath = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", help="A declearn TOML file, or a folder with config.toml."),
 ]
-
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-
-HtmlFile = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser as well.")
+CsvFile = Annotated[
+    str | None, typer.Option("--csv", metavar="FILE", help="Write rows as CSV; - is stdout.")
 ]
-
+Seed = Annotated[int | None, typer.Option(min=0, help="Draw batches from this seed.")]
 Results = Annotated[
     Path | None,
     typer.Argument(
         metavar="DIR", help="A folder with checkpoints; else that of the config.toml here."
     ),
 ]
+
+_SHOWN = 12
+"""The number of nodes that fit on one screen."""
 
 
 class Commands(TyperGroup):
@@ -49,17 +56,17 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ToolError as exc:
-            say(f"fedclip: {exc}", err=True)
-            raise typer.Exit(exc.code) from None
+            text, code = str(exc), exc.code
         except ImportError as exc:
-            package = (exc.name or "").partition(".")[0]
+            package, code = (exc.name or "").partition(".")[0], 1
             if exc.name == "declearn" or (package == "declearn" and not fits(FEDERATIONS)):
-                say(f"fedclip: {requirement('this command', FEDERATIONS)}", err=True)
+                text = requirement("this command", FEDERATIONS)
             elif package in OF_CLI:
-                say(f"fedclip: this command {NEEDS_CLI}", err=True)
+                text = f"this command {NEEDS_CLI}"
             else:
                 raise
-            raise typer.Exit(1) from None
+        say(f"fedclip: {text}", err=True)
+        raise typer.Exit(code)
 
 
 def say(text: str, **style: Any) -> None:
@@ -97,9 +104,9 @@ def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) ->
     from fedclip.cli.check.configuration import check_config
 
     result = check_config(config, quickrun=quickrun, simulate=simulate)
+    for finding in result.problems:
+        say(f"fedclip: {finding.where} {finding.message}", err=True)
     if not result.ok:
-        for finding in result.problems:
-            say(f"fedclip: {finding.where} {finding.message}", err=True)
         fail(f"{result.path} would not run; nothing was started")
     return result
 
@@ -117,8 +124,7 @@ def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
 
     def show(done: int, total: int, text: str) -> None:
         nonlocal begun, last
-        if not done:
-            begun = time.monotonic()
+        begun = begun if done else time.monotonic()
         early = done < total and not over and done < last + total / 20
         if quiet or early or done <= last:
             return
@@ -126,8 +132,8 @@ def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
         line = f"{task}: {done} of {total} rounds done"
         # A narrow terminal cuts off the end of a line.
         if done < total:
-            each = (time.monotonic() - begun) / done
-            line += f", about {timedelta(seconds=round(each * (total - done)))} left"
+            left = (time.monotonic() - begun) / done * (total - done)
+            line += f", about {timedelta(seconds=round(left))} left"
         line = printable(f"{line}, {text}" if text else line)
         if over:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
@@ -135,3 +141,126 @@ def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
         print(line, end=end, file=sys.stderr, flush=True)
 
     return show
+
+
+def console() -> Console:
+    """Return a console for other people's text; a pipe or a file, which has no width, is wide."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
+
+
+def write(file: str | Path, text: str, quiet: bool = False) -> None:
+    """Write a file, or "-" to standard output; end the command if that fails."""
+    if file == "-":
+        sys.stdout.write(text)
+        return
+    file = Path(file)
+    # A program that reads the file at this moment gets all of the old one, or of the new one.
+    part = file.with_name(f".{file.name}.part") if os.path.isfile(file) else file
+    try:
+        part.write_bytes(text.encode(errors="backslashreplace"))
+        part.replace(file)
+    except (OSError, ValueError) as exc:
+        fail(f"cannot write {file}: {exc}")
+    if not quiet:
+        say(f"wrote {file}")
+
+
+# -- reports --------------------------------------------------------------------------------------
+def read(folder: Path, excluded: Collection[Path] = ()) -> Report:
+    """Read a report, without runs in the folders `excluded`; end the command if that fails.
+
+    If a federation lies in the folder of another, the report is that of the newest run.
+    """
+    from fedclip.report import ReportError, read_report
+    from fedclip.report.rows import experiment_of
+
+    try:
+        report = read_report(folder)
+    except ReportError as exc:
+        if os.path.exists(folder):
+            fail(exc, code=1 if os.path.isdir(folder) else 2)
+        above = folder.parent
+        names = [p.name for p in above.iterdir() if p.is_dir()] if os.path.isdir(above) else []
+        fail(f"{exc}{nearest(folder.name, names)}", code=2)
+    runs = [
+        run for run in report.experiments if not run or (folder / run).resolve() not in excluded
+    ]
+    report = report.only(runs or report.experiments)
+    if len(runs) > 1 and "" in runs:
+
+        def written(node: str) -> float:
+            # A folder that is a node itself has its name.
+            path = folder / node
+            return (path if path.is_dir() else folder).stat().st_mtime
+
+        newest = experiment_of(max((*report.nodes, *report.private), key=written))
+        text = f"this is the newest of {len(runs)} runs, in {folder / newest}"
+        say(f"fedclip: {text}; the others are left out", err=True)
+        report = report.only([newest])
+    for path in report.skipped:
+        say(f"fedclip: skipped {path}, which cannot be read (yet)", err=True)
+    return report
+
+
+def show(report: Report, rounds: bool | None) -> None:
+    """Print the answer, what was measured, and the table.
+
+    None of `rounds` shows a line for each node: of many nodes, the outliers and some others.
+    """
+    from fedclip.report.results import result_of
+    from fedclip.report.rows import site_of
+
+    results = {run: result_of(report, run) for run in report.experiments}
+    if advice := advice_on(report):
+        say(advice.answer)
+    for run, result in results.items():
+        curves = [curve for curve in report.curves if curve.experiment == run]
+        if curves and (text := result.in_words()):
+            # Without records, nothing says in which round an evaluation was.
+            last = (
+                f"round {max(c.last[0] for c in curves)}" if report.rows else "the last evaluation"
+            )
+            say(f"{run}: " * (len(results) > 1) + f"After {last}: {text}.")
+    for sentence in report.in_words():
+        say(sentence)
+    nodes = [*dict.fromkeys(row.node for row in report.whole)]
+    if rounds is None and len(nodes) > _SHOWN:
+        odd = {name for result in results.values() for name in result.outliers}
+        shown = sorted(nodes, key=lambda node: site_of(node) not in odd)[:_SHOWN]
+        say(f"{_SHOWN} of {len(nodes)} nodes are shown; --summary shows all.")
+        rows = tuple(row for row in report.rows if row.node in shown)
+        report = dataclasses.replace(report, rows=rows)
+    if report.rows:
+        console().print(report.table(bool(rounds)))
+    for lines in spent_by(report.folder).values() if report.private else ():
+        for line in lines:
+            say(line)
+
+
+def advice_on(report: Report) -> Advice | None:
+    """Return what is advised after the run of one federation."""
+    if len(report.experiments) != 1:
+        return None
+    try:
+        from fedclip.cli.suggest import advised
+
+        return advised(report, *report.experiments)
+    except (ModuleNotFoundError, TypeError, ValueError) as exc:
+        # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
+        say(f"fedclip: no advice: {exc}", err=True)
+        return None
+
+
+def spent_by(folder: Path) -> dict[str, list[str]]:
+    """Return what each ledger, and each server with noise, has spent, in lines of text."""
+    from fedclip.cli.spent import NothingSpent, in_words, read_spent
+
+    try:
+        # Without the lines of a ledger, which tell how many records a client has.
+        return {s.where: [*in_words({**s.cost(), "entries": ()})] for s in read_spent(folder)}
+    except NothingSpent:
+        return {}
+    except ValueError as exc:
+        return {"": [f"the spent budget is unknown: {exc}"]}

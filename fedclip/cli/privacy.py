@@ -7,14 +7,14 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedclip.cli.output import JsonFlag, fail, runnable
+from fedclip.cli.output import CsvFile, JsonFlag, fail, runnable, write
 from fedclip.core.parameters import Config
 from fedclip.errors import nearest
 
@@ -31,11 +31,9 @@ app = typer.Typer(
 Epsilon = Annotated[float, typer.Option(help="Budget of all rounds together.")]
 Rounds = Annotated[int, typer.Option(help="Number of rounds.")]
 Values = Annotated[int | None, typer.Option(help="How many values the model has.")]
+Share = Annotated[float, typer.Option(help="Share of the budget for evaluations.")]
 
-
-@app.callback()
-def root() -> None:
-    """Plan noise for a privacy budget, and read what was spent."""
+_LOSS_BOUND = "# loss_bound: a little above the logarithm of the number of classes"
 
 
 @contextmanager
@@ -48,7 +46,7 @@ def in_one_sentence() -> Iterator[None]:
     except ModuleNotFoundError as exc:
         if exc.name == "declearn":
             raise
-        fail(exc, 1)
+        fail(exc)
 
 
 @app.command()
@@ -63,7 +61,7 @@ def plan(
     momentum: Annotated[float, typer.Option(help="Momentum of the server, if by turns.")] = 0.0,
     model: Annotated[Path | None, typer.Option(help="A model file to count --values of.")] = None,
     honest: Annotated[float | None, typer.Option(help="Share of clients that add noise.")] = None,
-    evaluation_share: Annotated[float, typer.Option(help="Share of noise for evaluations.")] = 0.0,
+    evaluation_share: Share = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise on averages of clipped updates, and print the lines of TOML."""
@@ -72,7 +70,17 @@ def plan(
     from fedclip.privacy.trust_models import Prices
 
     if model is not None:
-        values = _counted(model, values, as_json)
+        from fedclip.engines.declearn.trained import trained
+
+        if values is not None:
+            fail("give either --values or --model", 2)
+        try:
+            counts = trained(model)
+        except Exception as exc:  # the file may raise anything
+            fail(exc, 2)
+        values = counts.shared
+        if not as_json:
+            print(f"{counts}.")
     with in_one_sentence():
         noise_plan = planning.plan(
             *(epsilon, delta, rounds, clients),
@@ -82,27 +90,21 @@ def plan(
             momentum=momentum,
             evaluation_share=evaluation_share,
         )
-        if honest is not None and (noise_plan.separation > 1 or evaluation_share):
-            what = (
-                "clients that take turns" if noise_plan.separation > 1 else "evaluations with noise"
-            )
+        by_turns = noise_plan.separation > 1
+        if honest is not None and (by_turns or evaluation_share):
+            what = "clients that take turns" if by_turns else "evaluations with noise"
             raise ValueError(f"{what} leave the noise to the server: no --honest")
         prices = Prices(noise_plan, 0.75 if honest is None else honest)
     of_client, of_server = prices.configs if honest is not None else ({}, noise_plan.config)
-    client = toml_line("module", "update-clip-client", of_client)
-    server = toml_line("module", "update-clip-server", of_server)
-    lines = ["[optim]", 'aggregator = "clipped-averaging"']
-    lines += ["[optim.client_opt]", client, "[optim.server_opt]"]
-    if evaluation_share:
-        lines.append("# loss_bound: a little above the logarithm of the number of classes")
-    lines.append(server)
-    extra: Config = {
-        "noise": noise_plan.noise,
-        "length": noise_plan.length,
-        "drift": noise_plan.drift,
-    }
+    lines = [
+        *("[optim]", 'aggregator = "clipped-averaging"', "[optim.client_opt]"),
+        toml_line("module", "update-clip-client", of_client),
+        *("[optim.server_opt]", *[_LOSS_BOUND] * bool(evaluation_share)),
+        toml_line("module", "update-clip-server", of_server),
+    ]
+    extra = {name: getattr(noise_plan, name) for name in ("noise", "length", "drift")}
     text = str(noise_plan)
-    if noise_plan.separation == 1 and not evaluation_share:
+    if not by_turns and not evaluation_share:
         extra["prices"] = [row._asdict() for row in prices.rows]
         text += f"\n{prices}" + ("" if values is None else f"\n{_range(prices, values)}")
     _print(noise_plan, text, lines, extra, as_json)
@@ -115,27 +117,11 @@ def _range(prices: Prices, values: int) -> str:
 
     site, clients = SiteNoise(**prices.configs[0]["noise"]), prices.plan.clients
     clipval = math.ceil(100 * site.reach(site.max_norm)) / 100
-    bits, suits = 24 + math.ceil(math.log2(clients)), "the largest for float32"
-    enough = secagg.plan(1.0, clients, values, clipval=clipval, tolerance=0.01).bitsize
-    if enough > bits:
-        bits, suits = enough, "and a model in float64"
-    needed = f"clipval = {clipval:g} times max_norm, and bitsize {bits} ({suits})"
+    most = 24 + math.ceil(math.log2(clients))
+    bits = secagg.plan(1.0, clients, values, clipval=clipval, tolerance=0.01).bitsize
+    suits = "and a model in float64" if bits > most else "the largest for float32"
+    needed = f"clipval = {clipval:g} times max_norm, and bitsize {max(bits, most)} ({suits})"
     return f"  secure sums need {needed}"
-
-
-def _counted(model: Path, values: int | None, quiet: bool) -> int:
-    """Return how many values a model file trains and shares, and print it."""
-    from fedclip.engines.declearn.trained import trained
-
-    if values is not None:
-        fail("give either --values or --model", 2)
-    try:
-        counts = trained(model)
-    except Exception as exc:  # the file may raise anything
-        fail(exc, 2)
-    if not quiet:
-        print(f"{counts}.")
-    return counts.shared
 
 
 @app.command()
@@ -149,7 +135,7 @@ def calibrate(
     steps: Annotated[int | None, typer.Option(help="Steps of a round.")] = None,
     delta: Annotated[float, typer.Option(help="Chance of failure, below 1 / records.")] = 1e-5,
     values: Values = None,
-    evaluation_share: Annotated[float, typer.Option(help="Epsilon's share for evaluations.")] = 0.0,
+    evaluation_share: Share = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise of DP-SGD on one client's records or persons; print the lines of TOML."""
@@ -161,24 +147,21 @@ def calibrate(
     if (records is None) == (persons is None):
         fail("give --records, or --persons if persons with several records are to be protected", 2)
     epochs = 1 if epochs is None and steps is None else epochs
+    unit, units = ("person", persons) if records is None else ("record", records)
     with in_one_sentence():
         parameters.optional(parameters.integer, 1, values=values)
-        unit = "person" if persons is not None else "record"
-        units = parameters.integer(1, **{f"{unit}s": records if persons is None else persons})
+        units = parameters.integer(1, **{f"{unit}s": units})
         each = dpsgd.steps_of_a_round(units, {"batch_size": batch_size}, epochs, steps)
         total = parameters.integer(1, rounds=rounds) * (each or 0)
         calibration = dpsgd.calibrate(epsilon, delta, units, batch_size, total, unit)
         calibration = calibration.evaluating(evaluation_share, rounds)
         text = calibration.in_words(values)
-    clip: Config = {"mode": "automatic"}
+    evaluations = {"evaluation_share": evaluation_share, "loss_bound": 3.0}
+    clip: Config = {"mode": "automatic", **(evaluations if evaluation_share else {})}
     lines = [
         "[optim.client_opt]",
         '# "automatic" needs no bound; "flat" learns a little more with an sclip_norm that fits',
-    ]
-    if evaluation_share:
-        clip |= {"evaluation_share": evaluation_share, "loss_bound": 3.0}
-        lines.append("# loss_bound: a little above the logarithm of the number of classes")
-    lines += [
+        *[_LOSS_BOUND] * bool(evaluation_share),
         toml_line("module", "sample-clip", clip),
         "[run]",
         f"rounds = {rounds}",
@@ -188,20 +171,18 @@ def calibrate(
         *([] if epochs is None else [f"n_epoch = {epochs}"]),
         *([] if steps is None else [f"n_steps = {steps}"]),
     ]
-    extra: Config = {
-        **{
-            name: getattr(calibration, name)
-            for name in ("noise", "spent", "accountant", "sampling")
-        },
-        **({} if values is None else {"drift": calibration.drift(values)}),
+    names = ("noise", "spent", "accountant", "sampling")
+    extra: Config = {name: getattr(calibration, name) for name in names}
+    extra |= {
         "relation": ZERO_OUT,
+        **({} if values is None else {"drift": calibration.drift(values)}),
     }
     _print(calibration, text, lines, extra, as_json)
 
 
-def _print(found: Any, text: str, lines: list[str], extra: Config, as_json: bool) -> None:
+def _print(result: Any, text: str, lines: Sequence[str], extra: Config, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({**dataclasses.asdict(found), **extra, "toml": lines}))
+        print(json.dumps({**dataclasses.asdict(result), **extra, "toml": lines}))
     else:
         print(text, "", *lines, sep="\n")
 
@@ -212,10 +193,9 @@ def spent(
     delta: Annotated[float | None, typer.Option(help="Another delta than the file's.")] = None,
     relation: Annotated[str | None, typer.Option(help="Another than the file's.")] = None,
     as_json: JsonFlag = False,
-    csv: Annotated[str | None, typer.Option(metavar="FILE", help="By round; - is stdout.")] = None,
+    csv: CsvFile = None,
 ) -> None:
     """Show the epsilon that was spent."""
-    from fedclip.cli.showing import write
     from fedclip.cli.spent import COLUMNS, csv_rows, in_words, read_spent
     from fedclip.report import printable
     from fedclip.report.rows import write_csv
@@ -223,8 +203,8 @@ def spent(
     if as_json and csv is not None:
         fail("give either --json or --csv", 2)
     if not path.exists():
-        beside = [budgets.name for budgets in path.parent.glob("*")]
-        fail(f"there is no {path}{nearest(path.name, beside)}", 2)
+        names = [file.name for file in path.parent.glob("*")]
+        fail(f"there is no {path}{nearest(path.name, names)}", 2)
     with in_one_sentence():
         budgets = [*read_spent(path)]
         costs = [budget.cost(delta, relation) for budget in budgets]

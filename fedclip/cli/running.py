@@ -1,17 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands ``fedclip quickrun | simulate | run``: start a federation, or a script."""
+"""The commands ``fedclip quickrun | simulate | run``, and runs of many configurations.
+
+Each of many runs is a process with a folder for its results, ``OUT/SETTING/seed-1``: it gets a copy
+of the configuration, the checkpoints and the output. A finished run leaves a mark there with its
+configuration, and is not repeated. Where the system allows, processes are forked from one that has
+imported everything beforehand.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import random
+import shutil
+import socket
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from threading import Event
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
 from fedclip.cli.output import ConfigPath, fail, progress, runnable, say, typed
-from fedclip.errors import FEDERATIONS, fits
+from fedclip.errors import FEDERATIONS, ToolError, fits
+
+if TYPE_CHECKING:
+    from fedclip.core.parameters import Config
+
+MARK = "run-done.toml"
+_BEST = "Best weights ({}lowest mean loss of the healthy sites): {}"
 
 
 def quickrun(
@@ -29,8 +50,7 @@ def quickrun(
     )
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
-    weights = Path(results, "server", "model_state_best.mpk")
-    say(f"Best weights (lowest mean loss of the healthy sites): {typed(weights)}")
+    say(_BEST.format("", typed(Path(results, "server", "model_state_best.mpk"))))
     spent = any(Path(results).rglob("privacy_spent.json"))
     also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
@@ -54,18 +74,16 @@ def simulate(
 
     done = run(result.path, seed, engine=engine, progress=progress("simulate"))
     see = f"fedclip report {typed(done.results)}"
-    if done.ended:
-        after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
-        if done.ended == EARLY:
-            say(f"fedclip: {after}")
-            return
-        fail(after, code=130 if done.ended == "interrupted" else 1)
-    say(f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s")
-    say(
-        f"Best weights (round {done.best}, lowest mean loss of the healthy sites): "
-        f"{typed(Path(done.results, 'server', 'model_state_best.mpk'))}"
-    )
-    say(f"See  {see}")
+    if done.ended == EARLY:
+        say(f"fedclip: after {done.rounds} rounds: {done.ended}; what was done until then: {see}")
+    elif done.ended:
+        text = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
+        fail(text, code=130 if done.ended == "interrupted" else 1)
+    else:
+        say(f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s")
+        weights = Path(done.results, "server", "model_state_best.mpk")
+        say(_BEST.format(f"round {done.best}, ", typed(weights)))
+        say(f"See  {see}")
 
 
 def run(
@@ -74,7 +92,6 @@ def run(
 ) -> None:
     """Run a Python script, unedited, with fedclip registered."""
     import runpy
-    from importlib.util import find_spec
 
     if not os.path.isfile(script):
         fail(f"there is no script {str(script)!r}", code=2)
@@ -89,3 +106,144 @@ def run(
         runpy.run_path(str(script), run_name="__main__")
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+# -- many runs ------------------------------------------------------------------------------------
+class Planned(NamedTuple):
+    """One run of a setting with a seed."""
+
+    label: str
+    seed: int
+    folder: Path
+    text: str
+    """Its configuration; the port is chosen when it starts."""
+    rounds: int
+
+    @property
+    def done(self) -> bool:
+        """Whether this very configuration has finished."""
+        mark = self.folder / MARK
+        return mark.is_file() and mark.read_bytes() == self.text.encode()
+
+
+def planned_run(document: Config, file: Path, folder: Path, rounds: int | None) -> Planned:
+    """Return the run in ``SETTING/seed-N`` of a configuration, whose paths then work from there."""
+    import tomlkit
+
+    if rounds is not None:
+        document["run"]["rounds"] = rounds
+    folder, home = folder.absolute(), file.resolve().parent
+    for section in ("data", "model", "experiment"):
+        document.setdefault(section, tomlkit.table())
+    folders = [path for path in home.glob("data*") if path.is_dir()]
+    if not document["data"].get("data_folder") and len(folders) == 1:
+        document["data"]["data_folder"] = str(folders[0])
+    if not document["model"].get("model_file"):
+        document["model"]["model_file"] = str(home / "model.py")
+    document["experiment"]["checkpoint"] = str(folder)
+    count, seed = document["run"].get("rounds", 0), int(folder.name.rpartition("-")[2])
+    return Planned(folder.parent.name, seed, folder, tomlkit.dumps(document), int(count))
+
+
+def run_one(planned: Planned, tell: Callable[[int], None], command: str) -> None:
+    """Start a run in a process, and report the rounds done.
+
+    What `tell` raises ends the process.
+
+    Raises
+    ------
+    ToolError
+        If the process fails; the message has the last line of its output.
+    """
+    import tomlkit
+
+    folder = planned.folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    document: Config = tomlkit.parse(planned.text)
+    if "network" in document:
+        document["network"]["port"] = free_port()
+    config, output = folder / "config.toml", folder / "output.txt"
+    config.write_text(tomlkit.dumps(document), encoding="utf-8")
+    metrics = folder / ("simulated" * (command == "simulate")) / "server" / "metrics.csv"
+    forked = "forkserver" in multiprocessing.get_all_start_methods()
+    processes: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+    if forked:
+        processes.set_forkserver_preload(
+            ["fedclip.engines.local.simulate", "fedclip.cli.check.configuration"]
+        )
+    process = processes.Process(
+        target=_run, args=(command, config, planned.seed, output), daemon=True
+    )
+    process.start()
+    try:
+        while process.is_alive():
+            text = metrics.read_bytes() if metrics.is_file() else b""
+            tell(max(0, text.count(b"\n") - 1))
+            process.join(0.2)
+    finally:
+        process.kill()
+        process.join()
+    if process.exitcode:
+        last = output.read_text(errors="replace").strip().rpartition("\n")[2]
+        fail(f"{planned.label}, seed {planned.seed}, failed: {last or 'it printed nothing'}")
+    tell(planned.rounds)
+    (folder / MARK).write_bytes(planned.text.encode())
+
+
+def run_all(
+    runs: Sequence[Planned], command: str, jobs: int, tell: Callable[[int, str], None]
+) -> dict[Planned, str]:
+    """Start the runs that are not done, `jobs` at a time, and report the rounds done.
+
+    Returns
+    -------
+    failures
+        The messages of the runs that failed.
+    """
+    todo, stop = [planned for planned in runs if not planned.done], Event()
+    done, failures = dict.fromkeys(todo, 0), dict[Planned, str]()
+
+    def start(planned: Planned) -> None:
+        def count(rounds: int) -> None:
+            if stop.is_set():
+                fail("interrupted")
+            done[planned] = rounds
+            tell(sum(done.values()), f"{planned.label}, seed {planned.seed}")
+
+        try:
+            run_one(planned, count, command)
+        except ToolError as exc:
+            failures[planned] = str(exc)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            [*pool.map(start, todo)]
+        except KeyboardInterrupt:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            fail("interrupted; the same command continues from here", code=130)
+    return failures
+
+
+def _run(command: str, config: Path, seed: int, output: Path) -> None:
+    """Run ``quickrun`` or ``simulate`` in this process, and write its output to a file."""
+    with output.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    try:
+        if command == "quickrun":
+            quickrun(config, seed=seed)
+        else:
+            simulate(config, seed=seed)
+    except ToolError as exc:
+        say(f"fedclip: {exc}", err=True)
+        sys.exit(exc.code)
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens, below those that systems choose (32768 or more)."""
+    for port in random.SystemRandom().sample(range(16_384, 32_768), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise ToolError("no port is free between 16384 and 32767")

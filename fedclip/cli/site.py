@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedclip.cli.output import fail, say
+from fedclip.errors import version
 
 if TYPE_CHECKING:
     from fedclip.site.policy import Policy
@@ -50,7 +51,6 @@ _MOST = 1_000_000
 @app.command()
 def check(file: PolicyPath) -> None:
     """Explain a policy: what it allows out, what it cannot check, and its remaining budget."""
-    from fedclip.cli.catalogue import version
     from fedclip.site.policy import Policy
 
     try:
@@ -77,27 +77,27 @@ def check(file: PolicyPath) -> None:
 def _explained(policy: Policy) -> Iterator[str]:
     from fedclip.site.gate import spent
 
+    z, budget = policy.noise_multiplier, policy.max_epsilon
     yield f"updates with an L2 norm of at most {policy.max_norm:g}; NaN and infinity become zeros"
-    if policy.noise_multiplier:
-        std = policy.noise_multiplier * policy.max_norm
-        yield f"Gaussian noise of standard deviation {std:g} is added to each value"
+    if z:
+        yield f"Gaussian noise of standard deviation {z * policy.max_norm:g} is added to each value"
     else:
         yield (
             "without noise: an update can reveal data, and a malicious job can encode data in it; "
             "it also shows whether the update was below the bound, clipped or set to zeros"
         )
-    if policy.max_epsilon is not None:
+    if budget is not None:
         done = spent(policy)
-        updates = done.affordable(policy.noise_multiplier, policy.max_epsilon, _MOST)
+        updates = done.affordable(z, budget, _MOST)
         yield (
-            f"budget: epsilon {policy.max_epsilon:g} at delta {policy.delta:g} for all updates, "
+            f"budget: epsilon {budget:g} at delta {policy.delta:g} for all updates, "
             f"protecting this site's data set ({policy.relation})"
         )
         yield (
             f"spent: epsilon {done.epsilon():.4g} by {done.rounds:,} updates ({policy.ledger}); "
             f"remaining: {updates:,} updates"
         )
-    elif policy.noise_multiplier:
+    elif z:
         yield "without a budget: averaging many updates removes the noise; set max_epsilon"
     runs = f" and {policy.max_replies or 10_000:,} in all" if policy.ledger else ""
     yield f"at most {policy.max_replies_per_run:,} replies in a run{runs}, refusals included"
@@ -115,21 +115,14 @@ def _problems(policy: Policy) -> Iterator[str]:
 
     if policy.ledger is None:
         return
-    path = Path(policy.ledger)
-    limit = policy.max_epsilon
+    limit, folder = policy.max_epsilon, Path(policy.ledger).parent
     if limit and not spent(policy).affordable(policy.noise_multiplier, limit, 1):
-        yield (
-            "the budget of this site is spent: it sends no more updates; raise max_epsilon to "
-            "continue"
-        )
-    if not path.parent.is_dir():
-        yield (
-            f"the ledger's folder {path.parent} does not exist: create it for the user of the "
-            "client"
-        )
+        yield "the budget of this site is spent: it sends no more updates; raise max_epsilon"
+    if not folder.is_dir():
+        yield f"the ledger's folder {folder} does not exist: create it for the user of the client"
         return
     try:
-        check_owned(path)
+        check_owned(Path(policy.ledger))
     except ValueError as exc:
         yield str(exc)
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fedclip.cli.catalogue import version
 from fedclip.core.parameters import Config
 from fedclip.core.records import SERVED
-from fedclip.privacy.accounting import ZERO_OUT, Accountant, Release, account, merged, relation_of
+from fedclip.errors import version
+from fedclip.privacy.accounting import ZERO_OUT, Accountant, account, merged, relation_of
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
 from fedclip.privacy.trust_models import by_silent
 from fedclip.privacy.trust_models import in_words as trust_lines
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.store import read, server_in
-
-_COUNTED_BY = ("fedclip", "dp-accounting")
 
 
 class NothingSpent(ValueError):
@@ -58,18 +56,23 @@ class Spent(NamedTuple):
         spent = self.accountant.spent
         delta = self.accountant.delta if delta is None else delta
         relation = self.accountant.relation if relation is None else relation
-        order = self.accountant.order_of(spent)
+        order, epsilons = self.accountant.order_of(spent), dict[str, float | str]()
         try:
             cost = account(spent, delta, relation, order)
             ordered = order is not None and cost.accountant == "rdp"
             name = f"rdp at order {order:.4g}" if ordered else cost.accountant
             # JSON has no infinity.
             finite = math.isfinite(cost.epsilon)
-            epsilons: dict[str, float | str] = {
-                name: cost.epsilon if finite else "no finite epsilon"
-            }
+            epsilons[name] = cost.epsilon if finite else "no finite epsilon"
         except ModuleNotFoundError as exc:
-            epsilons = {"epsilon": str(exc)}
+            epsilons["epsilon"] = str(exc)
+
+        def by_noise(silent: int) -> float:
+            times = self.site.multiplier(silent) / self.site.noise_multiplier if self.site else 1.0
+            releases = [r._replace(noise_multiplier=r.noise_multiplier * times) for r in spent]
+            return account(releases, delta, relation).epsilon
+
+        site = self.site
         return {
             "evaluated": self.evaluated,
             "where": self.where,
@@ -78,7 +81,7 @@ class Spent(NamedTuple):
             "relation": relation_of(relation, self.protects),
             "separation": self.separation,
             "planned": self.planned,
-            "silent": self.site and self._by_silent(self.site, spent, delta, relation),
+            "silent": site and by_silent(by_noise, site.expected_clients, site.sure),
             "rounds": sum(entry.round > 0 for entry in self.entries),
             "releases": [r._asdict() for r in merged(spent)],
             "entries": [
@@ -87,19 +90,8 @@ class Spent(NamedTuple):
                 for r in e.spent
             ],
             "epsilons": epsilons if spent else {},
-            "versions": {name: version(name) for name in _COUNTED_BY},
+            "versions": {name: version(name) for name in ("fedclip", "dp-accounting")},
         }
-
-    @staticmethod
-    def _by_silent(
-        site: SiteNoise, spent: Iterable[Release], delta: float, relation: str
-    ) -> dict[int, float | None]:
-        def epsilon(silent: int) -> float:
-            times = site.multiplier(silent) / site.noise_multiplier
-            releases = [r._replace(noise_multiplier=r.noise_multiplier * times) for r in spent]
-            return account(releases, delta, relation).epsilon
-
-        return by_silent(epsilon, site.expected_clients, site.sure)
 
 
 def in_words(cost: Config) -> Iterator[str]:
@@ -123,10 +115,9 @@ def in_words(cost: Config) -> Iterator[str]:
         if data:
             yield f"  of {data}"
     for name, value in cost["epsilons"].items():
-        sure = not isinstance(value, str)
-        yield f"  {name:12} " + (
-            f"epsilon {value:.4g} at delta {cost['delta']:g}" if sure else value
-        )
+        counted = isinstance(value, float)
+        text = f"epsilon {value:.4g} at delta {cost['delta']:g}" if counted else value
+        yield f"  {name:12} {text}"
     if cost["silent"]:
         yield "  the clients added the noise:"
         yield from trust_lines(cost["silent"]).split("\n")
@@ -143,21 +134,21 @@ COLUMNS = (
 )
 
 
-def csv_rows(one: Spent, cost: Config) -> Iterator[Config]:
+def csv_rows(budget: Spent, cost: Config) -> Iterator[Config]:
     """Yield a row for each turn that was charged, with the epsilon of all until then.
 
     A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
     The last epsilon is what `Spent.cost` says by the same accountant.
     """
-    accountant = one.accountant
+    accountant = budget.accountant
     relation = "add-remove" if cost["relation"] == ZERO_OUT else cost["relation"]
     so_far = Accountant(cost["delta"], relation, accountant.order)
     so_far.plan = accountant.plan
     each = [{**r._asdict(), "steps": 1} for r in accountant.spent for _ in range(r.steps)]
     for turn, row in enumerate(cost["entries"] or each, 1):
         so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
-        mechanism = "Poisson-sampled " * (row["sampling"] < 1) + one.mechanism
-        mechanism += " on evaluations" * (row["noise_multiplier"] in one.evaluated)
+        mechanism = "Poisson-sampled " * (row["sampling"] < 1) + budget.mechanism
+        mechanism += " on evaluations" * (row["noise_multiplier"] in budget.evaluated)
         more = {"turn": turn, "mechanism": mechanism}
         yield {**cost, **row, **so_far.cost()._asdict(), **more}
 
@@ -176,9 +167,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
     servers: list[Spent] = []
     known: set[Path | None] = set()
     for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
-        bound = _of_engine(config) if config.name == SERVED else _of_server(config.parent)
-        budget = None if bound is None else bound.budget
-        if bound is not None and budget is not None:
+        bound = _bound_in(config)
+        if bound is not None and (budget := bound.budget) is not None:
             where = str(config.parent.relative_to(path))
             noise = "correlated " * (len(budget.coefficients) > 1)
             noise += "discrete " * (bound.site is not None) + "Gaussian"
@@ -186,39 +176,36 @@ def read_spent(path: Path) -> Iterator[Spent]:
             servers.append(Spent(where, "client", budget.accountant, (), *terms))
             known.add(budget.path)
     for file in sorted(path.rglob(FILE)) if folder else [path]:
-        if (real := file.resolve()) in known:
-            continue
-        known.add(real)
-        entries = [*read_entries(file).values()]
-        where = str(file.relative_to(path)) if folder else path.name
-        unit = protected(entries[-1].data)[1] or "record"
-        protects = "site's data set" if unit == "site" else unit
-        ledgers.append(Spent(where, protects, total(entries), entries))
-    yield from (ledgers := ledgers + servers)
-    if not ledgers:
+        if file.resolve() not in known:
+            known.add(file.resolve())
+            entries = [*read_entries(file).values()]
+            where = str(file.relative_to(path)) if folder else path.name
+            unit = protected(entries[-1].data)[1] or "record"
+            protects = "site's data set" if unit == "site" else unit
+            ledgers.append(Spent(where, protects, total(entries), entries))
+    if not ledgers + servers:
         raise NothingSpent(
             f"{path} shows no spent privacy budget: it has neither a ledger of DP-SGD ({FILE}), "
             f"nor a checkpoint or {SERVED} of a server with noise in update-clip-server"
         )
+    yield from ledgers + servers
 
 
-def _of_engine(file: Path) -> AdaptiveBound:
-    """Return the bound of a server on another engine, and what was spent."""
-    stored = read(file)
-    server = server_in(file.parent, stored.settings)
-    server.set_state(dict(stored.state))
-    return server.bound
-
-
-def _of_server(folder: Path) -> AdaptiveBound | None:
+def _bound_in(file: Path) -> AdaptiveBound | None:
     """Return update-clip-server, as what was spent by all of the checkpoints in a folder.
 
-    Their names hold local time, so that the latest need not be the newest.
+    Their names hold local time, so that the latest need not be the newest. A file `SERVED` is of a
+    server on another engine.
     """
+    if file.name == SERVED:
+        stored = read(file)
+        server = server_in(file.parent, stored.settings)
+        server.set_state(dict(stored.state))
+        return server.bound
+    folder = file.parent
     try:
-        config = json.loads((folder / "optimizer_config.json").read_text(encoding="utf-8"))
         # Without noise, the checkpoint may have modules that are not registered here.
-        if "'noise_multiplier'" not in str(config):
+        if "'noise_multiplier'" not in str(json.loads(file.read_text(encoding="utf-8"))):
             return None
         from declearn.main.utils import Checkpointer
 
@@ -226,8 +213,8 @@ def _of_server(folder: Path) -> AdaptiveBound | None:
         optimizer = saved.load_optimizer(load_state=False)
         bounds = (m for m in optimizer.modules if isinstance(m, AdaptiveBound) and m.budget)
         bound = next(bounds, None)
-        for file in sorted(folder.glob("optimizer_state_*.mpk")) if bound else ():
-            saved.load_optimizer(optimizer, file.stem.removeprefix("optimizer_state_"))
+        for state in sorted(folder.glob("optimizer_state_*.mpk")) if bound else ():
+            saved.load_optimizer(optimizer, state.stem.removeprefix("optimizer_state_"))
     except Exception as exc:  # whatever a damaged file makes declearn raise
         raise ValueError(f"cannot read the checkpoint in {folder}: {exc!s:.200}") from exc
     return bound

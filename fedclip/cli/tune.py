@@ -1,154 +1,305 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edit a configuration, and try settings of it over seeds against no clipping.
+"""Try settings of a configuration over seeds, and rank them by the metric of each site.
 
 The settings are named, or those that `suggest` proposes by the norms of the first runs, which are
 those without clipping. Settings that failed or diverged get no more seeds.
+
+Runs of one seed draw the same, so settings are compared seed by seed. An interval is Student's, of
+95 %: ``mean ± t(0.975, n - 1) · s / √n`` for n values with sample standard deviation s. One value
+has none. Outliers, whose norms are far above those of other clients, are shown but not counted.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
+import statistics
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tomlkit
+from rich.table import Table
+from rich.text import Text
 
-from fedclip.cli.ranking import AS_IS, NONE, Ranking
-from fedclip.cli.runner import Planned, planned_run, refuse
-from fedclip.cli.suggest import advised
+from fedclip.cli.output import fail
+from fedclip.cli.running import Planned, planned_run
+from fedclip.cli.suggest import advised, modules_of, rewritten
 from fedclip.core.parameters import Config
-from fedclip.core.toml import toml_item, value_of
+from fedclip.core.toml import value_of
 from fedclip.errors import ToolError, nearest
-from fedclip.report import read_report
+from fedclip.report import number, printable, read_report
 from fedclip.report.findings import Advice, Lines, Proposal
 from fedclip.report.norms import BY_NORM, UPDATES
-from fedclip.report.results import Result, result_of
+from fedclip.report.results import Result, judged_by, result_of
+from fedclip.report.rows import listed
+from fedclip.report.table import plain_table
 
-_SIDES = ("client_opt", "server_opt")
-_DECLEARNS = {"l2-clipping", "l2-global-clipping"}
-_MEASURES: Lines = {side: ("no-op", {}) for side in _SIDES}
-
-
-def modules_of(document: Config, sides: Sequence[str] = _SIDES) -> Iterator[tuple[str, Any, int]]:
-    """Yield the name of each module of the optimizers, and where it stands: in a list, and at."""
-    optim = document.get("optim", document)
-    for side in sides:
-        section = optim.get(side)
-        modules = section.get("modules", []) if isinstance(section, Mapping) else []
-        for place, module in enumerate(modules):
-            name = module if isinstance(module, str) else module[0] if module else ""
-            yield str(name), modules, place
+NONE = "no clipping"
+AS_IS = "as configured"
 
 
-def set_value(document: Config, key: str, value: object) -> None:
-    """Set a value by the way through the sections, or by the name of a module and a parameter."""
-    *way, last = key.split(".")
-    table: object = document
-    for name in way:
-        table = table.get(name) if isinstance(table, Mapping) else None
-    if isinstance(table, MutableMapping) and way:
-        table[last] = value
-        return
-    standing = [*modules_of(document)]
-    places = [(modules, i) for name, modules, i in standing if [name] == way]
-    if not places:
-        known = [*document, *(name for name, _, _ in standing)]
-        hint = nearest(way[0], known) if way else ""
-        if way and way[0] in document.get("optim", {}):
-            hint = f"; write optim.{key}"
-        raise ToolError(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
-    # A clipper and its counterpart must agree, and so both get the value.
-    for modules, i in places:
-        old = modules[i]
-        modules[i] = [way[0], {**({} if isinstance(old, str) else old[1]), last: value}]
+# -- the ranking of settings ----------------------------------------------------------------------
+def interval(values: Iterable[float]) -> tuple[float, float | None]:
+    """Return mean and half of the 95 % interval; None for a single value.
 
-
-def rewritten(text: str, proposal: Proposal) -> str:
-    """Return a configuration with a proposal in it; comments and layout stay.
-
-    A proposal takes the place of the first module of its kind: a clipper by norm, a counterpart on
-    the server, or a part of update clipping. Without one, it comes first, so that it sees what
-    comes in; but `update-clip-client` comes last.
-
-    Raises
-    ------
-    ValueError
-        If the text is no configuration, a section cannot be edited, or noise
-        would go with the bound that it is for.
+    Examples
+    --------
+    >>> mean, half = interval([1.0, 2.0, 3.0])
+    >>> mean, round(half, 3)
+    (2.0, 2.484)
+    >>> interval([1.0])
+    (1.0, None)
     """
-    document: Config = tomlkit.parse(text)
-    optim = document.get("optim", document)
-    if not hasattr(optim, "keys") or "client_opt" not in optim:
-        raise ValueError("it has no client_opt to add a clipper to")
-    noised = (str(entries[i]) for _, entries, i in modules_of(document, ["server_opt"]))
-    if "aggregator" in proposal.plugins and any("noise_multiplier" in text for text in noised):
-        raise ValueError(
-            f"its server adds noise, and {proposal.name} adds none. If the proposed bound may "
-            "depend on the data, write it into update-clip-server as start_norm"
-        )
-    for section, (name, config) in proposal.plugins.items():
-        if section == "aggregator":
-            optim["aggregator"] = toml_item({"name": name, **config} if config else name)
-        else:
-            _insert(optim, section, name, config)
-    if proposal.name.startswith("step.") and "server_opt" not in proposal.plugins:
-        # The clipper that made room may have been a shared one.
-        entries = (f for f in modules_of(document, ["server_opt"]) if _kind(f[0]) == "counterpart")
-        for _, modules, place in [*entries][:1]:
-            del modules[place]
-    return str(tomlkit.dumps(document))
+    # Beyond twelve digits there is nothing but errors of rounding, which are no spread.
+    values = [round(value, 12) for value in values] or [math.nan]
+    mean = statistics.fmean(values)
+    if len(set(values)) == 1:
+        # The mean may be off by its last digit.
+        return mean, 0.0 if len(values) > 1 else None
+    # SciPy comes with scikit-learn, which declearn needs.
+    from scipy.stats import sem, t
+
+    return mean, float(t.ppf(0.975, len(values) - 1) * sem(values))
 
 
-def _insert(optim: Config, section: str, name: str, config: Mapping[str, object]) -> None:
-    modules = _list_of(optim, section)
-    item = toml_item([name, config] if config else name)
-    for old, _, place in modules_of(optim, [section]):
-        if old == name or (_kind(old) and _kind(old) == _kind(name)):
-            modules[place] = item
-            return
-    if name == "update-clip-client":
-        modules.append(item)
-    elif len(modules) == 1 and "\n" not in modules.as_string():
-        # Inserted before a single item, tomlkit puts no space after the comma; appended, it does.
-        modules.append(modules[0])
-        modules[0] = item
-    else:
-        modules.insert(0, item)
+def shown(mean: float, half: float | None) -> str:
+    """Return a mean and half of its interval as text; no digit is finer than the interval.
+
+    Examples
+    --------
+    >>> shown(0.955, 0.5812), shown(512.3, 124.0), shown(0.625, 0.0), shown(0.625, 1e-5)
+    ('0.95 ± 0.58', '510 ± 120', '0.625 ± 0', '0.625 ± <0.0001')
+    """
+    if half is None or not math.isfinite(half):
+        return number(mean)
+    if half < 1e-4 and (half == 0 or abs(mean) > 1e-3):
+        return f"{number(mean)} ± {'<0.0001' if half else 0}"
+    half = float(f"{half:.2g}")
+    return f"{number(round(mean, 1 - math.floor(math.log10(half))) + 0.0)} ± {number(half)}"
 
 
-def _kind(name: str) -> str:
-    if name in BY_NORM:
-        return "clipper"
-    counterpart = name.removesuffix("-server") in BY_NORM and name.endswith("-server")
-    return "counterpart" if counterpart else ""
+@dataclass
+class Ranking:
+    """The results of each setting so far.
+
+    Attributes
+    ----------
+    results
+        By setting and seed.
+    reference
+        The setting that the others are compared with.
+    counted
+        The sites that the ranking counts; by default all but those that are outliers in at least
+        half of the runs.
+    """
+
+    results: dict[str, dict[str, Result]]
+    reference: str
+    counted: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        runs = [run for seeds in self.results.values() for run in seeds.values() if run.sites]
+        self.sites = sorted(set.intersection(*(set(run.sites) for run in runs)))
+        metrics = (set(run.sites[site]) for run in runs for site in self.sites)
+        self.metric, self.higher = judged_by(set.intersection(*metrics))
+        self._sign, self._worse = (1, "lowest") if self.higher else (-1, "highest")
+        odd = [site for run in runs for site in run.outliers]
+        healthy = [site for site in self.sites if 2 * odd.count(site) < len(runs)]
+        self.counted = self.counted or healthy or self.sites
+        self.outliers = [site for site in self.sites if site not in self.counted]
+
+    def means(self, name: str, *sites: str) -> dict[str, float]:
+        """Return the mean over some sites, by default those that count, of each seed.
+
+        It is NaN if the loss is: a diverged model may still have an accuracy.
+        """
+
+        def value(metrics: Mapping[str, float]) -> float:
+            return metrics.get(self.metric, math.nan) + 0.0 * metrics.get("loss", 0.0)
+
+        return {
+            seed: statistics.fmean(value(run.sites.get(s, {})) for s in sites or self.counted)
+            for seed, run in self.results[name].items()
+        }
+
+    def mean(self, name: str, *sites: str) -> tuple[float, float | None]:
+        """Return mean and half of the interval over seeds."""
+        return interval(self.means(name, *sites).values())
+
+    def gain(self, name: str, over: str, *sites: str) -> tuple[float, float | None]:
+        """Return the mean difference between two settings over the seeds of both, and half."""
+        means, other = self.means(name, *sites), self.means(over, *sites)
+        return interval(means[seed] - other[seed] for seed in means if seed in other)
+
+    def clearly(self, name: str, over: str, *sites: str, alike: bool = False) -> bool:
+        """Whether it is better by more than the interval, and not by the same with each seed.
+
+        Few records often give the same by chance; `alike` allows it.
+        """
+        mean, half = self.gain(name, over, *sites)
+        return half is not None and self._sign * mean > half and (half > 0 or alike)
+
+    def lost(self, name: str) -> list[str]:
+        """Return the seeds with which a site that counts has no number."""
+        return [seed for seed, mean in self.means(name).items() if math.isnan(mean)]
+
+    def worst(self, name: str) -> str:
+        """Return the site that counts with the worst mean; nothing is worse than NaN."""
+        means = {site: self.mean(name, site)[0] for site in self.counted}
+        return min(means, key=lambda site: (not math.isnan(means[site]), self._sign * means[site]))
+
+    def order(self) -> list[str]:
+        """Return the settings, best first; those that failed or diverged come last."""
+        keys = {n: (bool(self.lost(n)), -self._sign * self.mean(n)[0]) for n in self.results}
+        return sorted(keys, key=keys.__getitem__)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all seeds of the reference gave equal results, so nothing was drawn."""
+        first, *others = (run.sites for run in self.results[self.reference].values())
+        return bool(others) and all(sites == first for sites in others)
+
+    @property
+    def _others(self) -> list[str]:
+        """The settings without the reference that did not diverge, best first."""
+        return [n for n in self.order() if n != self.reference and not self.lost(n)]
+
+    @property
+    def winner(self) -> str:
+        """The best of those that beat the reference by more than the interval; or ""."""
+        over, diverged = self.reference, bool(self.lost(self.reference))
+        won = [name for name in self._others if diverged or self.clearly(name, over)]
+        return won[0] if won and not self.alike else ""
+
+    def answer(self) -> str:
+        """Return the decision, in sentences."""
+        first, over, others = self.winner, self.reference, self._others
+        seeds = len(self.results[over])
+        runs = f"{seeds} seeds" if seeds > 1 else "one seed"
+        of = f"(mean {self.metric} of {listed(self.counted)}, over {runs})"
+        if self.alike:
+            ahead = [n for n in others if self._sign * self.gain(n, over)[0] > 0][:1]
+            text = f"No winner: the first seeds of {over} gave equal results, so batches are not "
+            text += "random, and one run of each setting has no interval. "
+            text += "".join(f"{n} is ahead by {self.against(n)} {of}. " for n in ahead)
+            return text + "To draw batches at random, set shuffle = true in [run.training]."
+        if first and self.lost(over):
+            value = f"{shown(*self.mean(first))} {of}"
+            return f"With {over}, the model diverged; {first} is the best of the others: {value}."
+        if first:
+            text = f"{first} is better than {over} by more than its interval: "
+            text += f"{self.against(first)} {of}. The {self._worse} site with it is "
+            text += f"{self._worst(first)}; with {over} {self._worst(over)}."
+            text += "".join(f" Outlier {s}: {self.against(first, s)}." for s in self.outliers[:5])
+            hurt = [s for s in self.counted if self.clearly(over, first, s, alike=True)]
+            return text + f" But {listed(hurt)} does worse by more than the interval." * bool(hurt)
+        if even := [n for n in others if self.clearly(n, over, alike=True)]:
+            text = f"No winner: {even[0]} differs from {over} by the same amount with all seeds, "
+            text += f"{self.against(even[0])} {of}: use more seeds, or more validation records."
+            return text
+        text = f"Nothing is better than {over} by more than its interval {of}."
+        text += "".join(f" The nearest is {n}: {self.against(n)}." for n in others[:1])
+        return text + " One run has no interval: repeat with `fedclip tune`." * (seeds < 2)
+
+    def against(self, name: str, *sites: str) -> str:
+        """Return the difference to the reference as text."""
+        mean, half = self.gain(name, self.reference, *sites)
+        if name == self.reference or math.isnan(mean):
+            return "-"
+        text = shown(mean, half)
+        return text if text.startswith("-") else f"+{text}"
+
+    def _worst(self, name: str) -> str:
+        return f"{(site := self.worst(name))}, {shown(*self.mean(name, site))}"
+
+    def _row(self, name: str) -> list[str]:
+        lost, clipped = len(self.lost(name)), self._clipped(name)
+        mean = f"NaN in {lost}" if lost and self.results[name] else shown(*self.mean(name))
+        share = "-" if math.isnan(clipped) else f"{clipped:.0%}"
+        return [name, mean, self.against(name), share, self._worst(name)]
+
+    def _clipped(self, name: str) -> float:
+        return statistics.fmean(run.clipped for run in self.results[name].values())
+
+    def classes(self, name: str) -> tuple[float | None, float | None]:
+        """Return majority share and balanced accuracy of a setting over seeds, if known."""
+        pairs = [run.classes(self.counted) for run in self.results[name].values()]
+        known = [pair for pair in pairs if pair]
+        if not known or len(known) < len(pairs):
+            return None, None
+        shares, recalls = zip(*known, strict=True)
+        return statistics.fmean(shares), statistics.fmean(recalls)
+
+    def tables(self) -> list[dict[str, Any]]:
+        """Return the ranking, and the sites with the best of the others, as text."""
+        order = self.order()
+        note = f"Mean {self.metric} over seeds on the validation data of {listed(self.counted)} "
+        note += f"± 95 % interval (Student's); differences to {self.reference}, paired by seed."
+        note += f" Not counted, as outliers: {listed(self.outliers)}." * bool(self.outliers)
+        majority, _ = self.classes(self.reference)
+        if self.metric == "accuracy" and majority is not None:
+            recalls = {name: self.classes(name)[1] for name in order}
+            note += f" The majority class alone gives {number(majority)}; balanced accuracy: "
+            note += ", ".join(f"{n} {number(x)}" for n, x in recalls.items() if x is not None) + "."
+        best = [n for n in (self.winner, *order) if n not in ("", self.reference)][:1]
+        pair = [self.reference, *best]
+        sites = [
+            [site + " (not counted)" * (site in self.outliers)]
+            + [number(self.mean(name, site)[0]) for name in pair]
+            + [self.against(pair[-1], site)]
+            for site in self.sites
+        ]
+        heads = ["Setting", f"Mean {self.metric}", "Difference", "Clipped", f"{self._worse} site"]
+        return [
+            {
+                "name": "Ranking",
+                "caption": note,
+                "heads": heads,
+                "rows": [self._row(name) for name in order],
+            },
+            {"name": "Sites", "caption": f"The {self.metric} of each."}
+            | {"heads": ["Site", *pair, "Difference"], "rows": sites},
+        ]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain values, with None instead of NaN and infinity."""
+
+        def plain(name: str, *sites: str) -> dict[str, float | None]:
+            numbers = (*self.mean(name, *sites), *self.gain(name, self.reference, *sites))
+            names = ("mean", "half_width", "difference", "difference_half_width")
+            return {key: _finite(x) for key, x in zip(names, numbers, strict=True)}
+
+        settings = [
+            {"name": name, "seeds": [*self.results[name]]}
+            | {"diverged": self.lost(name), "clipped": _finite(self._clipped(name)), **plain(name)}
+            | dict(zip(("majority_share", "balanced_accuracy"), self.classes(name), strict=True))
+            | {"sites": {site: plain(name, site) for site in self.sites}}
+            for name in self.order()
+        ]
+        names = ("metric", "higher", "reference", "sites", "counted", "winner")
+        facts = {key: getattr(self, key) for key in names}
+        return facts | {"answer": self.answer(), "settings": settings}
 
 
-def _list_of(optim: Config, section: str) -> Any:
-    """Return the list of modules of one side; create it if it is missing."""
-    table = optim.get(section, 1.0)
-    if isinstance(table, str):
-        raise ValueError(f"{section} is in another file, {table!r}: edit that file")
-    if not isinstance(table, Mapping):
-        rate, table = table, tomlkit.table()
-        table["lrate"] = rate
-        if section in optim:
-            del optim[section]
-        optim[section] = table
-    modules = table.get("modules")
-    if modules is None:
-        modules = tomlkit.array()
-        table["modules"] = modules
-        modules = table["modules"]
-    if not isinstance(modules, list):
-        raise ValueError(f"modules of {section} must be a list, got {modules!r:.100}")
-    return modules
+def drawn(table: Mapping[str, Any]) -> Table:
+    """Return a table for a terminal."""
+    result = plain_table(table["name"], table["heads"][:1], table["heads"][1:])
+    result.columns[-1].no_wrap, result.columns[-1].overflow = False, "fold"
+    for row in table["rows"]:
+        result.add_row(*map(Text, map(printable, row)))
+    return result
 
 
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+# -- settings of a configuration ------------------------------------------------------------------
 def unclipped(text: str) -> tuple[str, bool]:
     """Return a configuration whose clippers by norm only measure, and whether it had any.
 
@@ -164,7 +315,8 @@ def unclipped(text: str) -> tuple[str, bool]:
             "DP-SGD records no norms, and each run would spend budget: plan its limit with "
             "`fedclip privacy calibrate`"
         )
-    document: Config = tomlkit.parse(rewritten(text, Proposal("step.none", _MEASURES)))
+    measures: Lines = {side: ("no-op", {}) for side in ("client_opt", "server_opt")}
+    document: Config = tomlkit.parse(rewritten(text, Proposal("step.none", measures)))
     clipped = any(_clips(name) for name in modules)
     for name, holder, place in list(modules_of(document))[::-1]:
         if _clips(name):
@@ -181,9 +333,32 @@ def unclipped(text: str) -> tuple[str, bool]:
 
 def _clips(name: str) -> bool:
     """Whether a module clips by norm, or is the counterpart of one that does."""
-    base = name.removesuffix("-server")
-    clippers = BY_NORM | {"update-clip", *UPDATES}
-    return name in _DECLEARNS or (base in clippers and name != "no-op")
+    clippers = BY_NORM - {"no-op"} | {"update-clip", *UPDATES}
+    declearns = ("l2-clipping", "l2-global-clipping")
+    return name in declearns or name.removesuffix("-server") in clippers
+
+
+def set_value(document: Config, key: str, value: object) -> None:
+    """Set a value by the way through the sections, or by the name of a module and a parameter."""
+    *way, last = key.split(".")
+    table: object = document
+    for name in way:
+        table = table.get(name) if isinstance(table, Mapping) else None
+    if isinstance(table, MutableMapping) and way:
+        table[last] = value
+        return
+    standing = [*modules_of(document)]
+    places = [(modules, i) for name, modules, i in standing if [name] == way]
+    # A clipper and its counterpart must agree, and so both get the value.
+    for modules, i in places:
+        old = modules[i]
+        modules[i] = [way[0], {**({} if isinstance(old, str) else old[1]), last: value}]
+    if not places:
+        known = [*document, *(name for name, _, _ in standing)]
+        hint = nearest(way[0], known) if way else ""
+        if way and way[0] in document.get("optim", {}):
+            hint = f"; write optim.{key}"
+        fail(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
 
 
 def parse(setting: str) -> tuple[str, list[object]]:
@@ -200,7 +375,7 @@ def parse(setting: str) -> tuple[str, list[object]]:
     """
     key, equals, values = setting.partition("=")
     if not equals or not key.strip() or not values.strip():
-        raise ToolError(f"{setting!r} must be KEY=VALUE,VALUE")
+        fail(f"{setting!r} must be KEY=VALUE,VALUE")
     try:
         parsed = tomllib.loads(f"x = [{values}]")["x"]
     except (ValueError, RecursionError):
@@ -216,11 +391,12 @@ def combined(text: str, settings: Sequence[str]) -> dict[str, str]:
     ToolError
         If a key is not in the configuration, or two values are the same.
     """
-    parsed, texts = [parse(setting) for setting in settings], dict[str, str]()
-    for values in itertools.product(*(values for _, values in parsed)):
+    keys, values = zip(*map(parse, settings), strict=True)
+    texts: dict[str, str] = {}
+    for chosen in itertools.product(*values):
         document: Config = tomlkit.parse(text)
         words = []
-        for (key, _), value in zip(parsed, values, strict=True):
+        for key, value in zip(keys, chosen, strict=True):
             set_value(document, key, value)
             plain = value if isinstance(value, str) else json.dumps(value)
             words.append(f"{key.rpartition('.')[2]}={plain}")
@@ -228,7 +404,7 @@ def combined(text: str, settings: Sequence[str]) -> dict[str, str]:
         plain = re.sub(r'[][{}"]', "", ",".join(words))
         name = re.sub(r"[^\w.=,+-]+", "_", plain).strip("_.")[:120]
         if name in (*texts, ""):
-            raise ToolError(f"two settings have the same name, {name!r}: give each value once")
+            fail(f"two settings have the same name, {name!r}: give each value once")
         texts[name] = tomlkit.dumps(document)
     return texts
 
@@ -273,14 +449,19 @@ class Tuning:
             self._add(AS_IS, self.text)
 
     def _add(self, name: str, text: str) -> None:
+        from fedclip.cli.check.configuration import check_config
+
         folder = self.out / name.replace(" ", "-")
         runs = [
             planned_run(tomlkit.parse(text), self.file, folder / f"seed-{seed}", self.rounds)
             for seed in range(1, self.seeds + 1)
         ]
-        runs = [run._replace(label=name) for run in runs]
-        refuse(self.file, runs[0], self.command)
-        self.runs[name], self.texts[name] = runs, text
+        if not runs[0].done:
+            checked = check_config(self.file, text=runs[0].text, **{self.command: True})
+            for problem in checked.problems[:1]:
+                fail(f"{name} would not run: {problem.where} {problem.message}")
+        self.runs[name] = [run._replace(label=name) for run in runs]
+        self.texts[name] = text
 
     def advised(self) -> tuple[Advice, dict[str, str]]:
         """Take up what is advised by the first run; return the advice, and what cannot be tried."""

@@ -89,7 +89,7 @@ def test_bounds_model_and_epsilon_are_the_same(
     write_sites(tmp_path)
 
     def written(out: str) -> Path:
-        from fedclip.cli.runner import free_port
+        from fedclip.cli.running import free_port
 
         server = ", ".join(f"{k} = {json.dumps(v)}" for k, v in settings.items())
         changes = {

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that fedclip writes: a project for CSV files from templates, and the demo.
+
+In the demo, three hospitals train one model, and one of them has trouble with its units.
+The data are scikit-learn's breast-cancer records: 569 records of 30 measurements of cell nuclei.
+Each hospital gets 152 records to train on and 37 or 38 to validate with. All scale their features
+with the same means and standard deviations, those of site-a. Site-c trains on lengths in
+millimetres, and areas in square millimetres, where the others use centimetres. The validation
+records have the right units everywhere.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import tomlkit
+from numpy.typing import NDArray
+
+from fedclip.cli.output import console, fail, progress, say, typed
+from fedclip.cli.running import Planned, planned_run, run_all
+from fedclip.cli.tune import Ranking, drawn
+from fedclip.core.parameters import Config
+from fedclip.core.toml import toml_item
+from fedclip.report import Report, read_report
+from fedclip.report.results import result_of
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+PACKAGES = {
+    "sklearn": ("sklearn", "scikit-learn"),
+    "torch": ("torch", "torch"),
+    "tensorflow": ("tensorflow", "tensorflow"),
+    "jax": ("haiku", "jax dm-haiku"),
+}
+"""For each model, the module that it imports, and what to install for it."""
+
+
+# -- a project for CSV files ----------------------------------------------------------------------
+def write_project(folder: Path, model: str, privacy: str | None) -> list[str]:
+    """Write a project; return which packages its files need that are not installed.
+
+    The user owns and edits what is written.
+
+    Parameters
+    ----------
+    folder
+        Where to write; new or empty.
+    model
+        One of `PACKAGES`.
+    privacy
+        "records", "persons", or None for training without privacy.
+
+    Raises
+    ------
+    ToolError
+        If the folder is not empty, or cannot be written to.
+    """
+    kind = "private" if privacy else "plain"
+    sources = {name: [name] for name in ("columns.toml", "prepare.py", "server.py", "predict.py")}
+    sources |= {
+        "config.toml": [f"config_{kind}.toml"],
+        "model.py": [f"model_{model}.py"],
+        "client.py": [f"client_{kind}.py"],
+        "README.md": ["README.md", *(["privacy.md"] if privacy else [])],
+    }
+    texts = {name: "".join(map(template, parts)) for name, parts in sources.items()}
+    if privacy == "persons":
+        texts["columns.toml"] = texts["columns.toml"].replace('unit = "record"', 'unit = "person"')
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        fail(f"{folder} is not empty: give a new or empty folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        fail(f"cannot write to {folder}: {exc.strerror}")
+    needed = [PACKAGES[model], *([("opacus", "opacus dp-accounting")] if privacy else [])]
+    return [package for module, package in needed if find_spec(module) is None]
+
+
+def template(name: str) -> str:
+    """Return the text of a template."""
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+# -- the demo -------------------------------------------------------------------------------------
+SITES = ("site-a", "site-b", "site-c")
+
+FACTOR = 10.0
+"""Site-c's lengths are this many times too large."""
+
+MARKER = ".fedclip-demo"
+
+WAYS = ("no-clipping", "fixed-bound", "adaptive-bound")
+"""The three ways to train, each in a folder of its name."""
+
+
+def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0) -> Ranking:
+    """Train in all three ways, print the table, write the plot.
+
+    The folder is new, empty, or that of an earlier demo, which goes on if it was interrupted. Every
+    seed splits the records over the hospitals in another way. If the folder cannot be used, or a
+    node fails, raise a `ToolError`.
+    """
+    folder = folder.resolve()
+    splits = [f"seed-{seed}" for seed in range(seeds)]
+    try:
+        prepare(folder)
+        for seed, split in enumerate(splits):
+            write_data(folder / "data" / split, seed)
+    except OSError as exc:
+        fail(f"cannot write to {folder}: {exc.strerror}")
+    runs = [planned(folder, way, seed, rounds, bound) for way in WAYS for seed in range(seeds)]
+    # A tenth of a second for a round, on a core that has nothing else to do.
+    say(
+        f"{len(SITES)} hospitals train one model, {SITES[-1]} on lengths in a unit {FACTOR:.0f} "
+        f"times smaller than the other two. {len(runs)} federations train for {rounds} rounds "
+        f"each, in about {10 + 0.1 * rounds * len(runs):.0f} seconds on an idle machine."
+    )
+    show, total = progress("demo"), sum(run.rounds for run in runs if not run.done)
+    for why in run_all(runs, "quickrun", 1, lambda done, text: show(done, total, text)).values():
+        fail(why)
+    # An earlier demo may have left more seeds.
+    reports = {way: read_report(folder / way).only(splits) for way in WAYS}
+    results = {
+        way: {run: result_of(report, run) for run in report.experiments}
+        for way, report in reports.items()
+    }
+    # All sites count: what they validate with has the right unit.
+    ranking = Ranking(results, "fixed-bound", SITES)
+    table = ranking.tables()[0]
+    say("")
+    console().print(drawn(table | {"name": f"After {rounds} rounds"}))
+    for sentence in (table["caption"], *sentences(reports, ranking), plot(folder, reports)):
+        say(sentence)
+    # `make demo` does not put the environment's scripts on the path.
+    command = "fedclip" if shutil.which("fedclip") else f"{typed(sys.executable)} -m fedclip"
+    say(f"Round by round: {command} report {typed(folder / 'adaptive-bound' / 'seed-0')}")
+    return ranking
+
+
+def prepare(folder: Path) -> None:
+    """Create the folder, and the files that all trainings share."""
+    if folder.exists() and not folder.is_dir():
+        fail(f"{folder} is a file; give a folder to write the demo to")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).exists():
+        fail(f"{folder} holds something else; give an empty or new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).touch()
+    (folder / "model.py").write_text(template("demo_model.py"), encoding="utf-8")
+
+
+def write_data(folder: Path, seed: int = 0) -> None:
+    """Write each site's records into a separate folder, as declearn's quickrun expects them.
+
+    The seed decides which records each site has, and which it validates with.
+    """
+    from sklearn.datasets import load_breast_cancer
+
+    source = load_breast_cancer()
+    records = np.asarray(source.data, dtype=np.float64)
+    target = np.asarray(source.target, dtype=np.int64)
+    order = np.random.default_rng(seed).permutation(len(target))
+    held_out = len(target) // 5
+    valid = np.array_split(order[:held_out], len(SITES))
+    train = np.array_split(order[held_out:], len(SITES))
+    mean, std = records[train[0]].mean(axis=0), records[train[0]].std(axis=0)
+    for word, power in (("radius", 1), ("perimeter", 1), ("area", 2)):
+        columns = np.flatnonzero([word in name for name in source.feature_names])
+        records[np.ix_(train[-1], columns)] *= FACTOR**power
+    for part, split in (("train", train), ("valid", valid)):
+        for site, rows in zip(SITES, split, strict=True):
+            (folder / site).mkdir(parents=True, exist_ok=True)
+            np.save(folder / site / f"{part}_data.npy", (records[rows] - mean) / std)
+            np.save(folder / site / f"{part}_target.npy", target[rows])
+
+
+def planned(folder: Path, way: str, seed: int, rounds: int, bound: float) -> Planned:
+    """Return one training."""
+    document: Config = tomlkit.parse(template("demo_config.toml"))
+    optim = document["optim"]
+    if way == "fixed-bound":
+        fixed = {"start_norm": bound, "learning_rate": 0.0}
+        optim["server_opt"]["modules"] = toml_item([["update-clip-server", fixed]])
+    elif way == "no-clipping":
+        # The module no-op only measures.
+        optim["aggregator"], optim["client_opt"]["modules"] = "averaging", ["no-op"]
+        optim["server_opt"]["modules"] = []
+    document["data"]["data_folder"] = str(folder / "data" / f"seed-{seed}")
+    place = folder / way / f"seed-{seed}"
+    # The splits differ, and the order of the records in them does not.
+    return planned_run(document, folder / "config.toml", place, rounds)._replace(seed=0)
+
+
+def pulls(report: Report) -> NDArray[np.float64]:
+    """Return, by split and round, the influence of the odd site relative to the median site.
+
+    A site pulls as hard as its update is long after it was clipped.
+    """
+    runs = report.experiments
+    norms = np.array([[_updates(report, run, site).min(axis=0) for site in SITES] for run in runs])
+    return np.asarray(norms[:, -1] / np.median(norms, axis=1))
+
+
+def _updates(report: Report, run: str, site: str) -> NDArray[np.float64]:
+    """Return the norms of a site's updates, and their bounds, by round."""
+    records = [row.record for row in report.select(f"{run}/{site}", "update-clip-client")]
+    return np.array([[r.norm_median for r in records], [r.limit for r in records]], np.float64)
+
+
+def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
+    """Yield sentences about the table and the picture."""
+    ratios = (pulls(reports[way]) for way in ("fixed-bound", "adaptive-bound"))
+    late = [np.median(ratio[:, ratio.shape[1] * 2 // 3 :]) for ratio in ratios]
+    yield (
+        f"Without clipping, {SITES[-1]}'s updates outweigh those of the others. With the fixed "
+        f"bound, it pulls the model {late[0]:.1f} times as hard as the median site in the last "
+        f"third of the rounds, and {late[1]:.1f} times with the adaptive one."
+    )
+    low = ranking.worst("adaptive-bound")
+    none, fixed, adaptive = (ranking.mean(way, low)[0] for way in WAYS)
+    yield (
+        f"With the adaptive bound, the lowest site is {low}: accuracy {adaptive:.1%}, with the "
+        f"fixed bound {fixed:.1%}, without clipping {none:.1%}."
+    )
+
+
+def plot(folder: Path, reports: Mapping[str, Report]) -> str:
+    """Draw the accuracies of all trainings, and the updates and bounds of the first split."""
+    if not find_spec("matplotlib"):
+        return "No plot without matplotlib: pip install matplotlib"
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    axes = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
+    axes[2].sharey(axes[1])
+    styles = dict(zip(reports, ("C3", "C1", "C0"), strict=True))
+    for way, report in reports.items():
+        for curve in report.curves:
+            if curve.metric == "accuracy" and curve.node in report.servers:
+                label = way if curve.node.startswith("seed-0/") else None
+                axes[0].plot(*zip(*curve.points, strict=True), styles[way], alpha=0.7, label=label)
+    axes[0].set(title="the model: accuracy, one line for each split", ylabel="accuracy")
+    axes[0].legend(frameon=False, loc="lower right")
+    for ax, way in zip(axes[1:], ("fixed-bound", "adaptive-bound"), strict=True):
+        for site, line in zip(SITES, ("-", "--", "-"), strict=True):
+            norms, bounds = _updates(reports[way], "seed-0", site)
+            numbers = range(1, len(norms) + 1)
+            colour = "C3" if site == SITES[-1] else "0.45"
+            ax.plot(numbers, norms, line, color=colour, label=f"update of {site}")
+        ax.plot(numbers, bounds, color=styles[way], linewidth=3, label="bound")
+        ax.set(title=f"{way}: norms of the updates", ylabel="norm", yscale="log")
+    axes[2].legend(frameon=False, loc="best")
+    for ax in axes:
+        ax.set_xlabel("round")
+        ax.grid(alpha=0.3)
+    figure.savefig(folder / "demo.png", dpi=120)
+    return f"Accuracy, updates and bounds: {typed(folder / 'demo.png')}"
