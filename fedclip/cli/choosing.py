@@ -118,14 +118,12 @@ def compare(
 
 def show_ranking(ranking: Ranking, schema: str, as_json: bool) -> None:
     """Print a ranking."""
-    from fedclip.cli.tune import drawn
-
     if as_json:
         print(json.dumps({"schema": schema, **ranking.as_dict()}))
         return
-    for table in ranking.tables():
-        output.console().print(drawn(table))
-        say(table["caption"])
+    for table, caption in ranking.tables():
+        output.console().print(table)
+        say(caption)
         typer.echo()
     say(ranking.answer())
 

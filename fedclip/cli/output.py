@@ -36,7 +36,6 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of te
 CsvFile = Annotated[
     str | None, typer.Option("--csv", metavar="FILE", help="Write rows as CSV; - is stdout.")
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="Draw batches from this seed.")]
 Results = Annotated[
     Path | None,
     typer.Argument(
@@ -125,20 +124,16 @@ def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
     def show(done: int, total: int, text: str) -> None:
         nonlocal begun, last
         begun = begun if done else time.monotonic()
-        early = done < total and not over and done < last + total / 20
-        if quiet or early or done <= last:
+        if quiet or done <= last or not (over or done >= min(total, last + total / 20)):
             return
         last = done
-        line = f"{task}: {done} of {total} rounds done"
+        left = timedelta(seconds=round((time.monotonic() - begun) / done * (total - done)))
+        about = f", about {left} left" if done < total else ""
         # A narrow terminal cuts off the end of a line.
-        if done < total:
-            left = (time.monotonic() - begun) / done * (total - done)
-            line += f", about {timedelta(seconds=round(left))} left"
-        line = printable(f"{line}, {text}" if text else line)
+        line = printable(f"{task}: {done} of {total} rounds done{about}" + f", {text}" * bool(text))
         if over:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
-        end = "" if over and done < total else "\n"
-        print(line, end=end, file=sys.stderr, flush=True)
+        print(line, end="" if over and done < total else "\n", file=sys.stderr, flush=True)
 
     return show
 
@@ -160,7 +155,8 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
     part = file.with_name(f".{file.name}.part") if os.path.isfile(file) else file
     try:
         part.write_bytes(text.encode(errors="backslashreplace"))
-        part.replace(file)
+        if part != file:
+            part.replace(file)
     except (OSError, ValueError) as exc:
         fail(f"cannot write {file}: {exc}")
     if not quiet:
@@ -184,9 +180,7 @@ def read(folder: Path, excluded: Collection[Path] = ()) -> Report:
         above = folder.parent
         names = [p.name for p in above.iterdir() if p.is_dir()] if os.path.isdir(above) else []
         fail(f"{exc}{nearest(folder.name, names)}", code=2)
-    runs = [
-        run for run in report.experiments if not run or (folder / run).resolve() not in excluded
-    ]
+    runs = [r for r in report.experiments if not r or (folder / r).resolve() not in excluded]
     report = report.only(runs or report.experiments)
     if len(runs) > 1 and "" in runs:
 
@@ -216,12 +210,10 @@ def show(report: Report, rounds: bool | None) -> None:
     if advice := advice_on(report):
         say(advice.answer)
     for run, result in results.items():
-        curves = [curve for curve in report.curves if curve.experiment == run]
-        if curves and (text := result.in_words()):
+        ends = [curve.last[0] for curve in report.curves if curve.experiment == run]
+        if ends and (text := result.in_words()):
             # Without records, nothing says in which round an evaluation was.
-            last = (
-                f"round {max(c.last[0] for c in curves)}" if report.rows else "the last evaluation"
-            )
+            last = f"round {max(ends)}" if report.rows else "the last evaluation"
             say(f"{run}: " * (len(results) > 1) + f"After {last}: {text}.")
     for sentence in report.in_words():
         say(sentence)
@@ -247,8 +239,8 @@ def advice_on(report: Report) -> Advice | None:
         from fedclip.cli.suggest import advised
 
         return advised(report, *report.experiments)
-    except (ModuleNotFoundError, TypeError, ValueError) as exc:
-        # Clippers are built to be tried, which needs declearn; a damaged file may say anything.
+    except (TypeError, ValueError) as exc:
+        # A damaged file may hold anything.
         say(f"fedclip: no advice: {exc}", err=True)
         return None
 

@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 
 from fedclip.cli.output import console, fail, progress, say, typed
 from fedclip.cli.running import Planned, planned_run, run_all
-from fedclip.cli.tune import Ranking, drawn
+from fedclip.cli.tune import Ranking
 from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_item
 from fedclip.report import Report, read_report
 from fedclip.report.results import result_of
 
 TEMPLATES = Path(__file__).with_name("templates")
+MARKER = ".fedclip-demo"
 
 PACKAGES = {
     "sklearn": ("sklearn", "scikit-learn"),
@@ -71,7 +72,15 @@ def write_project(folder: Path, model: str, privacy: str | None) -> list[str]:
     texts = {name: "".join(map(template, parts)) for name, parts in sources.items()}
     if privacy == "persons":
         texts["columns.toml"] = texts["columns.toml"].replace('unit = "record"', 'unit = "person"')
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    create(folder, texts)
+    needed = [PACKAGES[model], *([("opacus", "opacus dp-accounting")] if privacy else [])]
+    return [package for module, package in needed if find_spec(module) is None]
+
+
+def create(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write files into a new or empty folder, or a demo into that of an earlier demo."""
+    again = MARKER in texts and (folder / MARKER).exists()
+    if folder.exists() and not again and (not folder.is_dir() or any(folder.iterdir())):
         fail(f"{folder} is not empty: give a new or empty folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,8 +88,6 @@ def write_project(folder: Path, model: str, privacy: str | None) -> list[str]:
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as exc:
         fail(f"cannot write to {folder}: {exc.strerror}")
-    needed = [PACKAGES[model], *([("opacus", "opacus dp-accounting")] if privacy else [])]
-    return [package for module, package in needed if find_spec(module) is None]
 
 
 def template(name: str) -> str:
@@ -93,8 +100,6 @@ SITES = ("site-a", "site-b", "site-c")
 
 FACTOR = 10.0
 """Site-c's lengths are this many times too large."""
-
-MARKER = ".fedclip-demo"
 
 WAYS = ("no-clipping", "fixed-bound", "adaptive-bound")
 """The three ways to train, each in a folder of its name."""
@@ -109,12 +114,9 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
     """
     folder = folder.resolve()
     splits = [f"seed-{seed}" for seed in range(seeds)]
-    try:
-        prepare(folder)
-        for seed, split in enumerate(splits):
-            write_data(folder / "data" / split, seed)
-    except OSError as exc:
-        fail(f"cannot write to {folder}: {exc.strerror}")
+    prepare(folder)
+    for seed, split in enumerate(splits):
+        write_data(folder / "data" / split, seed)
     runs = [planned(folder, way, seed, rounds, bound) for way in WAYS for seed in range(seeds)]
     # A tenth of a second for a round, on a core that has nothing else to do.
     say(
@@ -133,10 +135,11 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
     }
     # All sites count: what they validate with has the right unit.
     ranking = Ranking(results, "fixed-bound", SITES)
-    table = ranking.tables()[0]
+    (table, caption), _ = ranking.tables()
+    table.title = f"After {rounds} rounds"
     say("")
-    console().print(drawn(table | {"name": f"After {rounds} rounds"}))
-    for sentence in (table["caption"], *sentences(reports, ranking), plot(folder, reports)):
+    console().print(table)
+    for sentence in (caption, *sentences(reports, ranking), plot(folder, reports)):
         say(sentence)
     # `make demo` does not put the environment's scripts on the path.
     command = "fedclip" if shutil.which("fedclip") else f"{typed(sys.executable)} -m fedclip"
@@ -146,13 +149,7 @@ def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0)
 
 def prepare(folder: Path) -> None:
     """Create the folder, and the files that all trainings share."""
-    if folder.exists() and not folder.is_dir():
-        fail(f"{folder} is a file; give a folder to write the demo to")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).exists():
-        fail(f"{folder} holds something else; give an empty or new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).touch()
-    (folder / "model.py").write_text(template("demo_model.py"), encoding="utf-8")
+    create(folder, {MARKER: "", "model.py": template("demo_model.py")})
 
 
 def write_data(folder: Path, seed: int = 0) -> None:
@@ -215,7 +212,7 @@ def _updates(report: Report, run: str, site: str) -> NDArray[np.float64]:
 
 def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
     """Yield sentences about the table and the picture."""
-    ratios = (pulls(reports[way]) for way in ("fixed-bound", "adaptive-bound"))
+    ratios = (pulls(reports[way]) for way in WAYS[1:])
     late = [np.median(ratio[:, ratio.shape[1] * 2 // 3 :]) for ratio in ratios]
     yield (
         f"Without clipping, {SITES[-1]}'s updates outweigh those of the others. With the fixed "
@@ -223,10 +220,10 @@ def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
         f"third of the rounds, and {late[1]:.1f} times with the adaptive one."
     )
     low = ranking.worst("adaptive-bound")
-    none, fixed, adaptive = (ranking.mean(way, low)[0] for way in WAYS)
+    none, fixed, adaptive = (f"{ranking.mean(way, low)[0]:.1%}" for way in WAYS)
     yield (
-        f"With the adaptive bound, the lowest site is {low}: accuracy {adaptive:.1%}, with the "
-        f"fixed bound {fixed:.1%}, without clipping {none:.1%}."
+        f"With the adaptive bound, the lowest site is {low}: accuracy {adaptive}, with the fixed "
+        f"bound {fixed}, without clipping {none}."
     )
 
 
@@ -247,7 +244,7 @@ def plot(folder: Path, reports: Mapping[str, Report]) -> str:
                 axes[0].plot(*zip(*curve.points, strict=True), styles[way], alpha=0.7, label=label)
     axes[0].set(title="the model: accuracy, one line for each split", ylabel="accuracy")
     axes[0].legend(frameon=False, loc="lower right")
-    for ax, way in zip(axes[1:], ("fixed-bound", "adaptive-bound"), strict=True):
+    for ax, way in zip(axes[1:], WAYS[1:], strict=True):
         for site, line in zip(SITES, ("-", "--", "-"), strict=True):
             norms, bounds = _updates(reports[way], "seed-0", site)
             numbers = range(1, len(norms) + 1)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedclip.core.parameters import Config
 
 MARK = "run-done.toml"
-_BEST = "Best weights ({}lowest mean loss of the healthy sites): {}"
+_IMPORTED = ["fedclip.engines.local.simulate", "fedclip.cli.check.configuration"]
 
 
 def quickrun(
@@ -50,7 +50,8 @@ def quickrun(
     )
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
-    say(_BEST.format("", typed(Path(results, "server", "model_state_best.mpk"))))
+    weights = typed(Path(results, "server", "model_state_best.mpk"))
+    say(f"Best weights (lowest mean loss of the healthy sites): {weights}")
     spent = any(Path(results).rglob("privacy_spent.json"))
     also = f", and what was spent:  fedclip privacy spent {typed(results)}" if spent else ""
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
@@ -74,16 +75,16 @@ def simulate(
 
     done = run(result.path, seed, engine=engine, progress=progress("simulate"))
     see = f"fedclip report {typed(done.results)}"
-    if done.ended == EARLY:
-        say(f"fedclip: after {done.rounds} rounds: {done.ended}; what was done until then: {see}")
-    elif done.ended:
-        text = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
-        fail(text, code=130 if done.ended == "interrupted" else 1)
-    else:
-        say(f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s")
-        weights = Path(done.results, "server", "model_state_best.mpk")
-        say(_BEST.format(f"round {done.best}, ", typed(weights)))
-        say(f"See  {see}")
+    after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
+    if done.ended and done.ended != EARLY:
+        fail(after, code=130 if done.ended == "interrupted" else 1)
+    if done.ended:
+        say(f"fedclip: {after}")
+        return
+    say(f"fedclip: {done.clients} clients, {done.rounds} rounds of {done.seconds:.2g} s")
+    weights = typed(Path(done.results, "server", "model_state_best.mpk"))
+    say(f"Best weights (round {done.best}, lowest mean loss of the healthy sites): {weights}")
+    say(f"See  {see}")
 
 
 def run(
@@ -169,12 +170,9 @@ def run_one(planned: Planned, tell: Callable[[int], None], command: str) -> None
     forked = "forkserver" in multiprocessing.get_all_start_methods()
     processes: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
     if forked:
-        processes.set_forkserver_preload(
-            ["fedclip.engines.local.simulate", "fedclip.cli.check.configuration"]
-        )
-    process = processes.Process(
-        target=_run, args=(command, config, planned.seed, output), daemon=True
-    )
+        processes.set_forkserver_preload(_IMPORTED)
+    words = command, config, planned.seed, output
+    process = processes.Process(target=_run, args=words, daemon=True)
     process.start()
     try:
         while process.is_alive():
@@ -232,10 +230,7 @@ def _run(command: str, config: Path, seed: int, output: Path) -> None:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     try:
-        if command == "quickrun":
-            quickrun(config, seed=seed)
-        else:
-            simulate(config, seed=seed)
+        {"quickrun": quickrun, "simulate": simulate}[command](config, seed=seed)
     except ToolError as exc:
         say(f"fedclip: {exc}", err=True)
         sys.exit(exc.code)

@@ -82,10 +82,7 @@ def _explained(policy: Policy) -> Iterator[str]:
     if z:
         yield f"Gaussian noise of standard deviation {z * policy.max_norm:g} is added to each value"
     else:
-        yield (
-            "without noise: an update can reveal data, and a malicious job can encode data in it; "
-            "it also shows whether the update was below the bound, clipped or set to zeros"
-        )
+        yield "without noise: an update can reveal data, and a malicious job can encode data in it"
     if budget is not None:
         done = spent(policy)
         updates = done.affordable(z, budget, _MOST)

@@ -34,15 +34,13 @@ _ALIKE = 1.2
 _NAMED = 8
 # The number of proposals that are shown in full.
 _FULL = 3
-_CHOSEN = (
-    "The limit depends on the norms of this run, and no privacy budget covers that. Afterwards it "
-    "is fixed, and bounds the sensitivity."
-)
+_CHOSEN = "The limit depends on the norms of this run, which no privacy budget covers."
+_FIXED = f"{_CHOSEN} Afterwards it is fixed, and bounds the sensitivity."
 _TEXTS = {
     "step.fixed": (
         "one fixed limit, from the norms of the median client",
         "Clips norms that are larger than usual for most clients.",
-        _CHOSEN,
+        _FIXED,
     ),
     "step.learnt": (
         "an adaptive limit for each client",
@@ -52,20 +50,19 @@ _TEXTS = {
     "step.shared": (
         "one adaptive limit for all clients",
         "Clips outliers, but not in the first rounds.",
-        "In each round every client sends a histogram of its norms, unencrypted unless secure "
-        "aggregation is on. The limit bounds no sensitivity.",
+        "Every client sends a histogram of its norms in each round, in cleartext without secure "
+        "aggregation. The limit bounds no sensitivity.",
     ),
     "update.fixed": (
         "one fixed bound for updates, from the norms of the median client",
         "Limits the influence of each client. The bound stays the same when norms fall.",
-        _CHOSEN,
+        _FIXED,
     ),
     "update.adaptive": (
         "an adaptive bound at the median norm of the updates, starting at that of round 1",
         "Limits the influence of each client, whatever its steps were.",
-        "The first bound depends on the norms of this run. In each round every client sends one "
-        "bit: whether its update was below the bound. To cover it by a privacy budget, set "
-        "noise_multiplier (`fedclip privacy plan`); all clients then have the same weight.",
+        f"{_CHOSEN} In each round every client sends whether its update was below the bound. To "
+        "cover this bit, set noise_multiplier (`fedclip privacy plan`): weights are then equal.",
     ),
 }
 """What each proposal does, where it helps, and what it reveals about the data."""
@@ -76,18 +73,18 @@ _ORDERS = {
     "": ("step.fixed", "step.learnt", "update.adaptive", "step.shared", "update.fixed"),
 }
 """The order of the proposals, if clients are outliers at that stage, and otherwise."""
+_OUTLIER = (
+    "The norms of the {2}s of {0} those of the median client: limit the influence of each client "
+    "with {1}."
+)
 _ANSWERS = {
-    "step": "The norms of the steps of {} those of the median client: limit the influence of each "
-    "client with {}.",
-    "update": "The norms of the updates of {} those of the median client: limit the influence of "
-    "each client with {}.",
-    "two": "The norms of {} those of the other client. With two clients, either may be the "
-    "outlier: try {}.",
+    "step": _OUTLIER,
+    "update": _OUTLIER,
+    "two": "The norms of {} those of the other client. Either of the two clients may be the outlier: try {}.",
     "diverged": "The model has diverged. Start with {1}, chosen by the norms of the first round.",
     "spikes": "Some single norms are far above the usual, on {}: clip them with {}.",
     "tune": "To see whether a limit helps, run `fedclip tune`: {}.",
-    "private": "This run adds noise for privacy, so no norms are recorded: plan the limit with "
-    "`fedclip privacy`.",
+    "private": "The run adds noise and records no norms: plan the limit with `fedclip privacy`.",
     "none": "This run has no norms to choose a limit by.",
     "": "Clipping is unlikely to help here: no client and no single norm is far above the others. "
     "Norms do not show label noise at all sites: to test for it, run `fedclip tune`.",
@@ -140,7 +137,7 @@ def advised(report: Report, experiment: str) -> Advice:
         if not fit:
             case, who = "tune", f"{who} the median, and each limit would clip the others more"
     start = ranked[0].name if case in _DECIDED else ""
-    answer = _ANSWERS[case].format(who, start)
+    answer = _ANSWERS[case].format(who, start, case)
     return Advice(printable(answer), [*map(printable, findings)], ranked, start, odd)
 
 
@@ -320,13 +317,12 @@ def in_words(advice: Advice, use: str = "") -> Iterator[str]:
         yield ""
         yield from _wrapped(f"{proposal.name}{mark}: {proposal.what}", 0)
         yield from _wrapped(proposal.why, 2)
-        if not use and place >= _FULL:
+        if use or place < _FULL:
+            clipped = f"It would have clipped {proposal.clipped}." if proposal.clipped else ""
+            yield from (*_wrapped(clipped, 2), *_wrapped(f"Reveals: {proposal.reveals}", 2))
+            yield from (f"    {line}" for line in proposal.toml)
+        else:
             yield f"  To see it in full:  --use {proposal.name}"
-            continue
-        if proposal.clipped:
-            yield from _wrapped(f"It would have clipped {proposal.clipped}.", 2)
-        yield from _wrapped(f"Reveals: {proposal.reveals}", 2)
-        yield from (f"    {line}" for line in proposal.toml)
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

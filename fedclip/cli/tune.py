@@ -118,14 +118,12 @@ class Ranking:
 
         It is NaN if the loss is: a diverged model may still have an accuracy.
         """
-
-        def value(metrics: Mapping[str, float]) -> float:
-            return metrics.get(self.metric, math.nan) + 0.0 * metrics.get("loss", 0.0)
-
-        return {
-            seed: statistics.fmean(value(run.sites.get(s, {})) for s in sites or self.counted)
-            for seed, run in self.results[name].items()
-        }
+        means = {}
+        for seed, run in self.results[name].items():
+            metrics = [run.sites.get(site, {}) for site in sites or self.counted]
+            values = (m.get(self.metric, math.nan) + 0.0 * m.get("loss", 0.0) for m in metrics)
+            means[seed] = statistics.fmean(values)
+        return means
 
     def mean(self, name: str, *sites: str) -> tuple[float, float | None]:
         """Return mean and half of the interval over seeds."""
@@ -183,11 +181,10 @@ class Ranking:
         runs = f"{seeds} seeds" if seeds > 1 else "one seed"
         of = f"(mean {self.metric} of {listed(self.counted)}, over {runs})"
         if self.alike:
-            ahead = [n for n in others if self._sign * self.gain(n, over)[0] > 0][:1]
-            text = f"No winner: the first seeds of {over} gave equal results, so batches are not "
-            text += "random, and one run of each setting has no interval. "
-            text += "".join(f"{n} is ahead by {self.against(n)} {of}. " for n in ahead)
-            return text + "To draw batches at random, set shuffle = true in [run.training]."
+            return (
+                f"No winner: the first seeds of {over} gave equal results, so batches are not "
+                "random. To draw batches at random, set shuffle = true in [run.training]."
+            )
         if first and self.lost(over):
             value = f"{shown(*self.mean(first))} {of}"
             return f"With {over}, the model diverged; {first} is the best of the others: {value}."
@@ -195,13 +192,12 @@ class Ranking:
             text = f"{first} is better than {over} by more than its interval: "
             text += f"{self.against(first)} {of}. The {self._worse} site with it is "
             text += f"{self._worst(first)}; with {over} {self._worst(over)}."
-            text += "".join(f" Outlier {s}: {self.against(first, s)}." for s in self.outliers[:5])
             hurt = [s for s in self.counted if self.clearly(over, first, s, alike=True)]
             return text + f" But {listed(hurt)} does worse by more than the interval." * bool(hurt)
         if even := [n for n in others if self.clearly(n, over, alike=True)]:
-            text = f"No winner: {even[0]} differs from {over} by the same amount with all seeds, "
-            text += f"{self.against(even[0])} {of}: use more seeds, or more validation records."
-            return text
+            same = f"{even[0]} differs from {over} by the same amount with all seeds"
+            more = "use more seeds, or more validation records"
+            return f"No winner: {same}, {self.against(even[0])} {of}: {more}."
         text = f"Nothing is better than {over} by more than its interval {of}."
         text += "".join(f" The nearest is {n}: {self.against(n)}." for n in others[:1])
         return text + " One run has no interval: repeat with `fedclip tune`." * (seeds < 2)
@@ -235,35 +231,28 @@ class Ranking:
         shares, recalls = zip(*known, strict=True)
         return statistics.fmean(shares), statistics.fmean(recalls)
 
-    def tables(self) -> list[dict[str, Any]]:
-        """Return the ranking, and the sites with the best of the others, as text."""
-        order = self.order()
+    def tables(self) -> list[tuple[Table, str]]:
+        """Return the ranking, and the sites with the best of the others, each with its caption."""
+        order, over = self.order(), self.reference
         note = f"Mean {self.metric} over seeds on the validation data of {listed(self.counted)} "
-        note += f"± 95 % interval (Student's); differences to {self.reference}, paired by seed."
+        note += f"± 95 % interval (Student's); differences to {over}, paired by seed."
         note += f" Not counted, as outliers: {listed(self.outliers)}." * bool(self.outliers)
-        majority, _ = self.classes(self.reference)
+        majority, _ = self.classes(over)
         if self.metric == "accuracy" and majority is not None:
             recalls = {name: self.classes(name)[1] for name in order}
             note += f" The majority class alone gives {number(majority)}; balanced accuracy: "
             note += ", ".join(f"{n} {number(x)}" for n, x in recalls.items() if x is not None) + "."
-        best = [n for n in (self.winner, *order) if n not in ("", self.reference)][:1]
-        pair = [self.reference, *best]
+        heads = ["Setting", f"Mean {self.metric}", "Difference", "Clipped", f"{self._worse} site"]
+        best = [n for n in (self.winner, *order) if n not in ("", over)][:1]
         sites = [
             [site + " (not counted)" * (site in self.outliers)]
-            + [number(self.mean(name, site)[0]) for name in pair]
-            + [self.against(pair[-1], site)]
+            + [number(self.mean(name, site)[0]) for name in (over, *best)]
+            + [self.against((over, *best)[-1], site)]
             for site in self.sites
         ]
-        heads = ["Setting", f"Mean {self.metric}", "Difference", "Clipped", f"{self._worse} site"]
         return [
-            {
-                "name": "Ranking",
-                "caption": note,
-                "heads": heads,
-                "rows": [self._row(name) for name in order],
-            },
-            {"name": "Sites", "caption": f"The {self.metric} of each."}
-            | {"heads": ["Site", *pair, "Difference"], "rows": sites},
+            (_table("Ranking", heads, map(self._row, order)), note),
+            (_table("Sites", ["Site", over, *best, "Difference"], sites), f"The {self.metric} of each."),
         ]
 
     def as_dict(self) -> dict[str, object]:
@@ -286,13 +275,12 @@ class Ranking:
         return facts | {"answer": self.answer(), "settings": settings}
 
 
-def drawn(table: Mapping[str, Any]) -> Table:
-    """Return a table for a terminal."""
-    result = plain_table(table["name"], table["heads"][:1], table["heads"][1:])
-    result.columns[-1].no_wrap, result.columns[-1].overflow = False, "fold"
-    for row in table["rows"]:
-        result.add_row(*map(Text, map(printable, row)))
-    return result
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = plain_table(title, heads[:1], heads[1:])
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    for row in rows:
+        table.add_row(*map(Text, map(printable, row)))
+    return table
 
 
 def _finite(value: float | None) -> float | None:
@@ -354,10 +342,9 @@ def set_value(document: Config, key: str, value: object) -> None:
         old = modules[i]
         modules[i] = [way[0], {**({} if isinstance(old, str) else old[1]), last: value}]
     if not places:
-        known = [*document, *(name for name, _, _ in standing)]
-        hint = nearest(way[0], known) if way else ""
-        if way and way[0] in document.get("optim", {}):
-            hint = f"; write optim.{key}"
+        first = (way or [key])[0]
+        hint = nearest(first, [*document, *(name for name, _, _ in standing)])
+        hint = f"; write optim.{key}" if first in document.get("optim", {}) else hint
         fail(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
 
 
