@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import fedclip
-from fedclip.cli.output import JsonFlag, fail, say
+from fedclip.cli.output import JsonFlag, commands, fail, say
 from fedclip.errors import DECLEARN, FEDERATIONS, fits, nearest, requirement, version
 
 if TYPE_CHECKING:
     from fedclip.core.parameters import Config
     from fedclip.privacy.guarantees import Plugin
 
+
+app = commands()
 
 FILE = Path(__file__).with_name("catalogue.json")
 """One line for each plug-in; written by ``python docs/clippers.py``."""
@@ -60,6 +62,7 @@ def catalogue() -> list[Config]:
     return entries
 
 
+@app.command("list")
 def list_(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One to explain.")] = None,
     as_json: JsonFlag = False,
@@ -85,6 +88,7 @@ def list_(
     typer.echo("To read about one of them, and its parameters: fedclip list NAME")
 
 
+@app.command()
 def translate(
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="As in torchzero, optax, …")],
     cls: Annotated[str, typer.Argument(metavar="CLASS", help="Its class or function.")],
@@ -116,6 +120,7 @@ def translate(
         say(f"note: {note}", err=True)
 
 
+@app.command()
 def doctor(as_json: JsonFlag = False) -> None:
     """Show versions, for a bug report."""
     facts: dict[str, str | None] = {

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import shutil
@@ -11,21 +10,20 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
-from fedclip.errors import FEDERATIONS, NEEDS_CLI, OF_CLI, ToolError, fits, nearest, requirement
+from fedclip.errors import ToolError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fedclip.cli.check.findings import Check
     from fedclip.report import Report
-    from fedclip.report.findings import Advice
 
 
 ConfigPath = Annotated[
@@ -43,29 +41,10 @@ Results = Annotated[
     ),
 ]
 
-_SHOWN = 12
-"""The number of nodes that fit on one screen."""
 
-
-class Commands(TyperGroup):
-    """A group of commands, each of which ends with a message if it fails."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
-        try:
-            return super().invoke(ctx)
-        except ToolError as exc:
-            text, code = str(exc), exc.code
-        except ImportError as exc:
-            package, code = (exc.name or "").partition(".")[0], 1
-            if exc.name == "declearn" or (package == "declearn" and not fits(FEDERATIONS)):
-                text = requirement("this command", FEDERATIONS)
-            elif package in OF_CLI:
-                text = f"this command {NEEDS_CLI}"
-            else:
-                raise
-        say(f"fedclip: {text}", err=True)
-        raise typer.Exit(code)
+def commands(about: str | None = None) -> typer.Typer:
+    """Return the commands of a file, to which it adds them."""
+    return typer.Typer(help=about, no_args_is_help=True, rich_markup_mode=None)
 
 
 def say(text: str, **style: Any) -> None:
@@ -84,18 +63,6 @@ def typed(path: str | Path) -> str:
     """Return a path as you would type it in a shell, relative to this folder if possible."""
     path, here = Path(path), Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
-
-
-def results(folder: Path | None) -> Path:
-    """Return a folder; without one, the results of the config.toml here, or this folder."""
-    if folder is not None:
-        return folder
-    try:
-        experiment = tomllib.loads(Path("config.toml").read_text("utf-8"))["experiment"]
-        path = Path(experiment["checkpoint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return Path()
-    return path if path.is_dir() else Path()
 
 
 def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) -> Check:
@@ -163,15 +130,21 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
         say(f"wrote {file}")
 
 
-# -- reports --------------------------------------------------------------------------------------
-def read(folder: Path, excluded: Collection[Path] = ()) -> Report:
+def read(folder: Path | None, excluded: Collection[Path] = ()) -> Report:
     """Read a report, without runs in the folders `excluded`; end the command if that fails.
 
-    If a federation lies in the folder of another, the report is that of the newest run.
+    Without a folder, it is that of the config.toml here, or this one. If a federation lies in the
+    folder of another, the report is that of the newest run.
     """
     from fedclip.report import ReportError, read_report
     from fedclip.report.rows import experiment_of
 
+    if folder is None:
+        folder = Path()
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            experiment = tomllib.loads(Path("config.toml").read_text("utf-8"))["experiment"]
+            path = Path(experiment["checkpoint"])
+            folder = path if path.is_dir() else folder
     try:
         report = read_report(folder)
     except ReportError as exc:
@@ -196,63 +169,3 @@ def read(folder: Path, excluded: Collection[Path] = ()) -> Report:
     for path in report.skipped:
         say(f"fedclip: skipped {path}, which cannot be read (yet)", err=True)
     return report
-
-
-def show(report: Report, rounds: bool | None) -> None:
-    """Print the answer, what was measured, and the table.
-
-    None of `rounds` shows a line for each node: of many nodes, the outliers and some others.
-    """
-    from fedclip.report.results import result_of
-    from fedclip.report.rows import site_of
-
-    results = {run: result_of(report, run) for run in report.experiments}
-    if advice := advice_on(report):
-        say(advice.answer)
-    for run, result in results.items():
-        ends = [curve.last[0] for curve in report.curves if curve.experiment == run]
-        if ends and (text := result.in_words()):
-            # Without records, nothing says in which round an evaluation was.
-            last = f"round {max(ends)}" if report.rows else "the last evaluation"
-            say(f"{run}: " * (len(results) > 1) + f"After {last}: {text}.")
-    for sentence in report.in_words():
-        say(sentence)
-    nodes = [*dict.fromkeys(row.node for row in report.whole)]
-    if rounds is None and len(nodes) > _SHOWN:
-        odd = {name for result in results.values() for name in result.outliers}
-        shown = sorted(nodes, key=lambda node: site_of(node) not in odd)[:_SHOWN]
-        say(f"{_SHOWN} of {len(nodes)} nodes are shown; --summary shows all.")
-        rows = tuple(row for row in report.rows if row.node in shown)
-        report = dataclasses.replace(report, rows=rows)
-    if report.rows:
-        console().print(report.table(bool(rounds)))
-    for lines in spent_by(report.folder).values() if report.private else ():
-        for line in lines:
-            say(line)
-
-
-def advice_on(report: Report) -> Advice | None:
-    """Return what is advised after the run of one federation."""
-    if len(report.experiments) != 1:
-        return None
-    try:
-        from fedclip.cli.suggest import advised
-
-        return advised(report, *report.experiments)
-    except (TypeError, ValueError) as exc:
-        # A damaged file may hold anything.
-        say(f"fedclip: no advice: {exc}", err=True)
-        return None
-
-
-def spent_by(folder: Path) -> dict[str, list[str]]:
-    """Return what each ledger, and each server with noise, has spent, in lines of text."""
-    from fedclip.cli.spent import NothingSpent, in_words, read_spent
-
-    try:
-        # Without the lines of a ledger, which tell how many records a client has.
-        return {s.where: [*in_words({**s.cost(), "entries": ()})] for s in read_spent(folder)}
-    except NothingSpent:
-        return {}
-    except ValueError as exc:
-        return {"": [f"the spent budget is unknown: {exc}"]}

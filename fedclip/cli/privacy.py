@@ -10,23 +10,29 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from fedclip.cli.output import CsvFile, JsonFlag, fail, runnable, write
+from fedclip.cli.output import CsvFile, JsonFlag, commands, fail, runnable, write
+from fedclip.core import parameters
 from fedclip.core.parameters import Config
-from fedclip.errors import nearest
+from fedclip.core.records import SERVED
+from fedclip.core.toml import toml_line, toml_value
+from fedclip.dpsgd import calibrate as dpsgd
+from fedclip.errors import nearest, version
+from fedclip.privacy import planning
+from fedclip.privacy.accounting import ZERO_OUT, Accountant, account, merged, relation_of
+from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
+from fedclip.privacy.trust_models import Prices, by_silent
+from fedclip.privacy.trust_models import in_words as trust_lines
+from fedclip.report import printable
+from fedclip.report.rows import write_csv
+from fedclip.updates.bound import AdaptiveBound
+from fedclip.updates.client_noise import SiteNoise
+from fedclip.updates.store import read, server_in
 
-if TYPE_CHECKING:
-    from fedclip.privacy.trust_models import Prices
-
-
-app = typer.Typer(
-    help="Plan noise for a privacy budget, and read what was spent.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = commands("Plan noise for a privacy budget, and read what was spent.")
 
 Epsilon = Annotated[float, typer.Option(help="Budget of all rounds together.")]
 Rounds = Annotated[int, typer.Option(help="Number of rounds.")]
@@ -65,10 +71,6 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise on averages of clipped updates, and print the lines of TOML."""
-    from fedclip.core.toml import toml_line
-    from fedclip.privacy import planning
-    from fedclip.privacy.trust_models import Prices
-
     if model is not None:
         from fedclip.engines.declearn.trained import trained
 
@@ -113,7 +115,6 @@ def plan(
 def _range(prices: Prices, values: int) -> str:
     """Return the clipval and bitsize that secure sums of updates with noise need, as text."""
     from fedclip.engines.declearn import secagg
-    from fedclip.updates.client_noise import SiteNoise
 
     site, clients = SiteNoise(**prices.configs[0]["noise"]), prices.plan.clients
     clipval = math.ceil(100 * site.reach(site.max_norm)) / 100
@@ -139,11 +140,6 @@ def calibrate(
     as_json: JsonFlag = False,
 ) -> None:
     """Size the noise of DP-SGD on one client's records or persons; print the lines of TOML."""
-    from fedclip.core import parameters
-    from fedclip.core.toml import toml_line, toml_value
-    from fedclip.dpsgd import calibrate as dpsgd
-    from fedclip.privacy.accounting import ZERO_OUT
-
     if (records is None) == (persons is None):
         fail("give --records, or --persons if persons with several records are to be protected", 2)
     epochs = 1 if epochs is None and steps is None else epochs
@@ -196,10 +192,6 @@ def spent(
     csv: CsvFile = None,
 ) -> None:
     """Show the epsilon that was spent."""
-    from fedclip.cli.spent import COLUMNS, csv_rows, in_words, read_spent
-    from fedclip.report import printable
-    from fedclip.report.rows import write_csv
-
     if as_json and csv is not None:
         fail("give either --json or --csv", 2)
     if not path.exists():
@@ -238,3 +230,203 @@ def audit(
     else:
         print(*attacked.in_words(), sep="\n")
     raise typer.Exit(int(attacked.fault or not attacked.audited))
+
+
+# -- what was spent -------------------------------------------------------------------------------
+class NothingSpent(ValueError):
+    """No file in a folder shows a spent privacy budget."""
+
+
+class Spent(NamedTuple):
+    """The budget that one file shows as spent, for a record, a person or a client.
+
+    A ledger has `entries`. A client takes part at most once in `separation` rounds. `planned` is
+    the budget that a server may spend at most.
+    """
+
+    where: str
+    protects: str
+    accountant: Accountant
+    entries: Sequence[Entry] = ()
+    separation: int = 1
+    planned: float | None = None
+    mechanism: str = "Gaussian"
+    site: SiteNoise | None = None
+    """The noise of the clients, if they have added it."""
+
+    @property
+    def evaluated(self) -> list[float]:
+        """The noise multipliers that are those of evaluations."""
+        multipliers = (r.noise_multiplier for e in self.entries if e.evaluation for r in e.spent)
+        return [*dict.fromkeys(multipliers)]
+
+    def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
+        """Return what it costs, and by which accountant; or why it cannot be counted.
+
+        Delta and relation are those of the file, unless others are given.
+        """
+        spent = self.accountant.spent
+        delta = self.accountant.delta if delta is None else delta
+        relation = self.accountant.relation if relation is None else relation
+        order, epsilons = self.accountant.order_of(spent), dict[str, float | str]()
+        try:
+            cost = account(spent, delta, relation, order)
+            ordered = order is not None and cost.accountant == "rdp"
+            name = f"rdp at order {order:.4g}" if ordered else cost.accountant
+            # JSON has no infinity.
+            finite = math.isfinite(cost.epsilon)
+            epsilons[name] = cost.epsilon if finite else "no finite epsilon"
+        except ModuleNotFoundError as exc:
+            epsilons["epsilon"] = str(exc)
+
+        def by_noise(silent: int) -> float:
+            times = self.site.multiplier(silent) / self.site.noise_multiplier if self.site else 1.0
+            releases = [r._replace(noise_multiplier=r.noise_multiplier * times) for r in spent]
+            return account(releases, delta, relation).epsilon
+
+        site = self.site
+        return {
+            "evaluated": self.evaluated,
+            "where": self.where,
+            "protects": self.protects,
+            "delta": delta,
+            "relation": relation_of(relation, self.protects),
+            "separation": self.separation,
+            "planned": self.planned,
+            "silent": site and by_silent(by_noise, site.expected_clients, site.sure),
+            "rounds": sum(entry.round > 0 for entry in self.entries),
+            "releases": [r._asdict() for r in merged(spent)],
+            "entries": [
+                {"time": e.time, **r._asdict(), "data": e.data, "fedclip": e.fedclip}
+                for e in self.entries
+                for r in e.spent
+            ],
+            "epsilons": epsilons if spent else {},
+            "versions": {name: version(name) for name in ("fedclip", "dp-accounting")},
+        }
+
+
+def in_words(cost: Config) -> Iterator[str]:
+    """Yield what `Spent.cost` has found, line by line."""
+    relation, unit = cost["relation"], cost["protects"]
+    verb = {"add-remove": "adding or removing", "replace-one": "replacing", ZERO_OUT: "zeroing out"}
+    yield f"{cost['where']}: privacy loss for {verb[relation]} one {unit}"
+    if relation == ZERO_OUT:
+        yield f"  zero-out: the number of {unit}s is public, because rate and steps depend on it"
+    for z, steps, rate in (release.values() for release in cost["releases"]):
+        how = f"Poisson samples at rate {rate:.4g}" if rate < 1 else "without sampling"
+        what = "evaluations" if z in cost["evaluated"] else "steps"
+        yield f"  {steps:,} {what} at noise multiplier {z:.4g}, {how}"
+    if cost["separation"] > 1:
+        yield f"  a client takes part in at most one of {cost['separation']} rounds"
+    if cost["rounds"]:
+        yield f"  in {cost['rounds']:,} rounds of a server"
+    if not cost["releases"]:
+        yield "  nothing was spent"
+    for data in dict.fromkeys(entry["data"] for entry in cost["entries"]):
+        if data:
+            yield f"  of {data}"
+    for name, value in cost["epsilons"].items():
+        counted = isinstance(value, float)
+        text = f"epsilon {value:.4g} at delta {cost['delta']:g}" if counted else value
+        yield f"  {name:12} {text}"
+    if cost["silent"]:
+        yield "  the clients added the noise:"
+        yield from trust_lines(cost["silent"]).split("\n")
+    if cost["planned"] is not None:
+        yield (
+            f"  planned: at most epsilon {cost['planned']:.4g}; report this one if the clients' "
+            "data decided when the run ended"
+        )
+
+
+COLUMNS = (
+    *("where", "protects", "mechanism", "relation", "delta", "turn", "time", "noise_multiplier"),
+    *("sampling", "separation", "steps", "accountant", "epsilon", "data", "fedclip"),
+)
+
+
+def csv_rows(budget: Spent, cost: Config) -> Iterator[Config]:
+    """Yield a row for each turn that was charged, with the epsilon of all until then.
+
+    A turn is a line of a ledger; of a server, a round, or as many as its clients take turns in.
+    The last epsilon is what `Spent.cost` says by the same accountant.
+    """
+    accountant = budget.accountant
+    relation = "add-remove" if cost["relation"] == ZERO_OUT else cost["relation"]
+    so_far = Accountant(cost["delta"], relation, accountant.order)
+    so_far.plan = accountant.plan
+    each = [{**r._asdict(), "steps": 1} for r in accountant.spent for _ in range(r.steps)]
+    for turn, row in enumerate(cost["entries"] or each, 1):
+        so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
+        mechanism = "Poisson-sampled " * (row["sampling"] < 1) + budget.mechanism
+        mechanism += " on evaluations" * (row["noise_multiplier"] in budget.evaluated)
+        more = {"turn": turn, "mechanism": mechanism}
+        yield {**cost, **row, **so_far.cost()._asdict(), **more}
+
+
+def read_spent(path: Path) -> Iterator[Spent]:
+    """Yield what was spent by each ledger, and each server with noise, in a folder; or one ledger.
+
+    Raises
+    ------
+    ValueError
+        If no budget was spent, or a file is damaged.
+    """
+    path = path.parent if path.name == SERVED else path
+    folder = path.is_dir()
+    ledgers: list[Spent] = []
+    servers: list[Spent] = []
+    known: set[Path | None] = set()
+    for config in sorted([*path.rglob("optimizer_config.json"), *path.rglob(SERVED)]):
+        bound = _bound_in(config)
+        if bound is not None and (budget := bound.budget) is not None:
+            where = str(config.parent.relative_to(path))
+            noise = "correlated " * (len(budget.coefficients) > 1)
+            noise += "discrete " * (bound.site is not None) + "Gaussian"
+            terms = budget.separation, budget.max_epsilon, noise, bound.site
+            servers.append(Spent(where, "client", budget.accountant, (), *terms))
+            known.add(budget.path)
+    for file in sorted(path.rglob(FILE)) if folder else [path]:
+        if file.resolve() not in known:
+            known.add(file.resolve())
+            entries = [*read_entries(file).values()]
+            where = str(file.relative_to(path)) if folder else path.name
+            unit = protected(entries[-1].data)[1] or "record"
+            protects = "site's data set" if unit == "site" else unit
+            ledgers.append(Spent(where, protects, total(entries), entries))
+    if not ledgers + servers:
+        raise NothingSpent(
+            f"{path} shows no spent privacy budget: it has neither a ledger of DP-SGD ({FILE}), "
+            f"nor a checkpoint or {SERVED} of a server with noise in update-clip-server"
+        )
+    yield from ledgers + servers
+
+
+def _bound_in(file: Path) -> AdaptiveBound | None:
+    """Return update-clip-server, as what was spent by all of the checkpoints in a folder.
+
+    Their names hold local time, so that the latest need not be the newest. A file `SERVED` is of a
+    server on another engine.
+    """
+    if file.name == SERVED:
+        stored = read(file)
+        server = server_in(file.parent, stored.settings)
+        server.set_state(dict(stored.state))
+        return server.bound
+    folder = file.parent
+    try:
+        # Without noise, the checkpoint may have modules that are not registered here.
+        if "'noise_multiplier'" not in str(json.loads(file.read_text(encoding="utf-8"))):
+            return None
+        from declearn.main.utils import Checkpointer
+
+        saved = Checkpointer(str(folder))
+        optimizer = saved.load_optimizer(load_state=False)
+        bounds = (m for m in optimizer.modules if isinstance(m, AdaptiveBound) and m.budget)
+        bound = next(bounds, None)
+        for state in sorted(folder.glob("optimizer_state_*.mpk")) if bound else ():
+            saved.load_optimizer(optimizer, state.stem.removeprefix("optimizer_state_"))
+    except Exception as exc:  # whatever a damaged file makes declearn raise
+        raise ValueError(f"cannot read the checkpoint in {folder}: {exc!s:.200}") from exc
+    return bound

@@ -16,18 +16,22 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import tomlkit
+import typer
 from numpy.typing import NDArray
 
-from fedclip.cli.output import console, fail, progress, say, typed
+from fedclip.cli.output import commands, console, fail, progress, say, typed
+from fedclip.cli.reporting import Ranking
 from fedclip.cli.running import Planned, planned_run, run_all
-from fedclip.cli.tune import Ranking
 from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_item
 from fedclip.report import Report, read_report
 from fedclip.report.results import result_of
+
+app = commands()
 
 TEMPLATES = Path(__file__).with_name("templates")
 MARKER = ".fedclip-demo"
@@ -42,6 +46,33 @@ PACKAGES = {
 
 
 # -- a project for CSV files ----------------------------------------------------------------------
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; new or empty.")],
+    model: Annotated[
+        Literal["sklearn", "torch", "tensorflow", "jax"],
+        typer.Option(help="A linear model, or a small network."),
+    ],
+    privacy: Annotated[
+        Literal["records", "persons"] | None,
+        typer.Option(help="Train with DP-SGD, and protect each record or each person."),
+    ] = None,
+) -> None:
+    """Write a project for CSV files at several sites.
+
+    It prepares data, trains with a server and clients, and predicts. You edit its files.
+    """
+    missing = write_project(folder, model, privacy)
+    say(f"{folder} is written. Start with its README.md, or try it with example data:")
+    for line in (
+        *(f"pip install {packages}" for packages in missing),
+        f"cd {typed(folder)}",
+        "python prepare.py --example",
+        f"fedclip {'quickrun' if privacy else 'simulate'}",
+    ):
+        say(f"  {line}")
+
+
 def write_project(folder: Path, model: str, privacy: str | None) -> list[str]:
     """Write a project; return which packages its files need that are not installed.
 
@@ -103,6 +134,22 @@ FACTOR = 10.0
 
 WAYS = ("no-clipping", "fixed-bound", "adaptive-bound")
 """The three ways to train, each in a folder of its name."""
+
+
+@app.command()
+def demo(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to write; is made, or must be empty.")
+    ] = Path("fedclip-demo"),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each training.")] = 30,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 6,
+    bound: Annotated[float, typer.Option(help="The fixed bound, > 0.")] = 1.0,
+) -> None:
+    """Train over three hospitals, without clipping and with it.
+
+    It prints a table and writes a picture.
+    """
+    run_demo(folder, rounds, seeds, bound)
 
 
 def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0) -> Ranking:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands ``fedclip quickrun | simulate | run``, and runs of many configurations.
+"""The commands ``fedclip check | quickrun | simulate | run``, and runs of many configurations.
 
 Each of many runs is a process with a folder for its results, ``OUT/SETTING/seed-1``: it gets a copy
 of the configuration, the checkpoints and the output. A finished run leaves a mark there with its
@@ -10,31 +10,66 @@ imported everything beforehand.
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import random
 import shutil
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import tomlkit
 import typer
 
-from fedclip.cli.output import ConfigPath, fail, progress, runnable, say, typed
+from fedclip.cli.output import ConfigPath, JsonFlag, commands, fail, progress, runnable, say, typed
+from fedclip.core.parameters import Config
 from fedclip.errors import FEDERATIONS, ToolError, fits
 
-if TYPE_CHECKING:
-    from fedclip.core.parameters import Config
+app = commands()
 
 MARK = "run-done.toml"
 _IMPORTED = ["fedclip.engines.local.simulate", "fedclip.cli.check.configuration"]
 
 
+@app.command()
+def check(
+    config: ConfigPath = Path(),
+    as_json: JsonFlag = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail for notes, too.")] = False,
+) -> None:
+    """Check a federation's configuration before it runs."""
+    from fedclip.cli.check.configuration import check_config
+
+    result = check_config(config)
+    fine = result.ok and not result.leaks
+    if as_json:
+        facts = {"file": str(result.path), "ok": fine, "places": result.places}
+        print(json.dumps({**facts, "findings": [vars(finding) for finding in result.findings]}))
+    else:
+        colours = {"ok": "green", "note": "yellow", "leak": "magenta", "problem": "red"}
+        say(str(result.path))
+        for finding in result.findings:
+            typer.secho(f"  {finding.level:7}", fg=colours[finding.level], nl=False)
+            say(f" {finding.where} {finding.message}")
+        if result.places:
+            typer.echo("What is clipped where:")
+        for place in result.places:
+            say(f"  {place}")
+        levels = Counter(finding.level for finding in result.findings)
+        counts = [(levels[level], level) for level in ("problem", "leak", "note")]
+        texts = [f"{n} {level}{'s' * (n > 1)}" for n, level in counts if n]
+        typer.echo(f"{', '.join(texts if levels['problem'] else ['No problem', *texts])}.")
+    raise typer.Exit(0 if fine and not (strict and result.notes) else 1)
+
+
+@app.command()
 def quickrun(
     config: ConfigPath = Path(),
     verbose: Annotated[bool, typer.Option("--verbose", help="Show declearn's log too.")] = False,
@@ -57,6 +92,7 @@ def quickrun(
     say(f"fedclip: {clients} clients; see  fedclip report {typed(results)}{also}")
 
 
+@app.command()
 def simulate(
     config: ConfigPath = Path(),
     seed: Annotated[int | None, typer.Option(min=0, help="A seed, not that of [simulate].")] = None,
@@ -87,6 +123,7 @@ def simulate(
     say(f"See  {see}")
 
 
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="server.py, client.py, …")],
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS")] = None,
@@ -129,8 +166,6 @@ class Planned(NamedTuple):
 
 def planned_run(document: Config, file: Path, folder: Path, rounds: int | None) -> Planned:
     """Return the run in ``SETTING/seed-N`` of a configuration, whose paths then work from there."""
-    import tomlkit
-
     if rounds is not None:
         document["run"]["rounds"] = rounds
     folder, home = folder.absolute(), file.resolve().parent
@@ -156,8 +191,6 @@ def run_one(planned: Planned, tell: Callable[[int], None], command: str) -> None
     ToolError
         If the process fails; the message has the last line of its output.
     """
-    import tomlkit
-
     folder = planned.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -6,22 +6,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fedclip.cli.output import fail, say
+from fedclip.cli.output import commands, fail, say
 from fedclip.errors import version
+from fedclip.site.gate import spent
+from fedclip.site.policy import Policy, check_owned
 
-if TYPE_CHECKING:
-    from fedclip.site.policy import Policy
-
-
-app = typer.Typer(
-    help="Limit what leaves a site, whatever a server asks for.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = commands("Limit what leaves a site, whatever a server asks for.")
 
 PolicyPath = Annotated[Path, typer.Argument(metavar="FILE", help="The site's policy, a TOML file.")]
 
@@ -51,8 +45,6 @@ _MOST = 1_000_000
 @app.command()
 def check(file: PolicyPath) -> None:
     """Explain a policy: what it allows out, what it cannot check, and its remaining budget."""
-    from fedclip.site.policy import Policy
-
     try:
         policy = Policy.read(file)
         lines, problems = [*_explained(policy)], [*_problems(policy)]
@@ -75,8 +67,6 @@ def check(file: PolicyPath) -> None:
 
 
 def _explained(policy: Policy) -> Iterator[str]:
-    from fedclip.site.gate import spent
-
     z, budget = policy.noise_multiplier, policy.max_epsilon
     yield f"updates with an L2 norm of at most {policy.max_norm:g}; NaN and infinity become zeros"
     if z:
@@ -107,9 +97,6 @@ def _explained(policy: Policy) -> Iterator[str]:
 
 
 def _problems(policy: Policy) -> Iterator[str]:
-    from fedclip.site.gate import spent
-    from fedclip.site.policy import check_owned
-
     if policy.ledger is None:
         return
     limit, folder = policy.max_epsilon, Path(policy.ledger).parent

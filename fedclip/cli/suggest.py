@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Propose what to clip first, by the norms of a run; docs/suggest.md has the rules."""
+"""The command ``fedclip suggest``: what to clip first, by the norms of a run.
+
+docs/suggest.md has the rules.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,16 @@ import json
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import tomlkit
+import typer
 
+from fedclip.cli.output import JsonFlag, Results, commands, fail, read, say, typed, write
 from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_item, toml_line
+from fedclip.errors import nearest
 from fedclip.report import Report, Row, number, printable
 from fedclip.report.findings import Advice, Lines, Proposal
 from fedclip.report.norms import (
@@ -27,6 +34,8 @@ from fedclip.report.norms import (
 )
 from fedclip.report.results import Result, result_of
 from fedclip.report.rows import listed
+
+app = commands()
 
 # Clients whose numbers of steps in a round differ by less than this factor have the same weight.
 _ALIKE = 1.2
@@ -80,7 +89,7 @@ _OUTLIER = (
 _ANSWERS = {
     "step": _OUTLIER,
     "update": _OUTLIER,
-    "two": "The norms of {} those of the other client. Either of the two clients may be the outlier: try {}.",
+    "two": "The norms of {} those of the other. Either of two clients may be the outlier: try {}.",
     "diverged": "The model has diverged. Start with {1}, chosen by the norms of the first round.",
     "spikes": "Some single norms are far above the usual, on {}: clip them with {}.",
     "tune": "To see whether a limit helps, run `fedclip tune`: {}.",
@@ -91,6 +100,71 @@ _ANSWERS = {
 }
 _DECIDED = ("step", "update", "two", "diverged", "spikes")
 """The answers that name a proposal."""
+
+
+@app.command()
+def suggest(
+    folder: Results = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="Write a proposal into this TOML file.")
+    ] = None,
+    use: Annotated[
+        str, typer.Option(metavar="NAME", help="The proposal to show or write, not the first one.")
+    ] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Propose what to clip first, by the norms of a run, and say why.
+
+    The first proposals come with their TOML, the share of each client's norms that they would have
+    clipped, and what they reveal about the data. `--use NAME` shows another proposal in full.
+    """
+    from fedclip.cli.check.configuration import find_config
+
+    report = read(folder)
+    folder, runs = report.folder, report.experiments
+    if len(runs) > 1:
+        names = ", ".join(str(folder / name) for name in runs[:3]) + ", …" * (len(runs) > 3)
+        fail(f"{folder} holds {len(runs)} experiments: give one of them ({names})")
+    try:
+        advice = advised(report, min(runs))
+    except (TypeError, ValueError) as exc:
+        fail(exc)
+    proposals = {proposal.name: proposal for proposal in advice.proposals}
+    if use and use not in proposals:
+        known = ", ".join(proposals) or "none"
+        fail(f"there is no proposal {use!r}{nearest(use, proposals)} (there are: {known})")
+    chosen = use or advice.start
+    if as_json:
+        facts = {"schema": "fedclip-suggest/2", "folder": str(folder), **dataclasses.asdict(advice)}
+        print(json.dumps(facts))
+    if write is not None:
+        if not chosen:
+            fail(f"{advice.answer} To write a proposal anyway, name it: --use NAME")
+        file = find_config(write)
+        try:
+            text = rewritten(file.read_bytes().decode(), proposals[chosen])
+        except (OSError, ValueError, TypeError) as exc:
+            fail(f"{file} cannot be changed: {exc}")
+        save(file, chosen, text)
+    elif not as_json:
+        for line in in_words(advice, use):
+            say(line)
+        if chosen:
+            named = f" --use {use}" if use else ""
+            typer.echo()
+            say(f"To write it:  fedclip suggest {typed(folder)}{named} --write config.toml")
+
+
+def save(file: Path, name: str, text: str) -> None:
+    """Write a configuration with a setting; end the command if it would not run."""
+    from fedclip.cli.check.configuration import check_config
+
+    known = check_config(file).problems
+    for fresh in (f for f in check_config(file, text=text).problems if f not in known):
+        why = f"with {name} it would not run ({fresh.where} {fresh.message})"
+        fail(f"{file} was not changed: {why}")
+    write(file, text, quiet=True)
+    say(f"wrote {name} into {file}; check it with  fedclip check {typed(file)}")
 
 
 def advised(report: Report, experiment: str) -> Advice:

@@ -1,290 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Try settings of a configuration over seeds, and rank them by the metric of each site.
+"""The command ``fedclip tune``: edit a configuration, and try settings of it over seeds.
 
 The settings are named, or those that `suggest` proposes by the norms of the first runs, which are
 those without clipping. Settings that failed or diverged get no more seeds.
-
-Runs of one seed draw the same, so settings are compared seed by seed. An interval is Student's, of
-95 %: ``mean ± t(0.975, n - 1) · s / √n`` for n values with sample standard deviation s. One value
-has none. Outliers, whose norms are far above those of other clients, are shown but not counted.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
+import os
 import re
-import statistics
+import shlex
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import tomlkit
-from rich.table import Table
-from rich.text import Text
+import typer
 
-from fedclip.cli.output import fail
-from fedclip.cli.running import Planned, planned_run
-from fedclip.cli.suggest import advised, modules_of, rewritten
+from fedclip.cli.output import JsonFlag, commands, fail, progress, say, typed
+from fedclip.cli.reporting import AS_IS, NONE, Ranking, show_ranking
+from fedclip.cli.running import Planned, planned_run, run_all
+from fedclip.cli.suggest import advised, modules_of, rewritten, save
 from fedclip.core.parameters import Config
 from fedclip.core.toml import value_of
 from fedclip.errors import ToolError, nearest
-from fedclip.report import number, printable, read_report
+from fedclip.report import read_report
 from fedclip.report.findings import Advice, Lines, Proposal
 from fedclip.report.norms import BY_NORM, UPDATES
-from fedclip.report.results import Result, judged_by, result_of
-from fedclip.report.rows import listed
-from fedclip.report.table import plain_table
+from fedclip.report.results import Result, result_of
 
-NONE = "no clipping"
-AS_IS = "as configured"
+app = commands()
 
 
-# -- the ranking of settings ----------------------------------------------------------------------
-def interval(values: Iterable[float]) -> tuple[float, float | None]:
-    """Return mean and half of the 95 % interval; None for a single value.
+@app.command()
+def tune(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A quickrun file.")] = Path(),
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=V1,V2",
+            help="A key of a section, such as optim.client_opt.lrate, or of a module, such as "
+            "zscore-clip.z_max, and its values; without any, what `suggest` proposes.",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=2, help="Runs of each setting.")] = 5,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, not as in the file.")] = None,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Run nodes over websockets.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else by cores.")] = None,
+    sites: Annotated[
+        str, typer.Option(metavar="A,B", help="Sites that count; else all but outliers.")
+    ] = "",
+    write: Annotated[bool, typer.Option("--write", help="Write the winner into CONFIG.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Rank values, or what `suggest` proposes, over several seeds.
 
-    Examples
-    --------
-    >>> mean, half = interval([1.0, 2.0, 3.0])
-    >>> mean, round(half, 3)
-    (2.0, 2.484)
-    >>> interval([1.0])
-    (1.0, None)
+    The ranking goes by the metric of each site, against no clipping. Several runs go on at a time.
+    After an interruption the same command continues.
     """
-    # Beyond twelve digits there is nothing but errors of rounding, which are no spread.
-    values = [round(value, 12) for value in values] or [math.nan]
-    mean = statistics.fmean(values)
-    if len(set(values)) == 1:
-        # The mean may be off by its last digit.
-        return mean, 0.0 if len(values) > 1 else None
-    # SciPy comes with scikit-learn, which declearn needs.
-    from scipy.stats import sem, t
+    from fedclip.cli.check.configuration import find_config
 
-    return mean, float(t.ppf(0.975, len(values) - 1) * sem(values))
-
-
-def shown(mean: float, half: float | None) -> str:
-    """Return a mean and half of its interval as text; no digit is finer than the interval.
-
-    Examples
-    --------
-    >>> shown(0.955, 0.5812), shown(512.3, 124.0), shown(0.625, 0.0), shown(0.625, 1e-5)
-    ('0.95 ± 0.58', '510 ± 120', '0.625 ± 0', '0.625 ± <0.0001')
-    """
-    if half is None or not math.isfinite(half):
-        return number(mean)
-    if half < 1e-4 and (half == 0 or abs(mean) > 1e-3):
-        return f"{number(mean)} ± {'<0.0001' if half else 0}"
-    half = float(f"{half:.2g}")
-    return f"{number(round(mean, 1 - math.floor(math.log10(half))) + 0.0)} ± {number(half)}"
-
-
-@dataclass
-class Ranking:
-    """The results of each setting so far.
-
-    Attributes
-    ----------
-    results
-        By setting and seed.
-    reference
-        The setting that the others are compared with.
-    counted
-        The sites that the ranking counts; by default all but those that are outliers in at least
-        half of the runs.
-    """
-
-    results: dict[str, dict[str, Result]]
-    reference: str
-    counted: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        runs = [run for seeds in self.results.values() for run in seeds.values() if run.sites]
-        self.sites = sorted(set.intersection(*(set(run.sites) for run in runs)))
-        metrics = (set(run.sites[site]) for run in runs for site in self.sites)
-        self.metric, self.higher = judged_by(set.intersection(*metrics))
-        self._sign, self._worse = (1, "lowest") if self.higher else (-1, "highest")
-        odd = [site for run in runs for site in run.outliers]
-        healthy = [site for site in self.sites if 2 * odd.count(site) < len(runs)]
-        self.counted = self.counted or healthy or self.sites
-        self.outliers = [site for site in self.sites if site not in self.counted]
-
-    def means(self, name: str, *sites: str) -> dict[str, float]:
-        """Return the mean over some sites, by default those that count, of each seed.
-
-        It is NaN if the loss is: a diverged model may still have an accuracy.
-        """
-        means = {}
-        for seed, run in self.results[name].items():
-            metrics = [run.sites.get(site, {}) for site in sites or self.counted]
-            values = (m.get(self.metric, math.nan) + 0.0 * m.get("loss", 0.0) for m in metrics)
-            means[seed] = statistics.fmean(values)
-        return means
-
-    def mean(self, name: str, *sites: str) -> tuple[float, float | None]:
-        """Return mean and half of the interval over seeds."""
-        return interval(self.means(name, *sites).values())
-
-    def gain(self, name: str, over: str, *sites: str) -> tuple[float, float | None]:
-        """Return the mean difference between two settings over the seeds of both, and half."""
-        means, other = self.means(name, *sites), self.means(over, *sites)
-        return interval(means[seed] - other[seed] for seed in means if seed in other)
-
-    def clearly(self, name: str, over: str, *sites: str, alike: bool = False) -> bool:
-        """Whether it is better by more than the interval, and not by the same with each seed.
-
-        Few records often give the same by chance; `alike` allows it.
-        """
-        mean, half = self.gain(name, over, *sites)
-        return half is not None and self._sign * mean > half and (half > 0 or alike)
-
-    def lost(self, name: str) -> list[str]:
-        """Return the seeds with which a site that counts has no number."""
-        return [seed for seed, mean in self.means(name).items() if math.isnan(mean)]
-
-    def worst(self, name: str) -> str:
-        """Return the site that counts with the worst mean; nothing is worse than NaN."""
-        means = {site: self.mean(name, site)[0] for site in self.counted}
-        return min(means, key=lambda site: (not math.isnan(means[site]), self._sign * means[site]))
-
-    def order(self) -> list[str]:
-        """Return the settings, best first; those that failed or diverged come last."""
-        keys = {n: (bool(self.lost(n)), -self._sign * self.mean(n)[0]) for n in self.results}
-        return sorted(keys, key=keys.__getitem__)
-
-    @property
-    def alike(self) -> bool:
-        """Whether all seeds of the reference gave equal results, so nothing was drawn."""
-        first, *others = (run.sites for run in self.results[self.reference].values())
-        return bool(others) and all(sites == first for sites in others)
-
-    @property
-    def _others(self) -> list[str]:
-        """The settings without the reference that did not diverge, best first."""
-        return [n for n in self.order() if n != self.reference and not self.lost(n)]
-
-    @property
-    def winner(self) -> str:
-        """The best of those that beat the reference by more than the interval; or ""."""
-        over, diverged = self.reference, bool(self.lost(self.reference))
-        won = [name for name in self._others if diverged or self.clearly(name, over)]
-        return won[0] if won and not self.alike else ""
-
-    def answer(self) -> str:
-        """Return the decision, in sentences."""
-        first, over, others = self.winner, self.reference, self._others
-        seeds = len(self.results[over])
-        runs = f"{seeds} seeds" if seeds > 1 else "one seed"
-        of = f"(mean {self.metric} of {listed(self.counted)}, over {runs})"
-        if self.alike:
-            return (
-                f"No winner: the first seeds of {over} gave equal results, so batches are not "
-                "random. To draw batches at random, set shuffle = true in [run.training]."
-            )
-        if first and self.lost(over):
-            value = f"{shown(*self.mean(first))} {of}"
-            return f"With {over}, the model diverged; {first} is the best of the others: {value}."
-        if first:
-            text = f"{first} is better than {over} by more than its interval: "
-            text += f"{self.against(first)} {of}. The {self._worse} site with it is "
-            text += f"{self._worst(first)}; with {over} {self._worst(over)}."
-            hurt = [s for s in self.counted if self.clearly(over, first, s, alike=True)]
-            return text + f" But {listed(hurt)} does worse by more than the interval." * bool(hurt)
-        if even := [n for n in others if self.clearly(n, over, alike=True)]:
-            same = f"{even[0]} differs from {over} by the same amount with all seeds"
-            more = "use more seeds, or more validation records"
-            return f"No winner: {same}, {self.against(even[0])} {of}: {more}."
-        text = f"Nothing is better than {over} by more than its interval {of}."
-        text += "".join(f" The nearest is {n}: {self.against(n)}." for n in others[:1])
-        return text + " One run has no interval: repeat with `fedclip tune`." * (seeds < 2)
-
-    def against(self, name: str, *sites: str) -> str:
-        """Return the difference to the reference as text."""
-        mean, half = self.gain(name, self.reference, *sites)
-        if name == self.reference or math.isnan(mean):
-            return "-"
-        text = shown(mean, half)
-        return text if text.startswith("-") else f"+{text}"
-
-    def _worst(self, name: str) -> str:
-        return f"{(site := self.worst(name))}, {shown(*self.mean(name, site))}"
-
-    def _row(self, name: str) -> list[str]:
-        lost, clipped = len(self.lost(name)), self._clipped(name)
-        mean = f"NaN in {lost}" if lost and self.results[name] else shown(*self.mean(name))
-        share = "-" if math.isnan(clipped) else f"{clipped:.0%}"
-        return [name, mean, self.against(name), share, self._worst(name)]
-
-    def _clipped(self, name: str) -> float:
-        return statistics.fmean(run.clipped for run in self.results[name].values())
-
-    def classes(self, name: str) -> tuple[float | None, float | None]:
-        """Return majority share and balanced accuracy of a setting over seeds, if known."""
-        pairs = [run.classes(self.counted) for run in self.results[name].values()]
-        known = [pair for pair in pairs if pair]
-        if not known or len(known) < len(pairs):
-            return None, None
-        shares, recalls = zip(*known, strict=True)
-        return statistics.fmean(shares), statistics.fmean(recalls)
-
-    def tables(self) -> list[tuple[Table, str]]:
-        """Return the ranking, and the sites with the best of the others, each with its caption."""
-        order, over = self.order(), self.reference
-        note = f"Mean {self.metric} over seeds on the validation data of {listed(self.counted)} "
-        note += f"± 95 % interval (Student's); differences to {over}, paired by seed."
-        note += f" Not counted, as outliers: {listed(self.outliers)}." * bool(self.outliers)
-        majority, _ = self.classes(over)
-        if self.metric == "accuracy" and majority is not None:
-            recalls = {name: self.classes(name)[1] for name in order}
-            note += f" The majority class alone gives {number(majority)}; balanced accuracy: "
-            note += ", ".join(f"{n} {number(x)}" for n, x in recalls.items() if x is not None) + "."
-        heads = ["Setting", f"Mean {self.metric}", "Difference", "Clipped", f"{self._worse} site"]
-        best = [n for n in (self.winner, *order) if n not in ("", over)][:1]
-        sites = [
-            [site + " (not counted)" * (site in self.outliers)]
-            + [number(self.mean(name, site)[0]) for name in (over, *best)]
-            + [self.against((over, *best)[-1], site)]
-            for site in self.sites
-        ]
-        return [
-            (_table("Ranking", heads, map(self._row, order)), note),
-            (_table("Sites", ["Site", over, *best, "Difference"], sites), f"The {self.metric} of each."),
-        ]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return plain values, with None instead of NaN and infinity."""
-
-        def plain(name: str, *sites: str) -> dict[str, float | None]:
-            numbers = (*self.mean(name, *sites), *self.gain(name, self.reference, *sites))
-            names = ("mean", "half_width", "difference", "difference_half_width")
-            return {key: _finite(x) for key, x in zip(names, numbers, strict=True)}
-
-        settings = [
-            {"name": name, "seeds": [*self.results[name]]}
-            | {"diverged": self.lost(name), "clipped": _finite(self._clipped(name)), **plain(name)}
-            | dict(zip(("majority_share", "balanced_accuracy"), self.classes(name), strict=True))
-            | {"sites": {site: plain(name, site) for site in self.sites}}
-            for name in self.order()
-        ]
-        names = ("metric", "higher", "reference", "sites", "counted", "winner")
-        facts = {key: getattr(self, key) for key in names}
-        return facts | {"answer": self.answer(), "settings": settings}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    jobs = jobs or cores or 1
+    # Several runs share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // jobs)))
+    chosen = [name.strip() for name in sites.split(",") if name.strip()]
+    try:
+        file = find_config(config)
+        out = file.with_name(f"{file.stem}-tune{'-nodes' * nodes}")
+        command = "quickrun" if nodes else "simulate"
+        tuning = Tuning(file, out, seeds, rounds, command, settings or [], chosen)
+        _tuned(tuning, jobs)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        fail(f"{config} cannot be tuned: {exc}")
+    ranking = tuning.ranking
+    show_ranking(ranking, "fedclip-tune/2", as_json)
+    if "noise_multiplier" in tuning.text and not as_json:
+        say("This choice uses the data, and the epsilon of a run does not cover it.")
+    winner = ranking.winner
+    fresh = winner not in ("", NONE, AS_IS)
+    if write and fresh:
+        save(file, winner, tuning.texts[winner])
+    elif write:
+        say(f"{typed(file)} was not changed", err=True)
+    elif fresh and not as_json:
+        words = [*tuning.settings, "--seeds", str(seeds)]
+        words += ["--rounds", str(rounds)] * bool(rounds) + ["--nodes"] * nodes
+        words += ["--sites", sites] * bool(sites)
+        say(f"To write it:  fedclip tune {typed(file)} {shlex.join(words)} --write")
 
 
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = plain_table(title, heads[:1], heads[1:])
-    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
-    for row in rows:
-        table.add_row(*map(Text, map(printable, row)))
-    return table
+def _tuned(tuning: Tuning, jobs: int) -> None:
+    """Run all settings, and print the progress."""
+    show, before, total = progress("tune"), 0, tuning.left
+    for number, wave in enumerate(tuning.waves()):
+        todo = [run for run in wave if not run.done]
 
+        def tell(done: int, text: str, before: int = before, total: int = total) -> None:
+            show(before + done, total, text)
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+        failed = run_all(todo, tuning.command, jobs, tell)
+        before += sum(run.rounds for run in todo)
+        for why in failed.values():
+            if not number:
+                fail(why)
+            say(why, err=True)
+        tuning.judge(wave, failed)
+        if not number and not tuning.settings:
+            advice, left_out = tuning.advised()
+            for line in (*advice.findings, advice.answer):
+                say(line, err=True)
+            for name, why in left_out.items():
+                say(f"{name} is not tried: {why}", err=True)
+        if not number:
+            names = ", ".join(tuning.runs)
+            say(f"{len(tuning.runs)} settings with {tuning.seeds} seeds each: {names}", err=True)
+        total = before + tuning.left
 
 
 # -- settings of a configuration ------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import Node, call, large_run
 
-from fedclip.cli.tune import NONE, Ranking, interval
+from fedclip.cli.reporting import NONE, Ranking, interval
 from fedclip.report import read_report
 from fedclip.report.results import Result, result_of
 

@@ -17,9 +17,10 @@ from report_runs import call, large_run
 
 from fedclip.cli import running
 from fedclip.cli.check.configuration import check_config
+from fedclip.cli.reporting import AS_IS, NONE, Ranking
 from fedclip.cli.running import MARK, Planned
 from fedclip.cli.suggest import rewritten
-from fedclip.cli.tune import AS_IS, NONE, Ranking, Tuning, unclipped
+from fedclip.cli.tune import Tuning, unclipped
 from fedclip.errors import ToolError
 from fedclip.report import read_report
 from fedclip.report.findings import Advice, Proposal

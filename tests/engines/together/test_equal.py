@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from quickruns import write_config, write_sites
 
-from fedclip.cli.spent import read_spent
+from fedclip.cli.privacy import read_spent
 from fedclip.core.records import SERVED
 from fedclip.report import read_report
 from fedclip.updates.store import read
