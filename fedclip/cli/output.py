@@ -20,25 +20,15 @@ import typer
 from fedclip.errors import ToolError, nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedclip.cli.check.findings import Check
     from fedclip.report import Report
 
-
-ConfigPath = Annotated[
-    Path,
-    typer.Argument(metavar="CONFIG", help="A declearn TOML file, or a folder with config.toml."),
-]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, or its folder.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-CsvFile = Annotated[
-    str | None, typer.Option("--csv", metavar="FILE", help="Write rows as CSV; - is stdout.")
-]
+CsvFile = Annotated[str | None, typer.Option(metavar="FILE", help="Write CSV; - is stdout.")]
 Results = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="DIR", help="A folder with checkpoints; else that of the config.toml here."
-    ),
+    typer.Argument(metavar="DIR", help="Folder of checkpoints; else that of the config.toml here."),
 ]
 
 
@@ -103,13 +93,6 @@ def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
         print(line, end="" if over and done < total else "\n", file=sys.stderr, flush=True)
 
     return show
-
-
-def console() -> Console:
-    """Return a console for other people's text; a pipe or a file, which has no width, is wide."""
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
 
 
 def write(file: str | Path, text: str, quiet: bool = False) -> None:

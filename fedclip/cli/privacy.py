@@ -94,17 +94,14 @@ def plan(
         )
         by_turns = noise_plan.separation > 1
         if honest is not None and (by_turns or evaluation_share):
-            what = "clients that take turns" if by_turns else "evaluations with noise"
-            raise ValueError(f"{what} leave the noise to the server: no --honest")
+            raise ValueError("turns and evaluations leave the noise to the server: no --honest")
         prices = Prices(noise_plan, 0.75 if honest is None else honest)
     of_client, of_server = prices.configs if honest is not None else ({}, noise_plan.config)
-    lines = [
-        *("[optim]", 'aggregator = "clipped-averaging"', "[optim.client_opt]"),
-        toml_line("module", "update-clip-client", of_client),
-        *("[optim.server_opt]", *[_LOSS_BOUND] * bool(evaluation_share)),
-        toml_line("module", "update-clip-server", of_server),
-    ]
-    extra = {name: getattr(noise_plan, name) for name in ("noise", "length", "drift")}
+    lines = ["[optim]", 'aggregator = "clipped-averaging"', "[optim.client_opt]"]
+    lines += [toml_line("module", "update-clip-client", of_client), "[optim.server_opt]"]
+    lines += [_LOSS_BOUND] * bool(evaluation_share)
+    lines += [toml_line("module", "update-clip-server", of_server)]
+    extra: Config = {name: getattr(noise_plan, name) for name in ("noise", "length", "drift")}
     text = str(noise_plan)
     if not by_turns and not evaluation_share:
         extra["prices"] = [row._asdict() for row in prices.rows]
@@ -168,11 +165,8 @@ def calibrate(
         *([] if steps is None else [f"n_steps = {steps}"]),
     ]
     names = ("noise", "spent", "accountant", "sampling")
-    extra: Config = {name: getattr(calibration, name) for name in names}
-    extra |= {
-        "relation": ZERO_OUT,
-        **({} if values is None else {"drift": calibration.drift(values)}),
-    }
+    extra: Config = {name: getattr(calibration, name) for name in names} | {"relation": ZERO_OUT}
+    extra["drift"] = None if values is None else calibration.drift(values)
     _print(calibration, text, lines, extra, as_json)
 
 

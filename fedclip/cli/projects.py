@@ -23,8 +23,8 @@ import tomlkit
 import typer
 from numpy.typing import NDArray
 
-from fedclip.cli.output import commands, console, fail, progress, say, typed
-from fedclip.cli.reporting import Ranking
+from fedclip.cli.output import commands, fail, progress, say, typed
+from fedclip.cli.reporting import Ranking, console
 from fedclip.cli.running import Planned, planned_run, run_all
 from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_item
@@ -110,10 +110,10 @@ def write_project(folder: Path, model: str, privacy: str | None) -> list[str]:
 
 def create(folder: Path, texts: Mapping[str, str]) -> None:
     """Write files into a new or empty folder, or a demo into that of an earlier demo."""
-    again = MARKER in texts and (folder / MARKER).exists()
-    if folder.exists() and not again and (not folder.is_dir() or any(folder.iterdir())):
-        fail(f"{folder} is not empty: give a new or empty folder")
     try:
+        again = MARKER in texts and (folder / MARKER).exists()
+        if folder.exists() and not again and (not folder.is_dir() or any(folder.iterdir())):
+            fail(f"{folder} is not empty: give a new or empty folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,10 +22,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedclip.cli.output import CsvFile, JsonFlag, Results, commands, console, fail, read, say, write
+from fedclip.cli.output import CsvFile, JsonFlag, Results, commands, fail, read, say, write
 from fedclip.cli.privacy import NothingSpent, in_words, read_spent
 from fedclip.cli.running import MARK
 from fedclip.cli.suggest import advised
@@ -106,6 +108,11 @@ def show(report: Report, rounds: bool | None) -> None:
     for lines in _spent(report.folder).values() if report.private else ():
         for line in lines:
             say(line)
+
+
+def console() -> Console:
+    """Return a console for other people's text; a pipe or a file, which has no width, is wide."""
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
 
 
 def _advice(report: Report) -> Advice | None:

@@ -263,7 +263,8 @@ def _run(command: str, config: Path, seed: int, output: Path) -> None:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     try:
-        {"quickrun": quickrun, "simulate": simulate}[command](config, seed=seed)
+        start: Any = quickrun if command == "quickrun" else simulate
+        start(config, seed=seed)
     except ToolError as exc:
         say(f"fedclip: {exc}", err=True)
         sys.exit(exc.code)

@@ -82,13 +82,11 @@ _ORDERS = {
     "": ("step.fixed", "step.learnt", "update.adaptive", "step.shared", "update.fixed"),
 }
 """The order of the proposals, if clients are outliers at that stage, and otherwise."""
-_OUTLIER = (
-    "The norms of the {2}s of {0} those of the median client: limit the influence of each client "
-    "with {1}."
-)
 _ANSWERS = {
-    "step": _OUTLIER,
-    "update": _OUTLIER,
+    **dict.fromkeys(
+        ("step", "update"),
+        "The norms of the {2}s of {0} those of the median client: limit the influence of each with {1}.",
+    ),
     "two": "The norms of {} those of the other. Either of two clients may be the outlier: try {}.",
     "diverged": "The model has diverged. Start with {1}, chosen by the norms of the first round.",
     "spikes": "Some single norms are far above the usual, on {}: clip them with {}.",
@@ -105,12 +103,8 @@ _DECIDED = ("step", "update", "two", "diverged", "spikes")
 @app.command()
 def suggest(
     folder: Results = None,
-    write: Annotated[
-        Path | None, typer.Option(metavar="CONFIG", help="Write a proposal into this TOML file.")
-    ] = None,
-    use: Annotated[
-        str, typer.Option(metavar="NAME", help="The proposal to show or write, not the first one.")
-    ] = "",
+    write: Annotated[Path | None, typer.Option(metavar="CONFIG", help="Write it there.")] = None,
+    use: Annotated[str, typer.Option(metavar="NAME", help="Not the first proposal.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Propose what to clip first, by the norms of a run, and say why.
@@ -161,8 +155,8 @@ def save(file: Path, name: str, text: str) -> None:
 
     known = check_config(file).problems
     for fresh in (f for f in check_config(file, text=text).problems if f not in known):
-        why = f"with {name} it would not run ({fresh.where} {fresh.message})"
-        fail(f"{file} was not changed: {why}")
+        why = f"{fresh.where} {fresh.message}"
+        fail(f"{file} was not changed: with {name} it would not run ({why})")
     write(file, text, quiet=True)
     say(f"wrote {name} into {file}; check it with  fedclip check {typed(file)}")
 
@@ -435,8 +429,8 @@ def rewritten(text: str, proposal: Proposal) -> str:
     optim = document.get("optim", document)
     if not hasattr(optim, "keys") or "client_opt" not in optim:
         raise ValueError("it has no client_opt to add a clipper to")
-    noised = (str(entries[i]) for _, entries, i in modules_of(document, ["server_opt"]))
-    if "aggregator" in proposal.plugins and any("noise_multiplier" in text for text in noised):
+    noised = "noise_multiplier" in str(optim.get("server_opt"))
+    if noised and "aggregator" in proposal.plugins:
         raise ValueError(
             f"its server adds noise, and {proposal.name} adds none. If the proposed bound may "
             "depend on the data, write it into update-clip-server as start_norm"
@@ -476,10 +470,7 @@ def _insert(optim: Config, section: str, name: str, config: Mapping[str, object]
 
 
 def _kind(name: str) -> str:
-    if name in BY_NORM:
-        return "clipper"
-    return (
-        "counterpart"
-        if name.endswith("-server") and name.removesuffix("-server") in BY_NORM
-        else ""
-    )
+    base = name.removesuffix("-server")
+    if base not in BY_NORM:
+        return ""
+    return "clipper" if base == name else "counterpart"

@@ -164,9 +164,8 @@ def run_console(block: Block, where: str) -> None:
         program, *words = command.split(" #")[0].split()
         if program != "fedclip":
             continue
-        assert words[0] in fedclip.cli.main.COMMANDS or words[0].startswith("-"), (
-            f"{where}: no command {words[0]!r}"
-        )
+        known = words[0] in fedclip.cli.main.COMMANDS or words[0].startswith("-")
+        assert known, f"{where}: no command {words[0]!r}"
         # These read the result of a run.
         reads = words[0] == "report" or words[:3] == ["privacy", "spent", "result"]
         if words[0] not in RUN or (reads and not Path(words[-1]).exists()):
