@@ -113,6 +113,15 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
         say(f"wrote {file}")
 
 
+def existing(path: Path) -> Path:
+    """Return a path; end the command if there is nothing."""
+    if not os.path.exists(path):
+        above = path.parent
+        names = [file.name for file in above.iterdir()] if os.path.isdir(above) else []
+        fail(f"there is no {path}{nearest(path.name, names)}", 2)
+    return path
+
+
 def read(folder: Path | None, excluded: Collection[Path] = ()) -> Report:
     """Read a report, without runs in the folders `excluded`; end the command if that fails.
 
@@ -129,13 +138,9 @@ def read(folder: Path | None, excluded: Collection[Path] = ()) -> Report:
             path = Path(experiment["checkpoint"])
             folder = path if path.is_dir() else folder
     try:
-        report = read_report(folder)
+        report = read_report(existing(folder))
     except ReportError as exc:
-        if os.path.exists(folder):
-            fail(exc, code=1 if os.path.isdir(folder) else 2)
-        above = folder.parent
-        names = [p.name for p in above.iterdir() if p.is_dir()] if os.path.isdir(above) else []
-        fail(f"{exc}{nearest(folder.name, names)}", code=2)
+        fail(exc, code=1 if folder.is_dir() else 2)
     runs = [r for r in report.experiments if not r or (folder / r).resolve() not in excluded]
     report = report.only(runs or report.experiments)
     if len(runs) > 1 and "" in runs:

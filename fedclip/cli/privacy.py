@@ -14,13 +14,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from fedclip.cli.output import CsvFile, JsonFlag, commands, fail, runnable, write
+from fedclip.cli.output import CsvFile, JsonFlag, commands, existing, fail, runnable, write
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.core.records import SERVED
 from fedclip.core.toml import toml_line, toml_value
 from fedclip.dpsgd import calibrate as dpsgd
-from fedclip.errors import nearest, version
+from fedclip.errors import version
 from fedclip.privacy import planning
 from fedclip.privacy.accounting import ZERO_OUT, Accountant, account, merged, relation_of
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
@@ -188,11 +188,8 @@ def spent(
     """Show the epsilon that was spent."""
     if as_json and csv is not None:
         fail("give either --json or --csv", 2)
-    if not path.exists():
-        names = [file.name for file in path.parent.glob("*")]
-        fail(f"there is no {path}{nearest(path.name, names)}", 2)
     with in_one_sentence():
-        budgets = [*read_spent(path)]
+        budgets = [*read_spent(existing(path))]
         costs = [budget.cost(delta, relation) for budget in budgets]
     if as_json:
         print(json.dumps(costs))
@@ -279,14 +276,10 @@ class Spent(NamedTuple):
             return account(releases, delta, relation).epsilon
 
         site = self.site
-        return {
-            "evaluated": self.evaluated,
-            "where": self.where,
-            "protects": self.protects,
+        names = ("evaluated", "where", "protects", "separation", "planned")
+        return {name: getattr(self, name) for name in names} | {
             "delta": delta,
             "relation": relation_of(relation, self.protects),
-            "separation": self.separation,
-            "planned": self.planned,
             "silent": site and by_silent(by_noise, site.expected_clients, site.sure),
             "rounds": sum(entry.round > 0 for entry in self.entries),
             "releases": [r._asdict() for r in merged(spent)],
@@ -328,10 +321,8 @@ def in_words(cost: Config) -> Iterator[str]:
         yield "  the clients added the noise:"
         yield from trust_lines(cost["silent"]).split("\n")
     if cost["planned"] is not None:
-        yield (
-            f"  planned: at most epsilon {cost['planned']:.4g}; report this one if the clients' "
-            "data decided when the run ended"
-        )
+        when = "report this one if the clients' data decided when the run ended"
+        yield f"  planned: at most epsilon {cost['planned']:.4g}; {when}"
 
 
 COLUMNS = (
@@ -390,10 +381,8 @@ def read_spent(path: Path) -> Iterator[Spent]:
             protects = "site's data set" if unit == "site" else unit
             ledgers.append(Spent(where, protects, total(entries), entries))
     if not ledgers + servers:
-        raise NothingSpent(
-            f"{path} shows no spent privacy budget: it has neither a ledger of DP-SGD ({FILE}), "
-            f"nor a checkpoint or {SERVED} of a server with noise in update-clip-server"
-        )
+        files = f"a ledger ({FILE}), or a checkpoint or {SERVED} of a server with noise"
+        raise NothingSpent(f"{path} shows no spent privacy budget: give a folder with {files}")
     yield from ledgers + servers
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import io
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -38,6 +37,8 @@ from fedclip.report.table import plain_table
 
 app = commands()
 
+ByRound = Annotated[bool | None, typer.Option("--rounds/--summary", help="By round, or node.")]
+
 NONE = "no clipping"
 AS_IS = "as configured"
 _SHOWN = 12
@@ -49,21 +50,13 @@ def report(
     folder: Results = None,
     csv: CsvFile = None,
     as_json: JsonFlag = False,
-    rounds: Annotated[
-        bool | None,
-        typer.Option("--rounds/--summary", help="A line for each round, or for each node."),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page for a browser as well."),
-    ] = None,
+    rounds: ByRound = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page as well.")] = None,
 ) -> None:
     """Show what the clippers did in a run, by node and round."""
     if as_json and csv is not None:
         fail("give either --json or --csv", code=2)
     # What would keep the page from being written is found before what takes long.
-    if html is not None and os.path.isdir(html):
-        fail(f"cannot write {html}: it is a folder; give a file, such as {html / 'report.html'}")
     for package in ("jinja2", "vl_convert") if html is not None else ():
         if not find_spec(package):
             fail(f"--html needs {package}: pip install jinja2 vl-convert-python")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fedclip site``: what a policy lets out, what it cannot check, and what budget remains."""
+"""``fedclip site``: what a policy lets out, and what budget remains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from fedclip.cli.output import commands, fail, say
-from fedclip.errors import version
 from fedclip.site.gate import spent
 from fedclip.site.policy import Policy, check_owned
 
@@ -20,31 +19,13 @@ app = commands("Limit what leaves a site, whatever a server asks for.")
 PolicyPath = Annotated[Path, typer.Argument(metavar="FILE", help="The site's policy, a TOML file.")]
 
 
-ENGINES = {
-    ("declearn", "declearn"): (
-        'a client made with policy = "FILE": all messages of the client',
-        "code in pickled models (torch, Haiku); other programs on this machine",
-    ),
-    ("Flower", "flwr"): (
-        "fedclip site supernode, instead of flower-supernode: all replies of apps",
-        "sockets and files of the app: run it in a separate process without other network access",
-    ),
-    ("NVFlare", "nvflare"): (
-        "SitePolicy in each scope of privacy.json, with allow_log_streaming off: the results of "
-        "all tasks",
-        "aux messages, event streams and code in the process: it refuses jobs with byoc, unless "
-        "allow_job_code is set",
-    ),
-}
-"""Where a policy acts, and what it cannot check, for each engine and its package."""
-
 # More than any budget is asked for.
 _MOST = 1_000_000
 
 
 @app.command()
 def check(file: PolicyPath) -> None:
-    """Explain a policy: what it allows out, what it cannot check, and its remaining budget."""
+    """Explain a policy: what it allows out, and its remaining budget."""
     try:
         policy = Policy.read(file)
         lines, problems = [*_explained(policy)], [*_problems(policy)]
@@ -55,11 +36,7 @@ def check(file: PolicyPath) -> None:
     say(f"{file} allows these to leave the site, in all jobs and engines together:")
     for line in lines:
         say(f"  {line}")
-    for (name, package), (where, unseen) in ENGINES.items():
-        installed = version(package)
-        say(f"{name} {installed}" if installed else f"{name}, which is not installed here")
-        say(f"  acts in       {where}")
-        say(f"  cannot check  {unseen}")
+    say("What it cannot check on each engine: docs/site-policy.md")
     for problem in problems:
         say(f"fedclip: {problem}", err=True)
     if problems:

@@ -39,8 +39,6 @@ app = commands()
 
 # Clients whose numbers of steps in a round differ by less than this factor have the same weight.
 _ALIKE = 1.2
-# With more clients than this, only the lowest, the median and the highest are named.
-_NAMED = 8
 # The number of proposals that are shown in full.
 _FULL = 3
 _CHOSEN = "The limit depends on the norms of this run, which no privacy budget covers."
@@ -85,7 +83,7 @@ _ORDERS = {
 _ANSWERS = {
     **dict.fromkeys(
         ("step", "update"),
-        "The norms of the {2}s of {0} those of the median client: limit the influence of each with {1}.",
+        "Norms of the {2}s of {0} those of the median client: limit the influence of each by {1}.",
     ),
     "two": "The norms of {} those of the other. Either of two clients may be the outlier: try {}.",
     "diverged": "The model has diverged. Start with {1}, chosen by the norms of the first round.",
@@ -280,19 +278,15 @@ def _toml(plugins: Lines) -> Iterator[str]:
 
 
 def _shares_in_words(shares: Mapping[str, float]) -> str:
-    """Return the share of each client, or those of the lowest, the middle and the highest.
+    """Return the share of each client, or the highest ones of many.
 
     Examples
     --------
     >>> _shares_in_words({"a": 0.051, "b": 1.0})
-    '5.1 % of a, 100 % of b'
+    '100 % of b, 5.1 % of a'
     """
-    shown, count = [*shares.items()], len(shares)
-    if count > _NAMED:
-        order = sorted(shown, key=lambda item: item[1])
-        shown = [order[0], order[count // 2], order[-1]]
-    text = ", ".join(f"{100 * share:.3g} % of {name}" for name, share in shown)
-    return text + f" (lowest, median and highest of {count} clients)" * (count > _NAMED)
+    order = sorted(shares.items(), key=lambda item: -item[1])
+    return listed([f"{100 * share:.3g} % of {name}" for name, share in order])
 
 
 def read_norms(report: Report, experiment: str) -> list[Norms]:
