@@ -92,9 +92,7 @@ def list_(
 def translate(
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="As in torchzero, optax, …")],
     cls: Annotated[str, typer.Argument(metavar="CLASS", help="Its class or function.")],
-    config: Annotated[
-        list[str] | None, typer.Argument(metavar="PARAMETER=VALUE", help="As given there.")
-    ] = None,
+    config: Annotated[list[str] | None, typer.Argument(metavar="PARAMETER=VALUE")] = None,
 ) -> None:
     """Translate another package's clipper into a line of TOML."""
     from fedclip.cli.check.findings import text_of
@@ -104,10 +102,10 @@ def translate(
 
     values: dict[str, object] = {}
     for item in config or []:
-        key, equals, value = item.partition("=")
-        if not equals:
+        if "=" not in item:
             fail(f"{item!r} must be PARAMETER=VALUE", code=2)
-        values[key.strip()] = value_of(value.strip())
+        key, value = map(str.strip, item.split("=", 1))
+        values[key] = value_of(value)
     try:
         kind, name, parameters = translated(package, cls, values)
         # Build the clipper, so that a line with invalid parameters is refused.

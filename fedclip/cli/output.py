@@ -20,7 +20,6 @@ import typer
 from fedclip.errors import ToolError, nearest
 
 if TYPE_CHECKING:
-    from fedclip.cli.check.findings import Check
     from fedclip.report import Report
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, or its folder.")]
@@ -55,8 +54,8 @@ def typed(path: str | Path) -> str:
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
-def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) -> Check:
-    """Return the findings for a configuration; end the command if it would not run."""
+def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) -> Path:
+    """Return the file of a configuration; end the command if it would not run."""
     from fedclip.cli.check.configuration import check_config
 
     result = check_config(config, quickrun=quickrun, simulate=simulate)
@@ -64,7 +63,7 @@ def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) ->
         say(f"fedclip: {finding.where} {finding.message}", err=True)
     if not result.ok:
         fail(f"{result.path} would not run; nothing was started")
-    return result
+    return result.path
 
 
 def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:

@@ -209,11 +209,11 @@ def audit(
     as_json: JsonFlag = False,
 ) -> None:
     """Attack the privacy that a configuration claims, with its own model and data."""
-    checked = runnable(config, simulate=True)
+    path = runnable(config, simulate=True)
 
     from fedclip.engines.local import audit as attack
 
-    attacked = attack.audit(checked.path, seed)
+    attacked = attack.audit(path, seed)
     if as_json:
         result = attacked._asdict() | {"fault": attacked.fault, "audited": attacked.audited}
         result |= {name: result[name]._asdict() for name in ("guesses", "membership")}

@@ -33,6 +33,9 @@ from fedclip.report.results import result_of
 
 app = commands()
 
+Model = Literal["sklearn", "torch", "tensorflow", "jax"]
+Units = Literal["records", "persons"]
+
 TEMPLATES = Path(__file__).with_name("templates")
 MARKER = ".fedclip-demo"
 
@@ -49,63 +52,31 @@ PACKAGES = {
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; new or empty.")],
-    model: Annotated[
-        Literal["sklearn", "torch", "tensorflow", "jax"],
-        typer.Option(help="A linear model, or a small network."),
-    ],
-    privacy: Annotated[
-        Literal["records", "persons"] | None,
-        typer.Option(help="Train with DP-SGD, and protect each record or each person."),
-    ] = None,
+    model: Annotated[Model, typer.Option(help="A linear model, or a small network.")],
+    privacy: Annotated[Units | None, typer.Option(help="Protect each by DP-SGD.")] = None,
 ) -> None:
     """Write a project for CSV files at several sites.
 
     It prepares data, trains with a server and clients, and predicts. You edit its files.
     """
-    missing = write_project(folder, model, privacy)
-    say(f"{folder} is written. Start with its README.md, or try it with example data:")
-    for line in (
-        *(f"pip install {packages}" for packages in missing),
-        f"cd {typed(folder)}",
-        "python prepare.py --example",
-        f"fedclip {'quickrun' if privacy else 'simulate'}",
-    ):
-        say(f"  {line}")
-
-
-def write_project(folder: Path, model: str, privacy: str | None) -> list[str]:
-    """Write a project; return which packages its files need that are not installed.
-
-    The user owns and edits what is written.
-
-    Parameters
-    ----------
-    folder
-        Where to write; new or empty.
-    model
-        One of `PACKAGES`.
-    privacy
-        "records", "persons", or None for training without privacy.
-
-    Raises
-    ------
-    ToolError
-        If the folder is not empty, or cannot be written to.
-    """
     kind = "private" if privacy else "plain"
-    sources = {name: [name] for name in ("columns.toml", "prepare.py", "server.py", "predict.py")}
-    sources |= {
-        "config.toml": [f"config_{kind}.toml"],
-        "model.py": [f"model_{model}.py"],
-        "client.py": [f"client_{kind}.py"],
-        "README.md": ["README.md", *(["privacy.md"] if privacy else [])],
+    shared = ("columns.toml", "prepare.py", "server.py", "predict.py", "README.md")
+    texts = {name: template(name) for name in shared} | {
+        "config.toml": template(f"config_{kind}.toml"),
+        "model.py": template(f"model_{model}.py"),
+        "client.py": template(f"client_{kind}.py"),
     }
-    texts = {name: "".join(map(template, parts)) for name, parts in sources.items()}
+    texts["README.md"] += template("privacy.md") if privacy else ""
     if privacy == "persons":
         texts["columns.toml"] = texts["columns.toml"].replace('unit = "record"', 'unit = "person"')
     create(folder, texts)
     needed = [PACKAGES[model], *([("opacus", "opacus dp-accounting")] if privacy else [])]
-    return [package for module, package in needed if find_spec(module) is None]
+    lines = [f"pip install {packages}" for module, packages in needed if not find_spec(module)]
+    lines += [f"cd {typed(folder)}", "python prepare.py --example"]
+    lines += [f"fedclip {'quickrun' if privacy else 'simulate'}"]
+    say(f"{folder} is written. Start with its README.md, or try it with example data:")
+    for line in lines:
+        say(f"  {line}")
 
 
 def create(folder: Path, texts: Mapping[str, str]) -> None:
@@ -138,26 +109,15 @@ WAYS = ("no-clipping", "fixed-bound", "adaptive-bound")
 
 @app.command()
 def demo(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to write; is made, or must be empty.")
-    ] = Path("fedclip-demo"),
+    folder: Annotated[Path, typer.Argument(help="New or empty.")] = Path("fedclip-demo"),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each training.")] = 30,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 6,
     bound: Annotated[float, typer.Option(help="The fixed bound, > 0.")] = 1.0,
-) -> None:
+) -> Ranking:
     """Train over three hospitals, without clipping and with it.
 
-    It prints a table and writes a picture.
-    """
-    run_demo(folder, rounds, seeds, bound)
-
-
-def run_demo(folder: Path, rounds: int = 30, seeds: int = 6, bound: float = 1.0) -> Ranking:
-    """Train in all three ways, print the table, write the plot.
-
-    The folder is new, empty, or that of an earlier demo, which goes on if it was interrupted. Every
-    seed splits the records over the hospitals in another way. If the folder cannot be used, or a
-    node fails, raise a `ToolError`.
+    It prints a table and writes a picture. An earlier demo in the folder goes on if it was
+    interrupted. Every seed splits the records over the hospitals in another way.
     """
     folder = folder.resolve()
     splits = [f"seed-{seed}" for seed in range(seeds)]
@@ -289,7 +249,8 @@ def plot(folder: Path, reports: Mapping[str, Report]) -> str:
             if curve.metric == "accuracy" and curve.node in report.servers:
                 label = way if curve.node.startswith("seed-0/") else None
                 axes[0].plot(*zip(*curve.points, strict=True), styles[way], alpha=0.7, label=label)
-    axes[0].set(title="the model: accuracy, one line for each split", ylabel="accuracy")
+    title = "the model: accuracy, one line for each split"
+    axes[0].set(title=title, xlabel="round", ylabel="accuracy")
     axes[0].legend(frameon=False, loc="lower right")
     for ax, way in zip(axes[1:], WAYS[1:], strict=True):
         for site, line in zip(SITES, ("-", "--", "-"), strict=True):
@@ -298,10 +259,8 @@ def plot(folder: Path, reports: Mapping[str, Report]) -> str:
             colour = "C3" if site == SITES[-1] else "0.45"
             ax.plot(numbers, norms, line, color=colour, label=f"update of {site}")
         ax.plot(numbers, bounds, color=styles[way], linewidth=3, label="bound")
-        ax.set(title=f"{way}: norms of the updates", ylabel="norm", yscale="log")
+        title = f"{way}: norms of the updates"
+        ax.set(title=title, xlabel="round", ylabel="norm", yscale="log")
     axes[2].legend(frameon=False, loc="best")
-    for ax in axes:
-        ax.set_xlabel("round")
-        ax.grid(alpha=0.3)
     figure.savefig(folder / "demo.png", dpi=120)
     return f"Accuracy, updates and bounds: {typed(folder / 'demo.png')}"

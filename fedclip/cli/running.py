@@ -76,13 +76,11 @@ def quickrun(
     seed: Annotated[int | None, typer.Option(min=0, help="Draw batches from this seed.")] = None,
 ) -> None:
     """Check a configuration, then run all of it on this machine."""
-    result = runnable(config, quickrun=True)
+    path, show = runnable(config, quickrun=True), progress("quickrun", quiet=verbose)
 
     from fedclip.engines.declearn.quickrun import run
 
-    clients, results, finished = run(
-        result.path, verbose=verbose, seed=seed, progress=progress("quickrun", quiet=verbose)
-    )
+    clients, results, finished = run(path, verbose=verbose, seed=seed, progress=show)
     if not finished:
         fail(f"interrupted; what was done until then: fedclip report {typed(results)}", code=130)
     weights = typed(Path(results, "server", "model_state_best.mpk"))
@@ -96,20 +94,17 @@ def quickrun(
 def simulate(
     config: ConfigPath = Path(),
     seed: Annotated[int | None, typer.Option(min=0, help="A seed, not that of [simulate].")] = None,
-    engine: Annotated[
-        Literal["process", "flower"],
-        typer.Option(help="Train in this process, or in those of Flower's simulation."),
-    ] = "process",
+    engine: Annotated[Literal["process", "flower"], typer.Option(help="Trains.")] = "process",
 ) -> None:
     """Check a configuration, then run it in one process.
 
     It has as many clients as the section [simulate] says.
     """
-    result = runnable(config, simulate=True)
+    path = runnable(config, simulate=True)
 
     from fedclip.engines.local.simulate import EARLY, run
 
-    done = run(result.path, seed, engine=engine, progress=progress("simulate"))
+    done = run(path, seed, engine=engine, progress=progress("simulate"))
     see = f"fedclip report {typed(done.results)}"
     after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
     if done.ended and done.ended != EARLY:

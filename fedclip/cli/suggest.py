@@ -83,7 +83,7 @@ _ORDERS = {
 _ANSWERS = {
     **dict.fromkeys(
         ("step", "update"),
-        "Norms of the {2}s of {0} those of the median client: limit the influence of each by {1}.",
+        "The norms of the {2}s of {0} the median client's: limit the influence of each by {1}.",
     ),
     "two": "The norms of {} those of the other. Either of two clients may be the outlier: try {}.",
     "diverged": "The model has diverged. Start with {1}, chosen by the norms of the first round.",

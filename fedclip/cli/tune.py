@@ -29,7 +29,7 @@ from fedclip.core.parameters import Config
 from fedclip.core.toml import value_of
 from fedclip.errors import ToolError, nearest
 from fedclip.report import read_report
-from fedclip.report.findings import Advice, Lines, Proposal
+from fedclip.report.findings import Lines, Proposal
 from fedclip.report.norms import BY_NORM, UPDATES
 from fedclip.report.results import Result, result_of
 
@@ -41,19 +41,13 @@ def tune(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A quickrun file.")] = Path(),
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="KEY=V1,V2",
-            help="A key of a section, such as optim.client_opt.lrate, or of a module, such as "
-            "zscore-clip.z_max, and its values; without any, what `suggest` proposes.",
-        ),
+        typer.Argument(metavar="KEY=V1,V2", help="As zscore-clip.z_max=1,2; else as suggested."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=2, help="Runs of each setting.")] = 5,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, not as in the file.")] = None,
     nodes: Annotated[bool, typer.Option("--nodes", help="Run nodes over websockets.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else by cores.")] = None,
-    sites: Annotated[
-        str, typer.Option(metavar="A,B", help="Sites that count; else all but outliers.")
-    ] = "",
+    sites: Annotated[str, typer.Option(metavar="A,B", help="Sites that count.")] = "",
     write: Annotated[bool, typer.Option("--write", help="Write the winner into CONFIG.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -110,13 +104,9 @@ def _tuned(tuning: Tuning, jobs: int) -> None:
                 fail(why)
             say(why, err=True)
         tuning.judge(wave, failed)
-        if not number and not tuning.settings:
-            advice, left_out = tuning.advised()
-            for line in (*advice.findings, advice.answer):
-                say(line, err=True)
-            for name, why in left_out.items():
-                say(f"{name} is not tried: {why}", err=True)
         if not number:
+            if not tuning.settings:
+                tuning.take_advice()
             names = ", ".join(tuning.runs)
             say(f"{len(tuning.runs)} settings with {tuning.seeds} seeds each: {names}", err=True)
         total = before + tuning.left
@@ -285,10 +275,12 @@ class Tuning:
         self.runs[name] = [run._replace(label=name) for run in runs]
         self.texts[name] = text
 
-    def advised(self) -> tuple[Advice, dict[str, str]]:
-        """Take up what is advised by the first run; return the advice, and what cannot be tried."""
-        report, left_out = read_report(self.runs[NONE][0].folder), dict[str, str]()
+    def take_advice(self) -> None:
+        """Add the settings that are advised by the first run, and say why."""
+        report = read_report(self.runs[NONE][0].folder)
         advice = advised(report, min(report.experiments))
+        for line in (*advice.findings, advice.answer):
+            say(line, err=True)
         for proposal in advice.proposals:
             try:
                 text = rewritten(self.text, proposal)
@@ -296,8 +288,7 @@ class Tuning:
                 if tomllib.loads(text) != tomllib.loads(self.text):
                     self._add(proposal.name, text)
             except (ToolError, ValueError) as exc:
-                left_out[proposal.name] = str(exc)
-        return advice, left_out
+                say(f"{proposal.name} is not tried: {exc}", err=True)
 
     def waves(self) -> Iterator[list[Planned]]:
         """Yield runs to be made and judged: those without clipping first, then seed by seed.

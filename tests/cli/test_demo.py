@@ -13,7 +13,8 @@ from checkouts import ROOT
 
 from fedclip.cli import projects as demo
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.projects import FACTOR, SITES, pulls, run_demo, write_data
+from fedclip.cli.projects import FACTOR, SITES, pulls, write_data
+from fedclip.cli.projects import demo as run_demo
 from fedclip.cli.reporting import interval
 from fedclip.cli.reporting import shown as in_words
 from fedclip.errors import ToolError
