@@ -11,8 +11,6 @@ records have the right units everywhere.
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,12 +123,8 @@ def demo(
     for seed, split in enumerate(splits):
         write_data(folder / "data" / split, seed)
     runs = [planned(folder, way, seed, rounds, bound) for way in WAYS for seed in range(seeds)]
-    # A tenth of a second for a round, on a core that has nothing else to do.
-    say(
-        f"{len(SITES)} hospitals train one model, {SITES[-1]} on lengths in a unit {FACTOR:.0f} "
-        f"times smaller than the other two. {len(runs)} federations train for {rounds} rounds "
-        f"each, in about {10 + 0.1 * rounds * len(runs):.0f} seconds on an idle machine."
-    )
+    unit = f"{SITES[-1]} has lengths in a unit {FACTOR:.0f} times smaller than the other sites"
+    say(f"{len(runs)} federations train for {rounds} rounds each; {unit}.")
     show, total = progress("demo"), sum(run.rounds for run in runs if not run.done)
     for why in run_all(runs, "quickrun", 1, lambda done, text: show(done, total, text)).values():
         fail(why)
@@ -148,9 +142,7 @@ def demo(
     console().print(table)
     for sentence in (caption, *sentences(reports, ranking), plot(folder, reports)):
         say(sentence)
-    # `make demo` does not put the environment's scripts on the path.
-    command = "fedclip" if shutil.which("fedclip") else f"{typed(sys.executable)} -m fedclip"
-    say(f"Round by round: {command} report {typed(folder / 'adaptive-bound' / 'seed-0')}")
+    say(f"Round by round: fedclip report {typed(folder / 'adaptive-bound' / 'seed-0')}")
     return ranking
 
 

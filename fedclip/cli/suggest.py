@@ -115,7 +115,7 @@ def suggest(
     report = read(folder)
     folder, runs = report.folder, report.experiments
     if len(runs) > 1:
-        names = ", ".join(str(folder / name) for name in runs[:3]) + ", …" * (len(runs) > 3)
+        names = listed([str(folder / name) for name in runs])
         fail(f"{folder} holds {len(runs)} experiments: give one of them ({names})")
     try:
         advice = advised(report, min(runs))
@@ -123,8 +123,7 @@ def suggest(
         fail(exc)
     proposals = {proposal.name: proposal for proposal in advice.proposals}
     if use and use not in proposals:
-        known = ", ".join(proposals) or "none"
-        fail(f"there is no proposal {use!r}{nearest(use, proposals)} (there are: {known})")
+        fail(f"there is no proposal {use!r}{nearest(use, proposals)}: {listed([*proposals])}")
     chosen = use or advice.start
     if as_json:
         facts = {"schema": "fedclip-suggest/2", "folder": str(folder), **dataclasses.asdict(advice)}
