@@ -42,7 +42,7 @@ class Commands(TyperGroup):
         return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, or a group of commands; None if there is none of this name."""
+        """Return a command, or a group of commands; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         group = typer.main.get_group(import_module(f"fedclip.cli.{COMMANDS[cmd_name]}").app)

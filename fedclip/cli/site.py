@@ -36,7 +36,7 @@ def check(file: PolicyPath) -> None:
     say(f"{file} allows these to leave the site, in all jobs and engines together:")
     for line in lines:
         say(f"  {line}")
-    say("What it cannot check on each engine: docs/site-policy.md")
+    say("Each engine has ways out that a policy cannot check: docs/site-policy.md")
     for problem in problems:
         say(f"fedclip: {problem}", err=True)
     if problems:
