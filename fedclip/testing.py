@@ -132,12 +132,6 @@ def gradient_stream(steps: int = 20, seed: int = 0) -> list[dict[str, Host]]:
     ]
 
 
-def _weights(framework: str, dtype: str | None = None) -> Gradient:
-    rng = np.random.default_rng(12345)
-    arrays = {name: np.asarray(rng.normal(0, 1, shape)) for name, shape in SHAPES.items()}
-    return to_vector(arrays, framework, dtype)
-
-
 def apply(clipper: Plugin, gradients: Gradient, weights: Gradient | None = None) -> Any:
     """Return the output of the clipper; only regularizers use the weights."""
     if isinstance(clipper, Regularizer):
@@ -149,7 +143,9 @@ def _applied(
     clipper: Plugin, steps: Iterable[Arrays], framework: str = "numpy", dtype: str | None = None
 ) -> Iterator[tuple[Gradient, Any]]:
     """Yield the gradient of each step, and the output of the clipper."""
-    weights = _weights(framework, dtype)
+    rng = np.random.default_rng(12345)
+    arrays = {name: np.asarray(rng.normal(0, 1, shape)) for name, shape in SHAPES.items()}
+    weights = to_vector(arrays, framework, dtype)
     for arrays in steps:
         gradients = to_vector(arrays, framework, dtype)
         yield gradients, apply(clipper, gradients, weights)
@@ -166,10 +162,8 @@ def differences(gradients: Gradient, output: Gradient) -> Iterator[tuple[str, st
         return
     for name, before in gradients.coefs.items():
         after = output.coefs[name]
-        for what, seen, expected in (
-            ("dtype", after.dtype, before.dtype),
-            ("shape", tuple(map(int, after.shape)), tuple(map(int, before.shape))),
-        ):
+        shapes = [tuple(map(int, value.shape)) for value in (after, before)]
+        for what, (seen, expected) in (("dtype", (after.dtype, before.dtype)), ("shape", shapes)):
             if seen != expected:
                 yield f"same {what}", f"{name!r} came back with the {what} {seen}, not {expected}"
 
@@ -259,17 +253,15 @@ def check_guarantee(factory: Factory) -> None:
     """
     clipper = factory()
     guarantee = look_up(clipper, Context(SHAPES))
-    assert guarantee != kinds.unknown(clipper, Context()), (
-        f"{clipper.name} does not say what it guarantees: write guarantee = kinds.… into its class "
-        "(fedclip.privacy.guarantees)"
-    )
+    unknown = f"{clipper.name} does not say what it guarantees: see fedclip.privacy.guarantees"
+    assert guarantee != kinds.unknown(clipper, Context()), unknown
     steps = [{k: s * v for k, v in g.items()} for g in gradient_stream(20) for s in (1.0, 1e3)]
     for _, output in _applied(clipper, steps):
         length = math.hypot(*(float(np.linalg.norm(value)) for value in output.coefs.values()))
-        assert length <= guarantee.bound, (
-            f"an output of norm {length!r} is above the bound that guarantee states, "
-            f"{guarantee.bound!r}"
+        above = (
+            f"a norm of {length!r} is above the bound that guarantee states, {guarantee.bound!r}"
         )
+        assert length <= guarantee.bound, above
 
 
 def check_dtype_and_shape(factory: Factory, framework: str = "numpy") -> None:
@@ -314,10 +306,9 @@ def check_nonfinite(factory: Factory) -> None:
                 (output,) = _run(clipper, [bad])
             except ValueError:
                 output = None
+        wrong = f"a step with {value} must become zero, stay non-finite, or raise"
         if output is not None and all(np.isfinite(array).all() for array in output.values()):
-            assert not any(array.any() for array in output.values()), (
-                f"a step with {value} must become zero, stay non-finite, or raise"
-            )
+            assert not any(array.any() for array in output.values()), wrong
         later, expected = _run(clipper, steps[4:]), _run(undisturbed, steps[4:])
         _assert_close(later, expected, f"the steps after one of {value}")
 
@@ -421,16 +412,12 @@ def check_state_size(factory: Factory) -> None:
     >>> from fedclip import ZScoreClip
     >>> check_state_size(ZScoreClip)
     """
-    clipper = factory()
-    stream = gradient_stream(24)
+    clipper, sizes = factory(), list[int]()
     # Long enough for warm-ups and windows to fill.
-    for _ in range(6):
-        _run(clipper, stream)
-    before = _count(clipper.get_state())
-    for _ in range(6):
-        _run(clipper, stream)
-    after = _count(clipper.get_state())
-    assert after <= before, f"the state grew from {before} to {after} values in 144 steps"
+    for _ in range(2):
+        _run(clipper, gradient_stream(144))
+        sizes.append(_count(clipper.get_state()))
+    assert sizes[1] <= sizes[0], f"the state grew from {sizes[0]} to {sizes[1]} values"
 
 
 def _wrong_states(state: dict[str, object]) -> Iterator[tuple[str, object]]:
@@ -468,10 +455,8 @@ def _changed(state: Unchecked, path: tuple[str, ...], *replacement: object) -> U
     """Return a copy with another value at the path, or with none."""
     copy = deepcopy(state)
     parent = reduce(getitem, path[:-1], copy)
-    if replacement:
-        (parent[path[-1]],) = replacement
-    else:
-        del parent[path[-1]]
+    del parent[path[-1]]
+    parent.update((path[-1], value) for value in replacement)
     return copy
 
 
@@ -509,7 +494,5 @@ def _assert_close(
         for name in b:
             difference = np.abs(a[name].astype(float) - b[name].astype(float)).max(initial=0.0)
             largest = np.abs(b[name]).max(initial=0.0)
-            assert difference <= tolerance * max(largest, 1e-30), (
-                f"{what}: {name!r} is off by {difference:.3g} in step {step}; its largest value is "
-                f"{largest:.3g}"
-            )
+            text = f"{what}: {name!r} is off by {difference:.3g} of {largest:.3g} in step {step}"
+            assert difference <= tolerance * max(largest, 1e-30), text
