@@ -17,10 +17,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import reduce
 from importlib import import_module
 from importlib.util import find_spec
-from operator import getitem
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -144,8 +142,8 @@ def _applied(
 ) -> Iterator[tuple[Gradient, Any]]:
     """Yield the gradient of each step, and the output of the clipper."""
     rng = np.random.default_rng(12345)
-    arrays = {name: np.asarray(rng.normal(0, 1, shape)) for name, shape in SHAPES.items()}
-    weights = to_vector(arrays, framework, dtype)
+    values = {name: np.asarray(rng.normal(0, 1, shape)) for name, shape in SHAPES.items()}
+    weights = to_vector(values, framework, dtype)
     for arrays in steps:
         gradients = to_vector(arrays, framework, dtype)
         yield gradients, apply(clipper, gradients, weights)
@@ -258,10 +256,8 @@ def check_guarantee(factory: Factory) -> None:
     steps = [{k: s * v for k, v in g.items()} for g in gradient_stream(20) for s in (1.0, 1e3)]
     for _, output in _applied(clipper, steps):
         length = math.hypot(*(float(np.linalg.norm(value)) for value in output.coefs.values()))
-        above = (
-            f"a norm of {length!r} is above the bound that guarantee states, {guarantee.bound!r}"
-        )
-        assert length <= guarantee.bound, above
+        text = f"the norm {length!r} is above the bound that guarantee states, {guarantee.bound!r}"
+        assert length <= guarantee.bound, text
 
 
 def check_dtype_and_shape(factory: Factory, framework: str = "numpy") -> None:
@@ -454,7 +450,9 @@ def _values(
 def _changed(state: Unchecked, path: tuple[str, ...], *replacement: object) -> Unchecked:
     """Return a copy with another value at the path, or with none."""
     copy = deepcopy(state)
-    parent = reduce(getitem, path[:-1], copy)
+    parent = copy
+    for key in path[:-1]:
+        parent = parent[key]
     del parent[path[-1]]
     parent.update((path[-1], value) for value in replacement)
     return copy
