@@ -8,18 +8,14 @@ import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import fedclip
 from fedclip.cli.output import JsonFlag, commands, fail, say
+from fedclip.core.parameters import Config
 from fedclip.errors import DECLEARN, FEDERATIONS, fits, nearest, requirement, version
-
-if TYPE_CHECKING:
-    from fedclip.core.parameters import Config
-    from fedclip.privacy.guarantees import Plugin
-
 
 app = commands()
 
@@ -47,7 +43,7 @@ def registries() -> dict[str, Mapping[str, type]]:
     }
 
 
-def build(kind: str, name: str, config: Mapping[str, Any]) -> Plugin:
+def build(kind: str, name: str, config: Mapping[str, Any]) -> Any:
     """Return a plug-in of fedclip or declearn, made as declearn makes it; or a site's policy."""
     if kind == "policy":
         from fedclip.site.policy import Policy

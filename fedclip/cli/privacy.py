@@ -245,12 +245,6 @@ class Spent(NamedTuple):
     site: SiteNoise | None = None
     """The noise of the clients, if they have added it."""
 
-    @property
-    def evaluated(self) -> list[float]:
-        """The noise multipliers that are those of evaluations."""
-        multipliers = (r.noise_multiplier for e in self.entries if e.evaluation for r in e.spent)
-        return [*dict.fromkeys(multipliers)]
-
     def cost(self, delta: float | None = None, relation: str | None = None) -> Config:
         """Return what it costs, and by which accountant; or why it cannot be counted.
 
@@ -276,8 +270,10 @@ class Spent(NamedTuple):
             return account(releases, delta, relation).epsilon
 
         site = self.site
-        names = ("evaluated", "where", "protects", "separation", "planned")
+        evaluated = (r.noise_multiplier for e in self.entries if e.evaluation for r in e.spent)
+        names = ("where", "protects", "separation", "planned")
         return {name: getattr(self, name) for name in names} | {
+            "evaluated": [*dict.fromkeys(evaluated)],
             "delta": delta,
             "relation": relation_of(relation, self.protects),
             "silent": site and by_silent(by_noise, site.expected_clients, site.sure),
@@ -345,7 +341,7 @@ def csv_rows(budget: Spent, cost: Config) -> Iterator[Config]:
     for turn, row in enumerate(cost["entries"] or each, 1):
         so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
         mechanism = "Poisson-sampled " * (row["sampling"] < 1) + budget.mechanism
-        mechanism += " on evaluations" * (row["noise_multiplier"] in budget.evaluated)
+        mechanism += " on evaluations" * (row["noise_multiplier"] in cost["evaluated"])
         more = {"turn": turn, "mechanism": mechanism}
         yield {**cost, **row, **so_far.cost()._asdict(), **more}
 

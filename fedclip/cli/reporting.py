@@ -64,9 +64,8 @@ def report(
     if as_json:
         print(json.dumps(result.as_dict()))
     elif csv is not None:
-        text = io.StringIO()
-        result.write_csv(text)
-        write(csv, text.getvalue())
+        result.write_csv(table := io.StringIO())
+        write(csv, table.getvalue())
     else:
         show(result, rounds)
     if html is not None:
@@ -154,8 +153,7 @@ def compare(
     results: dict[str, dict[str, Result]] = {}
     for name, path in named.items():
         report = read(path, excluded=resolved)
-        runs = {seed.partition("/")[0]: result_of(report, seed) for seed in report.experiments}
-        results[name] = runs
+        results[name] = {s.partition("/")[0]: result_of(report, s) for s in report.experiments}
     show_ranking(Ranking(results, next(iter(results))), "fedclip-compare/2", as_json)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -360,35 +359,27 @@ def _clipped(places: Sequence[Norms]) -> Iterator[str]:
             yield f"{steps}: this run clipped {share:.0%}, so later norms may be too small."
 
 
-# -- in lines of text, for a terminal -------------------------------------------------------------
 def in_words(advice: Advice, use: str = "") -> Iterator[str]:
     """Yield the answer, what it rests on, and the first proposals in full, line by line.
 
     With the name of a proposal to `use`, yield that one.
     """
     if not use:
-        yield from _wrapped(advice.answer, 0)
-        for text in advice.findings:
-            yield from _wrapped(f"- {text}", 2)
+        yield advice.answer
+        yield from (f"  - {text}" for text in advice.findings)
         yield "How much each proposal helped in experiments: docs/study.md"
     for place, proposal in enumerate(advice.proposals):
         if use not in ("", proposal.name):
             continue
         mark = " (start here)" if proposal.name == advice.start else ""
-        yield ""
-        yield from _wrapped(f"{proposal.name}{mark}: {proposal.what}", 0)
-        yield from _wrapped(proposal.why, 2)
-        if use or place < _FULL:
-            clipped = f"It would have clipped {proposal.clipped}." if proposal.clipped else ""
-            yield from (*_wrapped(clipped, 2), *_wrapped(f"Reveals: {proposal.reveals}", 2))
-            yield from (f"    {line}" for line in proposal.toml)
-        else:
+        yield from ("", f"{proposal.name}{mark}: {proposal.what}", f"  {proposal.why}")
+        if not use and place >= _FULL:
             yield f"  To see it in full:  --use {proposal.name}"
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    margin = " " * indent
-    return textwrap.wrap(text, 80, initial_indent=margin, subsequent_indent=f"{margin}  ")
+            continue
+        if proposal.clipped:
+            yield f"  It would have clipped {proposal.clipped}."
+        yield f"  Reveals: {proposal.reveals}"
+        yield from (f"    {line}" for line in proposal.toml)
 
 
 # -- in a configuration ---------------------------------------------------------------------------
