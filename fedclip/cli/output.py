@@ -115,8 +115,7 @@ def write(file: str | Path, text: str, quiet: bool = False) -> None:
 def existing(path: Path) -> Path:
     """Return a path; end the command if there is nothing."""
     if not os.path.exists(path):
-        above = path.parent
-        names = [file.name for file in above.iterdir()] if os.path.isdir(above) else []
+        names = [file.name for file in path.parent.glob("*")]
         fail(f"there is no {path}{nearest(path.name, names)}", 2)
     return path
 

@@ -245,11 +245,11 @@ def plot(folder: Path, reports: Mapping[str, Report]) -> str:
     axes[0].set(title=title, xlabel="round", ylabel="accuracy")
     axes[0].legend(frameon=False, loc="lower right")
     for ax, way in zip(axes[1:], WAYS[1:], strict=True):
-        for site, line in zip(SITES, ("-", "--", "-"), strict=True):
+        for site in SITES:
             norms, bounds = _updates(reports[way], "seed-0", site)
             numbers = range(1, len(norms) + 1)
             colour = "C3" if site == SITES[-1] else "0.45"
-            ax.plot(numbers, norms, line, color=colour, label=f"update of {site}")
+            ax.plot(numbers, norms, color=colour, label=f"update of {site}")
         ax.plot(numbers, bounds, color=styles[way], linewidth=3, label="bound")
         title = f"{way}: norms of the updates"
         ax.set(title=title, xlabel="round", ylabel="norm", yscale="log")
