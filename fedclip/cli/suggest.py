@@ -93,6 +93,8 @@ _ANSWERS = {
     "": "Clipping is unlikely to help here: no client and no single norm is far above the others. "
     "Norms do not show label noise at all sites: to test for it, run `fedclip tune`.",
 }
+SERVERS = {f"{name}-server" for name in BY_NORM}
+"""The server modules of clippers by norm."""
 _DECIDED = ("step", "update", "two", "diverged", "spikes")
 """The answers that name a proposal."""
 
@@ -426,7 +428,7 @@ def rewritten(text: str, proposal: Proposal) -> str:
             _insert(optim, section, name, config)
     if proposal.name.startswith("step.") and "server_opt" not in proposal.plugins:
         # The clipper that made room may have been a shared one.
-        entries = (f for f in modules_of(document, ["server_opt"]) if _kind(f[0]) == "counterpart")
+        entries = (f for f in modules_of(document, ["server_opt"]) if f[0] in SERVERS)
         for _, modules, place in [*entries][:1]:
             del modules[place]
     return str(tomlkit.dumps(document))
@@ -447,14 +449,7 @@ def _insert(optim: Config, section: str, name: str, config: Mapping[str, object]
         raise ValueError(f"modules of {section} must be a list, got {modules!r:.100}")
     item = toml_item([name, config] if config else name)
     for old, _, place in modules_of(optim, [section]):
-        if old == name or (_kind(old) and _kind(old) == _kind(name)):
+        if old == name or {old, name} <= BY_NORM or {old, name} <= SERVERS:
             modules[place] = item
             return
     modules.insert(len(modules) if name == "update-clip-client" else 0, item)
-
-
-def _kind(name: str) -> str:
-    base = name.removesuffix("-server")
-    if base not in BY_NORM:
-        return ""
-    return "clipper" if base == name else "counterpart"

@@ -24,7 +24,7 @@ import typer
 from fedclip.cli.output import JsonFlag, commands, fail, progress, say, typed
 from fedclip.cli.reporting import AS_IS, NONE, Ranking, show_ranking
 from fedclip.cli.running import Planned, planned_run, run_all
-from fedclip.cli.suggest import advised, modules_of, rewritten, save
+from fedclip.cli.suggest import SERVERS, advised, modules_of, rewritten, save
 from fedclip.core.parameters import Config
 from fedclip.core.toml import value_of
 from fedclip.errors import ToolError, nearest
@@ -34,6 +34,11 @@ from fedclip.report.norms import BY_NORM, UPDATES
 from fedclip.report.results import Result, result_of
 
 app = commands()
+
+_CLIPPING = (BY_NORM - {"no-op"}).union(
+    SERVERS, UPDATES, ("update-clip-server", "l2-clipping", "l2-global-clipping")
+)
+"""The modules that clip by norm, with their server modules."""
 
 
 @app.command()
@@ -130,9 +135,9 @@ def unclipped(text: str) -> tuple[str, bool]:
         )
     measures: Lines = {side: ("no-op", {}) for side in ("client_opt", "server_opt")}
     document: Config = tomlkit.parse(rewritten(text, Proposal("step.none", measures)))
-    clipped = any(_clips(name) for name in modules)
+    clipped = not _CLIPPING.isdisjoint(modules)
     for name, holder, place in list(modules_of(document))[::-1]:
-        if _clips(name):
+        if name in _CLIPPING:
             del holder[place]
     optim = document["optim"]
     aggregator = optim.get("aggregator", "averaging")
@@ -142,13 +147,6 @@ def unclipped(text: str) -> tuple[str, bool]:
         optim["aggregator"] = {"name": "averaging", "steps_weighted": steps}
         clipped = True
     return str(tomlkit.dumps(document)), clipped
-
-
-def _clips(name: str) -> bool:
-    """Whether a module clips by norm, or is the counterpart of one that does."""
-    clippers = BY_NORM - {"no-op"} | {"update-clip", *UPDATES}
-    declearns = ("l2-clipping", "l2-global-clipping")
-    return name in declearns or name.removesuffix("-server") in clippers
 
 
 def set_value(document: Config, key: str, value: object) -> None:
