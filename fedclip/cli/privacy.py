@@ -194,8 +194,7 @@ def spent(
     if as_json:
         print(json.dumps(costs))
     elif csv is not None:
-        each = zip(budgets, costs, strict=True)
-        rows = (row for budget, cost in each for row in csv_rows(budget, cost))
+        rows = (row for each in zip(budgets, costs, strict=True) for row in csv_rows(*each))
         write_csv(COLUMNS, rows, table := io.StringIO())
         write(csv, table.getvalue())
     else:
