@@ -54,18 +54,6 @@ def typed(path: str | Path) -> str:
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
-def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) -> Path:
-    """Return the file of a configuration; end the command if it would not run."""
-    from fedclip.cli.check.configuration import check_config
-
-    result = check_config(config, quickrun=quickrun, simulate=simulate)
-    for finding in result.problems:
-        say(f"fedclip: {finding.where} {finding.message}", err=True)
-    if not result.ok:
-        fail(f"{result.path} would not run; nothing was started")
-    return result.path
-
-
 def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
     """Return a function that shows, given rounds done, all rounds and a text, how far a task is.
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from fedclip.cli.output import CsvFile, JsonFlag, commands, existing, fail, runnable, write
+from fedclip.cli.output import CsvFile, JsonFlag, commands, existing, fail, write
+from fedclip.cli.running import runnable
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.core.records import SERVED

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tomlkit
 import typer
 
-from fedclip.cli.output import ConfigPath, JsonFlag, commands, fail, progress, runnable, say, typed
+from fedclip.cli.output import ConfigPath, JsonFlag, commands, fail, progress, say, typed
 from fedclip.core.parameters import Config
 from fedclip.errors import FEDERATIONS, ToolError, fits
 
@@ -36,6 +36,18 @@ app = commands()
 
 MARK = "run-done.toml"
 _IMPORTED = ["fedclip.engines.local.simulate", "fedclip.cli.check.configuration"]
+
+
+def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) -> Path:
+    """Return the file of a configuration; end the command if it would not run."""
+    from fedclip.cli.check.configuration import check_config
+
+    result = check_config(config, quickrun=quickrun, simulate=simulate)
+    for finding in result.problems:
+        say(f"fedclip: {finding.where} {finding.message}", err=True)
+    if not result.ok:
+        fail(f"{result.path} would not run; nothing was started")
+    return result.path
 
 
 @app.command()
