@@ -32,8 +32,7 @@ from fedclip.cli.suggest import advised
 from fedclip.report import Report, number, page_of, printable
 from fedclip.report.findings import Advice
 from fedclip.report.results import Result, judged_by, result_of
-from fedclip.report.rows import listed, site_of
-from fedclip.report.table import plain_table
+from fedclip.report.rows import listed, plain_table, site_of
 
 app = commands()
 

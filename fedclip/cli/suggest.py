@@ -356,7 +356,7 @@ def _clipped(places: Sequence[Norms]) -> Iterator[str]:
     for norms in places:
         share, steps = norms.whole.clipped_share, f"{norms.stage.capitalize()}s"
         if norms.lacking:
-            yield f"{steps}: {norms.lacking}."
+            yield f"{steps}: {norms.lacking[0]}."
         elif share and norms.rows[0].name != "no-op":
             yield f"{steps}: this run clipped {share:.0%}, so later norms may be too small."
 
