@@ -130,7 +130,7 @@ def _register() -> None:
     files = "aggregator clipper_servers personal sample_clip samplers update_client update_norms"
     files += " update_server"
     if errors.fits(errors.FEDERATIONS):
-        files += " private_evaluation" + " network" * bool(find_spec("websockets"))
+        files += " evaluation" + " network" * bool(find_spec("websockets"))
     for file in files.split():
         import_module(f"fedclip.engines.declearn.{file}")
     by_name()
