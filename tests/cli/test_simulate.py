@@ -15,7 +15,7 @@ from helpers import free_port
 from quickruns import write_config, write_sites
 from report_runs import call
 
-from fedclip.cli.spent import read_spent
+from fedclip.cli.privacy import read_spent
 from fedclip.cli.suggest import read_norms
 from fedclip.engines.declearn.quickrun import Federation
 from fedclip.engines.local import simulate

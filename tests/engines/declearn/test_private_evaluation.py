@@ -24,7 +24,7 @@ from benchmarks import dpsgd_evaluation as benchmark
 from benchmarks.audit import estimate
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.main import app
-from fedclip.cli.spent import in_words, read_spent
+from fedclip.cli.privacy import in_words, read_spent
 from fedclip.dpsgd.calibrate import calibrate, evaluation_noise
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn import evaluation as evaluations

@@ -22,7 +22,7 @@ from flwr.app import Context, Message, RecordDict
 from quickruns import MODEL, write_config, write_sites
 
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.spent import read_spent
+from fedclip.cli.privacy import read_spent
 from fedclip.report import read_report
 
 APP = Path(__file__).parents[3] / "examples" / "flower"

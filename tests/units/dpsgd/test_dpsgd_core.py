@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedclip.cli.spent import read_spent
+from fedclip.cli.privacy import read_spent
 from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.sampling import PoissonSampler

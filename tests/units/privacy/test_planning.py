@@ -122,7 +122,10 @@ def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: s
     [
         (("--honest", "0"), "honest must be a number in (0, 1]"),
         (("--honest", "1.1"), "honest must be a number in (0, 1]"),
-        (("--honest", "1", "--per-round", "10"), "take turns leave the noise to the server"),
+        (
+            ("--honest", "1", "--per-round", "10"),
+            "turns and evaluations leave the noise",
+        ),
     ],
 )
 def test_prices_that_there_are_not(words: tuple[str, ...], said: str) -> None:

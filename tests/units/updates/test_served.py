@@ -12,7 +12,7 @@ import pytest
 from helpers import ended
 from report_runs import call
 
-from fedclip.cli.spent import read_spent
+from fedclip.cli.privacy import read_spent
 from fedclip.core.records import SERVED
 from fedclip.errors import StateError
 from fedclip.report import read_report

@@ -30,7 +30,7 @@ from personal_runs import client, linear, manager, request, weights
 
 import fedclip
 from benchmarks.audit import estimate
-from fedclip.cli.spent import in_words, read_spent
+from fedclip.cli.privacy import in_words, read_spent
 from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.messages import UpdateClipBound, UpdateClipVotes
 from fedclip.engines.declearn.site import GatedNetwork
