@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch: dense and sparse COO tensors, on any device.
 
-One operation works on many tensors where torch has one (`fedclip.arrays.many`): on a device each
+One operation works on many tensors where torch has one (`fedclip.arrays.foreach`): on a device each
 is a launch. This file knows tensors, but neither groups of them nor limits.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fedclip.arrays.base import LARGEST, Array, Arrays, Backend, Call, HostView, Owners, Repeated
-from fedclip.arrays.many import Many
+from fedclip.arrays.foreach import Foreach
 
 # A table, not `functools.cache`: torch.compile can look into a table.
 _DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
@@ -183,7 +183,7 @@ class TorchBackend(Backend):
         return x.sum(dtype=wide) if axes is None else x.sum(dim=axes, keepdim=True, dtype=wide)
 
     def max(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
-        if isinstance(x, Many):
+        if isinstance(x, Foreach):
             return x.highest()
         if axes is not None:
             return x.amax(dim=axes, keepdim=True)
@@ -291,12 +291,12 @@ class TorchBackend(Backend):
         parts: list[Array] = [None] * len(values)
         for places in self._bundles(values):
             x = self._bundle([values[i] for i in places])
-            if isinstance(x, Many) and x.device.type != "cpu":
+            if isinstance(x, Foreach) and x.device.type != "cpu":
                 peaks = x.norm(math.inf)
             else:
                 # On the CPU, vectors are faster.
                 peaks = self.max(abs(x))
-            _put(parts, places, peaks.tensors if isinstance(peaks, Many) else [peaks])
+            _put(parts, places, peaks.tensors if isinstance(peaks, Foreach) else [peaks])
         # One dtype need not hold the numbers of another.
         like, wide = parts[0], _widest(parts[0].device)
         dtype = like.dtype if len({x.dtype for x in parts}) == 1 else wide
@@ -308,7 +308,7 @@ class TorchBackend(Backend):
         for places in self._bundles(values):
             first = self.cast(self._bundle([values[i] for i in places]), "float64")
             x = call(first, *(self._column(c, places) for c in columns[1:]))
-            if isinstance(x, Many):
+            if isinstance(x, Foreach):
                 # Torch has no sum of many, but norms: of what is above 0, and of what is below.
                 sums = self.maximum(x, 0.0).norm(1) - self.minimum(x, 0.0).norm(1)
                 _put(parts, places, sums.tensors)
@@ -353,7 +353,7 @@ class TorchBackend(Backend):
             return self._stored(products, tensors)
         if not half:
             return self._stored(self._times(list(tensors), factors), tensors)
-        wide = torch._foreach_mul(Many(tensors).to(torch.float32).tensors, factors)
+        wide = torch._foreach_mul(Foreach(tensors).to(torch.float32).tensors, factors)
         torch._foreach_mul_(wide, 2.0**24)
         torch._foreach_trunc_(wide)
         torch._foreach_mul_(wide, 2.0**-24)
@@ -399,7 +399,7 @@ class TorchBackend(Backend):
                 if j == 0 and x is first:
                     _put(results[0], places, some)
                     continue
-                parts = x.tensors if isinstance(x, Many) else [x]
+                parts = x.tensors if isinstance(x, Foreach) else [x]
                 if not parts[0].dim():
                     numbers.add(j)
                 else:
@@ -428,7 +428,7 @@ class TorchBackend(Backend):
         if dtype.itemsize == 2:
             return self._stored([_towards_zero(v.clamp(-top, top), dtype) for v in values], likes)
         if self._foreach(values):
-            bounded: Any = self.minimum(self.maximum(Many(values), -top), top)
+            bounded: Any = self.minimum(self.maximum(Foreach(values), -top), top)
             return self._stored(bounded.tensors, likes)
         return self._stored([v.clamp(-top, top) for v in values], likes)
 
@@ -490,7 +490,7 @@ class TorchBackend(Backend):
 
     @staticmethod
     def _bundle(tensors: Sequence[torch.Tensor]) -> Any:
-        return tensors[0] if len(tensors) == 1 else Many(tensors)
+        return tensors[0] if len(tensors) == 1 else Foreach(tensors)
 
     @staticmethod
     def _column(column: Any, places: Sequence[int]) -> Any:
@@ -498,9 +498,9 @@ class TorchBackend(Backend):
         if isinstance(column, torch.Tensor):
             if len(places) == 1:
                 return column[places[0]]
-            return Many(None, column if len(places) == len(column) else column[[*places]])
+            return Foreach(None, column if len(places) == len(column) else column[[*places]])
         some = [column[i] if column[i].dim() else column[i][None] for i in places]
-        return some[0] if len(some) == 1 else Many(some)
+        return some[0] if len(some) == 1 else Foreach(some)
 
 
 def _put(column: list[Array], places: Sequence[int], values: Arrays) -> None:

@@ -6,7 +6,7 @@ r"""Records by the persons that they are of, so that a step draws persons, each 
     Draw(persons):                    a Poisson sample, in which persons are independent
         for each person i of them:
             own = its records, or max_records of them, drawn at random without replacement
-            g_i = mean of the gradients of own          (`fedclip.dpsgd.persample.means`)
+            g_i = mean of the gradients of own          (`Means`)
 
 The means g_i are clipped: whatever all records of a person hold, and however many there are, they
 move the sum of a step by at most the bound. A person with many records has no larger say than one
@@ -17,20 +17,20 @@ from __future__ import annotations
 
 import csv
 import unicodedata
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedclip.core import parameters
-from fedclip.dpsgd.persample.base import Batch, Failed, Positions
-from fedclip.dpsgd.sampling import Bits
-from fedclip.privacy.noise import random_words
+from fedclip.dpsgd.persample.base import Batch, Failed, Float64, HostStack, Positions, Stack
+from fedclip.privacy.noise import Words, random_words
 
-__all__ = ["Ids", "Persons", "Records", "numbered"]
+__all__ = ["Ids", "Means", "Persons", "Records", "numbered"]
 
 Ids: TypeAlias = str | Path | Sequence[object] | ArrayLike
 """Whose each record is, in their order; or a CSV file of one column, with a head."""
@@ -87,7 +87,7 @@ class Persons:
     unit = "person"
 
     def __init__(
-        self, records: Records, ids: Ids, max_records: int | None = None, bits: Bits = random_words
+        self, records: Records, ids: Ids, max_records: int | None = None, bits: Words = random_words
     ) -> None:
         self.max_records = parameters.optional(parameters.integer, 1, max_records=max_records)
         self._records, self._bits = records, bits
@@ -150,3 +150,59 @@ def _column(file: Path) -> list[str]:
     if any(len(row) > 1 for row in rows):
         raise ValueError(f"{file} must have one column, the persons")
     return ["".join(row) for row in rows]
+
+
+class Means:
+    """The means of persons whose records come some at a time; few are kept at once.
+
+    Parameters
+    ----------
+    batches
+        All that will come, each with `owners` and `shares` of its records.
+    """
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._left = Counter(int(owner) for batch in batches for owner in batch.owners)
+        self._begun: dict[int, dict[str, Float64]] = {}
+
+    def of(
+        self, stacks: Iterable[Stack], owners: NDArray[np.intp], shares: Float64
+    ) -> Iterator[HostStack]:
+        """Yield the gradients of the persons of whom nothing is left to come.
+
+        A record with NaN or infinity counts as zero. Nothing is kept if a stack raises.
+        """
+        remaining, begun, start = self._left.copy(), dict(self._begun), 0
+        for stack in stacks:
+            arrays = stack.arrays()
+            finite = np.all([_is_finite(array) for array in arrays.values()], axis=0)
+            rows, start = slice(start, start + len(finite)), start + len(finite)
+            complete = []
+            for owner in map(int, np.unique(owners[rows])):
+                chosen = owners[rows] == owner
+                remaining[owner] -= int(chosen.sum())
+                chosen &= finite
+                gradient = {
+                    n: np.tensordot(shares[rows][chosen], array[chosen].astype(float), 1)
+                    for n, array in arrays.items()
+                }
+                if owner in begun:
+                    before = begun.pop(owner)
+                    gradient = {name: value + before[name] for name, value in gradient.items()}
+                if remaining[owner]:
+                    begun[owner] = gradient
+                else:
+                    complete.append(gradient)
+            if complete:
+                yield HostStack({n: np.stack([mean[n] for mean in complete]) for n in arrays})
+        self._left, self._begun = remaining, begun
+
+    def without(self, owner: int) -> Iterator[HostStack]:
+        """Yield a person's gradient if all that was left of it is a record that raised."""
+        self._left[owner] -= 1
+        if not self._left[owner] and owner in self._begun:
+            yield HostStack({n: value[None] for n, value in self._begun.pop(owner).items()})
+
+
+def _is_finite(array: NDArray[Any]) -> NDArray[np.bool_]:
+    return np.asarray(np.isfinite(array.reshape(len(array), -1)).all(axis=1))

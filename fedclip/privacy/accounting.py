@@ -4,7 +4,7 @@ r"""Privacy accounting: epsilon of releases, noise for a budget, the share of th
 =============================  ==================================================================
 releases                       accountant
 =============================  ==================================================================
-all records, or clients,       the closed form (`fedclip.privacy.gaussian`): exact, and needs no
+all records, or clients,       the closed form (`epsilon_of`): exact, and needs no
 each time                      other package
 Poisson samples                "pld": privacy loss distributions of dp-accounting
 =============================  ==================================================================
@@ -38,13 +38,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from fedclip.core import parameters
 from fedclip.errors import StateError
-from fedclip.privacy.gaussian import epsilon_of, mu_of
 
 if TYPE_CHECKING:
     from dp_accounting import PrivacyAccountant
@@ -598,3 +597,58 @@ def _begins(history: Sequence[Release], other: Sequence[Release]) -> bool:
         and history[last].steps <= other[last].steps
         and history[last]._replace(steps=1) == other[last]._replace(steps=1)
     )
+
+
+# -- the Gaussian mechanism without sampling -------------------------------------------------------
+_ROOT_2PI = math.sqrt(2.0 * math.pi)
+# More than the rounding error of a tail that is exact to a few units in the last place.
+_TAIL_ERROR = 1e-13
+
+
+def epsilon_of(mu: float, delta: float) -> float:
+    """Return the least epsilon for this delta in (0, 1), rounded up; 0 without a release."""
+    if mu == 0.0 or _delta(-mu / 2.0, mu) <= delta:
+        return 0.0
+    # Q(a) is at most exp(-a^2 / 2).
+    a = _least(lambda a: _delta(a, mu) <= delta, -mu / 2.0, math.sqrt(-2.0 * math.log(delta)))
+    return (mu * a + mu * mu / 2.0) * (1.0 + _TAIL_ERROR)
+
+
+def mu_of(epsilon: float, delta: float) -> float:
+    """Return the largest mu for this epsilon > 0 and delta in (0, 1), rounded down."""
+    high = 1.0
+    while epsilon_of(high, delta) <= epsilon:
+        high *= 2.0
+    while epsilon_of(high / 2.0, delta) > epsilon:
+        high /= 2.0
+    return -_least(lambda minus: epsilon_of(-minus, delta) <= epsilon, -high, -high / 2.0)
+
+
+def _delta(a: float, mu: float) -> float:
+    density = math.exp(-a * a / 2.0) / _ROOT_2PI
+    if a < 0.0:
+        upper = 0.5 * math.erfc(a / math.sqrt(2.0))
+        return upper * (1.0 + _TAIL_ERROR) - density * _mills(a + mu) * (1.0 - _TAIL_ERROR)
+    larger = _mills(a)
+    return density * (larger - _mills(a + mu) + larger * _TAIL_ERROR)
+
+
+def _mills(x: float) -> float:
+    """Return Q(x) / phi(x), for x >= 0."""
+    if x < 5.0:
+        return 0.5 * math.erfc(x / math.sqrt(2.0)) * _ROOT_2PI * math.exp(x * x / 2.0)
+    # Laplace's continued fraction: from here on, its remainder is below the rounding error.
+    fraction = x
+    for k in range(60, 0, -1):
+        fraction = x + k / fraction
+    return 1.0 / fraction
+
+
+def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Return the least number for which `holds` is true, rounded up; it is true at `high`."""
+    for _ in range(100):
+        middle = (low + high) / 2.0
+        if not low < middle < high:
+            break
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedclip.privacy.gaussian import epsilon_of, mu_of
+from fedclip.privacy.accounting import epsilon_of, mu_of
 
 __all__ = ["Claim", "Guesses", "guess", "lower_bound"]
 

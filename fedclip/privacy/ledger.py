@@ -39,18 +39,18 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 from uuid import uuid4
 
 from fedclip.core import parameters
 from fedclip.privacy.accounting import RELATIONS, Accountant, Release, order_for
-from fedclip.privacy.locks import locked
 
 __all__ = ["FILE", "Entry", "Ledger", "fingerprint", "protected", "read_entries", "total"]
 
@@ -496,3 +496,29 @@ def _digest(line: str) -> str:
 def _alike(one: Release, other: Release) -> bool:
     """Whether two releases differ at most in their number of steps."""
     return one._replace(steps=other.steps) == other
+
+
+def locked(path: Path, *, wait: bool) -> IO[str]:
+    """Return a file that no other process has locked, made if needed; closing it ends the lock.
+
+    Raises
+    ------
+    OSError
+        If it cannot be locked; or, without `wait`, at once if somebody else has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Whoever may read it could hold it, too.
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "a")
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        file.close()
+        raise
+    return file

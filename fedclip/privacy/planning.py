@@ -2,7 +2,7 @@
 r"""The noise of each round for a privacy budget, and the effect of that noise on the model.
 
 For T rounds of m clients, a model of d values, and mu, the largest one that the budget allows
-(`fedclip.privacy.gaussian`), halved under "replace-one"::
+(`fedclip.privacy.accounting`), halved under "replace-one"::
 
     z        = sqrt(T) / mu                            noise_multiplier of a round
     z_delta  = (z^-2 - (2 bits_noise)^-2)^(-1/2)       on the update, after the cost of the votes

@@ -22,10 +22,14 @@ from dataclasses import dataclass, replace
 from fedclip.core import parameters
 from fedclip.privacy import guarantees
 from fedclip.privacy.accounting import RELATIONS
-from fedclip.privacy.guarantees import Context, Guarantee, GuaranteeFunction, Plugin, Shapes
-from fedclip.privacy.norm_conversions import (
+from fedclip.privacy.guarantees import (
     COARSEST,
     SINGLE,
+    Context,
+    Guarantee,
+    GuaranteeFunction,
+    Plugin,
+    Shapes,
     number,
     outwards,
     root_of_squares,

@@ -17,7 +17,7 @@ import numpy as np
 from fedclip.core.scopes import Groups
 from fedclip.dpsgd.persample import ClippedSum
 from fedclip.dpsgd.persample.base import Arrays, Data, Failed, Float64, retry_halving
-from fedclip.dpsgd.persample.means import Means
+from fedclip.dpsgd.persons import Means
 from fedclip.engines.declearn.generics import AnyModel, AnyVector
 
 __all__ = ["check", "clipped_sum", "part", "shapes", "try_out", "vector"]

@@ -45,9 +45,8 @@ from fedclip.engines.declearn.persample import shapes
 from fedclip.engines.declearn.private_training import PrivateTrainingManager
 from fedclip.engines.local.simulate import Simulation
 from fedclip.errors import ToolError
-from fedclip.privacy.accounting import Accountant, epsilon, split_noise
+from fedclip.privacy.accounting import Accountant, epsilon, epsilon_of, mu_of, split_noise
 from fedclip.privacy.audit import Claim, Guesses, guess
-from fedclip.privacy.gaussian import epsilon_of, mu_of
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import Reply

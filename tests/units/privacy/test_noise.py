@@ -23,10 +23,11 @@ from fedclip.privacy.accounting import (
     account,
     default_bits_noise,
     epsilon,
+    epsilon_of,
+    mu_of,
     noise_multiplier,
     split_noise,
 )
-from fedclip.privacy.gaussian import epsilon_of, mu_of
 from fedclip.privacy.noise import add_noise, noised, secure_normals
 
 LARGEST = {"float16": 65504.0, "float32": 3.4028234e38, "bfloat16": 3.3895e38}

@@ -15,8 +15,7 @@ from report_runs import call
 
 from fedclip import UpdateClipClient, UpdateClipServer
 from fedclip.cli.check.configuration import check_config
-from fedclip.privacy.accounting import Release, epsilon
-from fedclip.privacy.gaussian import mu_of
+from fedclip.privacy.accounting import Release, epsilon, mu_of
 from fedclip.privacy.planning import plan
 from fedclip.privacy.trust_models import Prices
 from fedclip.updates.client_noise import SiteNoise
