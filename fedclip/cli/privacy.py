@@ -19,7 +19,7 @@ from fedclip.core.parameters import Config
 from fedclip.errors import nearest
 
 if TYPE_CHECKING:
-    from fedclip.privacy.trust_models import Prices
+    from fedclip.privacy.planning import TrustModels
 
 
 app = typer.Typer(
@@ -69,7 +69,7 @@ def plan(
     """Size the noise on averages of clipped updates, and print the lines of TOML."""
     from fedclip.core.toml import toml_line
     from fedclip.privacy import planning
-    from fedclip.privacy.trust_models import Prices
+    from fedclip.privacy.planning import TrustModels
 
     if model is not None:
         values = _counted(model, values, as_json)
@@ -87,7 +87,7 @@ def plan(
                 "clients that take turns" if noise_plan.separation > 1 else "evaluations with noise"
             )
             raise ValueError(f"{what} leave the noise to the server: no --honest")
-        prices = Prices(noise_plan, 0.75 if honest is None else honest)
+        prices = TrustModels(noise_plan, 0.75 if honest is None else honest)
     of_client, of_server = prices.configs if honest is not None else ({}, noise_plan.config)
     client = toml_line("module", "update-clip-client", of_client)
     server = toml_line("module", "update-clip-server", of_server)
@@ -108,7 +108,7 @@ def plan(
     _print(noise_plan, text, lines, extra, as_json)
 
 
-def _range(prices: Prices, values: int) -> str:
+def _range(prices: TrustModels, values: int) -> str:
     """Return the clipval and bitsize that secure sums of updates with noise need, as text."""
     from fedclip.engines.declearn import secagg
     from fedclip.updates.client_noise import SiteNoise

@@ -14,8 +14,7 @@ from fedclip.core.parameters import Config
 from fedclip.core.records import SERVED
 from fedclip.privacy.accounting import ZERO_OUT, Accountant, Release, account, merged, relation_of
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
-from fedclip.privacy.trust_models import by_silent
-from fedclip.privacy.trust_models import in_words as trust_lines
+from fedclip.privacy.planning import by_silent, silent_in_words
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.store import read, server_in
@@ -129,7 +128,7 @@ def in_words(cost: Config) -> Iterator[str]:
         )
     if cost["silent"]:
         yield "  the clients added the noise:"
-        yield from trust_lines(cost["silent"]).split("\n")
+        yield from silent_in_words(cost["silent"]).split("\n")
     if cost["planned"] is not None:
         yield (
             f"  planned: at most epsilon {cost['planned']:.4g}; report this one if the clients' "

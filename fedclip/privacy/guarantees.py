@@ -133,12 +133,8 @@ _NAN = "NaN and infinity are passed on (on_nonfinite='propagate'), and have no n
 
 
 # -- which groups there are -------------------------------------------------------------------
-class _Scoped(NamedTuple):
-    """The groups of a clipper: pieces, their name in words, and the tensors left alone."""
-
-    pieces: list[Piece] | None
-    noun: str
-    note: str = ""
+_Scoped: TypeAlias = tuple[list[Piece] | None, str, str]
+"""The groups of a clipper: pieces, their name in words, and the tensors left alone."""
 
 
 def _finite(clipper: Plugin, context: Context, unclipped: object) -> bool:
@@ -172,7 +168,7 @@ def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
         for label, members in zip(groups.labels, groups.members, strict=True):
             size = sum(math.prod(shapes[groups.names[i]]) for i in members)
             pieces += [Piece(scopes.get(label, limit), size)] if size else []
-    return _Scoped(pieces, noun, _left_out(unclipped))
+    return pieces, noun, _left_out(unclipped)
 
 
 def _without_shapes(clipper: Plugin, limit: float, noun: str, sliced: bool) -> _Scoped:
@@ -182,11 +178,11 @@ def _without_shapes(clipper: Plugin, limit: float, noun: str, sliced: bool) -> _
     elif sliced:
         note = _LEFT_OUT.format("tensors without these dimensions, or too small, are")
     if isinstance(clipper.scope, str):
-        return _Scoped([Piece(limit, 0)] if noun == "" else None, noun, note)
+        return [Piece(limit, 0)] if noun == "" else None, noun, note
     # At most one group for each pattern, and one for the rest.
     scopes = clipper.scope if isinstance(clipper.scope, Mapping) else dict.fromkeys(clipper.scope)
     limits = [limit if value is None else value for value in scopes.values()]
-    return _Scoped([Piece(value, 0) for value in [*limits, limit]], noun, note)
+    return [Piece(value, 0) for value in [*limits, limit]], noun, note
 
 
 def _left_out(names: Sequence[str]) -> str:
@@ -202,13 +198,12 @@ def _limited(clipper: Plugin, limit: float, context: Context) -> Guarantee:
     ord: Order = clipper.ord
     pieces, noun, note = _scoped(clipper, limit, context)
     finite = _finite(clipper, context, note)
-    if ord in (2, "rms"):
-        lipschitz, oblique = 1.0, ""
-    else:
-        known = pieces is not None and context.shapes is not None
-        sizes = [p.size for p in pieces or () if p.times]
-        lipschitz = max((stretch(ord, n) for n in sizes), default=1.0) if known else math.inf
+    lipschitz, oblique = 1.0, ""
+    if ord not in (2, "rms"):
         oblique = f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
+        sizes = [p.size for p in pieces or () if p.times]
+        lipschitz = max((stretch(ord, n) for n in sizes), default=1.0)
+        lipschitz = math.inf if context.shapes is None else lipschitz
     result = Guarantee(
         clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=oblique
     )
@@ -236,12 +231,8 @@ def fixed_limit(clipper: Plugin, context: Context) -> Guarantee:
     result = _limited(clipper, limit, context)
     if clipper.min_norm is None:
         return result
-    return replace(
-        result,
-        lipschitz=math.inf,
-        growth=math.inf,
-        expands="short gradients are scaled up (min_norm), in every direction",
-    )
+    why = "short gradients are scaled up (min_norm), in every direction"
+    return replace(result, lipschitz=math.inf, growth=math.inf, expands=why)
 
 
 def brought_to_norm(clipper: Plugin, context: Context) -> Guarantee:
@@ -250,19 +241,13 @@ def brought_to_norm(clipper: Plugin, context: Context) -> Guarantee:
     why = "short gradients are scaled up, in every direction"
     if not clipper.eps:
         return replace(result, lipschitz=math.inf, growth=math.inf, expands=why)
-    norms = [clipper.norm]
-    if isinstance(clipper.scope, Mapping):
-        norms += clipper.scope.values()
-    steepest = slope(max(norms), clipper.eps)
+    norms = clipper.scope.values() if isinstance(clipper.scope, Mapping) else ()
+    steepest = slope(max(clipper.norm, *norms), clipper.eps)
     # Tensors left alone keep their distances.
     least = 1.0 if result.unbounded else 0.0
     lipschitz = max(steepest * result.lipschitz, least)
-    return replace(
-        result,
-        lipschitz=lipschitz,
-        growth=lipschitz,
-        expands="" if lipschitz <= 1 else why + f" by up to norm / eps = {number(steepest)}",
-    )
+    why = "" if lipschitz <= 1 else f"{why} by up to norm / eps = {number(steepest)}"
+    return replace(result, lipschitz=lipschitz, growth=lipschitz, expands=why)
 
 
 def learnt_limit(clipper: Plugin, context: Context) -> Guarantee:
@@ -282,7 +267,6 @@ def box(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of fixed limits on values."""
     low = -clipper.max_value if clipper.min_value is None else clipper.min_value
     high = clipper.max_value
-    scopes = clipper.scope if isinstance(clipper.scope, Mapping) else {}
     pieces, _, note = _scoped(clipper, max(-low, high), context)
     finite = _finite(clipper, context, note)
     # A box that contains 0 only shortens; any other box moves 0 itself.
@@ -293,12 +277,12 @@ def box(clipper: Plugin, context: Context) -> Guarantee:
         return replace(result, unbounded=f"there is no limit {side}")
     if note or not finite:
         return replace(result, unbounded=note or _NAN)
-    bound = math.inf
-    if pieces is not None and context.shapes is not None:
-        bound = root_of_squares((piece.limit, piece.size) for piece in pieces)
     formula = f"{number(max(-low, high))}·√d for d elements"
-    if scopes:
+    if isinstance(clipper.scope, Mapping):
         formula = "√(Σ cⱼ² dⱼ) for dⱼ elements of each group, limited to cⱼ"
+    if pieces is None or context.shapes is None:
+        return replace(result, formula=formula)
+    bound = root_of_squares((piece.limit, piece.size) for piece in pieces)
     return replace(result, bound=bound, formula=formula)
 
 
@@ -330,7 +314,7 @@ def _followed(clipper: Plugin, context: Context, learnt: str) -> Guarantee:
     return Guarantee(
         clipper.name,
         growth=1.0,
-        finite=_finite(clipper, context, _scoped(clipper, 1.0, context).note),
+        finite=_finite(clipper, context, _scoped(clipper, 1.0, context)[-1]),
         unbounded=f"{learnt}, and nothing bounds it",
         shared=learnt,
         expands=learnt,
@@ -470,6 +454,16 @@ def root_of_squares(bounds: Iterable[tuple[float, int]]) -> float:
     return outwards(peak * math.sqrt(math.fsum(n * (v / peak) ** 2 for v, n in terms)))
 
 
+def _powers(ord: Order) -> tuple[float, float]:
+    """Return the powers of the number of elements in `l2_of` and `stretch`, if there are any."""
+    if isinstance(ord, str):
+        no_limit = (math.inf, math.inf)
+        # A mean of absolute values may all be in one element.
+        return {"inf": (0.5, 0.5), "rms": (0.5, 0.0), "mad": (1.0, 0.5)}.get(ord, no_limit)
+    power = 0.5 - 1.0 / ord
+    return max(power, 0.0), abs(power) if ord >= 1 else math.inf
+
+
 def l2_of(ord: Order, limit: float, size: int) -> float:
     """Return the largest L2 norm of `size` numbers whose measure is at most `limit`.
 
@@ -480,17 +474,8 @@ def l2_of(ord: Order, limit: float, size: int) -> float:
     >>> l2_of("std", 0.5, 10)
     inf
     """
-    match ord:
-        case "inf" | "rms":
-            factor = math.sqrt(size)
-        case "mad":
-            # The worst case: one element holds all of it.
-            factor = float(size)
-        case "std" | "var":
-            return math.inf
-        case _:
-            p = float(ord)
-            factor = 1.0 if p <= 2 else size ** (0.5 - 1.0 / p)
+    power, _ = _powers(ord)
+    factor = power if math.isinf(power) else size**power
     return limit if factor == 1.0 else outwards(limit * factor)
 
 
@@ -507,19 +492,9 @@ def stretch(ord: Order, size: int) -> float:
     >>> stretch(0.5, 100)
     inf
     """
-    match ord:
-        case "rms":
-            return 1.0
-        case "inf" | "mad":
-            power = 0.5
-        case "std" | "var":
-            return math.inf
-        case _:
-            p = float(ord)
-            if p < 1:
-                return math.inf
-            power = abs(0.5 - 1.0 / p)
-    return 1.0 if power == 0.0 or size == 1 else outwards(size**power)
+    _, power = _powers(ord)
+    factor = power if math.isinf(power) else size**power
+    return factor if factor == 1.0 else outwards(factor)
 
 
 def slope(rise: float, eps: float) -> float:
