@@ -38,6 +38,8 @@ _FILES = {
     "jax": ("jax", "JaxBackend"),
     "jaxlib": ("jax", "JaxBackend"),
 }
+# Classes of these packages without one value in each place; a mask would be lost.
+_REFUSED = {"MaskedArray", "RaggedTensor", "SparseTensor", "JAXSparse", "ShapeDtypeStruct"}
 _loaded: dict[str, Backend] = {"numpy": NUMPY}
 _by_type: dict[type, Backend] = {}
 
@@ -92,11 +94,11 @@ def narrowed(values: Float64, like: Array) -> Array:
 def _find(cls: type) -> Backend:
     if cls.__name__ == "DTensor":
         return backend_named("dtensor")
-    for base in cls.__mro__:
-        root = base.__module__.partition(".")[0]
-        if root in _FILES and (backend := backend_named(root)).reads(cls):
-            return backend
-    raise TypeError(
-        "fedclip clips dense arrays of NumPy, PyTorch, TensorFlow and JAX, sparse COO tensors and "
-        f"IndexedSlices, got {cls.__module__}.{cls.__name__}: convert it, as numpy.asarray does"
-    )
+    roots = [base.__module__.partition(".")[0] for base in cls.__mro__]
+    name = next((root for root in roots if root in _FILES), None)
+    if name is None or not _REFUSED.isdisjoint(base.__name__ for base in cls.__mro__):
+        raise TypeError(
+            "fedclip clips dense arrays of NumPy, PyTorch, TensorFlow and JAX, sparse COO tensors "
+            f"and IndexedSlices, got {cls.__module__}.{cls.__name__}: convert it, such as by NumPy"
+        )
+    return backend_named(name)

@@ -120,6 +120,7 @@ _FORMS: dict[Any, Call] = {
     torch.mul: torch._foreach_mul,
     torch.div: torch._foreach_div,
     torch.pow: torch._foreach_pow,
+    torch.trunc: torch._foreach_trunc,
     torch.clamp: _clamp,
 }
 """Operations that torch has for many tensors at once."""

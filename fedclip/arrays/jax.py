@@ -17,17 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedclip.arrays.base import (
-    UNDERFLOW,
-    Array,
-    Arrays,
-    Backend,
-    Call,
-    HostView,
-    Owners,
-    index_of,
-    unit_of,
-)
+from fedclip.arrays import base
+from fedclip.arrays.base import Array, Arrays, Backend, HostView, Owners, index_of, widest_of
 from fedclip.arrays.numpy import bits, dtype_name, floats_only
 
 # Float64 for a few lines, also where a session has none: the context under its name of today, or
@@ -52,13 +43,8 @@ def _widest() -> Any:
     return jax.dtypes.canonicalize_dtype(float)
 
 
-def _at_least_single(array: Array) -> Array:
-    return array if array.dtype.itemsize > 2 else array.astype(jnp.float32)
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _towards_zero(x: Array, dtype: Any) -> Array:
-    """Return an array in a dtype, rounded towards zero; derivatives are those of the array."""
+def _towards_zero(x: Array, dtype: str) -> Array:
     narrow = x.astype(dtype)
     if narrow.dtype.itemsize >= x.dtype.itemsize:
         return narrow
@@ -69,7 +55,7 @@ def _towards_zero(x: Array, dtype: Any) -> Array:
 
 
 @_towards_zero.defjvp
-def _(dtype: Any, given: Any, changes: Any) -> tuple[Array, Array]:
+def _(dtype: str, given: Any, changes: Any) -> tuple[Array, Array]:
     return _towards_zero(given[0], dtype), changes[0].astype(dtype)
 
 
@@ -77,7 +63,7 @@ def _wide(array: Array) -> Array:
     """Return an array in a dtype in which XLA adds it up with few roundings."""
     shape = array.shape
     narrow = math.prod(shape) >= _TREE and math.prod(shape[1:] or shape) <= _LONG
-    return _at_least_single(array) if narrow else array.astype(float)
+    return array.astype(float if not narrow or array.dtype.itemsize > 4 else jnp.float32)
 
 
 def _sum_of_squares(wide: Array) -> Array:
@@ -137,10 +123,6 @@ class JaxBackend(Backend):
         self._axes = axes
 
     # -- arrays -------------------------------------------------------------------------------
-    def reads(self, cls: type) -> bool:
-        # Sparse arrays and descriptions of shapes are none.
-        return hasattr(cls, "at")
-
     def traced(self, array: Array) -> bool:
         return isinstance(array, jax.core.Tracer)
 
@@ -158,9 +140,6 @@ class JaxBackend(Backend):
             return None
         local = _only_cpu() or all(d.platform == "cpu" for d in array.sharding.device_set)
         return bits(np.asarray(array)) if local else None
-
-    def to_host(self, array: Array) -> HostView:
-        return np.asarray(array)
 
     def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         typed = [v.view(x.dtype) for v, x in zip(values, likes, strict=True)]
@@ -194,8 +173,7 @@ class JaxBackend(Backend):
 
     stack = staticmethod(jnp.stack)
 
-    def sort(self, table: Array) -> Array:
-        return jnp.sort(table, axis=0)
+    sort = staticmethod(partial(jnp.sort, axis=0))
 
     def pick(self, table: Array, row: Array) -> Array:
         # Round: fused arithmetic may give 1.9999999999999998 for a whole number.
@@ -206,8 +184,8 @@ class JaxBackend(Backend):
         # Without x64 there is no float64: the widest float is the one to ask for.
         return x.astype(jax.dtypes.canonicalize_dtype(dtype))
 
-    def constant(self, x: Array) -> Array:
-        return jax.lax.stop_gradient(x)
+    constant = staticmethod(jax.lax.stop_gradient)
+    narrowed = staticmethod(_towards_zero)
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         return jax.ops.segment_max(values, index_of(owners), groups)
@@ -223,10 +201,7 @@ class JaxBackend(Backend):
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def joined(self, arrays: Arrays) -> Array:
-        widest = max((a.dtype for a in arrays), key=lambda dtype: dtype.itemsize)
-        if len({a.dtype for a in arrays}) > 1:
-            # Neither kind of half precision holds the other.
-            widest = max(widest, np.dtype(np.float32), key=lambda dtype: dtype.itemsize)
+        widest = widest_of(map(self.dtype, arrays))
         return jnp.concatenate([_flat(a).astype(widest) for a in arrays])
 
     # -- measures of gradients ----------------------------------------------------------------
@@ -244,14 +219,15 @@ class JaxBackend(Backend):
         squares = [_sum_of_squares(_wide(a)) for a in arrays]
         sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
-        in_range = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
+        in_range = jnp.all((sums >= base.UNDERFLOW) & (sums < jnp.inf))
         return jax.lax.cond(
             in_range, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members)
         )
 
     def _scaled_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         peaks = [*map(self._peak, arrays)]
-        units = [unit_of(jnp.max(jnp.stack([peaks[i] for i in some])), self) for some in members]
+        tops = [jnp.max(jnp.stack([peaks[i] for i in some])) for some in members]
+        units = [base.unit_of(top, self) for top in tops]
         of = {i: unit for some, unit in zip(members, units, strict=True) for i in some}
         squares = [_sum_of_squares(a.astype(float) / of[i]) for i, a in enumerate(arrays)]
         return jnp.stack(units) * _sqrt(self._group_sums(squares, arrays, members))
@@ -286,10 +262,6 @@ class JaxBackend(Backend):
     def max_abs(self, arrays: Arrays) -> Array:
         return jnp.stack([*map(self._peak, arrays)])
 
-    def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
-        rows = zip(*columns, strict=True)
-        return jnp.stack([self.sum(call(*(x.astype(float) for x in row))) for row in rows])
-
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         widest = _widest()
         with float64(True):
@@ -302,26 +274,6 @@ class JaxBackend(Backend):
         different = {id(k): k for k in factors}
         made = jax.lax.optimization_barrier(different)  # type: ignore[no-untyped-call]
         return super().scale(arrays, [made[id(k)] for k in factors])
-
-    def mapped(
-        self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Arrays:
-        rows = []
-        for row in zip(*columns, strict=True):
-            # What has no dimensions gets one, by which it differs from a number that is returned.
-            first = _at_least_single(row[0] if row[0].shape else row[0][None])
-            first = first.astype(_widest()) if wide else first
-            inputs = [_at_least_single(x) if x.shape else x.astype(first.dtype) for x in row[1:]]
-            output, *others = call(first, *inputs)
-            shaped = [x.reshape(row[0].shape) if x.shape else x for x in others]
-            output = _towards_zero(output.astype(first.dtype), row[0].dtype)
-            rows.append((output.reshape(row[0].shape), shaped, [not x.shape for x in others]))
-        outputs, others, numbers = zip(*rows, strict=True)
-        columns_after = [
-            jnp.stack(column).astype(float) if number else column
-            for column, number in zip(zip(*others, strict=True), numbers[0], strict=True)
-        ]
-        return [outputs, *columns_after]
 
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         if condition is not False:

@@ -65,19 +65,6 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _sparse(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the values for a dense `like`; for a sparse one, a sparse tensor at its indices."""
-    if like.layout is torch.strided:
-        return values
-    return torch.sparse_coo_tensor(
-        like._indices(),
-        values,
-        like.shape,
-        is_coalesced=like.is_coalesced(),
-        check_invariants=False,
-    )
-
-
 class TorchBackend(Backend):
     """Tensors of PyTorch."""
 
@@ -100,6 +87,18 @@ class TorchBackend(Backend):
 
     def dense(self, array: Array) -> Array:
         return array if array.layout == torch.strided else array.to_dense()
+
+    def values(self, array: Array) -> Array:
+        return values_of(array)
+
+    def restored(self, values: Array, like: Array) -> Array:
+        if like.layout is torch.strided:
+            return values
+        return torch.sparse_coo_tensor(
+            *(like._indices(), values, like.shape),
+            is_coalesced=like.is_coalesced(),
+            check_invariants=False,
+        )
 
     def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
         try:
@@ -131,7 +130,7 @@ class TorchBackend(Backend):
         for value, like in zip(map(torch.from_numpy, values), likes, strict=True):
             # To ask is faster than to call torch, which takes its time for each small tensor.
             value = value if value.dtype == like.dtype else value.view(like.dtype)
-            result.append(_sparse(value if like.is_cpu else value.to(like.device), like))
+            result.append(self.restored(value if like.is_cpu else value.to(like.device), like))
         return result
 
     def normal_pairs(self, uniforms: HostView, angles: HostView) -> HostView:
@@ -291,12 +290,9 @@ class TorchBackend(Backend):
         parts: list[Array] = [None] * len(values)
         for places in self._bundles(values):
             x = self._bundle([values[i] for i in places])
-            if isinstance(x, Foreach) and x.device.type != "cpu":
-                peaks = x.norm(math.inf)
-            else:
-                # On the CPU, vectors are faster.
-                peaks = self.max(abs(x))
-            _put(parts, places, peaks.tensors if isinstance(peaks, Foreach) else [peaks])
+            _put(
+                parts, places, self._each(x.norm(math.inf) if len(places) > 1 else self.max(abs(x)))
+            )
         # One dtype need not hold the numbers of another.
         like, wide = parts[0], _widest(parts[0].device)
         dtype = like.dtype if len({x.dtype for x in parts}) == 1 else wide
@@ -311,9 +307,9 @@ class TorchBackend(Backend):
             if isinstance(x, Foreach):
                 # Torch has no sum of many, but norms: of what is above 0, and of what is below.
                 sums = self.maximum(x, 0.0).norm(1) - self.minimum(x, 0.0).norm(1)
-                _put(parts, places, sums.tensors)
             else:
-                _put(parts, places, [self.sum(x)])
+                sums = self.sum(x)
+            _put(parts, places, self._each(sums))
         return torch.stack([x.to(parts[0].device) for x in parts])
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
@@ -347,37 +343,36 @@ class TorchBackend(Backend):
     def _multiplied(self, tensors: Arrays, factors: Any) -> Arrays:
         """Return products of tensors of one dtype and device, with one factor or one for each."""
         half = tensors[0].dtype == torch.float16
+        is_one = isinstance(factors, torch.Tensor)
         if not self._foreach(tensors):
-            each = repeat(factors) if isinstance(factors, torch.Tensor) else factors
-            products = [self._product(t, k, half) for t, k in zip(tensors, each, strict=False)]
-            return self._stored(products, tensors)
-        if not half:
-            return self._stored(self._times(list(tensors), factors), tensors)
-        wide = torch._foreach_mul(Foreach(tensors).to(torch.float32).tensors, factors)
-        torch._foreach_mul_(wide, 2.0**24)
-        torch._foreach_trunc_(wide)
-        torch._foreach_mul_(wide, 2.0**-24)
-        # What has no dimensions was given one by the cast.
-        shaped = [w if t.dim() else w.reshape(()) for w, t in zip(wide, tensors, strict=True)]
-        return self._stored(shaped, tensors)
+            pairs = zip(tensors, repeat(factors) if is_one else factors, strict=False)
+            products: Arrays = [self._product(t, k, half) for t, k in pairs]
+        elif half:
+            products = self._half(Foreach(tensors), factors if is_one else Foreach(factors)).tensors
+        else:
+            products = self._times(list(tensors), factors)
+        return self._stored(products, tensors)
 
-    def _product(self, tensor: torch.Tensor, factor: torch.Tensor, half: bool) -> torch.Tensor:
+    def _product(self, tensor: torch.Tensor, factor: torch.Tensor, half: bool) -> Array:
         values = tensor if tensor.layout is torch.strided else tensor._values()
-        product = torch.mul(values.float() if half else values, factor)
-        if half:
-            # Below its smallest number, half precision has no digits that a margin could cover.
-            truncated = torch.trunc(product.detach() * 2.0**24) * 2.0**-24
-            product = product + (truncated - product.detach())
-        return _sparse(product.to(tensor.dtype), tensor)
+        product = self._half(values, factor) if half else torch.mul(values, factor)
+        return self.restored(product.to(tensor.dtype), tensor)
+
+    def _half(self, values: Any, factor: Any) -> Any:
+        """Return products of half precision in float32; of a tensor, or of many."""
+        product = values.to(torch.float32) * factor
+        # Below its smallest number, half precision has no digits that a margin could cover.
+        return torch.trunc(product * 2.0**24) * 2.0**-24
 
     def _stored(self, values: Arrays, likes: Arrays) -> Arrays:
         """Return values rounded to the dtype of the tensors that they are the outputs for."""
-        # The product of two 0-d tensors is as wide as the factor.
-        if values[0].dtype == likes[0].dtype or not self._foreach(likes):
+        # What has no dimensions may have been given one, or the dtype of a factor.
+        values = [v if x.dim() else v.reshape(()) for v, x in zip(values, likes, strict=True)]
+        if not self._foreach(likes) or values[0].dtype == likes[0].dtype:
             return [v.to(x.dtype) for v, x in zip(values, likes, strict=True)]
         # A copy is the cast that torch has for many.
         outputs = torch._foreach_mul(list(likes), 1.0)
-        torch._foreach_copy_(outputs, list(values))
+        torch._foreach_copy_(outputs, values)
         return list(outputs)
 
     def mapped(
@@ -399,16 +394,15 @@ class TorchBackend(Backend):
                 if j == 0 and x is first:
                     _put(results[0], places, some)
                     continue
-                parts = x.tensors if isinstance(x, Foreach) else [x]
+                parts = self._each(x)
                 if not parts[0].dim():
                     numbers.add(j)
-                else:
-                    parts = [
-                        p if v.dim() else p.reshape(()) for p, v in zip(parts, some, strict=True)
-                    ]
-                _put(results[j], places, self._narrowed(parts, some) if j == 0 else parts)
+                elif j:
+                    pairs = zip(parts, some, strict=True)
+                    parts = [p if v.dim() else p.reshape(()) for p, v in pairs]
+                _put(results[j], places, parts if j else self._narrowed(parts, some))
         results[0] = [
-            t if x is v else _sparse(x, t)
+            t if x is v else self.restored(x, t)
             for x, v, t in zip(results[0], values, inputs, strict=True)
         ]
         like = values[0]
@@ -425,18 +419,17 @@ class TorchBackend(Backend):
         if values[0].dtype == dtype:
             return self._stored(values, likes)
         top = LARGEST[_NAMES[dtype]]
+        bundles: Any = [Foreach(values)] if self._foreach(values) else values
+        bounded = [v for x in bundles for v in self._each(torch.clamp(x, -top, top))]
         if dtype.itemsize == 2:
-            return self._stored([_towards_zero(v.clamp(-top, top), dtype) for v in values], likes)
-        if self._foreach(values):
-            bounded: Any = self.minimum(self.maximum(Foreach(values), -top), top)
-            return self._stored(bounded.tensors, likes)
-        return self._stored([v.clamp(-top, top) for v in values], likes)
+            bounded = [_towards_zero(v, dtype) for v in bounded]
+        return self._stored(bounded, likes)
 
     def keep_if(self, condition: Any, arrays: Arrays) -> Arrays:
         if condition is False:
-            return [torch.zeros_like(t) for t in arrays]
+            return self._stored([torch.zeros_like(t) for t in arrays], arrays)
         if not self._foreach(arrays):
-            return [self._kept(condition.to(t.device), t) for t in arrays]
+            return self._stored([self._kept(condition.to(t.device), t) for t in arrays], arrays)
         result = list(arrays)
         for dtype in dict.fromkeys(t.dtype for t in arrays):
             places = [i for i, t in enumerate(arrays) if t.dtype == dtype]
@@ -446,18 +439,17 @@ class TorchBackend(Backend):
                 [arrays[i].view(number) for i in places], condition.to(arrays[0].device, number)
             )
             _put(result, places, [values.view(dtype) for values in bits])
-        return result
+        return arrays if self.in_place else result
 
     @staticmethod
     def _times(tensors: list[torch.Tensor], factor: Any) -> Arrays:
         return torch._foreach_mul(tensors, factor)
 
-    @staticmethod
-    def _kept(condition: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    def _kept(self, condition: torch.Tensor, tensor: torch.Tensor) -> Array:
         values = tensor if tensor.layout is torch.strided else tensor._values()
         # A 0-d tensor does not widen the result, but it may be wider than one of half precision.
         nothing = torch.zeros((), device=tensor.device, dtype=tensor.dtype)
-        return _sparse(torch.where(condition, values, nothing), tensor)
+        return self.restored(torch.where(condition, values, nothing), tensor)
 
     # -- many tensors together ----------------------------------------------------------------
     @staticmethod
@@ -487,6 +479,10 @@ class TorchBackend(Backend):
             if size:
                 last[tensor.dtype] = bundle, held + size
         return result
+
+    @staticmethod
+    def _each(x: Any) -> list[Array]:
+        return x.tensors if isinstance(x, Foreach) else [x]
 
     @staticmethod
     def _bundle(tensors: Sequence[torch.Tensor]) -> Any:
@@ -559,6 +555,10 @@ class TorchRecorded(TorchBackend):
     def constant(self, x: Array) -> Array:
         return x.detach()
 
+    def _half(self, values: Any, factor: Any) -> Any:
+        product = values.to(torch.float32) * factor
+        return product + (super()._half(values, factor) - product).detach()
+
     # All tensors of a group together: the norm of one that is zero has no derivative.
     group_norms, slice_norms = Backend.joint_norms, Backend.slice_norms
 
@@ -584,20 +584,8 @@ class TorchInPlace(TorchBackend):
         return tensors
 
     def _stored(self, values: Arrays, likes: Arrays) -> Arrays:
-        if values[0] is likes[0]:
-            return likes
-        if self._foreach(likes):
+        if not self._foreach(likes):
+            return [like.copy_(value) for value, like in zip(values, likes, strict=True)]
+        if values[0] is not likes[0]:
             torch._foreach_copy_(list(likes), list(values))
-            return likes
-        return [like.copy_(value) for value, like in zip(values, likes, strict=True)]
-
-    def keep_if(self, condition: Any, arrays: Arrays) -> Arrays:
-        if condition is False:
-            return [t.zero_() for t in arrays]
-        if self._foreach(arrays):
-            super().keep_if(condition, arrays)
-            return arrays
-        for tensor in arrays:
-            values = tensor if tensor.layout == torch.strided else tensor._values()
-            values.masked_fill_(~condition.to(tensor.device), 0.0)
-        return arrays
+        return likes

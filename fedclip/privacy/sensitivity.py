@@ -313,12 +313,13 @@ def analyse_plugins(
 def _checked(shapes: object) -> Shapes | None:
     if shapes is None:
         return None
-    each = shapes.values() if isinstance(shapes, Mapping) else [None]
-    if not all(isinstance(shape, Sequence) and not isinstance(shape, str) for shape in each):
+    if not isinstance(shapes, Mapping) or any(
+        isinstance(shape, str) or not isinstance(shape, Sequence) for shape in shapes.values()
+    ):
         allowed = "a dict of tuples of ints, such as {'w': (3, 2)}"
         raise TypeError(f"shapes must be {allowed}, got {shapes!r:.200}")
     checked = {}
-    for name, shape in dict(shapes).items():
+    for name, shape in shapes.items():
         label = f"shapes[{name!r}]"
         checked[name] = tuple([parameters.integer(0, **{label: length}) for length in shape])
     return checked
