@@ -30,8 +30,6 @@ from fedclip.core import parameters
 from fedclip.dpsgd.persample.base import Batch, Failed, Float64, HostStack, Positions, Stack
 from fedclip.privacy.noise import Words, random_words
 
-__all__ = ["Ids", "Means", "Persons", "Records", "numbered"]
-
 Ids: TypeAlias = str | Path | Sequence[object] | ArrayLike
 """Whose each record is, in their order; or a CSV file of one column, with a head."""
 
@@ -125,10 +123,8 @@ def numbered(ids: Ids, records: int) -> NDArray[np.intp]:
     # As objects: NumPy would make texts of whatever stands among texts, NaN too.
     objects = np.asarray(values, dtype=object)
     if objects.shape != (records,):
-        raise ValueError(
-            f"persons must be one id for each of the {records} records, in their order, got shape "
-            f"{objects.shape}"
-        )
+        allowed = f"one id for each of the {records} records, in their order"
+        raise ValueError(f"persons must be {allowed}, got shape {objects.shape}")
     # Of one person, whatever keyboard or table its id is from.
     texts = [unicodedata.normalize("NFC", str(value).strip()) for value in objects]
     named = [text.casefold() not in _NOBODY for text in texts]
@@ -136,10 +132,8 @@ def numbered(ids: Ids, records: int) -> NDArray[np.intp]:
         if isinstance(value, bool) or not isinstance(value, (str, Integral)):
             raise TypeError(f"persons must be texts or whole numbers, got {type(value).__name__}")
     if missing := named.count(False):
-        raise ValueError(
-            f"of {missing} of {records} records it is not said whose they are: leave those "
-            "records out, or give each of them an id"
-        )
+        why = f"{missing} of {records} records have no id of a person"
+        raise ValueError(f"{why}: leave them out, or give each of them an id")
     return np.unique(texts, return_inverse=True)[1]
 
 
@@ -175,20 +169,19 @@ class Means:
         remaining, begun, start = self._left.copy(), dict(self._begun), 0
         for stack in stacks:
             arrays = stack.arrays()
-            finite = np.all([_is_finite(array) for array in arrays.values()], axis=0)
+            flat = [array.reshape(len(array), -1) for array in arrays.values()]
+            finite = np.all([np.isfinite(array).all(axis=1) for array in flat], axis=0)
             rows, start = slice(start, start + len(finite)), start + len(finite)
             complete = []
             for owner in map(int, np.unique(owners[rows])):
                 chosen = owners[rows] == owner
                 remaining[owner] -= int(chosen.sum())
                 chosen &= finite
+                weights, before = shares[rows][chosen], begun.pop(owner, {})
                 gradient = {
-                    n: np.tensordot(shares[rows][chosen], array[chosen].astype(float), 1)
+                    n: np.tensordot(weights, array[chosen].astype(float), 1) + before.get(n, 0.0)
                     for n, array in arrays.items()
                 }
-                if owner in begun:
-                    before = begun.pop(owner)
-                    gradient = {name: value + before[name] for name, value in gradient.items()}
                 if remaining[owner]:
                     begun[owner] = gradient
                 else:
@@ -202,7 +195,3 @@ class Means:
         self._left[owner] -= 1
         if not self._left[owner] and owner in self._begun:
             yield HostStack({n: value[None] for n, value in self._begun.pop(owner).items()})
-
-
-def _is_finite(array: NDArray[Any]) -> NDArray[np.bool_]:
-    return np.asarray(np.isfinite(array.reshape(len(array), -1)).all(axis=1))

@@ -32,8 +32,6 @@ from numpy.typing import ArrayLike
 
 from fedclip.privacy.accounting import epsilon_of, mu_of
 
-__all__ = ["Claim", "Guesses", "guess", "lower_bound"]
-
 _SIGNIFICANCE = 0.05
 # Smaller deltas say nothing of events as probable as those that are counted here.
 _DELTAS = np.geomspace(0.7, 1e-4, 16)

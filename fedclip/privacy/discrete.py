@@ -59,8 +59,6 @@ from numpy.typing import NDArray
 from fedclip.core import parameters
 from fedclip.privacy.noise import Words, random_words
 
-__all__ = ["draws", "gap", "honest_sites", "site_variance"]
-
 Integers: TypeAlias = NDArray[np.int64]
 
 _LARGEST = 1 << 96

@@ -51,8 +51,6 @@ from fedclip.core import parameters
 from fedclip.core.plugins import VERSION
 from fedclip.privacy.accounting import RELATIONS, Accountant, Release, merged, order_for, state_of
 
-__all__ = ["FILE", "Entry", "Ledger", "fingerprint", "protected", "read_entries", "total"]
-
 _LOGGER = logging.getLogger("declearn.client.fedclip")
 
 FILE = "privacy_spent.json"

@@ -41,11 +41,6 @@ from numpy.typing import NDArray
 
 from fedclip.arrays import Array, backend_named, backend_of, narrowed
 
-__all__ = [
-    *("Normals", "Words", "add_noise", "insecure_normals", "noised", "random_words"),
-    "secure_normals",
-]
-
 Float64: TypeAlias = NDArray[np.float64]
 
 Normals: TypeAlias = Callable[[int], Float64]

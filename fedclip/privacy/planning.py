@@ -65,8 +65,6 @@ from fedclip.privacy.accounting import (
 from fedclip.privacy.correlated import coefficients, error, grown
 from fedclip.privacy.discrete import honest_sites
 
-__all__ = ["ASK_VALUES", "Plan", "TrustModels", "plan", "verdict"]
-
 ASK_VALUES = "give --values, the number of values of the model, to see the effect of the noise"
 
 

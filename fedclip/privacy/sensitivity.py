@@ -24,8 +24,6 @@ from fedclip.privacy import guarantees
 from fedclip.privacy.accounting import RELATIONS
 from fedclip.privacy.guarantees import Context, Guarantee, GuaranteeFunction, Plugin, Shapes, number
 
-__all__ = ["GUARANTEES", "RELATIONS", "Analysis", "analyse_plugins", "look_up"]
-
 _PLACES = ("record", "aggregate")
 
 

@@ -31,10 +31,9 @@ from declearn.training.dp import DPTrainingManager
 
 from fedclip.core.parameters import Config
 from fedclip.dpsgd.calibrate import Calibration, steps_of_a_round, too_few
-from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
 from fedclip.dpsgd.persons import Persons
-from fedclip.dpsgd.step import IndependentNoise, PoissonSampler
+from fedclip.dpsgd.step import IndependentNoise, PoissonSampler, SampleClipping
 from fedclip.engines.declearn import persample
 from fedclip.engines.declearn.dataset_records import Records
 from fedclip.engines.declearn.members import untold

@@ -35,7 +35,7 @@ from declearn.optimizer import Optimizer
 
 from fedclip import SampleClip
 from fedclip.core.scopes import Groups
-from fedclip.dpsgd import persample
+from fedclip.dpsgd.persample import ClippedSum
 from fedclip.dpsgd.persample.base import Data, Host, HostStack
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.dataset_records import Records, first_records
@@ -345,7 +345,8 @@ class _Watched(PrivateTrainingManager):
         firsts = [names[members[0]] for members in self._groups.members]
         canary = {name: np.full((1, 1), _FAR * bound * (name in firsts)) for name in names}
         stacks, factors = [HostStack(canary)], partial(self.clipping.factors, bound=bound)
-        sums, norms = persample.add_up(stacks, dict.fromkeys(names, (1,)), factors, self._groups)
+        total = ClippedSum(dict.fromkeys(names, (1,)), factors, self._groups)
+        sums, norms = total.add(stacks).result()
         self._step = np.array([float(sums[name][0]) for name in firsts]) / bound, bound
         of = [np.asarray(x.positions if x.owners is None else x.owners) for x in batches]
         units = np.unique(np.concatenate([np.zeros(0), *of]))

@@ -17,8 +17,8 @@ from units.dpsgd.test_dpsgd_persample import MODELS
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.check.data import asked_for, units
-from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persons import Persons
+from fedclip.dpsgd.step import SampleClipping
 from fedclip.engines.declearn.dataset_records import Records
 from fedclip.engines.declearn.persample import clipped_sum
 from fedclip.engines.declearn.sample_clip import SampleClip

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from quickruns import write_config, write_sites
 from report_runs import call
 
-from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.step import IndependentNoise, PoissonSampler
+from fedclip.dpsgd.step import IndependentNoise, PoissonSampler, SampleClipping
 from fedclip.engines.local import audit as attack
 from fedclip.engines.local.audit import Audit, audit
 from fedclip.errors import ToolError
