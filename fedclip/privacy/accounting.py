@@ -441,10 +441,8 @@ def split_noise(noise_multiplier: float, bits_noise: float) -> float:
 def check_evaluation(share: float, loss_bound: float | None, unit: str) -> None:
     """Refuse a share for evaluations without a bound on the loss of a unit, or the other way."""
     if bool(share) != (loss_bound is not None):
-        raise ValueError(
-            "evaluation_share and loss_bound go together: noise on evaluations is for a bound "
-            f"on the loss of a {unit}; got {share!r} and {loss_bound!r}"
-        )
+        got = f"got {share!r} and {loss_bound!r}"
+        raise ValueError(f"evaluation_share and loss_bound (of a {unit}) go together, {got}")
 
 
 def split_evaluation(noise_multiplier: float, share: float) -> tuple[float, float]:
@@ -565,9 +563,8 @@ class Accountant:
                 z, steps, *sampling = entry
                 result.append(_checked(Release(z, steps, *sampling)))
             except (TypeError, ValueError) as exc:
-                raise StateError(
-                    f"'spent' must be a list of [noise, rounds], got {entry!r:.100} in it"
-                ) from exc
+                allowed = "a list of [noise, rounds]"
+                raise StateError(f"'spent' must be {allowed}, got {entry!r:.100} in it") from exc
         return result
 
 

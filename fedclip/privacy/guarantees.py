@@ -172,11 +172,10 @@ def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
 
 
 def _without_shapes(clipper: Plugin, limit: float, noun: str, sliced: bool) -> _Scoped:
-    note = ""
+    note = "tensors without these dimensions, or too small, are" if sliced else ""
     if clipper.exclude:
-        note = _LEFT_OUT.format(f"tensors like {', '.join(map(repr, clipper.exclude))} are")
-    elif sliced:
-        note = _LEFT_OUT.format("tensors without these dimensions, or too small, are")
+        note = f"tensors like {', '.join(map(repr, clipper.exclude))} are"
+    note = _LEFT_OUT.format(note) if note else ""
     if isinstance(clipper.scope, str):
         return [Piece(limit, 0)] if noun == "" else None, noun, note
     # At most one group for each pattern, and one for the rest.
@@ -311,27 +310,18 @@ def divided_by_average(clipper: object, context: Context) -> Guarantee:
 
 
 def _followed(clipper: Plugin, context: Context, learnt: str) -> Guarantee:
-    return Guarantee(
-        clipper.name,
-        growth=1.0,
-        finite=_finite(clipper, context, _scoped(clipper, 1.0, context)[-1]),
-        unbounded=f"{learnt}, and nothing bounds it",
-        shared=learnt,
-        expands=learnt,
-    )
+    finite = _finite(clipper, context, _scoped(clipper, 1.0, context)[-1])
+    result = Guarantee(clipper.name, growth=1.0, finite=finite, shared=learnt, expands=learnt)
+    return replace(result, unbounded=f"{learnt}, and nothing bounds it")
 
 
 # -- means and deviations ---------------------------------------------------------------------
 def centred(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map that subtracts the mean."""
-    return Guarantee(
-        clipper.name,
-        lipschitz=1.0,
-        # An orthogonal projection, plus the rounding of its elements.
-        growth=1.0 + COARSEST,
-        finite=_finite(clipper, context, clipper.exclude),
-        unbounded="it takes the mean away, and limits nothing",
-    )
+    # An orthogonal projection, plus the rounding of its elements.
+    growth, finite = 1.0 + COARSEST, _finite(clipper, context, clipper.exclude)
+    why = "it takes the mean away, and limits nothing"
+    return Guarantee(clipper.name, lipschitz=1.0, growth=growth, finite=finite, unbounded=why)
 
 
 def standardised(clipper: Plugin, context: Context) -> Guarantee:
@@ -342,34 +332,25 @@ def standardised(clipper: Plugin, context: Context) -> Guarantee:
     why = "gradients that vary little are scaled up"
     if not math.isinf(steepest):
         why += f" by up to 1 / eps = {number(steepest)}"
-    result = Guarantee(
-        clipper.name,
-        lipschitz=max(1.0, steepest),
-        growth=max(1.0, steepest) * (1.0 + COARSEST),
-        finite=finite,
-        expands="" if steepest <= 1 else why,
-    )
+    lipschitz, why = max(1.0, steepest), "" if steepest <= 1 else why
+    growth = lipschitz * (1.0 + COARSEST)
+    result = Guarantee(clipper.name, lipschitz=lipschitz, growth=growth, finite=finite, expands=why)
     single = context.shapes is not None and any(p.size == 1 for p in pieces or ())
     if note or single or not finite:
         what = "a group of one element has no deviation, and is left alone"
         return replace(result, unbounded=note or (what if single else _NAN))
-    bound = math.inf
-    if pieces is not None and context.shapes is not None:
-        freedom = sum(piece.size - 1 for piece in pieces)
-        bound = outwards(math.sqrt(freedom)) * (1.0 + COARSEST)
     formula = f"√(d - k) for d elements in k {noun}s, if none has only one"
-    return replace(result, bound=bound, formula=formula if noun else "√(d - 1) for d elements")
+    result = replace(result, formula=formula if noun else "√(d - 1) for d elements")
+    if pieces is None or context.shapes is None:
+        return result
+    freedom = sum(piece.size - 1 for piece in pieces)
+    return replace(result, bound=outwards(math.sqrt(freedom)) * (1.0 + COARSEST))
 
 
 def unchanged(clipper: Plugin, context: Context) -> Guarantee:
     """Return the guarantee of a plug-in that leaves gradients unchanged."""
-    return Guarantee(
-        clipper.name,
-        lipschitz=1.0,
-        growth=1.0,
-        finite=context.finite,
-        unbounded="it leaves gradients unchanged",
-    )
+    why = "it leaves gradients unchanged"
+    return Guarantee(clipper.name, lipschitz=1.0, growth=1.0, finite=context.finite, unbounded=why)
 
 
 # -- the regularizers -------------------------------------------------------------------------
@@ -401,9 +382,8 @@ def weight_limit(regularizer: Plugin, context: Context) -> Guarantee:
 
 def noise(module: Plugin, context: Context) -> Guarantee:
     """Return the map of a plug-in that adds noise."""
-    return Guarantee(
-        module.name, noise=True, unbounded="noise is of any size", expands="it adds noise"
-    )
+    why = "noise is of any size"
+    return Guarantee(module.name, noise=True, unbounded=why, expands="it adds noise")
 
 
 def unchanged_or_noise(module: Plugin, context: Context) -> Guarantee:

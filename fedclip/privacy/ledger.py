@@ -307,10 +307,8 @@ class Ledger:
         """
         paid = self._paid.steps and self._paid.kind == Release(noise_multiplier, 1, rate)
         if not paid and not self.reserve(noise_multiplier, rate, 1):
-            raise StopIteration(
-                f"the privacy budget is spent: epsilon {self.spent:.4g} of {self.epsilon:.4g} "
-                f"at delta {self.delta:.3g}; another step would pass it"
-            )
+            epsilons = f"epsilon {self.spent:.4g} of {self.epsilon:.4g} at delta {self.delta:.3g}"
+            raise StopIteration(f"the privacy budget is spent: {epsilons}")
         self._paid = self._paid._replace(steps=self._paid.steps - 1)
 
     def _left(self, noise_multiplier: float, rate: float, steps: int, planned: int) -> int:
@@ -439,21 +437,17 @@ def _entry(line: str) -> Entry:
     if not isinstance(content, dict):
         raise TypeError(f"a line must be an object of JSON, got {line[:50]!r}")
     parameters.choice(("Poisson",), sampling=content.get("sampling"))
-    texts = (content.get(name) for name in ("data", "time", "fedclip", "schedule"))
-    data, time, version, schedule = (t[:500] if isinstance(t, str) else "" for t in texts)
+    texts = {name: content.get(name) for name in ("data", "time", "fedclip", "schedule")}
     order = content.get("order")
     return Entry(
         tuple(Accountant.check_state(content.get("spent"))),
         parameters.unit_interval(delta=content.get("delta")),
         parameters.choice(RELATIONS, relation=content.get("relation")),
         parameters.optional(parameters.number, "a number > 1", 1.0, open_low=True, order=order),
-        data,
-        time,
-        version,
-        tuple(Accountant.check_state(content.get("plan", ()))),
-        parameters.boolean(evaluation=content.get("evaluation", False)),
-        schedule,
-        parameters.integer(0, round=content.get("round", 0)),
+        plan=tuple(Accountant.check_state(content.get("plan", ()))),
+        evaluation=parameters.boolean(evaluation=content.get("evaluation", False)),
+        round=parameters.integer(0, round=content.get("round", 0)),
+        **{name: text[:500] for name, text in texts.items() if isinstance(text, str)},
     )
 
 
