@@ -29,15 +29,10 @@ from fedclip.arrays.numpy import NumpyBackend as NumpyBackend
 
 NUMPY = NumpyBackend()
 
-# Top-level package of a value's class -> file and class of the backend.
-_FILES = {
-    "numpy": ("numpy", "NumpyBackend"),
-    "torch": ("torch", "TorchBackend"),
-    "dtensor": ("sharded", "ShardedBackend"),
-    "tensorflow": ("tensorflow", "TensorflowBackend"),
-    "jax": ("jax", "JaxBackend"),
-    "jaxlib": ("jax", "JaxBackend"),
-}
+# Top-level package of a value's class -> file of the backend.
+# The class has the name of the file.
+_FILES = {name: name for name in ("numpy", "torch", "tensorflow", "jax")}
+_FILES |= {"jaxlib": "jax", "dtensor": "sharded"}
 # Classes of these packages without one value in each place; a mask would be lost.
 _REFUSED = {"MaskedArray", "RaggedTensor", "SparseTensor", "JAXSparse", "ShapeDtypeStruct"}
 _loaded: dict[str, Backend] = {"numpy": NUMPY}
@@ -46,10 +41,10 @@ _by_type: dict[type, Backend] = {}
 
 def backend_named(name: str) -> Backend:
     """Return the backend of the framework called `name`, importing it at the first call."""
-    file, cls = _FILES[name]
+    file = _FILES[name]
     if file not in _loaded:
         module = importlib.import_module(f"fedclip.arrays.{file}")
-        _loaded[file] = getattr(module, cls)()
+        _loaded[file] = getattr(module, f"{file.title()}Backend")()
     return _loaded[file]
 
 

@@ -15,6 +15,8 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,6 +34,9 @@ LARGEST = {
 
 HALF_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Half a unit in the last place of half precision, relatively."""
+
+FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
+"""The dtypes of views that show numbers, not bits."""
 
 Array: TypeAlias = Any
 """An array of any of the supported frameworks."""
@@ -59,6 +64,13 @@ Owners: TypeAlias = Sequence[int] | Repeated
 def index_of(owners: Owners) -> HostView:
     """Return the group of each number, as an array of NumPy."""
     return np.asarray(np.repeat(*owners) if isinstance(owners, Repeated) else owners, np.int32)
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """Return a dtype as "float32", "bfloat16", ..."""
+    # NumPy builds the name at each call, which takes as long as a step over twenty tensors.
+    return str(dtype.name)
 
 
 def with_others(arrays: Arrays, places: Sequence[int], others: Arrays) -> list[Array]:
@@ -140,9 +152,9 @@ class Backend(Arithmetic, ABC):
         """
         return False
 
-    @abstractmethod
     def dtype(self, array: Array) -> str:
         """Return the dtype as "float32", "bfloat16", ..."""
+        return dtype_name(array.dtype)
 
     def size(self, array: Array) -> Any:
         """Return the number of elements: an int, or a traced number in compiled code."""
@@ -176,7 +188,8 @@ class Backend(Arithmetic, ABC):
 
     def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
         """Return NumPy views of dense arrays in host memory, quickly; None if some are others."""
-        return None
+        known = [view for view in self.views(arrays) if view is not None and view.dtype in FLOATS]
+        return known if len(known) == len(arrays) else None
 
     def to_host(self, array: Array) -> HostView:
         """Return the values as NumPy (bfloat16 as bits), copied from a device if need be."""
@@ -208,13 +221,18 @@ class Backend(Arithmetic, ABC):
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
         """Return the sum of the values of each group."""
 
-    @abstractmethod
     def take(self, values: Array, owners: Owners) -> Array:
         """Return for each owner the value of that group."""
+        return values[index_of(owners)]
 
-    @abstractmethod
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
         """Return a flat array cut into arrays of these shapes, or that broadcast like them."""
+        if not any(shapes):
+            # 0-d arrays, which NumPy handles faster than its numbers.
+            return [flat[i, ...] for i in range(len(flat))]
+        ends = [*accumulate(map(math.prod, shapes))]
+        spans = zip([0, *ends], ends, shapes, strict=False)
+        return [flat[start:end].reshape(shape) for start, end, shape in spans]
 
     @abstractmethod
     def joined(self, arrays: Arrays) -> Array:
@@ -331,9 +349,10 @@ class Backend(Arithmetic, ABC):
         radius = np.sqrt(-2.0 * np.log(uniforms))
         return np.stack([radius * np.cos(angles), radius * np.sin(angles)])
 
-    @abstractmethod
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         """Return the arrays, or zeros if the condition, of shape (), does not hold."""
+        values = [self.where(condition, self.values(a), 0.0) for a in arrays]
+        return [*map(self.restored, values, arrays)]
 
 
 def widest_of(dtypes: Iterable[str]) -> str:

@@ -245,7 +245,8 @@ def slice_norms(view: HostView, axes: Sequence[int]) -> Float64:
     if narrow and others and view.flags.c_contiguous and others == [*range(len(axes), view.ndim)]:
         # Columns are added up without a copy in another order.
         table = view.reshape(-1, math.prod(view.shape[len(axes) :]))
-        return np.asarray(np.sqrt(sum(map(_column_squares, _row_chunks(table)))))
+        wide = (decode(rows).astype(np.float64) for rows in _row_chunks(table))
+        return np.asarray(np.sqrt(sum(np.einsum("ij,ij->j", rows, rows) for rows in wide)))
     # Take a few rows of the first dimension at a time, so that no float64 copy of all is made.
     parts = []
     for some in _row_chunks(view):
@@ -261,11 +262,6 @@ def _row_chunks(view: HostView) -> Iterator[HostView]:
     """Yield some rows of the first dimension at a time, that stay in the cache."""
     number = max(1, CHUNK * len(view) // view.size)
     return (view[start : start + number] for start in range(0, len(view), number))
-
-
-def _column_squares(table: HostView) -> Float64:
-    wide = decode(table).astype(np.float64)
-    return np.asarray(np.einsum("ij,ij->j", wide, wide))
 
 
 def _row_norms(rows: Float64) -> Float64:

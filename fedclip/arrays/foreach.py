@@ -74,7 +74,7 @@ class Foreach:
             return Foreach(torch._foreach_mul(self.tensors, [ones] * len(self.tensors)))
         return _apply(torch.Tensor.to, self, dtype)
 
-    def highest(self) -> Foreach:
+    def amax(self) -> Foreach:
         """Return the largest element of each."""
         return self if self.numbers is not None else Foreach(torch._foreach_max(self.tensors))
 
@@ -112,17 +112,11 @@ def _clamp(x: list[torch.Tensor], min: Any = None, max: Any = None) -> Sequence[
     return list(result)
 
 
+_SINGLE: Any = (torch.abs, torch.neg, torch.add, torch.sub, torch.mul, torch.div, torch.pow)
 _FORMS: dict[Any, Call] = {
-    torch.abs: torch._foreach_abs,
-    torch.neg: torch._foreach_neg,
-    torch.add: torch._foreach_add,
-    torch.sub: torch._foreach_sub,
-    torch.mul: torch._foreach_mul,
-    torch.div: torch._foreach_div,
-    torch.pow: torch._foreach_pow,
-    torch.trunc: torch._foreach_trunc,
-    torch.clamp: _clamp,
+    single: getattr(torch, f"_foreach_{single.__name__}") for single in (*_SINGLE, torch.trunc)
 }
+_FORMS[torch.clamp] = _clamp
 """Operations that torch has for many tensors at once."""
 
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedclip.arrays import base
 from fedclip.arrays.base import Array, Arrays, Backend, HostView, Owners, index_of, widest_of
-from fedclip.arrays.numpy import bits, dtype_name, floats_only
+from fedclip.arrays.numpy import bits
 
 # Float64 for a few lines, also where a session has none: the context under its name of today, or
 # that of before.
@@ -29,8 +29,6 @@ float64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["en
 # 20 in larger ones up to a million (tests/laws/test_digits.py).
 _TREE = 1 << 12
 _LONG = 1 << 20
-# Of fewer elements in all, those of a group are joined: one operation, not one for each array.
-_FEW = 1 << 14
 
 
 @cache
@@ -126,12 +124,6 @@ class JaxBackend(Backend):
     def traced(self, array: Array) -> bool:
         return isinstance(array, jax.core.Tracer)
 
-    def dtype(self, array: Array) -> str:
-        return dtype_name(array.dtype)
-
-    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
-        return floats_only(self.views(arrays))
-
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         return [self._view(a) for a in arrays]
 
@@ -193,13 +185,6 @@ class JaxBackend(Backend):
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
         return jax.ops.segment_sum(values, index_of(owners), groups)
 
-    def take(self, values: Array, owners: Owners) -> Array:
-        return values[index_of(owners)]
-
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
-        parts = jnp.split(flat, np.cumsum([*map(math.prod, shapes)])[:-1])
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
     def joined(self, arrays: Arrays) -> Array:
         widest = widest_of(map(self.dtype, arrays))
         return jnp.concatenate([_flat(a).astype(widest) for a in arrays])
@@ -211,11 +196,6 @@ class JaxBackend(Backend):
             return self._group_norms(arrays, members).astype(widest)
 
     def _group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        few = sum(math.prod(a.shape) for a in arrays) < _FEW
-        if few and not self._axes and not any(map(_is_split, arrays)):
-            wide = [a.ravel().astype(float) for a in arrays]
-            arrays = [jnp.concatenate([wide[i] for i in group]) for group in members]
-            members = [(i,) for i in range(len(members))]
         squares = [_sum_of_squares(_wide(a)) for a in arrays]
         sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
@@ -266,16 +246,3 @@ class JaxBackend(Backend):
         widest = _widest()
         with float64(True):
             return super().slice_norms(arrays, axes).astype(widest)
-
-    # -- new gradients ------------------------------------------------------------------------
-    def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        # Mostly there is one factor for all. Without the barrier, the compiler computes it again
-        # for each array.
-        different = {id(k): k for k in factors}
-        made = jax.lax.optimization_barrier(different)  # type: ignore[no-untyped-call]
-        return super().scale(arrays, [made[id(k)] for k in factors])
-
-    def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
-        if condition is not False:
-            condition = jax.lax.optimization_barrier(condition)  # type: ignore[no-untyped-call]
-        return [jnp.where(condition, a, jnp.zeros_like(a)) for a in arrays]

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
-from itertools import accumulate
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,9 +20,6 @@ from fedclip.arrays import base, blocks
 from fedclip.arrays.base import Array, Arrays, Backend, Call, HostView, Owners, Repeated
 from fedclip.arrays.cores import PIECE, THREADED, each, num_threads
 from fedclip.arrays.memory import Memory, aligned, in_memory_order
-
-FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
-"""The dtypes of views that show numbers, not bits."""
 
 _ARRAY, _dtype, _nbytes = {np.ndarray}, attrgetter("dtype"), attrgetter("nbytes")
 _BITS = np.dtype(np.uint16)
@@ -35,19 +31,6 @@ def bits(array: HostView) -> HostView:
     # NumPy has no bfloat16 of its own. Other dtypes that packages add are of the kind "V" too.
     dtype = array.dtype
     return array.view(np.uint16) if dtype.kind == "V" and dtype.itemsize == 2 else array
-
-
-def floats_only(views: Sequence[HostView | None]) -> Sequence[HostView] | None:
-    """Return the views if all are there and show floats, not bits; else None."""
-    known = [view for view in views if view is not None and view.dtype in FLOATS]
-    return known if len(known) == len(views) else None
-
-
-@cache
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return a dtype as "float32", "bfloat16", ..."""
-    # NumPy builds the name at each call, which takes as long as a step over twenty tensors.
-    return str(dtype.name)
 
 
 class NumpyBackend(Backend):
@@ -80,10 +63,10 @@ class NumpyBackend(Backend):
     # -- arrays -------------------------------------------------------------------------------
     def dtype(self, array: Array) -> str:
         is_bits = self._native is not None and array.dtype == _BITS
-        return "bfloat16" if is_bits else dtype_name(array.dtype)
+        return "bfloat16" if is_bits else base.dtype_name(array.dtype)
 
     def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
-        usual = {*map(type, arrays)} <= _ARRAY and {*map(_dtype, arrays)} <= FLOATS
+        usual = {*map(type, arrays)} <= _ARRAY and {*map(_dtype, arrays)} <= base.FLOATS
         return arrays if usual else None
 
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
@@ -148,17 +131,6 @@ class NumpyBackend(Backend):
 
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
         return np.bincount(base.index_of(owners), weights=values, minlength=groups)
-
-    def take(self, values: Array, owners: Owners) -> Array:
-        return values[base.index_of(owners)]
-
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
-        if not any(shapes):
-            # 0-d arrays, which NumPy handles faster than its numbers.
-            return [flat[i, ...] for i in range(len(flat))]
-        ends = [*accumulate(map(math.prod, shapes))]
-        spans = zip([0, *ends], ends, shapes, strict=False)
-        return [flat[start:end].reshape(shape) for start, end, shape in spans]
 
     def joined(self, arrays: Arrays) -> Array:
         return np.concatenate([np.ravel(blocks.decode(a)) for a in arrays])

@@ -22,7 +22,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from fedclip.arrays import base
 from fedclip.arrays.base import HALF_UNIT, Array, Arrays, Backend, HostView, Owners
 from fedclip.arrays.memory import is_aligned
-from fedclip.arrays.numpy import bits, floats_only
+from fedclip.arrays.numpy import bits
 
 _EAGER = {tf.__internal__.EagerTensor}
 # In rows of so many, no sum adds more than 16 numbers one after the other, in 16 lanes or more.
@@ -88,9 +88,6 @@ class TensorflowBackend(Backend):
         values = self.values(array)
         return not hasattr(values, "numpy") or _recorded([tf.convert_to_tensor(values)])
 
-    def dtype(self, array: Array) -> str:
-        return str(array.dtype.name)
-
     def size(self, array: Array) -> Any:
         values = self.values(array)
         known = values.shape.num_elements()
@@ -121,7 +118,7 @@ class TensorflowBackend(Backend):
         return dense
 
     def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
-        return floats_only(self.views(arrays)) if {*map(type, arrays)} <= _EAGER else None
+        return super().dense_views(arrays) if {*map(type, arrays)} <= _EAGER else None
 
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         # The usual case first, without a method call for each of hundreds of tensors.
@@ -243,12 +240,6 @@ class TensorflowBackend(Backend):
         # Of nothing, the largest element is minus infinity.
         peaks = [tf.reduce_max(tf.cast(tf.abs(self.values(t)), tf.float64)) for t in arrays]
         return tf.maximum(tf.stack(peaks), 0.0)
-
-    # -- new gradients ------------------------------------------------------------------------
-    def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
-        values = [self.values(t) for t in arrays]
-        chosen = [tf.where(condition, v, tf.zeros_like(v)) for v in values]
-        return [*map(self.restored, chosen, arrays)]
 
 
 def _merged(slices: Any) -> Any:

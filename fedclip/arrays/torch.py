@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from operator import methodcaller
 from typing import Any
@@ -52,19 +53,6 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dense tensor, or those that a sparse one stores."""
-    if tensor.layout == torch.strided and not tensor.is_nested:
-        return tensor
-    if tensor.layout == torch.sparse_coo:
-        return tensor.coalesce().values()
-    raise TypeError(
-        "fedclip reads dense and sparse COO tensors, got "
-        f"{'a nested one' if tensor.is_nested else f'one of layout {tensor.layout}'}; "
-        "convert it with .to_dense() or .to_sparse_coo() first"
-    )
-
-
 class TorchBackend(Backend):
     """Tensors of PyTorch."""
 
@@ -78,7 +66,7 @@ class TorchBackend(Backend):
         return _NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
 
     def size(self, array: Array) -> Any:
-        return values_of(array).numel()
+        return self.values(array).numel()
 
     def prepared(self, arrays: Arrays) -> Arrays:
         if {t.layout for t in arrays} <= {torch.strided}:
@@ -89,16 +77,19 @@ class TorchBackend(Backend):
         return array if array.layout == torch.strided else array.to_dense()
 
     def values(self, array: Array) -> Array:
-        return values_of(array)
+        if array.layout == torch.strided and not array.is_nested:
+            return array
+        if array.layout == torch.sparse_coo:
+            return array.coalesce().values()
+        got = "a nested one" if array.is_nested else f"one of layout {array.layout}"
+        ways = "convert it with .to_dense() or .to_sparse_coo() first"
+        raise TypeError(f"fedclip reads dense and sparse COO tensors, got {got}; {ways}")
 
     def restored(self, values: Array, like: Array) -> Array:
         if like.layout is torch.strided:
             return values
-        return torch.sparse_coo_tensor(
-            *(like._indices(), values, like.shape),
-            is_coalesced=like.is_coalesced(),
-            check_invariants=False,
-        )
+        options: Any = {"is_coalesced": like.is_coalesced(), "check_invariants": False}
+        return torch.sparse_coo_tensor(like._indices(), values, like.shape, **options)
 
     def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
         try:
@@ -110,7 +101,7 @@ class TorchBackend(Backend):
         return [self._view(t) for t in arrays]
 
     def _view(self, tensor: torch.Tensor) -> HostView | None:
-        tensor = values_of(tensor)
+        tensor = self.values(tensor)
         if not tensor.is_cpu or torch.compiler.is_compiling() or self.traced(tensor):
             return None
         tensor = tensor.detach()
@@ -121,7 +112,7 @@ class TorchBackend(Backend):
         return view
 
     def to_host(self, array: Array) -> HostView:
-        tensor = values_of(array).detach().cpu().resolve_neg()
+        tensor = self.values(array).detach().cpu().resolve_neg()
         view: HostView = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return view
 
@@ -166,8 +157,8 @@ class TorchBackend(Backend):
 
     exp = staticmethod(torch.exp)
 
-    def sqrt(self, x: Array) -> Array:
-        return torch.sqrt(x)
+    sqrt: Call = staticmethod(torch.sqrt)
+    stack = staticmethod(torch.stack)
 
     def minimum(self, x: Array, y: Any) -> Array:
         return torch.clamp(x, max=y)
@@ -182,14 +173,9 @@ class TorchBackend(Backend):
         return x.sum(dtype=wide) if axes is None else x.sum(dim=axes, keepdim=True, dtype=wide)
 
     def max(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
-        if isinstance(x, Foreach):
-            return x.highest()
         if axes is not None:
             return x.amax(dim=axes, keepdim=True)
-        return x.amax() if x.numel() else x.new_zeros(())
-
-    def stack(self, arrays: Sequence[Array]) -> Array:
-        return torch.stack(list(arrays))
+        return x.amax() if isinstance(x, Foreach) or x.numel() else x.new_zeros(())
 
     def sort(self, table: Array) -> Array:
         return torch.sort(table, dim=0).values
@@ -241,9 +227,8 @@ class TorchBackend(Backend):
         return values if _are_single(owners, len(values)) else values[self._index(owners, values)]
 
     def _index(self, owners: Owners, like: Array) -> Array:
-        table = self.asarray(
-            [*map(list, owners)] if isinstance(owners, Repeated) else [*owners], like=like
-        ).long()
+        numbers = [*map(list, owners)] if isinstance(owners, Repeated) else [*owners]
+        table = self.asarray(numbers, like=like).long()
         if not isinstance(owners, Repeated):
             return table
         return table[0].repeat_interleave(table[1], output_size=sum(owners.times))
@@ -257,13 +242,13 @@ class TorchBackend(Backend):
     def joined(self, arrays: Arrays) -> Array:
         if not any(t.dim() for t in arrays):
             return torch.stack(list(arrays))
-        values = map(values_of, arrays)
+        values = map(self.values, arrays)
         flat = [t if t.dim() == 1 else t.reshape(-1) for t in values]
         return torch.cat([t.to(flat[0].device) for t in flat]) if len(flat) > 1 else flat[0]
 
     # -- measures of gradients ----------------------------------------------------------------
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        values = [values_of(t) for t in arrays]
+        values = [self.values(t) for t in arrays]
         per = self._norms(values)
         if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return per
@@ -286,31 +271,33 @@ class TorchBackend(Backend):
         return torch.stack([n.to(values[0].device) for n in norms])
 
     def max_abs(self, arrays: Arrays) -> Array:
-        values = [values_of(t) for t in arrays]
-        parts: list[Array] = [None] * len(values)
-        for places in self._bundles(values):
-            x = self._bundle([values[i] for i in places])
-            _put(
-                parts, places, self._each(x.norm(math.inf) if len(places) > 1 else self.max(abs(x)))
-            )
+        parts = self._numbers(
+            lambda x: x.norm(math.inf) if isinstance(x, Foreach) else self.max(abs(x)), [arrays]
+        )
         # One dtype need not hold the numbers of another.
         like, wide = parts[0], _widest(parts[0].device)
         dtype = like.dtype if len({x.dtype for x in parts}) == 1 else wide
         return torch.stack([x.to(like.device, dtype) for x in parts]).to(wide)
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
-        values = [values_of(t) for t in columns[0]]
-        parts: list[Array] = [None] * len(values)
-        for places in self._bundles(values):
-            first = self.cast(self._bundle([values[i] for i in places]), "float64")
-            x = call(first, *(self._column(c, places) for c in columns[1:]))
-            if isinstance(x, Foreach):
-                # Torch has no sum of many, but norms: of what is above 0, and of what is below.
-                sums = self.maximum(x, 0.0).norm(1) - self.minimum(x, 0.0).norm(1)
-            else:
-                sums = self.sum(x)
-            _put(parts, places, self._each(sums))
+        def total(first: Any, *row: Any) -> Any:
+            x = call(self.cast(first, "float64"), *row)
+            if not isinstance(x, Foreach):
+                return self.sum(x)
+            # Torch has no sum of many, but norms: of what is above 0, and of what is below.
+            return self.maximum(x, 0.0).norm(1) - self.minimum(x, 0.0).norm(1)
+
+        parts = self._numbers(total, columns)
         return torch.stack([x.to(parts[0].device) for x in parts])
+
+    def _numbers(self, call: Call, columns: Sequence[Arrays]) -> list[Array]:
+        """Return for each tensor the number that a call gives, of a tensor or of many."""
+        values = [self.values(t) for t in columns[0]]
+        numbers: list[Array] = [None] * len(values)
+        for places in self._bundles(values):
+            row = (self._column(column, places) for column in columns[1:])
+            _put(numbers, places, self._each(call(self._bundle([values[i] for i in places]), *row)))
+        return numbers
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         pairs = zip(arrays, axes, strict=True)
@@ -354,7 +341,7 @@ class TorchBackend(Backend):
         return self._stored(products, tensors)
 
     def _product(self, tensor: torch.Tensor, factor: torch.Tensor, half: bool) -> Array:
-        values = tensor if tensor.layout is torch.strided else tensor._values()
+        values = self.values(tensor)
         product = self._half(values, factor) if half else torch.mul(values, factor)
         return self.restored(product.to(tensor.dtype), tensor)
 
@@ -379,7 +366,7 @@ class TorchBackend(Backend):
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Arrays:
         inputs = [*columns[0]]
-        values = [values_of(t) for t in inputs]
+        values = [self.values(t) for t in inputs]
         results: list[list[Array]] = []
         numbers: set[int] = set()
         for places in self._bundles(values):
@@ -401,17 +388,12 @@ class TorchBackend(Backend):
                     pairs = zip(parts, some, strict=True)
                     parts = [p if v.dim() else p.reshape(()) for p, v in pairs]
                 _put(results[j], places, parts if j else self._narrowed(parts, some))
-        results[0] = [
-            t if x is v else self.restored(x, t)
-            for x, v, t in zip(results[0], values, inputs, strict=True)
-        ]
-        like = values[0]
-        return [
-            self.asarray(torch.stack([x.to(like.device) for x in r]), like=like)
-            if j in numbers
-            else r
-            for j, r in enumerate(results)
-        ]
+        triples = zip(results[0], values, inputs, strict=True)
+        columns = [[t if x is v else self.restored(x, t) for x, v, t in triples], *results[1:]]
+        for j in numbers:
+            joined = torch.stack([x.to(values[0].device) for x in results[j]])
+            columns[j] = self.asarray(joined, like=joined)
+        return columns
 
     def _narrowed(self, values: Arrays, likes: Arrays) -> Arrays:
         """Return values in the dtype of these tensors: half precision rounded towards zero."""
@@ -429,7 +411,9 @@ class TorchBackend(Backend):
         if condition is False:
             return self._stored([torch.zeros_like(t) for t in arrays], arrays)
         if not self._foreach(arrays):
-            return self._stored([self._kept(condition.to(t.device), t) for t in arrays], arrays)
+            keep = partial(Backend.keep_if, self)
+            kept = [keep(condition.to(t.device), [t])[0] for t in arrays]
+            return self._stored(kept, arrays)
         result = list(arrays)
         for dtype in dict.fromkeys(t.dtype for t in arrays):
             places = [i for i, t in enumerate(arrays) if t.dtype == dtype]
@@ -444,12 +428,6 @@ class TorchBackend(Backend):
     @staticmethod
     def _times(tensors: list[torch.Tensor], factor: Any) -> Arrays:
         return torch._foreach_mul(tensors, factor)
-
-    def _kept(self, condition: torch.Tensor, tensor: torch.Tensor) -> Array:
-        values = tensor if tensor.layout is torch.strided else tensor._values()
-        # A 0-d tensor does not widen the result, but it may be wider than one of half precision.
-        nothing = torch.zeros((), device=tensor.device, dtype=tensor.dtype)
-        return self.restored(torch.where(condition, values, nothing), tensor)
 
     # -- many tensors together ----------------------------------------------------------------
     @staticmethod
@@ -532,10 +510,8 @@ class TorchRecorded(TorchBackend):
 
     def prepared(self, arrays: Arrays) -> Arrays:
         if any(t.layout is not torch.strided for t in arrays):
-            raise NotImplementedError(
-                "torch has no second derivatives of sparse tensors: make them dense, detach them, "
-                "or clip under torch.no_grad()"
-            )
+            ways = "make them dense, detach them, or clip under torch.no_grad()"
+            raise NotImplementedError(f"torch has no second derivatives of sparse tensors: {ways}")
         return arrays
 
     @staticmethod
@@ -575,8 +551,7 @@ class TorchInPlace(TorchBackend):
         return arrays
 
     def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
-        made = super().from_host(values, likes)
-        return [like.copy_(value) for value, like in zip(made, likes, strict=True)]
+        return self._stored(super().from_host(values, likes), likes)
 
     @staticmethod
     def _times(tensors: list[torch.Tensor], factor: Any) -> Arrays:

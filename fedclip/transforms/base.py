@@ -39,8 +39,9 @@ from fedclip.arrays import (
     on_host,
     with_others,
 )
+from fedclip.arrays.base import FLOATS
 from fedclip.arrays.blocks import decode, encode
-from fedclip.arrays.numpy import FLOATS, bits
+from fedclip.arrays.numpy import bits
 from fedclip.core.scopes import Groups
 from fedclip.core.states import Statistics
 from fedclip.rules import LEARNT, Basis, NoState, State

@@ -129,7 +129,7 @@ def _direction(
     inputs = (functional.linear(x, *weights[0]) + taps[:, 0]).unbind(1)
     others = taps[:, 1].unbind(1) if taps.shape[1] > 1 else None
     h = c = x.new_zeros(len(x), layer.hidden_size)
-    activation = torch.relu if layer.nonlinearity == "relu" else torch.tanh
+    activation = torch.relu if layer.mode == "RNN_RELU" else torch.tanh
     steps = range(len(inputs))
     outputs, before = list[Tensor](), list[Tensor]()
     for t in reversed(steps) if reverse else steps:
