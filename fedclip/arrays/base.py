@@ -322,12 +322,10 @@ class Backend(Arithmetic, ABC):
         for array, values, *row in self._rows(columns):
             # What has no dimensions gets one, by which it differs from a number that is returned.
             is_number = not len(values.shape)
-            first = self._at_least_single(values[None] if is_number else values)
+            first = self._single(values[None] if is_number else values)
             first = self.cast(first, "float64") if wide else first
             dtype = self.dtype(first)
-            inputs = [
-                self._at_least_single(x) if len(x.shape) else self.cast(x, dtype) for x in row
-            ]
+            inputs = [self._single(x) if len(x.shape) else self.cast(x, dtype) for x in row]
             output, *others = call(first, *inputs)
             joins = [not len(x.shape) for x in others]
             output = self.narrowed(self.cast(output, dtype), self.dtype(values))
@@ -338,7 +336,7 @@ class Backend(Arithmetic, ABC):
         joined = zip(columns, joins_of[0], strict=True)
         return [outputs, *(self.stack([*map(self.asarray, c)]) if j else c for c, j in joined)]
 
-    def _at_least_single(self, array: Array) -> Array:
+    def _single(self, array: Array) -> Array:
         return self.cast(array, "float32") if self.dtype(array) in HALF_UNIT else array
 
     def normal_pairs(self, uniforms: HostView, angles: HostView) -> HostView:

@@ -200,9 +200,8 @@ class JaxBackend(Backend):
         sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         in_range = jnp.all((sums >= base.UNDERFLOW) & (sums < jnp.inf))
-        return jax.lax.cond(
-            in_range, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members)
-        )
+        scaled = partial(self._scaled_norms, arrays, members)
+        return jax.lax.cond(in_range, lambda: _sqrt(sums), scaled)
 
     def _scaled_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         peaks = [*map(self._peak, arrays)]

@@ -91,8 +91,7 @@ class NumpyBackend(Backend):
     stack = staticmethod(np.array)
 
     def sum(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
-        wide = x if self._native is None else blocks.decode(x)
-        return wide.sum(axes, np.float64, keepdims=axes is not None)
+        return blocks.decode(x).sum(axes, np.float64, keepdims=axes is not None)
 
     def max(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
         return np.max(x, axis=axes, keepdims=axes is not None) if np.size(x) else np.float64(0.0)
@@ -113,8 +112,7 @@ class NumpyBackend(Backend):
 
     # -- numbers ------------------------------------------------------------------------------
     def cast(self, x: Array, dtype: str) -> Array:
-        wide = x if self._native is None or x.itemsize > 2 else blocks.decode(x)
-        return wide.astype(dtype, copy=False)
+        return blocks.decode(x).astype(dtype, copy=False)
 
     def constant(self, x: Array) -> Array:
         return x
@@ -172,9 +170,8 @@ class NumpyBackend(Backend):
         return sums
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
-        return np.concatenate(
-            [blocks.slice_norms(a, some) for a, some in zip(arrays, axes, strict=True)]
-        )
+        pairs = zip(arrays, axes, strict=True)
+        return np.concatenate([blocks.slice_norms(array, spanned) for array, spanned in pairs])
 
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
@@ -319,6 +316,5 @@ def _cut(array: HostView, out: HostView, step: int) -> Iterator[tuple[HostView, 
 
 
 def _multiply_half(array: HostView, factor: HostView, out: HostView) -> None:
-    out[...] = blocks.encode(
-        np.asarray(blocks.decode(array) * factor), array.dtype, towards_zero=True
-    )
+    product = np.asarray(blocks.decode(array) * factor)
+    out[...] = blocks.encode(product, array.dtype, towards_zero=True)

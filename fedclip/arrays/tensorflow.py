@@ -37,6 +37,10 @@ def _only_cpu() -> bool:
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
 
 
+def _is_local(tensor: Array) -> bool:
+    return _only_cpu() or "CPU" in tensor.device
+
+
 def _recorded(tensors: list[Array]) -> bool:
     """Return whether a tape or an accumulator watches one of these tensors."""
     return should_record_backprop(tensors) or bool(pack_tangents(tensors).tangents)
@@ -127,13 +131,9 @@ class TensorflowBackend(Backend):
 
     def _view(self, tensor: Array) -> HostView | None:
         # A symbolic tensor has no device and no data; one on an accelerator stays there.
-        if self.traced(tensor) or not self._is_local(self.values(tensor)):
+        if self.traced(tensor) or not _is_local(self.values(tensor)):
             return None
         return bits(_numpy(self.values(tensor)))
-
-    @staticmethod
-    def _is_local(tensor: Array) -> bool:
-        return _only_cpu() or "CPU" in tensor.device
 
     def to_host(self, array: Array) -> HostView:
         return _numpy(self.values(array))
@@ -145,7 +145,7 @@ class TensorflowBackend(Backend):
 
     def _from_host(self, values: HostView, like: Array, shares: bool) -> Array:
         values, old = values.view(like.dtype.as_numpy_dtype), self.values(like)
-        if shares and like.dtype in _SHARED and self._is_local(old) and is_aligned(values):
+        if shares and like.dtype in _SHARED and _is_local(old) and is_aligned(values):
             return self.restored(tf.experimental.dlpack.from_dlpack(values.__dlpack__()), like)
         with tf.device(old.device):
             return self.restored(tf.convert_to_tensor(values), like)
@@ -230,7 +230,7 @@ class TensorflowBackend(Backend):
 
     # -- measures of gradients ----------------------------------------------------------------
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        each = [_square_sum(self._at_least_single(self.values(t))) for t in arrays]
+        each = [_square_sum(self._single(self.values(t))) for t in arrays]
         sums = tf.stack([tf.add_n([each[i] for i in some]) for some in members])
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
         in_range = tf.reduce_all((sums >= base.UNDERFLOW) & (sums < np.inf))

@@ -295,8 +295,8 @@ class TorchBackend(Backend):
         values = [self.values(t) for t in columns[0]]
         numbers: list[Array] = [None] * len(values)
         for places in self._bundles(values):
-            row = (self._column(column, places) for column in columns[1:])
-            _put(numbers, places, self._each(call(self._bundle([values[i] for i in places]), *row)))
+            row = (_column(column, places) for column in columns[1:])
+            _put(numbers, places, _each(call(_bundle([values[i] for i in places]), *row)))
         return numbers
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
@@ -372,16 +372,16 @@ class TorchBackend(Backend):
         for places in self._bundles(values):
             some = [values[i] for i in places]
             # What has no dimensions gets one, by which it differs from a number that is returned.
-            first = self._bundle([t if t.dim() else t[None] for t in some])
+            first = _bundle([t if t.dim() else t[None] for t in some])
             first = first.to(torch.float32) if some[0].dtype.itemsize == 2 else first
             first = self.cast(first, "float64") if wide else first
-            outcomes = call(first, *(self._column(c, places) for c in columns[1:]))
+            outcomes = call(first, *(_column(c, places) for c in columns[1:]))
             results = results or [[None] * len(inputs) for _ in outcomes]
             for j, x in enumerate(outcomes):
                 if j == 0 and x is first:
                     _put(results[0], places, some)
                     continue
-                parts = self._each(x)
+                parts = _each(x)
                 if not parts[0].dim():
                     numbers.add(j)
                 elif j:
@@ -402,7 +402,7 @@ class TorchBackend(Backend):
             return self._stored(values, likes)
         top = LARGEST[_NAMES[dtype]]
         bundles: Any = [Foreach(values)] if self._foreach(values) else values
-        bounded = [v for x in bundles for v in self._each(torch.clamp(x, -top, top))]
+        bounded = [v for x in bundles for v in _each(torch.clamp(x, -top, top))]
         if dtype.itemsize == 2:
             bounded = [_towards_zero(v, dtype) for v in bounded]
         return self._stored(bounded, likes)
@@ -419,19 +419,16 @@ class TorchBackend(Backend):
             places = [i for i, t in enumerate(arrays) if t.dtype == dtype]
             # Torch has no operation for many that makes zeros of NaN: multiply the bits.
             number = _BITS[dtype.itemsize]
-            bits = self._times(
-                [arrays[i].view(number) for i in places], condition.to(arrays[0].device, number)
-            )
+            factor = condition.to(arrays[0].device, number)
+            bits = self._times([arrays[i].view(number) for i in places], factor)
             _put(result, places, [values.view(dtype) for values in bits])
         return arrays if self.in_place else result
 
-    @staticmethod
-    def _times(tensors: list[torch.Tensor], factor: Any) -> Arrays:
+    def _times(self, tensors: list[torch.Tensor], factor: Any) -> Arrays:
         return torch._foreach_mul(tensors, factor)
 
     # -- many tensors together ----------------------------------------------------------------
-    @staticmethod
-    def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
+    def _foreach(self, arrays: Sequence[torch.Tensor]) -> bool:
         """Return whether one operation may work on all these tensors."""
         # `vmap` has no rules for such operations, and compilers fuse single ones by themselves.
         if torch.compiler.is_compiling() or not arrays or _is_transformed():
@@ -458,23 +455,23 @@ class TorchBackend(Backend):
                 last[tensor.dtype] = bundle, held + size
         return result
 
-    @staticmethod
-    def _each(x: Any) -> list[Array]:
-        return x.tensors if isinstance(x, Foreach) else [x]
 
-    @staticmethod
-    def _bundle(tensors: Sequence[torch.Tensor]) -> Any:
-        return tensors[0] if len(tensors) == 1 else Foreach(tensors)
+def _each(x: Any) -> list[Array]:
+    return x.tensors if isinstance(x, Foreach) else [x]
 
-    @staticmethod
-    def _column(column: Any, places: Sequence[int]) -> Any:
-        """Return the part of a column for some tensors."""
-        if isinstance(column, torch.Tensor):
-            if len(places) == 1:
-                return column[places[0]]
-            return Foreach(None, column if len(places) == len(column) else column[[*places]])
-        some = [column[i] if column[i].dim() else column[i][None] for i in places]
-        return some[0] if len(some) == 1 else Foreach(some)
+
+def _bundle(tensors: Sequence[torch.Tensor]) -> Any:
+    return tensors[0] if len(tensors) == 1 else Foreach(tensors)
+
+
+def _column(column: Any, places: Sequence[int]) -> Any:
+    """Return the part of a column for some tensors."""
+    if isinstance(column, torch.Tensor):
+        if len(places) == 1:
+            return column[places[0]]
+        return Foreach(None, column if len(places) == len(column) else column[[*places]])
+    some = [column[i] if column[i].dim() else column[i][None] for i in places]
+    return some[0] if len(some) == 1 else Foreach(some)
 
 
 def _put(column: list[Array], places: Sequence[int], values: Arrays) -> None:
@@ -514,8 +511,7 @@ class TorchRecorded(TorchBackend):
             raise NotImplementedError(f"torch has no second derivatives of sparse tensors: {ways}")
         return arrays
 
-    @staticmethod
-    def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
+    def _foreach(self, arrays: Sequence[torch.Tensor]) -> bool:
         # `vmap` has no rules for operations on many tensors, and autograd none for those in place.
         return False
 
@@ -553,8 +549,7 @@ class TorchInPlace(TorchBackend):
     def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         return self._stored(super().from_host(values, likes), likes)
 
-    @staticmethod
-    def _times(tensors: list[torch.Tensor], factor: Any) -> Arrays:
+    def _times(self, tensors: list[torch.Tensor], factor: Any) -> Arrays:
         torch._foreach_mul_(tensors, factor)
         return tensors
 

@@ -26,11 +26,7 @@ from fedclip.dpsgd.persample.base import Data
 Recurrent: TypeAlias = nn.LSTM | nn.GRU | nn.RNN
 
 # Of each, how many gates it has, and how many taps.
-RECURRENT: dict[type[nn.Module], tuple[int, int]] = {
-    nn.LSTM: (4, 1),
-    nn.GRU: (3, 2),
-    nn.RNN: (1, 1),
-}
+RECURRENT: dict[type, tuple[int, int]] = {nn.LSTM: (4, 1), nn.GRU: (3, 2), nn.RNN: (1, 1)}
 
 
 def supported(layer: Recurrent) -> bool:
