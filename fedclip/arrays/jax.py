@@ -15,7 +15,7 @@ import jax
 import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from fedclip.arrays import base
 from fedclip.arrays.base import Array, Arrays, Backend, HostView, Owners, index_of, widest_of
@@ -77,19 +77,13 @@ def _sqrt(x: Array) -> Array:
     return jnp.where(nothing, 0.0, jnp.sqrt(jnp.where(nothing, 1.0, x)))
 
 
-def _is_split(array: Array) -> bool:
-    """Return whether an array is split over explicit axes of a mesh, so that it keeps its shape."""
-    sharding = getattr(jax.typeof(array), "sharding", None)
-    return sharding is not None and any(axis is not None for axis in sharding.spec)
-
-
 def _flat(array: Array) -> Array:
     """Return all elements of an array, which every device gets if the array is split."""
-    if _is_split(array):
-        spec: Any = PartitionSpec
-        sharding: Any = jax.sharding
-        replicated = NamedSharding(jax.typeof(array).sharding.mesh, spec())
-        array = sharding.reshard(array, replicated)
+    sharding: Any = getattr(jax.typeof(array), "sharding", None)
+    # Over explicit axes of a mesh, an array keeps its shape.
+    if sharding is not None and any(axis is not None for axis in sharding.spec):
+        functions: Any = jax.sharding
+        array = functions.reshard(array, NamedSharding(sharding.mesh, type(sharding.spec)()))
     return array.ravel()
 
 
