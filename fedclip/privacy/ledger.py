@@ -330,7 +330,7 @@ class Ledger:
     def _line(
         self, spent: Sequence[Release] = (), order: float | None = None, **more: object
     ) -> str:
-        """Return a line that no other is like; `more` is written as it is."""
+        """Return a line that no other is like; `more` is added unchanged."""
         content = {
             "spent": state_of(spent),
             "delta": self.delta,
