@@ -311,13 +311,13 @@ def analyse_plugins(
 def _checked(shapes: object) -> Shapes | None:
     if shapes is None:
         return None
-    if not isinstance(shapes, Mapping) or any(
-        isinstance(shape, str) or not isinstance(shape, Sequence) for shape in shapes.values()
-    ):
-        allowed = "a dict of tuples of ints, such as {'w': (3, 2)}"
-        raise TypeError(f"shapes must be {allowed}, got {shapes!r:.200}")
+    allowed = "shapes must be a dict of tuples of ints, such as {'w': (3, 2)}"
+    if not isinstance(shapes, Mapping):
+        raise TypeError(f"{allowed}, got {shapes!r}")
     checked = {}
     for name, shape in shapes.items():
+        if isinstance(shape, str) or not isinstance(shape, Sequence):
+            raise TypeError(f"{allowed}, got {shape!r} for {name!r}")
         label = f"shapes[{name!r}]"
         checked[name] = tuple([parameters.integer(0, **{label: length}) for length in shape])
     return checked
