@@ -412,8 +412,8 @@ class TorchBackend(Backend):
             return self._stored([torch.zeros_like(t) for t in arrays], arrays)
         if not self._foreach(arrays):
             keep = partial(Backend.keep_if, self)
-            kept = [keep(condition.to(t.device), [t])[0] for t in arrays]
-            return self._stored(kept, arrays)
+            outputs = [keep(condition.to(t.device), [t])[0] for t in arrays]
+            return self._stored(outputs, arrays)
         result = list(arrays)
         for dtype in dict.fromkeys(t.dtype for t in arrays):
             places = [i for i, t in enumerate(arrays) if t.dtype == dtype]
