@@ -112,7 +112,8 @@ class NumpyBackend(Backend):
 
     # -- numbers ------------------------------------------------------------------------------
     def cast(self, x: Array, dtype: str) -> Array:
-        return blocks.decode(x).astype(dtype, copy=False)
+        wide = x if x.itemsize > 2 else blocks.decode(x)
+        return wide.astype(dtype, copy=False)
 
     def constant(self, x: Array) -> Array:
         return x
