@@ -333,7 +333,7 @@ SHARE = "{evaluation_share = 0.2, loss_bound = 3.0}"
         (SHARE, "'accuracy'", 1, "takes 0.2 of epsilon; losses are clipped to 3", "without noise"),
         (SHARE, "", 1, "noise on evaluations", "chosen by losses"),
         (SHARE, "'accuracy', 'mse'", 1, "asks for mse too: leave that out", "without noise"),
-        (SHARE, "", 2, "frequency = 2 saves no budget, as noise is planned", "without noise"),
+        (SHARE, "", 2, "frequency = 2 saves no budget: noise is for each round", "without noise"),
         ("{}", "'mse'", 2, "chosen by losses or metrics without noise", "noise on evaluations"),
     ],
 )
