@@ -176,7 +176,9 @@ class NumpyBackend(Backend):
 
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        # Mostly there is one factor for all.
+        if len({*map(id, factors)}) == 1:
+            # Mostly there is one factor for all.
+            return arrays if _is_one(factors[0]) else self._products(arrays, factors)
         distinct = dict(zip(map(id, factors), factors, strict=True))
         ones = {key for key, k in distinct.items() if _is_one(k)}
         if not ones:
