@@ -29,7 +29,7 @@ from declearn.optimizer import Optimizer
 
 from fedclip import SampleClip
 from fedclip.dpsgd.step import IndependentNoise, SampleClipping
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.privacy.audit import guess, lower_bound
 from fedclip.privacy.noise import secure_normals
 

@@ -38,11 +38,10 @@ from fedclip.core.scopes import Groups
 from fedclip.dpsgd.persample import ClippedSum
 from fedclip.dpsgd.persample.base import Data, Host, HostStack
 from fedclip.dpsgd.persons import Persons
-from fedclip.engines.declearn.dataset_records import Records, first_records
-from fedclip.engines.declearn.experiment import Experiment
 from fedclip.engines.declearn.generics import AnyModel
-from fedclip.engines.declearn.persample import shapes
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.persample import Records, first_records, shapes
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
+from fedclip.engines.declearn.quickrun import Experiment
 from fedclip.engines.local.simulate import Simulation
 from fedclip.errors import ToolError
 from fedclip.privacy.accounting import Accountant, epsilon, epsilon_of, mu_of, split_noise
@@ -308,7 +307,7 @@ class _Watched(PrivateTrainingManager):
 
     def watch(self, rng: np.random.Generator) -> None:
         """Replace the units by canaries, and watch the noise."""
-        self._groups, self._rng = self._plan.stage.groups, None
+        self._groups, self._rng = self.stage.groups, None
         self.broken = self._unclipped()
         self._like, many = self.model.get_weights(trainable=True).coefs, len(self.records)
         self._places = _places(self._like, self._groups, min(many, _FEWEST), rng)

@@ -33,8 +33,8 @@ from declearn.utils import set_device_policy
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
 from fedclip.core.records import ALL
 from fedclip.core.scopes import resolve
-from fedclip.engines.declearn.experiment import Experiment, draw_from
 from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.quickrun import Experiment, draw_from
 from fedclip.engines.declearn.trained import label
 from fedclip.engines.local.crowd import Ask, ClientState, Crowd, SimulateConfig, Task, Trained
 from fedclip.errors import FedclipWarning, ToolError

@@ -19,8 +19,7 @@ from fedclip.cli.check.configuration import check_config
 from fedclip.cli.check.data import person_findings, units
 from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.step import SampleClipping
-from fedclip.engines.declearn.dataset_records import Records
-from fedclip.engines.declearn.persample import clipped_sum
+from fedclip.engines.declearn.persample import Records, clipped_sum
 from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.ledger import Ledger, fingerprint
 
