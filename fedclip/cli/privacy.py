@@ -25,8 +25,8 @@ from fedclip.errors import version
 from fedclip.privacy import planning
 from fedclip.privacy.accounting import ZERO_OUT, Accountant, account, merged, relation_of
 from fedclip.privacy.ledger import FILE, Entry, protected, read_entries, total
-from fedclip.privacy.trust_models import Prices, by_silent
-from fedclip.privacy.trust_models import in_words as trust_lines
+from fedclip.privacy.planning import TrustModels, by_silent
+from fedclip.privacy.planning import silent_in_words as trust_lines
 from fedclip.report import printable
 from fedclip.report.rows import write_csv
 from fedclip.updates.bound import AdaptiveBound
@@ -96,7 +96,7 @@ def plan(
         by_turns = noise_plan.separation > 1
         if honest is not None and (by_turns or evaluation_share):
             raise ValueError("turns and evaluations leave the noise to the server: no --honest")
-        prices = Prices(noise_plan, 0.75 if honest is None else honest)
+        prices = TrustModels(noise_plan, 0.75 if honest is None else honest)
     of_client, of_server = prices.configs if honest is not None else ({}, noise_plan.config)
     lines = ["[optim]", 'aggregator = "clipped-averaging"', "[optim.client_opt]"]
     lines += [toml_line("module", "update-clip-client", of_client), "[optim.server_opt]"]
@@ -110,7 +110,7 @@ def plan(
     _print(noise_plan, text, lines, extra, as_json)
 
 
-def _range(prices: Prices, values: int) -> str:
+def _range(prices: TrustModels, values: int) -> str:
     """Return the clipval and bitsize that secure sums of updates with noise need, as text."""
     from fedclip.engines.declearn import secagg
 

@@ -34,8 +34,7 @@ from numpy.typing import NDArray
 from fedclip.arrays import Array, backend_of
 from fedclip.errors import shown
 from fedclip.privacy.accounting import Accountant
-from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
-from fedclip.privacy.locks import locked
+from fedclip.privacy.ledger import Entry, Ledger, locked, read_entries, total
 from fedclip.privacy.noise import add_noise, secure_normals
 from fedclip.site.policy import Policy, check_owned
 from fedclip.updates.client import UpdateClient

@@ -27,10 +27,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array, Arrays, Backend, NumpyBackend, backend_of, with_others
+from fedclip.arrays import (
+    NUMPY,
+    Array,
+    Arrays,
+    Backend,
+    Memory,
+    NumpyBackend,
+    backend_of,
+    with_others,
+)
+from fedclip.arrays.base import FLOATS
 from fedclip.arrays.blocks import decode, encode
-from fedclip.arrays.memory import Memory
-from fedclip.arrays.numpy import FLOATS, bits
+from fedclip.arrays.numpy import bits
 from fedclip.core.scopes import Groups
 from fedclip.core.states import Statistics
 from fedclip.rules import LEARNT, Basis, NoState, State

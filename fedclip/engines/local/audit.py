@@ -35,7 +35,7 @@ from declearn.optimizer import Optimizer
 
 from fedclip import SampleClip
 from fedclip.core.scopes import Groups
-from fedclip.dpsgd import persample
+from fedclip.dpsgd.persample import ClippedSum
 from fedclip.dpsgd.persample.base import Data, Host, HostStack
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.context import AnyModel
@@ -44,9 +44,8 @@ from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.engines.declearn.quickrun import Experiment
 from fedclip.engines.local.simulate import Simulation
 from fedclip.errors import ToolError
-from fedclip.privacy.accounting import Accountant, epsilon, split_noise
+from fedclip.privacy.accounting import Accountant, epsilon, epsilon_of, mu_of, split_noise
 from fedclip.privacy.audit import Claim, Guesses, guess
-from fedclip.privacy.gaussian import epsilon_of, mu_of
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import Reply
@@ -345,7 +344,8 @@ class _Watched(PrivateTrainingManager):
         firsts = [names[members[0]] for members in self._groups.members]
         canary = {name: np.full((1, 1), _FAR * bound * (name in firsts)) for name in names}
         stacks, factors = [HostStack(canary)], partial(self.clipping.factors, bound=bound)
-        sums, norms = persample.add_up(stacks, dict.fromkeys(names, (1,)), factors, self._groups)
+        total = ClippedSum(dict.fromkeys(names, (1,)), factors, self._groups)
+        sums, norms = total.add(stacks).result()
         self._step = np.array([float(sums[name][0]) for name in firsts]) / bound, bound
         of = [np.asarray(x.positions if x.owners is None else x.owners) for x in batches]
         units = np.unique(np.concatenate([np.zeros(0), *of]))

@@ -195,7 +195,7 @@ def test_steps_and_evaluations_together_cost_the_budget(share: float) -> None:
     # Without sampling it is the closed form.
     half = noise_multiplier(3.0, 1e-5, 10, besides=(Release(noise_multiplier(1.5, 1e-5, 5), 5),))
     assert account([Release(half, 10)], 1e-5).epsilon < 2.9
-    with pytest.raises(ValueError, match="no number is large enough"):
+    with pytest.raises(ValueError, match="no noise is enough"):
         noise_multiplier(3.0, 1e-5, 10, besides=(Release(1.0, 10),))
 
 

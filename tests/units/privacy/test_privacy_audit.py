@@ -19,14 +19,12 @@ from hypothesis import strategies as st
 from quickruns import write_config, write_sites
 from report_runs import call
 
-from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.dpsgd.step import IndependentNoise, PoissonSampler, SampleClipping
 from fedclip.engines.local import audit as attack
 from fedclip.engines.local.audit import Audit, audit
 from fedclip.errors import ToolError
+from fedclip.privacy.accounting import epsilon_of
 from fedclip.privacy.audit import Claim, Guesses, guess, lower_bound
-from fedclip.privacy.gaussian import epsilon_of
 from fedclip.privacy.noise import insecure_normals
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import Limits
