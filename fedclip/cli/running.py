@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -39,10 +39,6 @@ def quickrun(
 def simulate(
     config: ConfigPath = Path(),
     seed: Annotated[int | None, typer.Option(min=0, help="A seed, not that of [simulate].")] = None,
-    engine: Annotated[
-        Literal["process", "flower"],
-        typer.Option(help="Train in this process, or in those of Flower's simulation."),
-    ] = "process",
 ) -> None:
     """Check a configuration, then run it in one process.
 
@@ -52,7 +48,7 @@ def simulate(
 
     from fedclip.engines.local.simulate import EARLY, run
 
-    done = run(result.path, seed, engine=engine, progress=progress("simulate"))
+    done = run(result.path, seed, progress=progress("simulate"))
     see = f"fedclip report {typed(done.results)}"
     if done.ended:
         after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"

@@ -6,8 +6,8 @@ They share one model. Each has data, a source of its batches, and what its optim
 
 # ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Optional
 
 import numpy as np
 from declearn.dataset import InMemoryDataset
@@ -82,14 +82,6 @@ class Trained(NamedTuple):
     """The messages of its optimizer's modules to those of the server."""
 
 
-ClientState: TypeAlias = tuple[Config, Mapping[str, object], AnyVector | None]
-"""The state of a client between rounds: optimizer, source of batches, unshared weights."""
-Task: TypeAlias = tuple[int, AnyVector, Mapping[str, AuxVar], ClientState]
-"""A client, its start weights, the messages of the server, and its state."""
-Ask: TypeAlias = Callable[[Mapping[int, Task]], Mapping[int, tuple[Trained, ClientState]]]
-"""A function that lets clients train in other processes."""
-
-
 class Crowd:
     """The clients, and the one model that they share.
 
@@ -115,8 +107,6 @@ class Crowd:
         settings: SimulateConfig,
     ) -> None:
         self.settings, self.sites = settings, list(experiment.files)
-        self.ask: Ask | None = None
-        """A function for training in other processes; None: clients train in this one."""
         self.names = [
             self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
             for i in range(settings.clients or len(self.sites))
@@ -193,32 +183,6 @@ class Crowd:
         if client in self.hostile:
             update = update * self.settings.factor
         return Trained(update, int(effort["n_steps"]), manager.optim.collect_aux_var())
-
-    def train_all(
-        self, clients: Sequence[int], start: AnyVector, aux: Mapping[str, AuxVar]
-    ) -> Iterator[tuple[int, Trained]]:
-        """Train clients, in this process or in those of an engine."""
-        if self.ask is None:
-            for client in clients:
-                yield client, self.train(client, start, aux)
-            return
-        tasks = {client: (client, start, aux, self.state(client)) for client in clients}
-        for client, (trained, state) in self.ask(tasks).items():
-            self.take_over(client, state)
-            yield client, trained
-
-    def state(self, client: int) -> ClientState:
-        """Return the state of a client, for another process."""
-        source = self._records(client)._rng.bit_generator.state
-        return self.optimizer(client).get_state(), source, self._unshared.get(client)
-
-    def take_over(self, client: int, state: ClientState) -> None:
-        """Set the state of a client that trained in another process."""
-        optimizer, source, weights = state
-        self.optimizer(client).set_state(optimizer)
-        self._records(client)._rng.bit_generator.state = source
-        if weights is not None:
-            self._unshared[client] = weights
 
     def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
         """Return loss and metrics over the validation data of all folders, and of each."""

@@ -12,7 +12,6 @@ import functools
 import logging
 import math
 import operator
-import os
 import shutil
 import time
 import tomllib
@@ -21,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import msgpack
 import numpy as np
@@ -36,7 +35,7 @@ from fedclip.core.scopes import resolve
 from fedclip.engines.declearn.experiment import Experiment, draw_from
 from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.trained import label
-from fedclip.engines.local.crowd import Ask, ClientState, Crowd, SimulateConfig, Task, Trained
+from fedclip.engines.local.crowd import Crowd, SimulateConfig, Trained
 from fedclip.errors import FedclipWarning, ToolError
 from fedclip.report.norms import norms_by_stage, outliers_of, unusual_norms
 from fedclip.report.results import Result, best_round
@@ -95,6 +94,8 @@ class Simulation:
         self.config = FLRunConfig.from_params(**{"register": 1, **config})
         settings = SimulateConfig.from_toml(toml, False, "simulate", True)
         self.settings = settings if seed is None else replace(settings, seed=seed)
+        if self.settings.seed is not None:
+            draw_from(self.settings.seed)
         _refuse(optim, self.config, self.settings, self.experiment.files)
         set_device_policy(gpu=False)
         self.aggregator = cast(Any, optim.aggregator)
@@ -154,7 +155,8 @@ class Simulation:
         replies, messages = [], dict[str, AuxVar]()
         due = self.schedule.due(self.rounds) if self.schedule else None
         self.rounds += 1
-        for client, trained in self.crowd.train_all(self.crowd.asked(due), start, aux):
+        for client in self.crowd.asked(due):
+            trained = self.crowd.train(client, start, aux)
             reply = self._reply(client, trained, sent)
             if self.server:
                 self.server.add(reply, start.coefs)
@@ -265,75 +267,31 @@ class Simulation:
             Checkpointer(folder).save_optimizer(saved, timestamp=self._part)
 
 
-Progress: TypeAlias = Callable[[int, int, str], None]
-"""Receives the rounds done, the rounds planned, and the sites' metrics."""
-
-
 def run(
     file: Path,
     seed: int | None = None,
     *,
-    engine: str = "process",
-    progress: Progress = lambda done, total, text: None,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
 ) -> Simulated:
     """Simulate what a checked quickrun file describes.
 
     A `seed` takes the place of that in [simulate]. Python's, NumPy's and torch's own sources start
-    from it too. With the `engine` "flower" the clients train in the processes of Flower's
-    simulation engine, several at a time, and come to the same.
+    from it too. After each round, `progress` is called with the rounds done, the rounds planned and
+    the sites' metrics.
 
     Raises
     ------
     ToolError
         If the simulation cannot start.
     """
-    if seed is None:
-        settings = SimulateConfig.from_toml(str(file), False, "simulate", True)
-        seed = settings.seed
     try:
-        simulation = _seeded(file, seed)
-        spread = _spread() if engine == "flower" else None
+        simulation = Simulation(file, seed)
     except ModuleNotFoundError as exc:
         raise ToolError(f"a package that this run needs is missing: {exc}") from None
-    if spread is None:
-        return _run(simulation, progress)
-    done: list[Simulated] = []
-
-    def serve(ask: Ask) -> None:
-        simulation.crowd.ask = ask
-        done.append(_run(simulation, progress))
-
-    spread(serve, functools.partial(work, file.resolve(), seed), len(simulation.crowd.names))
-    return done[0]
+    return _run(simulation, progress)
 
 
-def _seeded(file: Path, seed: int | None) -> Simulation:
-    if seed is not None:
-        draw_from(seed)
-    return Simulation(file, seed)
-
-
-def _spread() -> Any:
-    # Neither tells anybody of the runs of a hospital.
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from fedclip.engines.flower.spread import spread
-
-    return spread
-
-
-_workers = functools.lru_cache(maxsize=1)(_seeded)
-
-
-def work(file: Path, seed: int | None, task: Task) -> tuple[Trained, ClientState]:
-    """Train a client in another process; return its update and its state."""
-    client, start, aux, state = task
-    crowd = _workers(file, seed).crowd
-    crowd.take_over(client, state)
-    return crowd.train(client, start, aux), crowd.state(client)
-
-
-def _run(simulation: Simulation, progress: Progress) -> Simulated:
+def _run(simulation: Simulation, progress: Callable[[int, int, str], None]) -> Simulated:
     config, folder = simulation.config, simulation.folder
     shutil.rmtree(folder, ignore_errors=True)
     for node in _NODES:
