@@ -244,12 +244,11 @@ def test_turns_over_the_network_are_those_in_one_process(write: Any) -> None:
 
 def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
     close = TURNS.replace("separation = 2", "separation = 3")
-    result = call("check", write(server=close))
-    assert "3 clients have a turn every 2 rounds" in result.stdout
-    with pytest.raises(ToolError, match="3 clients have a turn every 2 rounds"):
-        Simulation(write(server=close))
-    with pytest.raises(ToolError, match="remove one of them"):
-        Simulation(write(server=TURNS, more="[simulate]\nsampled = 2\n"))
+    for changes in ({"server": close}, {"server": TURNS, "more": "[simulate]\nsampled = 2\n"}):
+        result = call("simulate", write(**changes))
+        assert result.exit_code == 1
+        assert "that takes more than" in result.stderr
+    assert "that takes more than 4 clients" in Simulation(write(server=close)).step()
 
 
 def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:

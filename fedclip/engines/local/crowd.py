@@ -22,7 +22,7 @@ from declearn.utils import TomlConfig
 from fedclip import UpdateClipClient
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn.experiment import Experiment, vectorize_gradients
-from fedclip.engines.declearn.generics import AnyModel, AnyVector
+from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.personal import PersonalModel
 
 
@@ -67,9 +67,9 @@ class SimulateConfig(TomlConfig):
         if self.seed is not None and self.seed < 0:
             raise ValueError(f"seed must be an int >= 0, got {self.seed!r}")
         for name in ("sampled", "attackers"):
-            value = getattr(self, name)
-            if None not in (value, self.clients) and value > self.clients:
-                raise ValueError(f"{name} = {value} is more than clients = {self.clients}")
+            if self.clients is not None and (getattr(self, name) or 0) > self.clients:
+                many = getattr(self, name)
+                raise ValueError(f"{name} = {many} is more than clients = {self.clients}")
 
 
 class Trained(NamedTuple):
@@ -89,29 +89,28 @@ class Crowd:
     ----------
     experiment
         Where data and model are.
-    model
-        The model; whoever trains or evaluates leaves its own weights in it.
     optim, training
         The sections [optim] and [run.training]. The module `update-clip-client` takes no part: it
         only carries what the caller knows.
     settings
-        The section [simulate].
+        The section [simulate], with a number of clients.
+
+    Attributes
+    ----------
+    model
+        The model; whoever trains or evaluates leaves its own weights in it.
     """
 
     def __init__(
         self,
         experiment: Experiment,
-        model: AnyModel,
         optim: FLOptimConfig,
         training: TrainingConfig,
         settings: SimulateConfig,
     ) -> None:
         self.settings, self.sites = settings, list(experiment.files)
-        self.names = [
-            self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
-            for i in range(settings.clients or len(self.sites))
-        ]
-        self._places = {name: place for place, name in enumerate(self.names)}
+        rounds = [divmod(i, len(self.sites)) for i in range(settings.clients or 0)]
+        self.names = [self.sites[i] + f"-{turn}" * bool(turn) for turn, i in rounds]
         self.data = [experiment.data(site) for site in self.sites]
         self._rng = np.random.default_rng(settings.seed)
         hostile = self._rng.permutation(len(self.names))[: settings.attackers or 0]
@@ -122,30 +121,21 @@ class Crowd:
         self._stateless = rates and not config["modules"] and not config["regularizers"]
         self._optims: dict[int, Optimizer] = {}
         self._sources: dict[int, InMemoryDataset] = {}
+        self.model = model = experiment.model()
         if model.required_data_info:
-            model.initialize(aggregate_clients_data_info(self._specs(), model.required_data_info))
+            pairs = zip(self.sites, self.data, strict=True)
+            specs = {name: vars(train.get_data_specs()) for name, (train, _) in pairs}
+            model.initialize(aggregate_clients_data_info(specs, model.required_data_info))
         self._effort = training.message_params
         # Personal layers are trained too, by the model within.
         inner = model.model if isinstance(model, PersonalModel) else model
         vectorize_gradients(inner)
-        self.model = model
-        self._manager = TrainingManager(
-            inner,
-            self.optimizer(0),
-            optim.aggregator,
-            self.data[0][0],
-            metrics=experiment.metrics,
-            verbose=False,
-        )
+        parts = inner, self.optimizer(0), optim.aggregator, self.data[0][0]
+        self._manager = TrainingManager(*parts, metrics=experiment.metrics, verbose=False)
         # A client also keeps values that are not trained, such as running means.
-        inner = model.get_weights()
-        self._has_unshared = set(inner.coefs) != set(model.get_weights(trainable=True).coefs)
+        self._first = model.get_weights()
+        self._has_unshared = {*self._first.coefs} != {*model.get_weights(trainable=True).coefs}
         self._unshared: dict[int, AnyVector] = {}
-        self._first = inner
-
-    def _specs(self) -> dict[str, Config]:
-        pairs = zip(self.sites, self.data, strict=True)
-        return {name: dataclasses.asdict(train.get_data_specs()) for name, (train, _) in pairs}
 
     def asked(self, due: Sequence[str] | None = None) -> list[int]:
         """Draw the clients of a round, and drop-outs; return those that reply.
@@ -154,7 +144,7 @@ class Crowd:
         """
         chosen = np.arange(len(self.names))
         if due is not None:
-            chosen = np.sort([self._places[name] for name in due])
+            chosen = np.flatnonzero(np.isin(self.names, due))
         elif self.settings.sampled is not None:
             chosen = np.sort(self._rng.choice(chosen, self.settings.sampled, replace=False))
         stays = self._rng.random(len(chosen)) >= self.settings.drop_out
@@ -174,8 +164,7 @@ class Crowd:
         manager.optim, manager.train_data = self.optimizer(client), self._records(client)
         manager.optim.process_aux_var(dict(aux))
         manager.optim.start_round()
-        batches, *limits = self._effort.values()
-        effort = manager.train_under_constraints(batches, *limits)
+        effort = manager.train_under_constraints(*self._effort.values())
         manager.model.collect_training_losses()  # they would pile up
         if self._has_unshared:
             self._unshared[client] = self.model.get_weights()
@@ -186,19 +175,17 @@ class Crowd:
 
     def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
         """Return loss and metrics over the validation data of all folders, and of each."""
-        metrics, by_site = self._manager.metrics, {}
+        manager, by_site = self._manager, {}
         total: dict[str, MetricState] = {}
-        limits = how.message_params
         for place, (site, (_, valid)) in enumerate(zip(self.sites, self.data, strict=True)):
             self.hand_over(place, start)
-            self._manager.valid_data = valid
-            by_site[site], states, _ = self._manager.evaluate_under_constraints(
-                limits["batches"], limits["n_steps"], limits["timeout"]
-            )
+            manager.valid_data = valid
+            measured = manager.evaluate_under_constraints(*how.message_params.values())
+            by_site[site], states, _ = measured
             total = {k: total[k] + v if total else v for k, v in states.items()}
-        metrics.set_states(total)
+        manager.metrics.set_states(total)
         self.hand_over(None, start)
-        return metrics.get_result(), by_site
+        return manager.metrics.get_result(), by_site
 
     def _records(self, client: int) -> InMemoryDataset:
         """Return the training records of a client."""
