@@ -19,7 +19,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from fedclip.core import states
 from fedclip.core.parameters import Config
 from fedclip.core.plugins import other
 from fedclip.core.states import Fields, Statistics
-from fedclip.errors import FedclipWarning, StateError, shown
+from fedclip.errors import FedclipWarning, shown
 from fedclip.rules import Basis, State, state_of, updated
 from fedclip.rules.protection import WarmupGuard
 from fedclip.rules.sharing import Learning
@@ -37,12 +36,6 @@ from fedclip.statistics.counts import Counts, FedclipSharedState, Tally
 
 MAX_STEPS = 10_000
 """Largest number of norms of a group that a client counts in a round, by default."""
-
-
-@cache
-def tally_of(counters: tuple[str, ...]) -> Tally:
-    """Return the counters of a rule."""
-    return Tally(counters)
 
 
 def _plain(fields: Mapping[str, object]) -> Fields:
@@ -65,7 +58,7 @@ class SharedRule:
     @property
     def tally(self) -> Tally:
         """The counters that go with the rule."""
-        return tally_of(self.rule.counters)
+        return Tally(self.rule.counters)
 
     @property
     def basis(self) -> Basis:
@@ -117,9 +110,8 @@ class SharedStatistics:
         if self.version is None and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self.clipper} has shared = true and has heard from no counterpart, so that it "
-                f"clips by its own statistics and sends nothing: add {self.clipper + '-server'!r} "
-                "to server_opt; if it is there, give each pair its own shared_name",
+                f"{self.clipper} has heard from no counterpart, and clips by its own statistics: add "
+                f"{self.clipper + '-server'!r} to server_opt, with its own shared_name",
                 FedclipWarning,
                 stacklevel=2,
             )
@@ -187,9 +179,7 @@ class SharedStatistics:
         if state is None:
             return None
         version = state.get("version") if isinstance(state, Mapping) else None
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise StateError(f"'shared' must be None or hold a version >= 0, got {state!r:.100}")
-        return version
+        return states.check_count("shared", version)
 
     def _nothing(self) -> Fields:
         return _plain(self.rule.tally.init(1, NUMPY))

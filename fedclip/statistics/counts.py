@@ -97,21 +97,23 @@ class Tally:
     """The counters of one rule, some of "moments", "sketch" and "bits", wherever they are."""
 
     def __init__(self, counters: Sequence[str]) -> None:
-        self.has_moments = "moments" in counters
-        self.has_sketch = "sketch" in counters
-        self.has_bits = "bits" in counters
-        self.rows = 1 + self.has_bits + _MOMENT_ROWS * self.has_moments + BUCKETS * self.has_sketch
+        self.parts: dict[str, slice] = {}
+        self.rows = 1
+        for name, size in (("bits", 1), ("moments", _MOMENT_ROWS), ("sketch", BUCKETS)):
+            if name in counters:
+                self.parts[name] = slice(self.rows, self.rows + size)
+                self.rows += size
 
     # -- on a client, in any framework's arithmetic -----------------------------------------
     def init(self, groups: int, xp: Arithmetic) -> dict[str, Array]:
         """Return the fields at the start of a round, with all counts 0."""
         zeros = xp.asarray([0.0] * groups)
         fields = {"new": zeros}
-        if self.has_bits:
+        if "bits" in self.parts:
             fields["new_unclipped"] = zeros
-        if self.has_moments:
+        if "moments" in self.parts:
             fields |= {"new_mean": zeros, "new_squares": zeros}
-        if self.has_sketch:
+        if "sketch" in self.parts:
             fields["new_above"] = xp.asarray(np.zeros((BUCKETS - 1, groups)))
         return fields
 
@@ -121,16 +123,16 @@ class Tally:
         counted = judged.learns & (observed < LARGEST) & (state.new < most)
         weight = xp.where(counted, 1.0, 0.0)
         fields: dict[str, Array] = {"new": state.new + weight}
-        if self.has_bits:
+        if "bits" in self.parts:
             fields["new_unclipped"] = state.new_unclipped + weight * unclipped
-        if self.has_moments:
+        if "moments" in self.parts:
             # Welford's update.
             observed = xp.where(weight > 0, observed, state.new_mean)
             delta = observed - state.new_mean
             mean = state.new_mean + delta / xp.maximum(fields["new"], 1.0)
             fields["new_mean"] = mean
             fields["new_squares"] = state.new_squares + delta * (observed - mean)
-        if self.has_sketch:
+        if "sketch" in self.parts:
             edges = xp.asarray(_COLUMN, like=observed)
             more = xp.where(observed > edges, weight, 0.0 * weight)
             fields["new_above"] = state.new_above + more
@@ -141,15 +143,15 @@ class Tally:
         """Return the fields of one group as one column of whole numbers."""
         n = round(fields["new"])
         column = [n]
-        if self.has_bits:
+        if "bits" in self.parts:
             column.append(round(fields["new_unclipped"]))
-        if self.has_moments:
+        if "moments" in self.parts:
             shift = n * (fields["new_mean"] - centre)
             squares = fields["new_squares"] + shift * (fields["new_mean"] - centre)
             column += _digits(max(shift, 0.0), _SCALE, _DIGITS)
             column += _digits(max(-shift, 0.0), _SCALE, _DIGITS)
             column += _digits(max(squares, 0.0), _SQUARE_SCALE, _SQUARE_DIGITS)
-        if self.has_sketch:
+        if "sketch" in self.parts:
             above = [n, *(round(count) for count in fields["new_above"]), 0]
             column += [a - b for a, b in itertools.pairwise(above)]
         return column
@@ -157,19 +159,16 @@ class Tally:
     # -- on the server ----------------------------------------------------------------------
     def decode(self, column: Counts) -> Round:
         """Return the counts that a column of sums encodes."""
-        values = column.tolist()
-        n, place = values[0], 1
-        unclipped, first, second, buckets = 0, Fraction(0), Fraction(0), None
-        if self.has_bits:
-            unclipped, place = values[1], 2
-        if self.has_moments:
-            middle, end = place + _DIGITS, place + 2 * _DIGITS
-            first = _number(values[place:middle], _SCALE) - _number(values[middle:end], _SCALE)
-            place = end + _SQUARE_DIGITS
-            second = _number(values[end:place], _SQUARE_SCALE)
-        if self.has_sketch:
-            buckets = column[place:].astype(np.int64)
-        return Round(n, unclipped, first, second, buckets)
+        parts = {name: column[place] for name, place in self.parts.items()}
+        first, second, buckets = Fraction(0), Fraction(0), None
+        if "moments" in parts:
+            up, down, squares = np.split(parts["moments"], [_DIGITS, 2 * _DIGITS])
+            first = _number(up, _SCALE) - _number(down, _SCALE)
+            second = _number(squares, _SQUARE_SCALE)
+        if "sketch" in parts:
+            buckets = parts["sketch"].astype(np.int64)
+        unclipped = int(parts["bits"][0]) if "bits" in parts else 0
+        return Round(int(column[0]), unclipped, first, second, buckets)
 
     def fault(self, counts: Counts, members: int, most: int, bounds: Bounds) -> str:
         """Return why these `members` clients cannot have made these counts; "" if they can.
@@ -177,23 +176,17 @@ class Tally:
         Each of them counts at most `most` norms of a group; the counts have the right shape.
         """
         totals = counts[0]
+        parts = {name: counts[place] for name, place in self.parts.items()}
         if totals.max(initial=0) > members * most:
             return f"{int(totals.max()):,} norms of one group, of {members * most:,} at most"
-        start = 1
-        if self.has_bits:
-            if (counts[1] > totals).any():
-                return "more unclipped norms than norms"
-            start += 1
-        if self.has_moments:
-            digits = counts[start : start + _MOMENT_ROWS]
+        if "bits" in parts and (parts["bits"] > totals).any():
+            return "more unclipped norms than norms"
+        if (digits := parts.get("moments")) is not None:
             if digits.max(initial=0) >= members * 2**_BITS:
                 return "digits out of range"
-            fault = _implausible(totals.astype(np.float64), digits, bounds)
-            if fault:
+            if fault := _implausible(totals.astype(np.float64), digits, bounds):
                 return fault
-            start += _MOMENT_ROWS
-        if self.has_sketch:
-            buckets = counts[start:]
+        if (buckets := parts.get("sketch")) is not None:
             # Compare one by one first: a sum of huge numbers could overflow to the right one.
             if (buckets > totals).any() or (buckets.sum(axis=0) != totals).any():
                 return "buckets that do not add up to the number of norms"
@@ -265,9 +258,9 @@ def _digits(value: float, scale: int, size: int) -> list[int]:
     return [(integer >> (_BITS * place)) & (2**_BITS - 1) for place in range(size)]
 
 
-def _number(digits: Sequence[int], scale: int) -> Fraction:
+def _number(digits: Counts, scale: int) -> Fraction:
     """Return the number with these digits, which may be sums of digits."""
-    integer = sum(digit << (_BITS * place) for place, digit in enumerate(digits))
+    integer = sum(digit << (_BITS * place) for place, digit in enumerate(digits.tolist()))
     return Fraction(integer, 2**scale)
 
 
@@ -278,8 +271,6 @@ def counts_of(members: object, counts: object, shape: tuple[int, int]) -> tuple[
     """
     if type(members) is not int or not 0 < members < 2**24:
         return None, f"from {members!r:.30} clients"
-    if isinstance(counts, np.ndarray) and counts.dtype != np.uint64:
-        return None, f"numbers of the type {counts.dtype}"
     if isinstance(counts, list):
         # Check this before NumPy makes an array of any size or kind.
         if len(counts) != shape[0] * shape[1]:
@@ -291,10 +282,8 @@ def counts_of(members: object, counts: object, shape: tuple[int, int]) -> tuple[
             return None, "numbers that are no counts"
         if counts.max(initial=0) >= 2**48:
             return None, "numbers that are no counts"
-    if not isinstance(counts, np.ndarray):
-        return None, f"{type(counts).__name__} in place of counts"
-    if counts.shape != shape:
-        return None, f"of shape {counts.shape}, not {shape}"
+    if not isinstance(counts, np.ndarray) or counts.dtype != np.uint64 or counts.shape != shape:
+        return None, f"no counts of shape {shape}"
     return counts, ""
 
 

@@ -16,8 +16,8 @@ from fedclip.errors import StateError, Unchecked
 from fedclip.rules import State
 from fedclip.rules.sharing import Counted, Learning
 from fedclip.statistics import counts as counting
-from fedclip.statistics.client import centre_of, tally_of
-from fedclip.statistics.counts import BUCKETS, Bounds, Counts, Round
+from fedclip.statistics.client import centre_of
+from fedclip.statistics.counts import BUCKETS, Bounds, Counts, Round, Tally
 
 _TOGETHER = 1 << 15
 """Numbers that are checked at a time: more would take memory, and one at a time five times as long
@@ -75,13 +75,11 @@ class History:
         history = cls(size)
         try:
             for places, counts in rounds:
-                inside = all(parameters.integer(0, place=place) < BUCKETS for place in places)
-                if len(places) != len(counts) or not inside:
-                    raise ValueError
                 buckets = np.zeros(BUCKETS, dtype=np.int64)
-                buckets[places] = [parameters.integer(1, count=count) for count in counts]
+                for place, count in zip(places, counts, strict=True):
+                    buckets[parameters.integer(0, place=place)] = parameters.integer(1, count=count)
                 history.add(buckets)
-        except (TypeError, ValueError, OverflowError) as exc:
+        except (TypeError, ValueError, IndexError, OverflowError) as exc:
             allowed = "for each group, a list of [buckets, counts]"
             raise StateError(f"'history' must be, {allowed}, got {rounds!r:.100}") from exc
         return history
@@ -101,7 +99,7 @@ class SharedState:
 
     def __init__(self, rule: Learning, max_steps: int) -> None:
         self.rule, self.max_steps = rule, max_steps
-        self.tally = tally_of(rule.counters)
+        self.tally = Tally(rule.counters)
         self.labels: tuple[str, ...] = ()
         self.version = 0
         self.state: State = None
@@ -199,7 +197,7 @@ class SharedState:
         """Return the state by group, as plain numbers, strings and lists."""
         groups = {} if self.state is None else states.dump(self.state, self.labels)
         pairs = zip(self.labels, self._histories, strict=True)
-        history = {label: past.get_state() for label, past in pairs if self.tally.has_sketch}
+        history = {label: past.get_state() for label, past in pairs if "sketch" in self.tally.parts}
         return {"groups": groups, "history": history, "version": self.version}
 
     def set_state(self, state: Mapping[str, object]) -> None:
@@ -213,7 +211,7 @@ class SharedState:
         version = states.check_count("version", state["version"])
         groups = states.check_groups(state["groups"], self.rule.begin(1, NUMPY))
         labels, history = tuple(groups), state["history"]
-        expected = set(labels) if self.tally.has_sketch else set()
+        expected = set(labels) if "sketch" in self.tally.parts else set()
         if not isinstance(history, Mapping) or set(history) != expected:
             raise StateError(f"'history' must have {sorted(expected)}, got {history!r:.100}")
         size = self.rule.remembered

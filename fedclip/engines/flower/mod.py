@@ -29,8 +29,12 @@ RECORD = "fedclip"
 Record = Mapping[str, Any]
 
 OLDER_API = (
-    "NumPyClient, client_fn and SecAgg+ (secaggplus_mod) are of Flower's older API, whose messages "
-    "hold other records: write a function with @app.train(), and leave secaggplus_mod out"
+    "NumPyClient, client_fn and SecAgg+ are of Flower's older API: write a function with "
+    "@app.train(), and leave secaggplus_mod out"
+)
+NO_BOUND = (
+    "the message has no bound: put UpdateClipStrategy around the server's strategy, and "
+    "UpdateClipMod once into the mods"
 )
 
 
@@ -76,69 +80,64 @@ class UpdateClipMod:
             return call_next(message, context)
         try:
             client = self.client or client_of(settings_in(context.run_config))
-            sent, received = self._taken(message)
+            sent, received = _taken(message)
         except (TypeError, ValueError) as exc:
-            return self._refused(message, exc)
+            return _refused(message, exc)
         try:
             reply = call_next(message, context)
         except KeyError as exc:
             # Of its own records, which Flower looks for in this message.
-            if not any(word in str(exc) for word in ("fitins", "secagg")):
+            if not _is_older(exc):
                 raise
-            return self._refused(message, ValueError(OLDER_API))
-        if reply.has_error():
-            return reply
-        try:
-            self._clip(client, reply, received, sent)
-        except (TypeError, ValueError, RuntimeError) as exc:
-            return self._refused(message, exc)
+            return _refused(message, OLDER_API)
+        if not reply.has_error():
+            try:
+                _clip(client, reply, received, sent)
+            except (TypeError, ValueError, RuntimeError) as exc:
+                return _refused(message, exc)
         return reply
 
-    @staticmethod
-    def _refused(message: Message, exc: Exception) -> Message:
-        reason = f"UpdateClipMod: {exc}"
-        return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=message)
 
-    @staticmethod
-    def _taken(message: Message) -> tuple[SentBound, Record]:
-        """Take the bound out of a message; return it, and the model."""
-        if RECORD not in message.content:
-            legacy = any("fitins" in name or "secagg" in name for name in message.content)
-            raise ValueError(
-                OLDER_API
-                if legacy
-                else "the message has no bound: put UpdateClipStrategy around the server's "
-                "strategy, and UpdateClipMod once into the mods"
-            )
-        sent = bound_from(message.content[RECORD])
-        # The app may empty the record.
-        received = dict(one_record(message.content, "the message")[1])
-        # Other messages may share the content: replace it.
-        message.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
-        return sent, received
+def _is_older(text: object) -> bool:
+    return any(word in str(text) for word in ("fitins", "secagg"))
 
-    @staticmethod
-    def _clip(client: UpdateClient, reply: Message, received: Record, sent: SentBound) -> None:
-        """Put the clipped update and the vote into a reply."""
-        name, trained = one_record(reply.content, "the reply")
-        before = floats_of(received)
-        after = {k: trained[k].numpy() for k in before if k in trained}
-        if not alike(after, before) or received.keys() != trained.keys():
-            raise ValueError(OTHER_TENSORS)
-        with np.errstate(over="ignore", invalid="ignore"):
-            update = {k: before[k] - after[k] for k in before}
-        clipped = client.clip(update, sent)
-        reply.content[name] = record_of(clipped.arrays)
-        reply.content[RECORD] = MetricRecord(reply_to(clipped))
+
+def _refused(message: Message, why: object) -> Message:
+    reason = f"UpdateClipMod: {why}"
+    return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=message)
+
+
+def _taken(message: Message) -> tuple[SentBound, Record]:
+    """Take the bound out of a message; return it, and the model."""
+    if RECORD not in message.content:
+        raise ValueError(OLDER_API if _is_older([*message.content]) else NO_BOUND)
+    sent = bound_from(message.content[RECORD])
+    # The app may empty the record.
+    received = dict(one_record(message.content, "the message")[1])
+    # Other messages may share the content: replace it.
+    message.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
+    return sent, received
+
+
+def _clip(client: UpdateClient, reply: Message, received: Record, sent: SentBound) -> None:
+    """Put the clipped update and the vote into a reply."""
+    name, trained = one_record(reply.content, "the reply")
+    before = floats_of(received)
+    after = {k: trained[k].numpy() for k in before if k in trained}
+    if not alike(after, before) or received.keys() != trained.keys():
+        raise ValueError(OTHER_TENSORS)
+    with np.errstate(over="ignore", invalid="ignore"):
+        update = {k: before[k] - after[k] for k in before}
+    clipped = client.clip(update, sent)
+    reply.content[name] = record_of(clipped.arrays)
+    reply.content[RECORD] = MetricRecord(reply_to(clipped))
 
 
 def one_record(content: RecordDict, who: str) -> tuple[str, Record]:
     """Return the one record of arrays, and its name; raise a ValueError if there are others."""
     records = list(content.array_records.items())
     if len(records) != 1:
-        raise ValueError(
-            f"{who} holds {len(records)} ArrayRecords: a bound is for one update, in one record"
-        )
+        raise ValueError(f"{who} holds {len(records)} ArrayRecords: it must hold one, the model")
     return str(records[0][0]), records[0][1]
 
 
@@ -150,11 +149,10 @@ def floats_of(record: Record) -> dict[str, Any]:
     TypeError
         If there are other tensors, such as complex ones.
     """
-    kinds = {name: np.dtype(array.dtype).kind for name, array in record.items()}
-    other = [name for name, kind in kinds.items() if kind not in "fiub"]
-    if other:
-        raise TypeError(f"the tensor {other[0]!r} is of {record[other[0]].dtype}: no real numbers")
-    return {name: record[name].numpy() for name, kind in kinds.items() if kind == "f"}
+    for name, array in record.items():
+        if np.dtype(array.dtype).kind not in "fiub":
+            raise TypeError(f"the tensor {name!r} is of {array.dtype}: no real numbers")
+    return {k: array.numpy() for k, array in record.items() if np.dtype(array.dtype).kind == "f"}
 
 
 def record_of(arrays: Mapping[str, Any]) -> ArrayRecord:

@@ -11,9 +11,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
@@ -22,11 +21,11 @@ from typing import Any, Self
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
-from flwr.serverapp import Grid, strategy
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedclip.engines.flower.mod import RECORD, floats_of, one_record, record_of
-from fedclip.updates.protocol import Reply, RoundResult, bound_to, reply_from
+from fedclip.updates.protocol import Reply, bound_to, reply_from
 from fedclip.updates.schedule import Schedule
 from fedclip.updates.store import PersistentServer, server_of, settings_in
 
@@ -35,39 +34,35 @@ _AVERAGES = {
 }
 """Flower's own whose next model follows from the average of the replies."""
 
-_NOT_AROUND = {
-    "FedXgbBagging": "trees have no norm",
-    "FedXgbCyclic": "trees have no norm",
-    **dict.fromkeys(
-        (name for name in strategy.__all__ if name.startswith("DifferentialPrivacy")),
-        "it clips and adds noise itself: set noise_multiplier here instead",
-    ),
-    **dict.fromkeys(
-        ("Bulyan", "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum"),
-        "it looks at each reply, and here all of them are one average: take FedAvg, and set "
-        'combine = "trimmed" or "arc" with n_hostile',
-    ),
-    "UpdateClipStrategy": "once is enough",
+_WHY_NOT = {
+    "FedXgb": "trees have no norm",
+    "DifferentialPrivacy": "it clips and adds noise itself: set noise_multiplier here instead",
+    "UpdateClip": "once is enough",
+    "QFedAvg": "it weighs by the clients' losses, which the noise on the average does not cover",
+    "": 'it looks at each reply, and all are one average: set combine = "trimmed" or "arc"',
 }
+"""Why the others are refused, by how their names begin."""
 
 
-def _check_inner(inner: object) -> None:
-    """Refuse a strategy of another API, and one that is or holds a strategy of _NOT_AROUND."""
+def _check_inner(inner: object, private: bool) -> None:
+    """Refuse a strategy of another API, and one that is or holds none of _AVERAGES."""
     if not isinstance(inner, Strategy):
         raise TypeError(
-            f"got {type(inner).__module__}.{type(inner).__name__}: take a strategy of "
-            "flwr.serverapp.strategy; those of flwr.server.strategy are of Flower's older API"
+            f"got {type(inner).__module__}.{type(inner).__name__}, of Flower's older API: take a "
+            "strategy of flwr.serverapp.strategy"
         )
+    known = _AVERAGES - ({"QFedAvg"} if private else set())
     for cls in type(inner).__mro__:
-        if why := _NOT_AROUND.get(cls.__name__):
+        of_an_app = not cls.__module__.startswith(("flwr.", "fedclip."))
+        if not of_an_app and cls is not Strategy and cls.__name__ not in known:
+            why = next(why for start, why in _WHY_NOT.items() if cls.__name__.startswith(start))
             raise ValueError(f"UpdateClipStrategy does not go around {cls.__name__}: {why}")
-    owner = next(cls for cls in type(inner).__mro__ if "aggregate_train" in vars(cls))
-    if not (owner.__module__.startswith("flwr.") and owner.__name__ in _AVERAGES):
-        text = "%s.aggregate_train gets the averaged model as each reply: for medians, set combine"
-        log(WARNING, text, owner.__name__)
+        if of_an_app and "aggregate_train" in vars(cls):
+            text = "gets the averaged model as each reply: for medians, set combine"
+            log(WARNING, "%s.aggregate_train %s", cls.__name__, text)
     for held in vars(inner).values():
         if isinstance(held, Strategy):
-            _check_inner(held)
+            _check_inner(held, private)
 
 
 class UpdateClipStrategy(Strategy):
@@ -125,16 +120,11 @@ class UpdateClipStrategy(Strategy):
         bound = server_of(settings).bound
         self._private = bound.budget is not None
         self._key = str(getattr(inner, "weighted_by_key", "num-examples"))
-        _check_inner(inner)
-        if self._private and isinstance(inner, strategy.QFedAvg):
-            raise ValueError(
-                "QFedAvg weighs by the clients' losses, which noise on the average does not cover: "
-                "take another strategy"
-            )
+        _check_inner(inner, self._private)
         if bound.separation > 1 and getattr(inner, "fraction_train", 1.0) != 1.0:
             raise ValueError(
-                f"with separation={bound.separation} nodes take turns by a schedule: leave "
-                "fraction_train=1.0, and give min_available_nodes the number of all nodes"
+                f"with separation={bound.separation} nodes take turns: leave fraction_train=1.0, "
+                "and give min_available_nodes the number of all nodes"
             )
         self.inner, self.served = inner, PersistentServer(settings, folder)
         self.server = self.served.server
@@ -142,7 +132,6 @@ class UpdateClipStrategy(Strategy):
         self._rounds = 0
         self._model: Mapping[str, Any] = {}
         self._asked: dict[int, Message] = {}
-        self._over = False
 
     @classmethod
     def from_run_config(
@@ -155,25 +144,23 @@ class UpdateClipStrategy(Strategy):
         TypeError, ValueError
             As at construction; and if there is no setting, or an unknown one.
         """
-        settings = settings_in(run_config)
-        if not settings:
-            raise ValueError(
-                "the run configuration has no update-clip.… setting: give at least one in "
-                "[tool.flwr.app.config.update-clip] of pyproject.toml"
-            )
-        return cls(inner, settings, folder=folder)
+        if settings := settings_in(run_config):
+            return cls(inner, settings, folder=folder)
+        raise ValueError(
+            "the run configuration has no update-clip.… setting: give at least one in "
+            "[tool.flwr.app.config.update-clip] of pyproject.toml"
+        )
 
     def initialize_parameters(self, client_manager: object) -> None:
         """Refuse Flower's older API, which calls this: it cannot run update clipping."""
         raise RuntimeError(
-            "server_fn, workflows and SecAgg+ are of Flower's older API: call "
-            "strategy.start(grid, …) in a function with @app.main()"
+            "server_fn and SecAgg+ are of Flower's older API: call strategy.start(grid, …) in a "
+            "function with @app.main()"
         )
 
     def summary(self) -> None:
         """Log the settings."""
-        bound = self.server.bound
-        log(INFO, "\t├──> Update clipping: bound %.4g, epsilon %.4g", bound.bound, bound.epsilon)
+        log(INFO, "\t├──> Update clipping: bound %.4g", self.server.bound.bound)
         self.inner.summary()
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any) -> Result:
@@ -188,8 +175,7 @@ class UpdateClipStrategy(Strategy):
     ) -> Iterable[Message]:
         """Return the messages of the round; none if the training is over."""
         self._asked = {}
-        if self._private:
-            self.server.check_model({name: array.numpy() for name, array in arrays.items()})
+        self.server.check_model({name: array.numpy() for name, array in arrays.items()})
         floats_of(arrays)
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         if not messages:
@@ -199,7 +185,6 @@ class UpdateClipStrategy(Strategy):
             one_record(message.content, "the message of the server's strategy")
         sent = self.served.open(self._schedule.at(self._rounds) if self._schedule else None)
         if sent.stop:
-            self._over = True
             return []
         self._model = dict(arrays)
         for message in messages:
@@ -210,10 +195,11 @@ class UpdateClipStrategy(Strategy):
 
     def _chosen(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages to the nodes whose turn it is; with noise, refuse another number."""
-        bound = self.server.bound
-        nodes = {str(message.metadata.dst_node_id): message for message in messages}
-        if self._private and bound.separation > 1 and bound.expected_clients:
-            self._schedule = self._schedule or Schedule(nodes, bound.expected_clients)
+        bound, nodes = self.server.bound, {str(m.metadata.dst_node_id): m for m in messages}
+        if bound.budget is None:
+            return list(messages)
+        if bound.separation > 1:
+            self._schedule = self._schedule or Schedule(nodes, bound.budget.clients)
             due = self._schedule.due(self._rounds)
             if present := [nodes[name] for name in due if name in nodes]:
                 return present
@@ -221,11 +207,10 @@ class UpdateClipStrategy(Strategy):
                 f"all nodes whose turn it is have left ({', '.join(due[:5])}), and no node may "
                 "replace them: start again with the nodes that are present"
             )
-        if self._private and len(nodes) != bound.expected_clients:
+        if len(nodes) != bound.budget.clients:
             raise RuntimeError(
-                f"{len(nodes)} nodes would be asked, and noise is sized on "
-                f"expected_clients={bound.expected_clients}: give the strategy that many "
-                "min_train_nodes, for which it waits, and a fraction_train that asks no more"
+                f"{len(nodes)} nodes would be asked, and noise is for expected_clients="
+                f"{bound.budget.clients}: set min_train_nodes and fraction_train to ask that many"
             )
         return list(messages)
 
@@ -235,19 +220,17 @@ class UpdateClipStrategy(Strategy):
         """Return the next model, None if it stays, and the metrics of the round."""
         if not self._asked:
             return None, None
-        came = self._came(replies)
-        like = floats_of(self._model)
-        broken = set[str]()
+        came, like = self._came(replies), floats_of(self._model)
         for message in came.values():
-            reply = self._read(message)
-            self.served.add(reply, like)
-            broken |= {reply.sender} if reply.fault else set()
+            self.served.add(self._read(message), like)
             # What was added needs no more memory.
             for name in list(message.content.array_records):
                 message.content[name] = ArrayRecord()
         closed = self.served.close(like=like)
         self._rounds += 1
-        self._explain([str(node) for node in came], broken, closed)
+        if any(closed.faults):
+            text = "UpdateClipMod: it must be the first of the mods, before any such as LocalDpMod"
+            log(WARNING, "replies that count as zero may lack %s", text)
         metrics = MetricRecord(
             {f"update-clip-{name}": closed.record[name] for name in ("bound", "epsilon")}
         )
@@ -266,18 +249,17 @@ class UpdateClipStrategy(Strategy):
     def _came(self, replies: Iterable[Message]) -> dict[int, Message]:
         """Return one reply of each node that was asked, in the order of the nodes."""
         came: dict[int, Message] = {}
-        for message in sorted(replies, key=lambda m: int(m.metadata.src_node_id)):
-            node = message.metadata.src_node_id
+        for message in sorted(replies, key=_node):
             if message.has_error():
                 why = "" if self._private else f": {message.error.reason}"
-                log(WARNING, "node %d could not train%s", node, why)
-            elif node in self._asked:
-                came.setdefault(node, message)
+                log(WARNING, "node %d could not train%s", _node(message), why)
+            elif _node(message) in self._asked:
+                came.setdefault(_node(message), message)
         return came
 
     def _read(self, message: Message) -> Reply:
         """Return a client's reply; with a fault if it cannot be read."""
-        node, content = str(message.metadata.src_node_id), message.content
+        node, content = str(_node(message)), message.content
         if RECORD not in content.metric_records:
             return Reply({}, sender=node, fault="its app has no UpdateClipMod as its first mod")
         try:
@@ -290,17 +272,6 @@ class UpdateClipStrategy(Strategy):
             return Reply({}, sender=node, fault=f"it cannot be read ({exc!r:.200})")
         return reply
 
-    def _explain(self, nodes: Sequence[str], broken: Collection[str], closed: RoundResult) -> None:
-        pairs = zip(nodes, closed.faults, strict=True)
-        changed = [node for node, fault in pairs if fault and node not in broken]
-        if changed and not self.server.aggregation.combining.too_few(len(nodes)):
-            log(
-                WARNING,
-                "updates of %s were changed after UpdateClipMod had clipped them: it must be the "
-                "first of the mods, before any such as LocalDpMod",
-                ", ".join(changed[:5]),
-            )
-
     def _handed(self, valid: Sequence[Message], model: Mapping[str, Any]) -> list[Message]:
         """Return the averaged model as each reply, for the inner strategy.
 
@@ -312,41 +283,34 @@ class UpdateClipStrategy(Strategy):
         record = record_of({k: np.asarray(x, np.float64) for k, x in full.items()})
         name = one_record(next(iter(self._asked.values())).content, "")[0]
         if self._private:
-            equal = MetricRecord({self._key: 1})
-            return [
-                Message(RecordDict({name: ArrayRecord(dict(record)), "metrics": equal}), reply_to=m)
-                for m in self._asked.values()
-            ]
-        alike = self._alike(valid)
-        for message in alike:
-            replaced = {RECORD, *message.content.array_records}
-            others = {k: v for k, v in message.content.items() if k not in replaced}
-            message.content = RecordDict({**others, name: ArrayRecord(dict(record))})
-        return alike
+            others = {node: {"metrics": MetricRecord({self._key: 1})} for node in self._asked}
+        else:
+            others = {_node(m): _without_arrays(m.content) for m in self._alike(valid)}
+        return [
+            Message(RecordDict({**more, name: ArrayRecord(dict(record))}), reply_to=self._asked[n])
+            for n, more in others.items()
+        ]
 
     def _alike(self, valid: Sequence[Message]) -> list[Message]:
         """Return the replies whose metrics can be averaged: the most frequent ones, and finite.
 
         Flower ends the run if one reply has other metrics than the others.
         """
-        kinds = {}
+        forms: dict[int, frozenset[object]] = {}
         for message in valid:
-            pairs = [
-                (name, key, value)
+            numbers = {
+                (name, key): np.asarray(value, np.float64)
                 for name, record in message.content.metric_records.items()
                 for key, value in record.items()
                 if name != RECORD
-            ]
-            numbers = [x for *_, v in pairs for x in (v if isinstance(v, list) else [v])]
-            weights = [v for _, key, v in pairs if key == self._key]
-            positive = all(not isinstance(w, list) and w > 0 for w in weights)
-            if positive and all(map(math.isfinite, numbers)):
-                form = [(n, k, len(v) if isinstance(v, list) else -1) for n, k, v in pairs]
-                kinds[message.metadata.src_node_id] = tuple(sorted(form))
-        if not kinds:
-            return list(valid)
-        most = Counter(kinds.values()).most_common(1)[0][0]
-        fit = [m for m in valid if kinds.get(m.metadata.src_node_id) == most]
+            }
+            weights = [x for (_, key), x in numbers.items() if key == self._key]
+            if all(x.ndim == 0 and x > 0 for x in weights) and all(
+                np.isfinite(x).all() for x in numbers.values()
+            ):
+                forms[_node(message)] = frozenset((n, x.shape) for n, x in numbers.items())
+        most = Counter(forms.values()).most_common(1)
+        fit = [m for m in valid if not most or forms.get(_node(m)) == most[0][0]]
         if len(fit) < len(valid):
             log(WARNING, "the metrics of %d replies are left out", len(valid) - len(fit))
         return fit
@@ -356,7 +320,8 @@ class UpdateClipStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages of the inner strategy; none if the training is over."""
-        if self._over:
+        sent = self.server.bound.sent
+        if sent and sent.stop:
             return []
         return list(self.inner.configure_evaluate(server_round, arrays, config, grid))
 
@@ -366,3 +331,12 @@ class UpdateClipStrategy(Strategy):
         """Return the metrics of the inner strategy."""
         metrics: MetricRecord | None = self.inner.aggregate_evaluate(server_round, replies)
         return metrics
+
+
+def _node(message: Message) -> int:
+    return int(message.metadata.src_node_id)
+
+
+def _without_arrays(content: RecordDict) -> dict[str, Any]:
+    replaced = {RECORD, *content.array_records}
+    return {name: record for name, record in content.items() if name not in replaced}

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flwr
-import numpy as np
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.constant import TaskType
 from flwr.supercore.exit import ExitCode, flwr_exit
@@ -49,7 +48,7 @@ from flwr.supercore.version import package_version
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.cli import flower_supernode
 
-from fedclip.engines.flower.mod import RECORD
+from fedclip.engines.flower.mod import RECORD, record_of
 from fedclip.errors import shown
 from fedclip.site.gate import REFUSED, Gate, Refused
 from fedclip.site.policy import Policy
@@ -69,8 +68,8 @@ WAITING = 16
 
 NOT_FORCED = """\
 fedclip site supernode: replies of the app leave as the policy allows, or stay.
-It does not control sockets and files of the app's process: start the SuperNode with \
---isolation process, and the app as another user, without a way to any network but this SuperNode.
+Sockets and files of the app are not controlled: start the SuperNode with --isolation process, and
+the app as another user, without a way to any network but this SuperNode.
 """
 
 
@@ -247,25 +246,19 @@ def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> Recor
             raise Refused("a model and the reply to it must be one ArrayRecord each")
         ((name, model),) = asked.array_records.items()
         (trained,) = reply.array_records.values()
-        out[name] = _update(model, trained, gate, full=voted is None)
-    if numbers := gate.metrics(
-        {name: n for record in records.values() for name, n in record.items()}
-    ):
+        before = {k: array.numpy() for k, array in model.items()}
+        after = {k: array.numpy() for k, array in trained.items()}
+        if voted is None:
+            sent = gate.model(after, before)
+        else:
+            sent = gate.update(after, {k: x for k, x in before.items() if x.dtype.kind == "f"})
+        out[name] = record_of(sent)
+    named = {name: number for record in records.values() for name, number in record.items()}
+    if numbers := gate.metrics(named):
         out["metrics"] = MetricRecord(numbers)
     if voted is not None:
         out[RECORD] = MetricRecord(gate.votes(voted))
     return out
-
-
-def _update(model: ArrayRecord, trained: ArrayRecord, gate: Gate, *, full: bool) -> ArrayRecord:
-    """Return the model, moved as far as the gate lets it; or, if not full, the update alone."""
-    before = {name: array.numpy() for name, array in model.items()}
-    after = {name: array.numpy() for name, array in trained.items()}
-    if full:
-        sent = gate.model(after, before)
-    else:
-        sent = gate.update(after, {k: x for k, x in before.items() if x.dtype.kind == "f"})
-    return ArrayRecord({name: Array(np.asarray(array)) for name, array in sent.items()})
 
 
 def _guard(gate: Gate, connect: Callable[..., Any]) -> None:
@@ -290,9 +283,8 @@ def _check() -> None:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     if KNOWN.get(package_version) != digest.hexdigest():
         raise RuntimeError(
-            f"a site's SuperNode needs flwr {' or '.join(KNOWN)} from PyPI, and the installed one "
-            f"is {package_version}, or changed: run pip install --force-reinstall "
-            f"flwr=={[*KNOWN][-1]}"
+            f"a site's SuperNode needs flwr {' or '.join(KNOWN)} from PyPI, and {package_version} "
+            f"is installed, or changed: run pip install --force-reinstall flwr=={[*KNOWN][-1]}"
         )
 
 

@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of NVFlare: sends the bound with the model, and averages the replies of a round.
+"""Update clipping in NVFlare's recipes: the parts of clients and server, and what adds them.
 
 ::
 
     CloseRound.reset_stats       a round begins: open it, or end the job if it must not
     SendBound, on what leaves    the bound goes with the model
+    ReceiveBound, at a client    take the bound out of the task, for this task only
+    ClipUpdate, on what leaves   clip the difference to the bound; add the votes
     CloseRound.accept_model      add a reply, under the name that NVFlare knows its sender by
     CloseRound.aggregate_model   close the round
 """
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from nvflare.apis.dxo import from_shareable
+from nvflare.apis.dxo import DataKind, MetaKey, from_shareable
 from nvflare.apis.filter import Filter
-from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
+from nvflare.app_common.workflows.fedavg import FedAvg
+from nvflare.client.config import ExchangeFormat, TransferType
+from nvflare.recipe.spec import Recipe
 
-from fedclip.engines.nvflare.client import KEY
-from fedclip.updates.protocol import Arrays, SentBound, bound_to, reply_from
-from fedclip.updates.store import PersistentServer, absolute, server_of
+from fedclip.updates.protocol import Arrays, SentBound, bound_from, bound_to, reply_from, reply_to
+from fedclip.updates.store import PersistentServer, absolute, client_of, server_of
 
-__all__ = ["CloseRound", "SendBound"]
+KEY = "fedclip"
+"""The name of bound and votes in a message, and of the bound in the context of a task."""
 
 
 class CloseRound(ModelAggregator):
@@ -58,10 +65,7 @@ class CloseRound(ModelAggregator):
     def __init__(self, settings: Mapping[str, object], folder: str | None = None) -> None:
         super().__init__()
         if server_of(settings).bound.separation > 1:
-            raise ValueError(
-                "separation > 1 needs clients that take turns, and NVFlare's FedAvg draws them at "
-                "random: leave it out"
-            )
+            raise ValueError("leave separation out: NVFlare's FedAvg draws clients at random")
         absolute(folder)
         self.settings = dict(settings)
         self.folder = folder
@@ -89,11 +93,12 @@ class CloseRound(ModelAggregator):
         RuntimeError
             If no round is open; if noise must not be added to this model, which ends the job.
         """
-        sent = self._served and self._served.server.bound.sent
-        if self._served is None or not sent or sent.stop:
+        served = self._served
+        sent = served and served.server.bound.sent
+        if not served or not sent or sent.stop:
             raise RuntimeError(sent.stop if sent else "no round is open")
         try:
-            self._served.server.check_model(model)
+            served.server.check_model(model)
         except ValueError as exc:
             # NVFlare would offer the task again and again.
             self.fl_ctx.get_prop(FLContextKey.RUN_ABORT_SIGNAL).trigger(True)
@@ -119,9 +124,8 @@ class CloseRound(ModelAggregator):
         budget = served.server.bound.budget
         if budget and len(self._asked) != budget.clients:
             raise RuntimeError(
-                f"{len(self._asked)} clients were asked in a round whose noise is for "
-                f"expected_clients={budget.clients}: connect as many, and give the recipe "
-                f"min_clients={budget.clients}"
+                f"{len(self._asked)} clients were asked, and noise is for expected_clients="
+                f"{budget.clients}: connect as many, and give the recipe that min_clients"
             )
         average = served.close(like=model).average
         # A late reply does not belong to this round.
@@ -157,3 +161,154 @@ class SendBound(Filter):
             dxo.meta.pop("nr_aggregated", None)  # who replies is not covered by epsilon
         dxo.meta[KEY] = bound_to(sent)
         return dxo.update_shareable(shareable)
+
+
+class ReceiveBound(Filter):
+    """Takes the bound of a round out of the task; neither script nor job sees it.
+
+    Raises
+    ------
+    ValueError
+        Of a task without a bound; NVFlare then answers TASK_DATA_FILTER_ERROR.
+    """
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the task without the bound, which the context keeps for `ClipUpdate`."""
+        dxo = from_shareable(shareable)
+        if KEY not in dxo.meta:
+            raise ValueError(
+                "the server sends no bound: make the job by add_update_clipping(recipe)"
+            )
+        # Of this task only: a bound of an earlier round must not be used later.
+        fl_ctx.set_prop(KEY, bound_from(dxo.meta.pop(KEY)), private=True, sticky=False)
+        return dxo.update_shareable(shareable)
+
+
+class ClipUpdate(Filter):
+    """Clips the update that a client sends, and adds its votes.
+
+    Parameters
+    ----------
+    settings
+        Those of `add_update_clipping`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a setting is unknown or wrong. Of an update that is no difference, or without a bound;
+        NVFlare then answers TASK_RESULT_FILTER_ERROR, and nothing is sent.
+    """
+
+    def __init__(self, settings: Mapping[str, object]) -> None:
+        super().__init__()
+        self.settings = dict(settings)
+        self._client = client_of(settings)
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the clipped update; the reply of a client that failed stays unchanged."""
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable
+        if (sent := fl_ctx.get_prop(KEY)) is None:
+            raise ValueError("no bound has arrived with this task: ReceiveBound is missing")
+        dxo = from_shareable(shareable)
+        if dxo.data_kind != DataKind.WEIGHT_DIFF:
+            raise ValueError(
+                f"update clipping needs differences, got {dxo.data_kind}: give the recipe "
+                "params_transfer_type=TransferType.DIFF"
+            )
+        steps = dxo.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND)
+        # Torch and NumPy count steps as their own integers; the server takes plain ones.
+        plain = int(steps) if isinstance(steps, numbers.Integral) else None
+        reply = self._client.clip(dxo.data, sent, steps=plain)
+        dxo.data, dxo.meta[KEY] = dict(reply.arrays), reply_to(reply)
+        return dxo.update_shareable(shareable)
+
+
+def add_update_clipping(recipe: Recipe, *, folder: str | None = None, **settings: Any) -> None:
+    """Clip the updates of a recipe's clients, with a bound that follows them.
+
+    ::
+
+        server   sends the bound C with the model
+        client   difference *= min(1, C / norm(difference)); votes whether it was within C
+        server   model += average, with noise if any is asked for; the votes move C
+
+    Parameters
+    ----------
+    recipe
+        Any whose workflow is NVFlare's `FedAvg` and whose clients send differences, such as
+        ``NumpyFedAvgRecipe(..., params_transfer_type=TransferType.DIFF)``. Call this after
+        other filters were added, as they are applied in this order.
+    folder
+        Where the server keeps its state, so that budget and bound outlive the job: an absolute
+        path on the server. None for the job's own folder, which ends with it.
+    settings
+        The parameters of `update-clip-server` and `clipped-averaging`, in one table: such as
+        ``start_norm=1.0``, ``weights="steps"``, ``noise_multiplier=1.0``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a setting is unknown or wrong, or the recipe cannot be clipped; the message says what to
+        do.
+
+    Examples
+    --------
+    >>> import fedclip
+    >>> from nvflare.app_common.np.recipes.fedavg import NumpyFedAvgRecipe
+    >>> from nvflare.client.config import TransferType
+    >>> recipe = NumpyFedAvgRecipe(
+    ...     model=[0.0, 0.0],
+    ...     min_clients=2,
+    ...     train_script=fedclip.__file__,  # here is yours
+    ...     params_transfer_type=TransferType.DIFF,
+    ... )
+    >>> add_update_clipping(recipe, start_norm=1.0)
+    """
+    closing, workflow = CloseRound(settings, folder), _workflow(recipe)
+    budget = server_of(settings).bound.budget
+    if budget and workflow.num_clients != budget.clients:
+        raise ValueError(
+            f"noise is for expected_clients={budget.clients}, and the recipe asks "
+            f"{workflow.num_clients} clients: give it min_clients={budget.clients}"
+        )
+    tasks = [workflow.task_name]
+    recipe.add_server_output_filter(SendBound(), tasks=tasks)
+    recipe.add_client_input_filter(ReceiveBound(), tasks=tasks)
+    recipe.add_client_output_filter(ClipUpdate(settings), tasks=tasks)
+    workflow.aggregator = closing
+    # Otherwise a copy of these files would travel in the job, as its code.
+    recipe._job.set_app_packages([*recipe._job.job.app_packages, "fedclip"])
+
+
+def _workflow(recipe: Recipe) -> FedAvg:
+    """Return the workflow of a recipe that can be clipped; refuse any other."""
+    server = recipe._job._deploy_map.get("server")
+    controllers = [item.controller for item in server.app_config.workflows] if server else []
+    workflows = [controller for controller in controllers if type(controller) is FedAvg]
+    if len(workflows) != 1:
+        names = ", ".join(type(controller).__name__ for controller in controllers) or "none"
+        raise ValueError(
+            f"the workflow of this recipe is {names}: take a recipe of NVFlare's FedAvg, such as "
+            "NumpyFedAvgRecipe"
+        )
+    (workflow,) = workflows
+    sites = (getattr(recipe, "per_site_config", None) or {}).values()
+    for name, value, needed in (
+        ("params_transfer_type", TransferType.DIFF, "the clients must send differences"),
+        ("server_expected_format", ExchangeFormat.NUMPY, "the server adds NumPy arrays up"),
+    ):
+        of_all = getattr(recipe, name, None)
+        for setting in [of_all, *(site.get(name) or of_all for site in sites)]:
+            if setting != value:
+                raise ValueError(f"{needed}: give the recipe {name}={value!s}, got {setting!s}")
+    for name, instead in (
+        ("aggregator", "update clipping is the aggregator"),
+        ("exclude_vars", "exclude=[...] says what is averaged without a bound"),
+        ("aggregation_weights", "weights={...} is the table of weights"),
+        ("stop_cond", "it reads an average of the clients' metrics, which has no bound"),
+        ("enable_tensor_disk_offload", "replies are vetted in memory"),
+    ):
+        if getattr(workflow, name):
+            raise ValueError(f"leave {name} out of the recipe: {instead}")
+    return workflow

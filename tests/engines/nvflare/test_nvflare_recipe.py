@@ -63,7 +63,7 @@ def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
     server, client = exported(job, tmp_path)
     settings = {"start_norm": 0.5, "scope": {"a": 1.0, "*": 1.0}}
     assert server["workflows"][0]["args"]["aggregator"] == {
-        "path": "fedclip.engines.nvflare.server.CloseRound",
+        "path": "fedclip.engines.nvflare.clipping.CloseRound",
         "args": {"settings": settings, "folder": "/srv/spent"},
     }
     (sends,), (receives,), (clips,) = (
@@ -73,10 +73,10 @@ def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
     )
     # Only of the training: evaluation is left alone.
     assert sends["tasks"] == receives["tasks"] == clips["tasks"] == ["train"]
-    assert sends["filters"][0]["path"] == "fedclip.engines.nvflare.server.SendBound"
-    assert receives["filters"][0]["path"] == "fedclip.engines.nvflare.client.ReceiveBound"
+    assert sends["filters"][0]["path"] == "fedclip.engines.nvflare.clipping.SendBound"
+    assert receives["filters"][0]["path"] == "fedclip.engines.nvflare.clipping.ReceiveBound"
     assert clips["filters"] == [
-        {"path": "fedclip.engines.nvflare.client.ClipUpdate", "args": {"settings": settings}}
+        {"path": "fedclip.engines.nvflare.clipping.ClipUpdate", "args": {"settings": settings}}
     ]
     # What the page has an operator write into a list of classes.
     parts = [sends["filters"][0], *receives["filters"], *clips["filters"]]
@@ -128,7 +128,7 @@ def test_settings_travel_through_json(tmp_path: Path) -> None:
         (
             {},
             {"noise_multiplier": 1.0, "expected_clients": 3, "separation": 2},
-            "NVFlare's FedAvg draws them at random",
+            "NVFlare's FedAvg draws clients at random",
         ),
     ],
 )

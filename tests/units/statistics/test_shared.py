@@ -511,9 +511,9 @@ def test_the_highest_bucket_is_that_of_the_highest_norm() -> None:
         (1, [0, 2**48], "no counts"),
         (1, [0, -1], "no counts"),
         (1, [0, 1, 2], "not 2 rows of 1 numbers"),
-        (1, np.ones((1, 2), np.uint64), r"of shape (1, 2)"),
-        (1, np.ones((2, 1)), "of the type float64"),
-        (1, "01", "str in place of counts"),
+        (1, np.ones((1, 2), np.uint64), "no counts of shape (2, 1)"),
+        (1, np.ones((2, 1)), "no counts of shape (2, 1)"),
+        (1, "01", "no counts of shape (2, 1)"),
     ],
 )
 def test_what_is_no_message(members: Any, counts: Any, fault: str) -> None:
