@@ -26,12 +26,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedclip.arrays import Array, backend_of
+from fedclip.arrays import Array, HostView, backend_of
 from fedclip.errors import shown
 from fedclip.privacy.accounting import Accountant
 from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
@@ -42,8 +40,6 @@ from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import alike, refuse_statistics, signature, zeros
 from fedclip.updates.protocol import BINS, COUNTS, VOTES, Arrays, is_one_of
 
-AnyArray: TypeAlias = NDArray[Any]
-
 _LOGGER = logging.getLogger("fedclip.site")
 # A ledger's lock keeps other processes away, and this one other threads.
 _CHARGING = threading.Lock()
@@ -51,8 +47,6 @@ _CHARGING = threading.Lock()
 UNIT = "the updates of a site"
 """The protected data in the ledger of a site, where other ledgers have a fingerprint of records."""
 
-# Without a ledger, nothing counts the replies of other processes.
-_MOST_PROCESS = 2**63
 # The largest whole number that is plain: others can hold any text.
 _LARGEST = 2**63
 
@@ -81,7 +75,7 @@ def spent(policy: Policy) -> Accountant:
     return total([*entries, Entry((), policy.delta or 0.5, policy.relation)])
 
 
-def _stepped(array: AnyArray, step: AnyArray) -> AnyArray:
+def _stepped(array: HostView, step: HostView) -> HostView:
     """Return an array plus a step, in the array's dtype; rounding never makes the step longer.
 
     Examples
@@ -209,10 +203,10 @@ class Gate:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self._clipper = UpdateClient()
+        self.policy, self._clipper = policy, UpdateClient()
         self._ledger: Ledger | None = None
-        self._replies = Replies(policy.max_replies_per_run, _MOST_PROCESS)
+        # Without a ledger, nothing counts the replies of other processes.
+        self._replies = Replies(policy.max_replies_per_run, _LARGEST)
         if policy.ledger is None:
             return
         path = Path(policy.ledger)

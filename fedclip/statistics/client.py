@@ -110,8 +110,8 @@ class SharedStatistics:
         if self.version is None and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self.clipper} has heard from no counterpart, and uses its own statistics: put "
-                f"{self.clipper + '-server'!r} into server_opt, and a shared_name if there are two",
+                f"{self.clipper} has heard from no counterpart, and uses its own statistics: add "
+                f"{self.clipper + '-server'!r} to server_opt, and a shared_name if there are two",
                 FedclipWarning,
                 stacklevel=2,
             )

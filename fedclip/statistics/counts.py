@@ -44,6 +44,9 @@ from fedclip.rules.sharing import Judgement
 Counts: TypeAlias = NDArray[np.uint64]
 """Whole numbers, of shape (rows, groups)."""
 
+Bounds: TypeAlias = tuple[Float64, Float64]
+"""The centres of the sums of each group, and the largest norm that can have been learnt."""
+
 LARGEST = 2.0**60
 """Norms from here on are not learnt: their squares do not fit into the digits."""
 
@@ -93,6 +96,9 @@ class Round(NamedTuple):
         return max(float(Fraction(centre) + shift), 0.0), max(float(variance), 0.0)
 
 
+_NUMBERS = {"bits": ("new_unclipped",), "moments": ("new_mean", "new_squares")}
+
+
 class Tally:
     """The counters of one rule, some of "moments", "sketch" and "bits", wherever they are."""
 
@@ -109,10 +115,8 @@ class Tally:
         """Return the fields at the start of a round, with all counts 0."""
         zeros = xp.asarray([0.0] * groups)
         fields = {"new": zeros}
-        if "bits" in self.parts:
-            fields["new_unclipped"] = zeros
-        if "moments" in self.parts:
-            fields |= {"new_mean": zeros, "new_squares": zeros}
+        for name in (name for part in self.parts for name in _NUMBERS.get(part, ())):
+            fields[name] = zeros
         if "sketch" in self.parts:
             fields["new_above"] = xp.asarray(np.zeros((BUCKETS - 1, groups)))
         return fields
@@ -190,33 +194,10 @@ class Tally:
             # Compare one by one first: a sum of huge numbers could overflow to the right one.
             if (buckets > totals).any() or (buckets.sum(axis=0) != totals).any():
                 return "buckets that do not add up to the number of norms"
-            if buckets[bounds.above].any():
+            last = np.searchsorted(_EDGES, bounds[1] * _SINGLE)
+            if buckets[np.arange(BUCKETS)[:, None] > last].any():
                 return _OUTSIDE
         return ""
-
-
-class Bounds(NamedTuple):
-    """The server's knowledge of the groups before it reads the clients' counts.
-
-    Attributes
-    ----------
-    centre
-        Centres of the sums.
-    highest
-        Largest norm that can have been learnt.
-    above
-        Which buckets of a sketch are above that, of shape (buckets, groups).
-    """
-
-    centre: Float64
-    highest: Float64
-    above: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, centre: Float64, highest: Float64) -> Bounds:
-        """Return the bounds of groups with these centres and highest norms."""
-        last = np.searchsorted(_EDGES, highest * _SINGLE)
-        return cls(centre, highest, np.arange(BUCKETS)[:, None] > last)
 
 
 _SLACK = 1.0 + 1e-9
@@ -238,10 +219,10 @@ def _implausible(n: Float64, digits: Counts, bounds: Bounds) -> str:
     worth = _worth(_SCALE, _DIGITS)
     up, down = worth @ values[:_DIGITS], worth @ values[_DIGITS : 2 * _DIGITS]
     second = _worth(_SQUARE_SCALE, _SQUARE_DIGITS) @ values[2 * _DIGITS :]
-    centre, first = bounds.centre, up - down
+    (centre, limits), first = bounds, up - down
     if (first * first > _SLACK * n * (second + n * _LOST_SQUARE)).any():
         return "a negative variance"
-    highest = np.where(np.isfinite(bounds.highest), bounds.highest, LARGEST) * _SINGLE
+    highest = np.where(np.isfinite(limits), limits, LARGEST) * _SINGLE
     # No norm is further from the centre. Parts that are larger cancel, and hide in rounding errors.
     reach = n * np.maximum(highest, centre)
     squares = second + 2 * centre * first + n * centre * centre

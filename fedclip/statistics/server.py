@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array
+from fedclip.arrays import NUMPY
 from fedclip.core import parameters, states
 from fedclip.core.records import Integers
 from fedclip.errors import StateError, Unchecked
@@ -17,12 +17,7 @@ from fedclip.rules import State
 from fedclip.rules.sharing import Counted, Learning
 from fedclip.statistics import counts as counting
 from fedclip.statistics.client import centre_of
-from fedclip.statistics.counts import BUCKETS, Bounds, Counts, Round, Tally
-
-_TOGETHER = 1 << 15
-"""Numbers that are checked at a time: more would take memory, and one at a time five times as long
-(`python -m benchmarks.merge`)."""
-
+from fedclip.statistics.counts import BUCKETS, Bounds, Round, Tally
 
 Claimed: TypeAlias = tuple[Unchecked, Unchecked] | str
 """A message: the number of clients (a sum has several) and their counts; or why it is invalid."""
@@ -122,55 +117,30 @@ class SharedState:
 
     def merge(self, messages: Sequence[Claimed]) -> list[str]:
         """Update the state with the clients' counts; return why each message is left out, or ""."""
-        total, members, faults = self._add_up(messages)
+        shape, faults = (self.tally.rows, len(self.labels)), list[str]()
+        if not self.labels:
+            # In this round the clients keep their counts.
+            return [""] * len(messages)
+        total, members, bounds = np.zeros(shape, dtype=np.uint64), 0, self._bounds()
+        for message in messages:
+            n, counts, fault = 0, None, str(message)
+            if not isinstance(message, str):
+                n, (counts, fault) = message[0], counting.counts_of(*message, shape)
+            if counts is not None:
+                fault = self.tally.fault(counts, n, self.max_steps, bounds)
+            if counts is not None and not fault:
+                total += counts
+                members += n
+            faults.append(fault)
         if members:
             self._move([self.tally.decode(total[:, group]) for group in range(len(self.labels))])
             self.version += 1
         return faults
 
-    def _add_up(self, messages: Sequence[Claimed]) -> tuple[Counts, int, list[str]]:
-        shape = (self.tally.rows, len(self.labels))
-        total, members = np.zeros(shape, dtype=np.uint64), 0
-        if not self.labels:
-            # In this round the clients keep their counts.
-            return total, 0, [""] * len(messages)
-        bounds, faults = self._bounds(), []
-        # NumPy checks and adds up many clients in the time of a few.
-        step = max(1, _TOGETHER // (shape[0] * shape[1]))
-        for start in range(0, len(messages), step):
-            read = [
-                (0, None, message)
-                if isinstance(message, str)
-                else (message[0], *counting.counts_of(*message, shape))
-                for message in messages[start : start + step]
-            ]
-            if self._fault([(n, counts) for n, counts, fault in read if not fault], bounds):
-                # Somebody's counts are impossible: find out whose.
-                read = [(n, c, fault or self._fault([(n, c)], bounds)) for n, c, fault in read]
-            valid = [(n, counts) for n, counts, fault in read if not fault and counts is not None]
-            if valid:
-                total += np.sum([counts for _, counts in valid], axis=0, dtype=np.uint64)
-                members += sum(n for n, _ in valid)
-            faults += [fault for *_, fault in read]
-        return total, members, faults
-
-    def _fault(self, messages: Sequence[tuple[int, Unchecked]], bounds: Bounds) -> str:
-        """Return why not all of these counts are possible, each of that number of clients."""
-        if not messages:
-            return ""
-        sizes = {n for n, _ in messages}
-        if len(sizes) > 1:
-            return "messages of different numbers of clients"
-        table = np.stack([counts for _, counts in messages], axis=-1)
-        columns = table.reshape(len(table), -1)
-        # Each group is one column for each message.
-        each: list[Array] = [np.repeat(known, len(messages), axis=-1) for known in bounds]
-        return self.tally.fault(columns, sizes.pop(), self.max_steps, Bounds(*each))
-
     def _bounds(self) -> Bounds:
         with np.errstate(all="ignore"):
             highest = self.rule.ceiling(self.state)
-        return Bounds.of(np.array(self._centres()), highest)
+        return np.array(self._centres()), highest
 
     def _centres(self) -> list[float]:
         fields = states.dump(self.state, self.labels)
