@@ -19,23 +19,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import msgpack
-import numpy as np
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.main.utils import Checkpointer
+from declearn.optimizer import Optimizer
 from declearn.optimizer.modules import AuxVar
 from declearn.utils import set_device_policy
 
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
-from fedclip.core.records import ALL
 from fedclip.engines.declearn.experiment import Experiment, draw_from
 from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.trained import label
 from fedclip.engines.local.crowd import Crowd, SimulateConfig, Trained
 from fedclip.errors import FedclipWarning, ToolError
-from fedclip.report.norms import norms_by_stage, outliers_of, unusual_norms
-from fedclip.report.results import Result, best_round
-from fedclip.report.rows import Row
+from fedclip.report import Reader, ReportError
+from fedclip.report.results import Result, best_round, result_of
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.schedule import Schedule
@@ -45,7 +42,6 @@ EARLY = "the loss stopped improving (early_stop)"
 _NODES = ("server", "clients")
 _ROUNDS_A_FILE = 100  # as many as a `Recorder` keeps
 _MEASURED = 100  # clients whose own records are written
-_LIVE = 10  # as many as are written after each evaluation
 
 
 class Simulated(NamedTuple):
@@ -108,8 +104,8 @@ class Simulation:
         self.records = UpdateClipClient()
         self.norms = {client: UpdateNorms() for client in range(len(self.crowd.names))[:_MEASURED]}
         self.losses: list[dict[str, float]] = []
-        self.outliers: list[str] = []
         self.result = Result()
+        self.reader: Reader | None = None
         self.rounds = self.best_round = 0
         self.best: AnyVector = self.model.get_weights(trainable=True)
         self.folder = Path(self.experiment.results, "simulated")
@@ -207,35 +203,17 @@ class Simulation:
         for site, values in sites.items():
             checkpoints.save_metrics(values, f"metrics_{site}", timestamp=stamp)
         self.losses.append({"": float(metrics["loss"])} | {s: v["loss"] for s, v in sites.items()})
-        # Of 100 clients they take a fifth of a second.
+        # Of 100 clients it takes a fifth of a second.
         if (n := len(self.losses)) < 10 or n % 10 == 0 or self.rounds == self.config.rounds:
-            self.outliers = [site for site in self._outliers() if site in sites]
-        plain = {
-            s: {k: v for k, v in values.items() if np.ndim(v) == 0} for s, values in sites.items()
-        }
-        matrices = {s: values["confusion"] for s, values in sites.items() if "confusion" in values}
-        self.result = Result(plain, self.outliers, confusions=matrices)
-        if best_round(self.losses, self.result.healthy) == len(self.losses) - 1:
-            self.best, self.best_round = weights, self.rounds
-        if self.bound:
-            state = {"modules": [(UpdateClipClient.name, self.records.get_state())]}
-            file = self.folder / "clients" / f"optimizer_state_{self._part}.mpk"
-            file.write_bytes(msgpack.packb(state))
-        elif len(self.norms) <= _LIVE:
             self._keep_records()
-
-    def _outliers(self) -> list[str]:
-        """Return the clients with norms far above those of others; none with noise for clients."""
-        if self.bound and self.bound.noise_multiplier:
-            return []
-        rows = [
-            Row(self.crowd.names[client], 0, module.name, record, index=index)
-            for client, norms in self.norms.items()
-            for index, module in enumerate([*self.crowd.optimizer(client).modules, norms])
-            for record in getattr(module, "rounds", ())
-            if record.group == ALL
-        ]
-        return outliers_of(unusual_norms(norms_by_stage(rows)))
+            self.reader = self.reader or Reader(self.folder)
+            with suppress(ReportError):
+                self.result = result_of(self.reader.read(), "")
+            if self.bound and self.bound.noise_multiplier:
+                # Noise does not cover the clients' norms.
+                self.result = self.result._replace(outliers=())
+        if best_round(self.losses, self.result.healthy or sites) == n - 1:
+            self.best, self.best_round = weights, self.rounds
 
     def finish(self) -> None:
         """Keep the best model, as a run does at its end."""
@@ -244,18 +222,16 @@ class Simulation:
         Checkpointer(str(self.folder / "server")).save_model(self.model, timestamp="best")
         label(self.folder / "server", self.model)
 
-    @property
-    def _part(self) -> str:
-        """Number of the file of this round's records."""
-        return f"{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}"
-
     def _keep_records(self) -> None:
         """Write the records of the first clients' modules to the files that a run would have."""
-        for client, norms in self.norms.items():
-            saved = copy.copy(self.crowd.optimizer(client))
-            saved.modules = [*saved.modules, norms]
-            folder = str(self.folder / self.crowd.names[client])
-            Checkpointer(folder).save_optimizer(saved, timestamp=self._part)
+        part = f"{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}"
+        saved = {self.crowd.names[i]: (self.crowd.optimizer(i), n) for i, n in self.norms.items()}
+        if self.bound:
+            saved["clients"] = Optimizer(0.0), self.records
+        for name, (optimizer, norms) in saved.items():
+            optimizer = copy.copy(optimizer)
+            optimizer.modules = [*optimizer.modules, norms]
+            Checkpointer(str(self.folder / name)).save_optimizer(optimizer, timestamp=part)
 
 
 def run(
