@@ -23,8 +23,8 @@ from fedclip.updates.limits import OTHER_TENSORS, alike
 from fedclip.updates.protocol import SentBound, bound_from, reply_to
 from fedclip.updates.store import client_of, settings_in
 
+# The name of fedclip's own record in a message: the bound in one, the votes in the other.
 RECORD = "fedclip"
-"""The name of fedclip's own record in a message: the bound in one, the votes in the other."""
 
 Record = Mapping[str, Any]
 

@@ -29,11 +29,12 @@ from fedclip.updates.protocol import Reply, bound_to, reply_from
 from fedclip.updates.schedule import Schedule
 from fedclip.updates.store import PersistentServer, server_of, settings_in
 
+# Flower's own whose next model follows from the average of the replies.
 _AVERAGES = {
     *("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedProx", "FedYogi", "QFedAvg"),
 }
-"""Flower's own whose next model follows from the average of the replies."""
 
+# Why the others are refused, by how their names begin.
 _WHY_NOT = {
     "FedXgb": "trees have no norm",
     "DifferentialPrivacy": "it clips and adds noise itself: set noise_multiplier here instead",
@@ -41,7 +42,6 @@ _WHY_NOT = {
     "QFedAvg": "it weighs by the clients' losses, which the noise on the average does not cover",
     "": 'it looks at each reply, and all are one average: set combine = "trimmed" or "arc"',
 }
-"""Why the others are refused, by how their names begin."""
 
 
 def _check_inner(inner: object, private: bool) -> None:

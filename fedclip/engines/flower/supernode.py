@@ -53,18 +53,16 @@ from fedclip.errors import shown
 from fedclip.site.gate import REFUSED, Gate, Refused
 from fedclip.site.policy import Policy
 
-__all__ = ["Border", "passed", "run"]
-
 _LOGGER = logging.getLogger("fedclip.site")
 
+# The versions of flwr between whose functions this file stands, and SHA-256 of all their files.
 KNOWN = {
     "1.41.0": "c92a946057b8fee676c67bcb1f9e636539574d71050745282c4148a7bf12bb18",
     "1.42.0": "5a388aca5684c7cf99f26ef1c6929229b73439172d8bab993d93ba5d642533aa",
 }
-"""The versions of flwr between whose functions this file stands, and SHA-256 of all their files."""
 
+# How many messages may wait for a reply; flwr hands out one at a time.
 WAITING = 16
-"""How many messages may wait for a reply; flwr hands out one at a time."""
 
 NOT_FORCED = """\
 fedclip site supernode: replies of the app leave as the policy allows, or stay.

@@ -73,13 +73,19 @@ class SimulateConfig(TomlConfig):
 
 
 class Trained(NamedTuple):
-    """The result of a client's training in a round."""
+    """The result of a client's training in a round.
+
+    Attributes
+    ----------
+    update
+        The model before the round, minus the model after it.
+    aux
+        The messages of its optimizer's modules to those of the server.
+    """
 
     update: AnyVector
-    """The model before the round, minus the model after it."""
     steps: int
     aux: dict[str, AuxVar]
-    """The messages of its optimizer's modules to those of the server."""
 
 
 class Crowd:

@@ -45,18 +45,26 @@ _MEASURED = 100  # clients whose own records are written
 
 
 class Simulated(NamedTuple):
-    """The result of a simulation."""
+    """The result of a simulation.
+
+    Attributes
+    ----------
+    seconds
+        The mean duration of a round, in seconds.
+    results
+        The folder of records, metrics and the model.
+    ended
+        Why it ended early; "" if it did not.
+    best
+        The round of the best weights: those with the lowest mean loss of the healthy sites.
+    """
 
     clients: int
     rounds: int
     seconds: float
-    """The mean duration of a round, in seconds."""
     results: str
-    """The folder of records, metrics and the model."""
     ended: str
-    """Why it ended early; "" if it did not."""
     best: int = 0
-    """The round of the best weights: those with the lowest mean loss of the healthy sites."""
 
 
 class Simulation:

@@ -33,8 +33,8 @@ from nvflare.recipe.spec import Recipe
 from fedclip.updates.protocol import Arrays, SentBound, bound_from, bound_to, reply_from, reply_to
 from fedclip.updates.store import PersistentServer, absolute, client_of, server_of
 
+# The name of bound and votes in a message, and of the bound in the context of a task.
 KEY = "fedclip"
-"""The name of bound and votes in a message, and of the bound in the context of a task."""
 
 
 class CloseRound(ModelAggregator):
@@ -294,21 +294,19 @@ def _workflow(recipe: Recipe) -> FedAvg:
         )
     (workflow,) = workflows
     sites = (getattr(recipe, "per_site_config", None) or {}).values()
-    for name, value, needed in (
-        ("params_transfer_type", TransferType.DIFF, "the clients must send differences"),
-        ("server_expected_format", ExchangeFormat.NUMPY, "the server adds NumPy arrays up"),
-    ):
+    needed = {
+        "params_transfer_type": TransferType.DIFF,
+        "server_expected_format": ExchangeFormat.NUMPY,
+    }
+    for name, value in needed.items():
         of_all = getattr(recipe, name, None)
         for setting in [of_all, *(site.get(name) or of_all for site in sites)]:
             if setting != value:
-                raise ValueError(f"{needed}: give the recipe {name}={value!s}, got {setting!s}")
-    for name, instead in (
-        ("aggregator", "update clipping is the aggregator"),
-        ("exclude_vars", "exclude=[...] says what is averaged without a bound"),
-        ("aggregation_weights", "weights={...} is the table of weights"),
-        ("stop_cond", "it reads an average of the clients' metrics, which has no bound"),
-        ("enable_tensor_disk_offload", "replies are vetted in memory"),
-    ):
+                raise ValueError(f"give the recipe {name}={value!s}, got {setting!s}")
+    replaced = ("aggregator", "exclude_vars", "aggregation_weights", "stop_cond")
+    for name in (*replaced, "enable_tensor_disk_offload"):
         if getattr(workflow, name):
-            raise ValueError(f"leave {name} out of the recipe: {instead}")
+            raise ValueError(
+                f"leave {name} out of the recipe: clipping has exclude, weights and combine instead"
+            )
     return workflow

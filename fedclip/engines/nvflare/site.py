@@ -37,12 +37,10 @@ from fedclip.errors import shown
 from fedclip.site.gate import Gate, Refused
 from fedclip.site.policy import Policy
 
-__all__ = ["SitePolicy"]
-
 _LOGGER = logging.getLogger("fedclip.site")
 
+# The name of a task's model in its context, and of the reason why the task gets no answer.
 _SEEN = "fedclip.site"
-"""The name of a task's model in its context, and of the reason why the task gets no answer."""
 
 
 class SitePolicy(Filter):
