@@ -44,15 +44,15 @@ _LOGGER = logging.getLogger("fedclip.site")
 # A ledger's lock keeps other processes away, and this one other threads.
 _CHARGING = threading.Lock()
 
+# The protected data in the ledger of a site, where other ledgers have a fingerprint of records.
 UNIT = "the updates of a site"
-"""The protected data in the ledger of a site, where other ledgers have a fingerprint of records."""
 
 # The largest whole number that is plain: others can hold any text.
 _LARGEST = 2**63
 
 
+# This text leaves instead of anything that must not leave, whatever the reason.
 REFUSED = "refused by this site, whose log says why"
-"""This text leaves instead of anything that must not leave, whatever the reason."""
 
 
 class Refused(RuntimeError):

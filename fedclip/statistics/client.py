@@ -34,8 +34,8 @@ from fedclip.rules.protection import WarmupGuard
 from fedclip.rules.sharing import Learning
 from fedclip.statistics.counts import Counts, FedclipSharedState, Tally
 
+# Largest number of norms of a group that a client counts in a round, by default.
 MAX_STEPS = 10_000
-"""Largest number of norms of a group that a client counts in a round, by default."""
 
 
 def _plain(fields: Mapping[str, object]) -> Fields:

@@ -41,17 +41,17 @@ from fedclip.errors import Unchecked
 from fedclip.rules import State
 from fedclip.rules.sharing import Judgement
 
+# Whole numbers, of shape (rows, groups).
 Counts: TypeAlias = NDArray[np.uint64]
-"""Whole numbers, of shape (rows, groups)."""
 
+# The centres of the sums of each group, and the largest norm that can have been learnt.
 Bounds: TypeAlias = tuple[Float64, Float64]
-"""The centres of the sums of each group, and the largest norm that can have been learnt."""
 
+# Norms from here on are not learnt: their squares do not fit into the digits.
 LARGEST = 2.0**60
-"""Norms from here on are not learnt: their squares do not fit into the digits."""
 
+# Relative error of a quantile of the sketch.
 ERROR = 0.03
-"""Relative error of a quantile of the sketch."""
 
 BUCKETS = 512
 

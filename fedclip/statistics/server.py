@@ -19,8 +19,8 @@ from fedclip.statistics import counts as counting
 from fedclip.statistics.client import centre_of
 from fedclip.statistics.counts import BUCKETS, Bounds, Round, Tally
 
+# A message: the number of clients (a sum has several) and their counts; or why it is invalid.
 Claimed: TypeAlias = tuple[Unchecked, Unchecked] | str
-"""A message: the number of clients (a sum has several) and their counts; or why it is invalid."""
 
 
 class History:

@@ -25,30 +25,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flwr
 from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.constant import TaskType
 from flwr.supercore.exit import ExitCode, flwr_exit
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    iterate_object_tree,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    inflate_object_from_contents,
-    pull_objects,
-    push_objects,
-)
+from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from flwr.supercore.logger import console_handler
 from flwr.supercore.servicer.runtime import runtime_handlers
 from flwr.supercore.version import package_version
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.cli import flower_supernode
 
-from fedclip.engines.flower.mod import RECORD, record_of
+from fedclip.engines.flower.clipping import RECORD, record_of
 from fedclip.errors import shown
 from fedclip.site.gate import REFUSED, Gate, Refused
 from fedclip.site.policy import Policy
@@ -95,7 +86,7 @@ class Border:
         self._node_id, self._receive, self._send, self._get_run, self._get_fab = connection[:5]
         self._pull, self._push, self._confirm = connection[5:]
         self._asked: dict[str, tuple[Message, dict[str, bytes]]] = {}
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, tuple[set[str], dict[str, bytes], Callable[..., Message]]] = {}
         self._lock = threading.Lock()
 
     def connection(self) -> tuple[Any, ...]:
@@ -115,9 +106,9 @@ class Border:
             self._deliver(_refusal(message, exc))
             self._confirm(metadata.run_id, metadata.message_id)
             return None
-        ids = [node.object_id for node in iterate_object_tree(tree)]
+        ids = [node.object_id for node in inflatable_object.iterate_object_tree(tree)]
         try:
-            objects = pull_objects(ids, partial(self._pull, metadata.run_id))
+            objects = inflatable_utils.pull_objects(ids, partial(self._pull, metadata.run_id))
         except Exception as exc:
             # flwr will ask for them again, and gets objects that were not seen here.
             _LOGGER.error("a message came without its model: %s", shown(exc))
@@ -147,61 +138,53 @@ class Border:
             _LOGGER.error("not sent: a reply to no message that waits for one")
             return set(), ""
         del self._asked[replied_to]
-        ids = {node.object_id for node in iterate_object_tree(tree)}
-        self._held[replied_to] = _Held(*pending, tree.object_id, ids, {})
+        ids = {node.object_id for node in inflatable_object.iterate_object_tree(tree)}
+        self._held[replied_to] = ids, {}, partial(self._answer, *pending, tree.object_id)
         return ids, replied_to
 
     def push(self, _run_id: int, replied_to: str, object_id: str, content: bytes) -> None:
         """Hold back an object of a reply; with the last one, send what may leave of the reply."""
         with self._lock:
-            held = self._held[replied_to]
-            held.objects[object_id] = content
-            if held.objects.keys() != held.ids:
+            ids, objects, answer = self._held[replied_to]
+            objects[object_id] = content
+            if objects.keys() != ids:
                 return
             del self._held[replied_to]
-        self._deliver(self._answer(held))
+        self._deliver(answer(objects))
 
     def _deliver(self, reply: Message) -> None:
         """Send a message that was made here."""
         reply.metadata.__dict__["_message_id"] = reply.object_id
         # The time that the app took stays here: an app can choose it.
-        missing, session = self._send(reply, get_object_tree(reply), 0.0)
-        push_objects(
-            get_all_nested_objects(reply),
+        missing, session = self._send(reply, inflatable_object.get_object_tree(reply), 0.0)
+        inflatable_utils.push_objects(
+            inflatable_object.get_all_nested_objects(reply),
             partial(self._push, reply.metadata.run_id, session),
             object_ids_to_push=missing,
         )
 
-    def _answer(self, held: _Held) -> Message:
+    def _answer(
+        self, asked: Message, seen: dict[str, bytes], reply_id: str, objects: dict[str, bytes]
+    ) -> Message:
         """Return a message of what the gate lets out, or an error."""
         try:
-            if not held.seen:
+            if not seen:
                 raise Refused("the model that this replies to has not been seen at the border")
-            message: Any = inflate_object_from_contents(held.message.metadata.message_id, held.seen)
-            reply: Any = inflate_object_from_contents(held.reply_id, held.objects)
+            inflated = inflatable_utils.inflate_object_from_contents
+            message: Any = inflated(asked.metadata.message_id, seen)
+            reply: Any = inflated(reply_id, objects)
             if reply.has_error():
                 raise Refused(f"the app has failed: {shown(reply.error.reason)}")
-            kind = held.message.metadata.message_type
-            content = passed(kind, message.content, reply.content, self._gate)
-            return Message(content, reply_to=held.message)
+            kind = asked.metadata.message_type
+            return Message(passed(kind, message.content, reply.content, self._gate), reply_to=asked)
         except Exception as exc:  # its text may hold data
-            return _refusal(held.message, exc)
+            return _refusal(asked, exc)
 
 
 def _refusal(message: Message, why: Exception) -> Message:
     """Return the error that leaves instead of a reply; only the log has the reason."""
     _LOGGER.error("not sent: %s", shown(why))
     return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, REFUSED), reply_to=message)
-
-
-class _Held(NamedTuple):
-    """A reply that has not arrived completely: the message, its objects, and those of the reply."""
-
-    message: Message
-    seen: dict[str, bytes]
-    reply_id: str
-    ids: set[str]
-    objects: dict[str, bytes]
 
 
 def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> RecordDict:

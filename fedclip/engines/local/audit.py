@@ -113,9 +113,8 @@ class Audit(NamedTuple):
         verdict = verdict if self.audited else "NOT AUDITED: the claim is above that"
         yield f"  {verdict}{': ' * bool(self.broken)}{self.broken}"
         yield (
-            "what this does not show: that epsilon is as small as claimed, as attacks give lower "
-            "bounds. It tests neither other messages (losses, votes, logs, numbers of records) nor "
-            "the random generator"
+            "what this does not show: that epsilon is as small as claimed, what other messages "
+            "reveal (losses, votes, logs), and that the generator is random"
         )
 
 

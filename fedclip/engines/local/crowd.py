@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 from declearn.dataset import InMemoryDataset
-from declearn.main.config import EvaluateConfig, FLOptimConfig, TrainingConfig
+from declearn.main.config import EvaluateConfig, FLOptimConfig
 from declearn.main.utils import aggregate_clients_data_info
 from declearn.metrics import MetricState
 from declearn.optimizer import Optimizer
@@ -67,8 +67,8 @@ class SimulateConfig(TomlConfig):
         if self.seed is not None and self.seed < 0:
             raise ValueError(f"seed must be an int >= 0, got {self.seed!r}")
         for name in ("sampled", "attackers"):
-            if self.clients is not None and (getattr(self, name) or 0) > self.clients:
-                many = getattr(self, name)
+            many = getattr(self, name) or 0
+            if self.clients is not None and many > self.clients:
                 raise ValueError(f"{name} = {many} is more than clients = {self.clients}")
 
 
@@ -95,9 +95,9 @@ class Crowd:
     ----------
     experiment
         Where data and model are.
-    optim, training
-        The sections [optim] and [run.training]. The module `update-clip-client` takes no part: it
-        only carries what the caller knows.
+    optim, effort
+        The section [optim], and how long clients train. The module `update-clip-client` takes no
+        part: it only carries what the caller knows.
     settings
         The section [simulate], with a number of clients.
 
@@ -108,13 +108,9 @@ class Crowd:
     """
 
     def __init__(
-        self,
-        experiment: Experiment,
-        optim: FLOptimConfig,
-        training: TrainingConfig,
-        settings: SimulateConfig,
+        self, experiment: Experiment, optim: FLOptimConfig, effort: Config, settings: SimulateConfig
     ) -> None:
-        self.settings, self.sites = settings, list(experiment.files)
+        self.settings, self.sites, self._effort = settings, list(experiment.files), effort
         rounds = [divmod(i, len(self.sites)) for i in range(settings.clients or 0)]
         self.names = [self.sites[i] + f"-{turn}" * bool(turn) for turn, i in rounds]
         self.data = [experiment.data(site) for site in self.sites]
@@ -132,7 +128,6 @@ class Crowd:
             pairs = zip(self.sites, self.data, strict=True)
             specs = {name: vars(train.get_data_specs()) for name, (train, _) in pairs}
             model.initialize(aggregate_clients_data_info(specs, model.required_data_info))
-        self._effort = training.message_params
         # Personal layers are trained too, by the model within.
         inner = model.model if isinstance(model, PersonalModel) else model
         vectorize_gradients(inner)

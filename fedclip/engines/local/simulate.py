@@ -27,7 +27,6 @@ from declearn.utils import set_device_policy
 
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
 from fedclip.engines.declearn.experiment import Experiment, draw_from
-from fedclip.engines.declearn.generics import AnyVector
 from fedclip.engines.declearn.trained import label
 from fedclip.engines.local.crowd import Crowd, SimulateConfig, Trained
 from fedclip.errors import FedclipWarning, ToolError
@@ -99,7 +98,8 @@ class Simulation:
             draw_from(self.settings.seed)
         set_device_policy(gpu=False)
         self.aggregator = cast(Any, optim.aggregator)
-        self.crowd = Crowd(self.experiment, optim, self.config.training, self.settings)
+        effort = self.config.training.message_params
+        self.crowd = Crowd(self.experiment, optim, effort, self.settings)
         self.model = self.crowd.model
         self.bound = _bound(optim)
         self.server = self._server(self.bound) if self.bound else None
@@ -115,7 +115,7 @@ class Simulation:
         self.result = Result()
         self.reader: Reader | None = None
         self.rounds = self.best_round = 0
-        self.best: AnyVector = self.model.get_weights(trainable=True)
+        self.best = self.model.get_weights(trainable=True)
         self.folder = Path(self.experiment.results, "simulated")
 
     def _settings(self, toml: str, seed: int | None) -> SimulateConfig:
@@ -183,7 +183,7 @@ class Simulation:
         elif updates is not None:
             self.rest.apply_gradients(self.model, self.aggregator.finalize_updates(updates))
         if self.records.recorder.round % _ROUNDS_A_FILE == 0:
-            self._keep_records()
+            self.keep_records()
         return ""
 
     def _reply(self, client: int, trained: Trained, sent: SentBound) -> Reply:
@@ -213,7 +213,7 @@ class Simulation:
         self.losses.append({"": float(metrics["loss"])} | {s: v["loss"] for s, v in sites.items()})
         # Of 100 clients it takes a fifth of a second.
         if (n := len(self.losses)) < 10 or n % 10 == 0 or self.rounds == self.config.rounds:
-            self._keep_records()
+            self.keep_records()
             self.reader = self.reader or Reader(self.folder)
             with suppress(ReportError):
                 self.result = result_of(self.reader.read(), "")
@@ -223,14 +223,7 @@ class Simulation:
         if best_round(self.losses, self.result.healthy or sites) == n - 1:
             self.best, self.best_round = weights, self.rounds
 
-    def finish(self) -> None:
-        """Keep the best model, as a run does at its end."""
-        self._keep_records()
-        self.crowd.hand_over(None, self.best)
-        Checkpointer(str(self.folder / "server")).save_model(self.model, timestamp="best")
-        label(self.folder / "server", self.model)
-
-    def _keep_records(self) -> None:
+    def keep_records(self) -> None:
         """Write the records of the first clients' modules to the files that a run would have."""
         part = f"{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}"
         saved = {self.crowd.names[i]: (self.crowd.optimizer(i), n) for i, n in self.norms.items()}
@@ -264,8 +257,7 @@ def run(
         raise ToolError(f"a package that this run needs is missing: {exc}") from None
     config, folder = simulation.config, simulation.folder
     shutil.rmtree(folder, ignore_errors=True)
-    for node in _NODES:
-        (folder / node).mkdir(parents=True)
+    (folder / "server").mkdir(parents=True)
     early: Any = config.early_stop
     stop = early.instantiate() if early else None
     begun, ended, done = time.monotonic(), "", 0
@@ -281,7 +273,11 @@ def run(
                 break
         ended = why
     seconds = (time.monotonic() - begun) / max(done, 1)
-    simulation.finish()
+    simulation.keep_records()
+    # The best model is kept, as a run does at its end.
+    simulation.crowd.hand_over(None, simulation.best)
+    Checkpointer(str(folder / "server")).save_model(simulation.model, timestamp="best")
+    label(folder / "server", simulation.model)
     count, best = len(simulation.crowd.names), simulation.best_round
     return Simulated(count, done, seconds, str(folder), ended, best)
 
@@ -308,13 +304,11 @@ def _logged(file: Path) -> Iterator[None]:
     """Send log messages to a file, and warnings only there."""
     logger, handler = logging.getLogger("declearn"), logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FedclipWarning)
             yield
     finally:
-        logger.propagate = before
         logger.removeHandler(handler)
         handler.close()

@@ -19,7 +19,7 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import FedAvg
 
 from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
-from fedclip.engines.flower.mod import RECORD
+from fedclip.engines.flower.clipping import RECORD
 
 FIVE = range(1, 6)
 FIXED = {"start_norm": 1.0, "learning_rate": 0.0}

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
-from fedclip.engines.flower.strategy import _AVERAGES
+from fedclip.engines.flower.clipping import _AVERAGES
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.store import PersistentServer
 
