@@ -42,7 +42,7 @@ from fedclip.updates.protocol import BINS, COUNTS, VOTES, Arrays, is_one_of
 
 _LOGGER = logging.getLogger("fedclip.site")
 # A ledger's lock keeps other processes away, and this one other threads.
-_CHARGING = threading.Lock()
+_ALONE = threading.Lock()
 
 # The protected data in the ledger of a site, where other ledgers have a fingerprint of records.
 UNIT = "the updates of a site"
@@ -90,7 +90,6 @@ def _stepped(array: HostView, step: HostView) -> HostView:
         return np.asarray(np.where(longer, np.nextafter(result, array), result))
 
 
-_COUNTING = threading.Lock()
 # What was counted under each path: a file that is put back takes nothing from it.
 _OF_THIS_PROCESS: dict[Path, list[str]] = {}
 
@@ -138,11 +137,13 @@ class Replies:
             If the file cannot be read or written; then nothing may leave.
         """
         name = hashlib.sha256(run.encode()).hexdigest()
-        with _COUNTING, ExitStack() as files:
+        with _ALONE, ExitStack() as files:
+            lines = list[str]()
             if self.path is not None:
                 lock = self.path.with_name(f"{self.path.name}.lock")
                 files.enter_context(locked(lock, wait=True))
-            lines = self._read()
+                if self.path.exists():
+                    lines = self.path.read_text("ascii", "replace").split()
             # A file is only added to: one that is shorter was put back.
             self._known.extend(lines[len(self._known) :])
             limit = ""
@@ -160,11 +161,6 @@ class Replies:
                     os.fsync(file.fileno())
         if limit:
             raise Refused(f"the policy allows no more replies: {limit}")
-
-    def _read(self) -> list[str]:
-        if self.path is None or not self.path.exists():
-            return []
-        return self.path.read_text("ascii", "replace").split()
 
 
 class Gate:
@@ -277,7 +273,7 @@ class Gate:
         if std:
             refuse_statistics(model)
         sent = self._clipper.outcome(update, self.policy.max_norm, None).arrays
-        with _CHARGING:
+        with _ALONE:
             self._charge()
         if std:
             sent = add_noise(sent, std, secure_normals)
@@ -370,7 +366,6 @@ def plain(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     if isinstance(value, numbers.Integral):
-        integer = int(value)
-        return integer if abs(integer) < _LARGEST else None
+        return int(value) if abs(int(value)) < _LARGEST else None
     number = float(value)
     return number if math.isfinite(number) else None

@@ -28,8 +28,7 @@ def _absolute(ledger: str) -> str:
     path = parameters.name(ledger=ledger)
     if not Path(path).is_absolute():
         raise ValueError(
-            f"ledger must be an absolute path, got {path!r}: a relative one is a new budget in "
-            "each folder"
+            f"ledger must be an absolute path, got {path!r}: each folder would have a new budget"
         )
     return path
 

@@ -61,9 +61,7 @@ _COLUMN = _EDGES[:, None]
 # The number that stands for each bucket: 0 for the first; the lower edge for the last, open one.
 _VALUES = np.concatenate([[0.0], _SKETCH.middle(_EDGES[1:]), _EDGES[-1:]])
 
-_BITS = 16
-_DIGITS = 12
-_SQUARE_DIGITS = 20
+_BITS, _DIGITS, _SQUARE_DIGITS = 16, 12, 20
 # The last digit is worth 2^-100, and 2^-160: far below the rounding of any norm above 1e-14.
 _SCALE, _SQUARE_SCALE = 100, 160
 _MOMENT_ROWS = 2 * _DIGITS + _SQUARE_DIGITS

@@ -15,9 +15,8 @@ from fedclip.core.records import Integers
 from fedclip.errors import StateError, Unchecked
 from fedclip.rules import State
 from fedclip.rules.sharing import Counted, Learning
-from fedclip.statistics import counts as counting
 from fedclip.statistics.client import centre_of
-from fedclip.statistics.counts import BUCKETS, Bounds, Round, Tally
+from fedclip.statistics.counts import BUCKETS, Bounds, Round, Tally, counts_of, quantile_of
 
 # A message: the number of clients (a sum has several) and their counts; or why it is invalid.
 Claimed: TypeAlias = tuple[Unchecked, Unchecked] | str
@@ -51,11 +50,11 @@ class History:
 
     def quantile(self, p: float) -> float:
         """Return a quantile of the norms."""
-        return counting.quantile_of(self.total, p)
+        return quantile_of(self.total, p)
 
     def deviation(self, p: float, centre: float) -> float:
         """Return a quantile of the distances of the norms from a centre."""
-        return counting.quantile_of(self.total, p, centre)
+        return quantile_of(self.total, p, centre)
 
     def get_state(self) -> list[list[list[int]]]:
         """Return, for each round, the buckets that are not empty and their counts."""
@@ -104,16 +103,13 @@ class SharedState:
         """Start with groups of these labels, and no norms."""
         self.labels = labels
         self.state = _columns(self.rule.begin(len(labels), NUMPY))
-        size = self.rule.remembered
-        self._histories = [History(size) for _ in labels]
+        self._histories = [History(self.rule.remembered) for _ in labels]
 
     def fields(self) -> dict[str, list[float]]:
         """Return the numbers of each field, one for each label."""
-        fields = {} if self.state is None else self.state._asdict()
-        return {
-            name: [int(x) if name == "count" else float(x) for x in column]
-            for name, column in fields.items()
-        }
+        groups = states.dump(self.state, self.labels) if self.labels else {}
+        names = self.state._fields if groups else ()
+        return {name: [group[name] for group in groups.values()] for name in names}
 
     def merge(self, messages: Sequence[Claimed]) -> list[str]:
         """Update the state with the clients' counts; return why each message is left out, or ""."""
@@ -125,7 +121,7 @@ class SharedState:
         for message in messages:
             n, counts, fault = 0, None, str(message)
             if not isinstance(message, str):
-                n, (counts, fault) = message[0], counting.counts_of(*message, shape)
+                n, (counts, fault) = message[0], counts_of(*message, shape)
             if counts is not None:
                 fault = self.tally.fault(counts, n, self.max_steps, bounds)
             if counts is not None and not fault:
@@ -187,9 +183,8 @@ class SharedState:
         size = self.rule.remembered
         histories = [History.from_state(size, history.get(label, ())) for label in labels]
         fresh = self.rule.begin(len(labels), NUMPY)
-        loaded = states.load(fresh, groups, labels) if labels else None
+        self.state = _columns(states.load(fresh, groups, labels)) if labels else None
         self.labels, self._histories = labels, histories
-        self.state = _columns(loaded) if labels else None
         self.version = version
 
 

@@ -373,17 +373,17 @@ class UpdateClipStrategy(Strategy):
         closed = self.served.close(like=like)
         self._rounds += 1
         if any(closed.faults):
-            text = "UpdateClipMod: it must be the first of the mods, before any such as LocalDpMod"
-            log(WARNING, "replies that count as zero may lack %s", text)
-        metrics = MetricRecord(
-            {f"update-clip-{name}": closed.record[name] for name in ("bound", "epsilon")}
-        )
+            log(
+                WARNING,
+                "replies count as zero: UpdateClipMod must be the first mod, before LocalDpMod",
+            )
+        ours = {f"update-clip-{name}": closed.record[name] for name in ("bound", "epsilon")}
         if closed.withheld:
-            return None, metrics
+            return None, MetricRecord(ours)
         valid = [m for m, fault in zip(came.values(), closed.faults, strict=True) if not fault]
         handed = self._handed(valid, {k: like[k] - closed.average[k] for k in like})
-        arrays, inner_metrics = self.inner.aggregate_train(server_round, handed)
-        metrics = MetricRecord({**(inner_metrics or {}), **metrics})
+        arrays, metrics = self.inner.aggregate_train(server_round, handed)
+        metrics = MetricRecord({**(metrics or {}), **ours})
         if arrays is None:
             return None, metrics
         # In the dtypes of the model: FedAvg makes float64 of whole numbers.

@@ -149,7 +149,7 @@ class Crowd:
         elif self.settings.sampled is not None:
             chosen = np.sort(self._rng.choice(chosen, self.settings.sampled, replace=False))
         stays = self._rng.random(len(chosen)) >= self.settings.drop_out
-        return [int(client) for client in chosen[stays]]
+        return list(chosen[stays].tolist())
 
     def optimizer(self, client: int) -> Optimizer:
         """Return a client's optimizer; all share one if it has no state."""

@@ -285,14 +285,13 @@ def _workflow(recipe: Recipe) -> FedAvg:
     """Return the workflow of a recipe that can be clipped; refuse any other."""
     server = recipe._job._deploy_map.get("server")
     controllers = [item.controller for item in server.app_config.workflows] if server else []
-    workflows = [controller for controller in controllers if type(controller) is FedAvg]
-    if len(workflows) != 1:
+    workflow = next((one for one in controllers if type(one) is FedAvg), None)
+    if workflow is None:
         names = ", ".join(type(controller).__name__ for controller in controllers) or "none"
         raise ValueError(
             f"the workflow of this recipe is {names}: take a recipe of NVFlare's FedAvg, such as "
             "NumpyFedAvgRecipe"
         )
-    (workflow,) = workflows
     sites = (getattr(recipe, "per_site_config", None) or {}).values()
     needed = {
         "params_transfer_type": TransferType.DIFF,
