@@ -373,10 +373,8 @@ class UpdateClipStrategy(Strategy):
         closed = self.served.close(like=like)
         self._rounds += 1
         if any(closed.faults):
-            log(
-                WARNING,
-                "replies count as zero: UpdateClipMod must be the first mod, before LocalDpMod",
-            )
+            text = "UpdateClipMod must be the first of the mods, before any such as LocalDpMod"
+            log(WARNING, "replies count as zero: %s", text)
         ours = {f"update-clip-{name}": closed.record[name] for name in ("bound", "epsilon")}
         if closed.withheld:
             return None, MetricRecord(ours)

@@ -175,7 +175,9 @@ def test_local_noise_after_the_clip_is_refused_and_said(caplog: Any) -> None:
         w, strategy = outcome(Loop(FIVE, steady, mods=lambda node: [local(), UpdateClipMod()]))
     assert strategy.served.rounds[0]["refused"] == 5
     np.testing.assert_array_equal(w, 0.0)
-    assert "UpdateClipMod must be the first mod, before LocalDpMod" in caplog.text
+    assert (
+        "UpdateClipMod must be the first of the mods, before any such as LocalDpMod" in caplog.text
+    )
     # The other way round, noise is a part of the update that is clipped.
     w, strategy = outcome(Loop(FIVE, steady, mods=lambda node: [UpdateClipMod(), local()]))
     assert strategy.served.rounds[0]["refused"] == 0
