@@ -367,5 +367,4 @@ def plain(value: object) -> float | None:
         return None
     if isinstance(value, numbers.Integral):
         return int(value) if abs(int(value)) < _LARGEST else None
-    number = float(value)
-    return number if math.isfinite(number) else None
+    return float(value) if math.isfinite(value) else None

@@ -135,9 +135,8 @@ class Policy(Configured):
         """
         path = Path(path)
         check_owned(path)
-        text = path.read_bytes()
         try:
-            config = tomllib.loads(text.decode())
+            config = tomllib.loads(path.read_bytes().decode())
             for section in config.keys() - {"update"}:
                 got = f"got {section!r}{nearest(section, ['update'])}"
                 raise ValueError(f"a policy has the section [update] only, {got}")

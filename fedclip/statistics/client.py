@@ -140,20 +140,17 @@ class SharedStatistics:
             }
             states.check_groups(received, blank)
         except (TypeError, LookupError) as exc:
-            raise ValueError(
-                f"{self.clipper} cannot read the state that the server has sent"
-                f"{other(message.fedclip)}"
-            ) from exc
+            text = f"{self.clipper} cannot read the server's state{other(message.fedclip)}"
+            raise ValueError(text) from exc
         self.rule, self.labels = rule, tuple(message.labels)
         unsent = statistics if self.version == message.version else {}
         self.version = message.version
-        nothing = self._nothing()
         defaults = _plain(rule.guard.init(1, NUMPY))
         result: Statistics = {k: v for k, v in unsent.items() if k not in received}
         for label, fields in received.items():
             local = statistics.get(label, {})
             complete = {name: local.get(name, value) for name, value in defaults.items()}
-            result[label] = {**nothing, **complete, **unsent.get(label, {}), **fields}
+            result[label] = {**self._nothing(), **complete, **unsent.get(label, {}), **fields}
         return result
 
     def collect(self, statistics: Statistics) -> tuple[Counts, Statistics]:

@@ -26,7 +26,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple, Self, TypeAlias
 
@@ -57,7 +56,6 @@ BUCKETS = 512
 
 _SKETCH = Sketch(ERROR, lowest=1e-8)
 _EDGES = _SKETCH.edges(BUCKETS - 1)
-_COLUMN = _EDGES[:, None]
 # The number that stands for each bucket: 0 for the first; the lower edge for the last, open one.
 _VALUES = np.concatenate([[0.0], _SKETCH.middle(_EDGES[1:]), _EDGES[-1:]])
 
@@ -135,7 +133,7 @@ class Tally:
             fields["new_mean"] = mean
             fields["new_squares"] = state.new_squares + delta * (observed - mean)
         if "sketch" in self.parts:
-            edges = xp.asarray(_COLUMN, like=observed)
+            edges = xp.asarray(_EDGES[:, None], like=observed)
             more = xp.where(observed > edges, weight, 0.0 * weight)
             fields["new_above"] = state.new_above + more
         return state._replace(**fields)
@@ -206,17 +204,16 @@ _LOST, _LOST_SQUARE = 2.0 ** (1 - _SCALE), 2.0 ** (1 - _SQUARE_SCALE)
 _OUTSIDE = "norms below 0, or above the most that there can be"
 
 
-@cache
-def _worth(scale: int, size: int) -> Float64:
-    return np.array([2.0 ** (_BITS * place - scale) for place in range(size)])
+# What a digit is worth, lowest first.
+_WORTH = 2.0 ** (_BITS * np.arange(_DIGITS) - _SCALE)
+_SQUARE_WORTH = 2.0 ** (_BITS * np.arange(_SQUARE_DIGITS) - _SQUARE_SCALE)
 
 
 def _implausible(n: Float64, digits: Counts, bounds: Bounds) -> str:
     """Return why no norms in [0, highest] can give these sums; "" if some can. Uses floats."""
     values = digits.astype(np.float64)
-    worth = _worth(_SCALE, _DIGITS)
-    up, down = worth @ values[:_DIGITS], worth @ values[_DIGITS : 2 * _DIGITS]
-    second = _worth(_SQUARE_SCALE, _SQUARE_DIGITS) @ values[2 * _DIGITS :]
+    up, down = _WORTH @ values[:_DIGITS], _WORTH @ values[_DIGITS : 2 * _DIGITS]
+    second = _SQUARE_WORTH @ values[2 * _DIGITS :]
     (centre, limits), first = bounds, up - down
     if (first * first > _SLACK * n * (second + n * _LOST_SQUARE)).any():
         return "a negative variance"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 import numpy as np
 
@@ -17,9 +16,6 @@ from fedclip.rules import State
 from fedclip.rules.sharing import Counted, Learning
 from fedclip.statistics.client import centre_of
 from fedclip.statistics.counts import BUCKETS, Bounds, Round, Tally, counts_of, quantile_of
-
-# A message: the number of clients (a sum has several) and their counts; or why it is invalid.
-Claimed: TypeAlias = tuple[Unchecked, Unchecked] | str
 
 
 class History:
@@ -111,8 +107,11 @@ class SharedState:
         names = self.state._fields if groups else ()
         return {name: [group[name] for group in groups.values()] for name in names}
 
-    def merge(self, messages: Sequence[Claimed]) -> list[str]:
-        """Update the state with the clients' counts; return why each message is left out, or ""."""
+    def merge(self, messages: Sequence[tuple[Unchecked, Unchecked] | str]) -> list[str]:
+        """Update the state with the clients' counts; return why each message is left out, or "".
+
+        A message is a number of clients (a sum has several) and their counts, or why it is invalid.
+        """
         shape, faults = (self.tally.rows, len(self.labels)), list[str]()
         if not self.labels:
             # In this round the clients keep their counts.

@@ -20,6 +20,7 @@ from declearn.training import TrainingManager
 from declearn.utils import TomlConfig
 
 from fedclip import UpdateClipClient
+from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn.experiment import Experiment, vectorize_gradients
 from fedclip.engines.declearn.generics import AnyVector
@@ -62,10 +63,8 @@ class SimulateConfig(TomlConfig):
     seed: Optional[int] = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.drop_out < 1:
-            raise ValueError(f"drop_out must be a number in [0, 1), got {self.drop_out!r}")
-        if self.seed is not None and self.seed < 0:
-            raise ValueError(f"seed must be an int >= 0, got {self.seed!r}")
+        parameters.share(drop_out=self.drop_out)
+        parameters.optional(parameters.integer, 0, seed=self.seed)
         for name in ("sampled", "attackers"):
             many = getattr(self, name) or 0
             if self.clients is not None and many > self.clients:
