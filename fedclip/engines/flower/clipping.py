@@ -290,10 +290,7 @@ class UpdateClipStrategy(Strategy):
         """
         if settings := settings_in(run_config):
             return cls(inner, settings, folder=folder)
-        raise ValueError(
-            "the run configuration has no update-clip.… setting: give at least one in "
-            "[tool.flwr.app.config.update-clip] of pyproject.toml"
-        )
+        raise ValueError("the run configuration has no update-clip.… setting: give at least one")
 
     def initialize_parameters(self, client_manager: object) -> None:
         """Refuse Flower's older API, which calls this: it cannot run update clipping."""
@@ -347,10 +344,8 @@ class UpdateClipStrategy(Strategy):
             due = self._schedule.due(self._rounds)
             if present := [nodes[name] for name in due if name in nodes]:
                 return present
-            raise RuntimeError(
-                f"all nodes whose turn it is have left ({', '.join(due[:5])}), and no node may "
-                "replace them: start again with the nodes that are present"
-            )
+            left = ", ".join(due[:5])
+            raise RuntimeError(f"all nodes whose turn it is have left ({left}): start again")
         if len(nodes) != bound.budget.clients:
             raise RuntimeError(
                 f"{len(nodes)} nodes would be asked, and noise is for expected_clients="

@@ -55,12 +55,6 @@ KNOWN = {
 # How many messages may wait for a reply; flwr hands out one at a time.
 WAITING = 16
 
-NOT_FORCED = """\
-fedclip site supernode: replies of the app leave as the policy allows, or stay.
-Sockets and files of the app are not controlled: start the SuperNode with --isolation process, and
-the app as another user, without a way to any network but this SuperNode.
-"""
-
 
 class Border:
     """The messages between a SuperNode and its SuperLink, with a site's policy in between.
@@ -291,7 +285,6 @@ def run(policy: Path, words: Sequence[str]) -> None:
     _guard(gate, fleet_http_connection.http_request_response)
     _LOGGER.addHandler(console_handler)
     _LOGGER.setLevel(logging.INFO)
-    sys.stderr.write(NOT_FORCED)
     sys.argv = ["fedclip site supernode", *words]
     # flwr starts others of its programs by their names.
     scripts = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]

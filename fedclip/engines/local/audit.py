@@ -112,10 +112,7 @@ class Audit(NamedTuple):
         verdict = "THE CLAIM IS REFUTED" if self.fault else "no fault was found"
         verdict = verdict if self.audited else "NOT AUDITED: the claim is above that"
         yield f"  {verdict}{': ' * bool(self.broken)}{self.broken}"
-        yield (
-            "what this does not show: that epsilon is as small as claimed, what other messages "
-            "reveal (losses, votes, logs), and that the generator is random"
-        )
+        yield "what this does not show: that epsilon is as small as claimed (docs/audit.md)"
 
 
 def audit(file: Path, seed: int | None = None) -> Audit:
@@ -194,10 +191,7 @@ def _filled(places: Host, values: Any, like: Mapping[str, Any], groups: Groups) 
 def _of_clients(simulation: Simulation, rng: np.random.Generator) -> Audit:
     bound, names = simulation.bound, simulation.crowd.names
     if bound is None or bound.budget is None:
-        raise ToolError(
-            "nothing here claims privacy: neither update-clip-server with noise_multiplier, nor "
-            "sample-clip"
-        )
+        raise ToolError("nothing here claims privacy: set noise_multiplier of update-clip-server")
     like = {n: np.zeros(x.shape) for n, x in simulation.model.get_weights(True).coefs.items()}
     turns, values = simulation.config.rounds / bound.separation, sum(x.size for x in like.values())
     play = partial(_play, simulation, bound.get_config(), like, rng)

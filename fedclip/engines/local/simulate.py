@@ -154,9 +154,8 @@ class Simulation:
         for module in self.rest.modules:
             if self.bound and module.aux_name in aux:
                 self.bound.admit(module.name)
-        turn, due = None, None
-        if self.schedule:
-            turn, due = self.schedule.at(self.rounds), self.schedule.due(self.rounds)
+        turn = self.schedule.at(self.rounds) if self.schedule else None
+        due = self.schedule.due(self.rounds) if self.schedule else None
         sent = self.server.open(turn) if self.server else None
         if sent and sent.stop:
             return sent.stop
@@ -289,10 +288,7 @@ def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:
         return None
     if (most := aggregator.max_norm) is not None:
         if aggregator.scope != "global":
-            raise ToolError(
-                "[optim.aggregator] max_norm is simulated with scope = 'global' only: use "
-                "update-clip-server with start_norm and learning_rate = 0"
-            )
+            raise ToolError("[optim.aggregator] max_norm is simulated with scope = 'global' only")
         return AdaptiveBound(most, learning_rate=0.0, min_norm=most, max_norm=most)
     if not modules or not isinstance(modules[0], UpdateClipServer):
         raise ToolError("[optim.server_opt] update-clip-server must be the first module")

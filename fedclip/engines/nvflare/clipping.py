@@ -176,9 +176,7 @@ class ReceiveBound(Filter):
         """Return the task without the bound, which the context keeps for `ClipUpdate`."""
         dxo = from_shareable(shareable)
         if KEY not in dxo.meta:
-            raise ValueError(
-                "the server sends no bound: make the job by add_update_clipping(recipe)"
-            )
+            raise ValueError("the task has no bound: make the job by add_update_clipping(recipe)")
         # Of this task only: a bound of an earlier round must not be used later.
         fl_ctx.set_prop(KEY, bound_from(dxo.meta.pop(KEY)), private=True, sticky=False)
         return dxo.update_shareable(shareable)
@@ -305,7 +303,5 @@ def _workflow(recipe: Recipe) -> FedAvg:
     replaced = ("aggregator", "exclude_vars", "aggregation_weights", "stop_cond")
     for name in (*replaced, "enable_tensor_disk_offload"):
         if getattr(workflow, name):
-            raise ValueError(
-                f"leave {name} out of the recipe: clipping has exclude, weights and combine instead"
-            )
+            raise ValueError(f"leave {name} out: update clipping has exclude, weights and combine")
     return workflow

@@ -117,10 +117,7 @@ class SitePolicy(Filter):
         if kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
             raise Refused("the site's policy does not allow results of this kind")
         if model is None:
-            raise Refused(
-                "no model has arrived with this task: put SitePolicy into the task_data_filters of "
-                "each scope of privacy.json, too"
-            )
+            raise Refused("no model has come: put SitePolicy into the task_data_filters, too")
         # Differences of counters are NumPy's scalars.
         arrays = {k: np.asarray(v) if isinstance(v, np.generic) else v for k, v in dxo.data.items()}
         passed = self._gate.update if kind == DataKind.WEIGHT_DIFF else self._gate.model

@@ -117,7 +117,7 @@ def test_settings_travel_through_json(tmp_path: Path) -> None:
         ),
         ({"server_expected_format": "raw"}, {}, "give the recipe server_expected_format="),
         ({"aggregator": CollectAndAssembleModelAggregator("x")}, {}, "leave aggregator out"),
-        ({"exclude_vars": "a"}, {}, "leave exclude_vars out of the recipe: clipping has exclude"),
+        ({"exclude_vars": "a"}, {}, "leave exclude_vars out: update clipping has exclude"),
         ({"aggregation_weights": {"site-1": 2.0}}, {}, "leave aggregation_weights out"),
         ({"stop_cond": "accuracy >= 80"}, {}, "leave stop_cond out"),
         ({}, {"start_nrom": 1.0}, "did you mean 'start_norm'"),
