@@ -344,8 +344,8 @@ class UpdateClipStrategy(Strategy):
             due = self._schedule.due(self._rounds)
             if present := [nodes[name] for name in due if name in nodes]:
                 return present
-            left = ", ".join(due[:5])
-            raise RuntimeError(f"all nodes whose turn it is have left ({left}): start again")
+            names = ", ".join(due[:5])
+            raise RuntimeError(f"all nodes whose turn it is have left ({names}): start again")
         if len(nodes) != bound.budget.clients:
             raise RuntimeError(
                 f"{len(nodes)} nodes would be asked, and noise is for expected_clients="
@@ -370,13 +370,13 @@ class UpdateClipStrategy(Strategy):
         if any(closed.faults):
             text = "UpdateClipMod must be the first of the mods, before any such as LocalDpMod"
             log(WARNING, "replies count as zero: %s", text)
-        ours = {f"update-clip-{name}": closed.record[name] for name in ("bound", "epsilon")}
+        added = {f"update-clip-{name}": closed.record[name] for name in ("bound", "epsilon")}
         if closed.withheld:
-            return None, MetricRecord(ours)
+            return None, MetricRecord(added)
         valid = [m for m, fault in zip(came.values(), closed.faults, strict=True) if not fault]
         handed = self._handed(valid, {k: like[k] - closed.average[k] for k in like})
         arrays, metrics = self.inner.aggregate_train(server_round, handed)
-        metrics = MetricRecord({**(metrics or {}), **ours})
+        metrics = MetricRecord({**(metrics or {}), **added})
         if arrays is None:
             return None, metrics
         # In the dtypes of the model: FedAvg makes float64 of whole numbers.

@@ -283,7 +283,7 @@ def _workflow(recipe: Recipe) -> FedAvg:
     """Return the workflow of a recipe that can be clipped; refuse any other."""
     server = recipe._job._deploy_map.get("server")
     controllers = [item.controller for item in server.app_config.workflows] if server else []
-    workflow = next((one for one in controllers if type(one) is FedAvg), None)
+    workflow = next((control for control in controllers if type(control) is FedAvg), None)
     if workflow is None:
         names = ", ".join(type(controller).__name__ for controller in controllers) or "none"
         raise ValueError(
