@@ -316,7 +316,8 @@ class UpdateClipStrategy(Strategy):
     ) -> Iterable[Message]:
         """Return the messages of the round; none if the training is over."""
         self._asked = {}
-        self.server.check_model({name: array.numpy() for name, array in arrays.items()})
+        if self._private:
+            self.server.check_model({name: array.numpy() for name, array in arrays.items()})
         floats_of(arrays)
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         if not messages:
