@@ -22,7 +22,7 @@ NEWPIP := 'pip>=25.1'
 OTHERS := tests/engines/flower tests/engines/nvflare tests/engines/together
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test engines engines-soak flower fedbiomed soak extras lint format docs site bench build dist clean
+.PHONY: help demo quick test engines engines-soak flower fedbiomed soak matrix extras lint format docs site bench build dist clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -60,6 +60,12 @@ engines-soak: $(ENGINES)/.made  ## run the longer tests on Flower and NVFlare, a
 soak: $(VENV)/.dev engines-soak  ## run searches and audits that take an hour or two
 	$(PIP) --group oracle
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m soak
+	$(MAKE) matrix
+
+matrix: $(VENV)/.dev  ## run faults against all tests that run the changed lines; you can interrupt and repeat it
+	$(PIP) --group mutants
+	test -e build/matrix/coverage || $(PY) tests/matrix.py coverage
+	$(PY) tests/matrix.py
 
 extras: $(VENV)/.dev  ## install the wheel with each extra into an environment of its own
 	$(PY) -m pytest -m soak tests/project/test_wheel.py

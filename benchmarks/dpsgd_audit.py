@@ -30,7 +30,7 @@ from declearn.optimizer import Optimizer
 from fedclip import SampleClip
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.privacy.audit import guess, lower_bound
 from fedclip.privacy.noise import secure_normals
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time and memory of a simulated round, by number of clients: ``python -m benchmarks.simulate``.
 
-Each client takes a step on 8 records, with a model of 1,000 values; each number of clients has a
-process of its own. Time is the processor's, for the rounds after the first one, which makes the
-clients; memory is the process's largest, beyond what it has when the simulation is ready.
+Each client takes a step on 8 records, with a model of 1,000 values. Each number of clients has a
+process with one thread; a second one would wait, and count three times as much. Time is wall-clock
+and the processor's, for the rounds after the first, which makes the clients. Memory is the
+process's largest, beyond what it has when the simulation is ready.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
@@ -83,8 +85,8 @@ def write(folder: Path, model: str, clients: int) -> None:
     (folder / "config.toml").write_text(text, encoding="utf-8")
 
 
-def measure(model: str, clients: int, rounds: int) -> tuple[float, float]:
-    """Return the seconds that a round takes, and the MB of the whole simulation."""
+def measure(model: str, clients: int, rounds: int) -> tuple[float, float, float]:
+    """Return the seconds of a round and of its processor, and the MB of the whole simulation."""
     from fedclip.engines.local.simulate import Simulation
 
     with tempfile.TemporaryDirectory() as folder:
@@ -92,12 +94,13 @@ def measure(model: str, clients: int, rounds: int) -> tuple[float, float]:
         simulation = Simulation(Path(folder) / "config.toml")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         simulation.step()
-        begun = time.process_time()
+        begun, started = time.process_time(), time.perf_counter()
         for _ in range(rounds):
             simulation.step()
-        seconds = (time.process_time() - begun) / rounds
+        seconds = (time.perf_counter() - started) / rounds
+        processor = (time.process_time() - begun) / rounds
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return seconds, (peak - before) / 1024
+    return seconds, processor, (peak - before) / 1024
 
 
 def main() -> None:
@@ -110,13 +113,18 @@ def main() -> None:
     if options.only:
         print(*measure(options.model, options.only, options.rounds))
         return
-    table = Table("clients", "s a round", "MB", title=f"1,000 values, {options.model}")
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    table = Table(
+        "clients", "s a round", "of the processor", "MB", title=f"1,000 values, {options.model}"
+    )
     for clients in options.clients:
         own = ["--only", str(clients), "--model", options.model, "--rounds", str(options.rounds)]
         command = [sys.executable, "-m", "benchmarks.simulate", *own]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        seconds, size = map(float, done.stdout.split())
-        table.add_row(f"{clients:,}", f"{seconds:.2g}", f"{size:.0f}")
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=os.environ | threads
+        )
+        seconds, processor, size = map(float, done.stdout.split())
+        table.add_row(f"{clients:,}", f"{seconds:.2g}", f"{processor:.2g}", f"{size:.0f}")
     Console().print(table)
 
 

@@ -99,7 +99,7 @@ def node(name: str, place: Path, attack: tuple[str, float] | None) -> None:
     with (place / f"{name}.txt").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    from fedclip.engines.declearn.experiment import Experiment
+    from fedclip.engines.declearn.quickrun import Experiment
 
     experiment = Experiment(place / "config.toml")
     if name == "server":

@@ -150,7 +150,7 @@ def _register() -> None:
     import fedclip.engines.declearn.update_server
 
     if fits(FEDERATIONS):
-        import fedclip.engines.declearn.private_evaluation
+        import fedclip.engines.declearn.evaluation
 
         if find_spec("websockets"):
             import fedclip.engines.declearn.network  # noqa: F401

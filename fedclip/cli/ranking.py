@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fedclip.report import number, printable
 from fedclip.report.results import Result, judged_by
-from fedclip.report.table import plain_table
+from fedclip.report.rows import plain_table
 
 NONE = "no clipping"
 AS_IS = "as configured"

@@ -312,7 +312,7 @@ def _clipped(places: list[Norms]) -> Iterator[str]:
     for norms in places:
         share = norms.whole.clipped_share
         if norms.lacking:
-            yield f"{norms.stage.capitalize()}s: {norms.lacking}."
+            yield f"{norms.stage.capitalize()}s: {norms.lacking[0]}."
         elif share and norms.rows[0].name != "no-op":
             yield (
                 f"{norms.stage.capitalize()}s: {share:.0%} were clipped in this run, so later "

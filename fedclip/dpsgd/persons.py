@@ -74,7 +74,7 @@ class Persons:
     Examples
     --------
     >>> from declearn.dataset import InMemoryDataset
-    >>> from fedclip.engines.declearn.dataset_records import Records
+    >>> from fedclip.engines.declearn.persample import Records
     >>> visits = Records(InMemoryDataset(np.arange(8.0).reshape(4, 2), target=np.ones(4)))
     >>> persons = Persons(visits, ["ann", "bob", "ann", "ann"])
     >>> len(persons), persons.mean

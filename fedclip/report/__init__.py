@@ -13,22 +13,18 @@ A damaged file is skipped, and the report names it. Names of nodes, clippers and
 people's text: they are shown unchanged, never read as markup.
 """
 
-from fedclip.core.records import ALL
 from fedclip.report.page import page_of
 from fedclip.report.reading import Reader, read_report
-from fedclip.report.rows import COLUMNS, ReportError, Row, number, pooled, printable
+from fedclip.report.rows import ReportError, Row, number, printable
 from fedclip.report.text import Report
 
 __all__ = [
-    "ALL",
-    "COLUMNS",
     "Reader",
     "Report",
     "ReportError",
     "Row",
     "number",
     "page_of",
-    "pooled",
     "printable",
     "read_report",
 ]

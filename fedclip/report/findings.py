@@ -3,24 +3,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from fedclip.core.records import RoundRecord
 from fedclip.report.norms import client_findings, norms_by_stage, unusual_norms
-from fedclip.report.rows import (
-    Curve,
-    Limits,
-    Row,
-    experiment_of,
-    grouped,
-    known,
-    listed,
-    number,
-    pooled,
-)
+from fedclip.report.rows import Curve, Row, experiment_of, grouped, limits, listed, number, pooled
 
 # A limit binds nearly always, or one kind of limit rules, from this share of the steps on.
 _NEARLY_ALL = 0.95
@@ -40,154 +28,90 @@ class Finding(NamedTuple):
     text: str
 
 
-Said = Iterator[tuple[str, str]]
-"""Kind and sentence."""
+def findings_of(
+    rows: Sequence[Row], curves: Iterable[Curve], servers: frozenset[str], private: Iterable[str]
+) -> Iterator[Finding]:
+    """Yield what the rounds of whole gradients show: first what is about the model.
 
-
-def clipper_findings(rows: Iterable[Row], limits: Limits, servers: frozenset[str]) -> list[Finding]:
-    """Return the findings for each clipper, given rounds and limits of whole gradients."""
+    Parameters
+    ----------
+    rows, curves
+        The rounds of whole gradients, and the metrics.
+    servers, private
+        The nodes that are servers, and the clients that train by DP-SGD.
+    """
+    for curve in (c for c in curves if c.metric == "loss" and c.nonfinite and c.node in servers):
+        text = f"The loss of {curve.node} is NaN or infinite from round {curve.nonfinite[0]} on"
+        yield Finding("diverged", curve.experiment, "", f"{text}: the model has diverged.")
+    clients = (row for row in rows if row.node not in servers)
+    for experiment, members in grouped(clients, lambda row: row.experiment).items():
+        for text in client_findings(unusual_norms(norms_by_stage(members))):
+            yield Finding("unlike", experiment, "", text)
+    for experiment, nodes in grouped(private, experiment_of).items():
+        text = f"DP-SGD on {listed(sorted(nodes))}: norms of records are never saved, because no"
+        yield Finding("private", experiment, "", f"{text} noise covers them.")
     # One folder of nodes is one experiment, with one configuration.
     runs = grouped(
         rows, lambda row: (row.experiment, row.module + " on the server" * (row.node in servers))
     )
-    return [
-        Finding(kind, experiment, clipper, text)
-        for (experiment, clipper), chosen in runs.items()
-        for kind, text in _all(chosen, limits)
-    ]
+    for (experiment, clipper), chosen in runs.items():
+        for kind, text in (_clipped(chosen), *_setter(chosen), *_nonfinite(chosen)):
+            yield Finding(kind, experiment, clipper, text)
 
 
-def diverged(curves: Iterable[Curve], servers: frozenset[str]) -> list[Finding]:
-    """Say from which round on the loss of a model was no number."""
-    lost = [c for c in curves if c.metric == "loss" and c.nonfinite and c.node in servers]
-    text = (
-        "The loss of {} is NaN or infinite from round {} on: the model has diverged. Run `fedclip "
-        "suggest` to find a limit."
-    )
-    return [
-        Finding("diverged", c.experiment, "", text.format(c.node, c.nonfinite[0])) for c in lost
-    ]
-
-
-def unlike(rows: Iterable[Row]) -> list[Finding]:
-    """Report clients whose norms differ much from those of other clients."""
-    runs = grouped(rows, lambda row: row.experiment)
-    return [
-        Finding("unlike", experiment, "", text)
-        for experiment, members in runs.items()
-        for text in client_findings(unusual_norms(norms_by_stage(members)))
-    ]
-
-
-def unseen(private: Iterable[str]) -> list[Finding]:
-    """Say why nothing is known of clients that train by DP-SGD but what they have spent."""
-    nodes_by_experiment = grouped(private, experiment_of)
-    text = (
-        "DP-SGD on {}: norms of records, and how many were clipped, are never saved, because no "
-        "noise covers them. You can see the noise and the spent budget."
-    )
-    return [
-        Finding("private", experiment, "", text.format(listed(sorted(nodes))))
-        for experiment, nodes in nodes_by_experiment.items()
-    ]
-
-
-def _all(rows: Sequence[Row], limits: Limits) -> Said:
-    yield _clipped(rows, limits)
-    yield from _setter(rows)
-    bad = [row for row in rows if row.record.nonfinite]
-    if bad:
+def _nonfinite(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    if bad := [row for row in rows if row.record.nonfinite]:
         count = sum(row.record.nonfinite for row in bad)
-        plural = "step had a gradient" if count == 1 else "steps had gradients"
-        yield "nonfinite", f"{count} {plural} with NaN or infinity ({_named(bad)})."
+        names = [*grouped(bad, lambda row: row.node)]
+        yield "nonfinite", f"Steps with NaN or infinity: {count} ({listed(names)})."
 
 
-def _clipped(rows: Sequence[Row], limits: Limits) -> tuple[str, str]:
-    """Say how much was clipped."""
-    records = [row.record for row in rows]
-    total = pooled(records)
-    steps, clipped, largest = total.steps, total.clipped, number(total.norm_max)
-    held = known(rows, limits)
+def _clipped(rows: Sequence[Row]) -> tuple[str, str]:
+    """Return how much was clipped."""
+    total, held = pooled(row.record for row in rows), limits(rows)
+    steps, largest = total.steps, number(total.norm_max)
     # The module no-op counts what its limit would have clipped.
     was, were = ("would have been",) * 2 if rows[0].name == "no-op" else ("was", "were")
     step = "update" if rows[0].name.startswith("update-") else "step"
     if not held:
         return "no-limit", f"No limit was set. The largest norm of {steps:,} {step}s is {largest}."
-    if not clipped and total.norm_max is None:
-        return "inert", (
-            f"No {step} {was} clipped; the last limit was {number(held[-1])}. The norms are "
-            "unknown here."
-        )
-    if not clipped and (total.norm_max or 0.0) <= max(held):
-        return "inert", (
-            f"No {step} {was} clipped: the largest norm, {largest}, is below the limit, "
-            f"{number(max(held))}."
-        )
-    if not clipped:
-        return "inert", (
-            f"No {step} {was} clipped: each norm was below the limit at that {step}. The largest "
-            f"norm is {largest}; limits fell to {number(min(held))} later."
-        )
-    if clipped >= _NEARLY_ALL * steps:
-        return "always", (
-            f"{clipped / steps:.0%} of {steps:,} {step}s {were} clipped: the limit, not the "
-            f"gradient, decides the size of nearly every {step}."
-        )
-    last = max(r.round for r in records if r.clipped)
-    after = [row for row in rows if row.record.round > last]
-    if not after:
-        return "clipped", _share(rows, f"{step}s {were}")
-    seen = pooled(row.record for row in after)
-    ends = known(after, limits)
-    parts = [f"No {step} {was} clipped after round {last}"]
-    parts += [f"the last limit was {number(ends[-1])}"] * bool(ends)
-    if seen.norm_median is not None:
-        parts.append(f"the median norm was {number(seen.norm_median)}")
-    return "inert", f"{parts[0]}{': ' * (len(parts) > 1)}{', '.join(parts[1:])}."
+    if not total.clipped:
+        text = f"the largest norm, {largest}, is below the limit, {number(max(held))}"
+        if total.norm_max is None or total.norm_max > max(held):
+            text = f"each norm was below the limit at that {step}. The largest norm is {largest}; "
+            text += f"the last limit was {number(held[-1])}"
+        return "inert", f"No {step} {was} clipped: {text}."
+    if total.clipped >= _NEARLY_ALL * steps:
+        text = f"{total.clipped_share:.0%} of {steps:,} {step}s {were} clipped: the limit, not the "
+        return "always", f"{text}gradient, decides the size of nearly every {step}."
+    last = max(row.record.round for row in rows if row.record.clipped)
+    if after := [row for row in rows if row.record.round > last]:
+        ends, norm = limits(after), pooled(row.record for row in after).norm_median
+        text = f"No {step} {was} clipped after round {last}: the last limit was"
+        end = number(ends[-1]) if ends else "-"
+        return "inert", f"{text} {end}, the median norm {number(norm)}."
+    nodes = grouped(rows, lambda row: row.node)
+    shares = {node: pooled(r.record for r in some).clipped_share for node, some in nodes.items()}
+    most = max(shares, key=shares.__getitem__)
+    often = f", most often on {most} ({shares[most]:.1%})" if len(shares) > 1 else ""
+    return "clipped", f"{total.clipped_share:.1%} of {steps:,} {step}s {were} clipped{often}."
 
 
-def _share(rows: Sequence[Row], steps_were: str) -> str:
-    by_node = _by_node(rows)
-    shares = {node: record.clipped_share for node, record in by_node.items() if record.steps}
-    total = pooled(by_node.values())
-    sentence = f"{total.clipped_share:.1%} of {total.steps:,} {steps_were} clipped"
-    if len(shares) > 1:
-        most = max(shares, key=shares.__getitem__)
-        sentence += f", most often on {most} ({shares[most]:.1%})"
-    return sentence + "."
-
-
-def _setter(rows: Sequence[Row]) -> Said:
-    """Say which limit binds, for a clipper whose limit should follow the norms."""
+def _setter(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Yield which limit binds, for a clipper whose limit should follow the norms."""
     total = pooled(row.record for row in rows)
     limited = total.fixed + total.learnt + total.warmup
     if not limited or not any(row.adaptive for row in rows):
         return
     if total.warmup >= _NEARLY_ALL * limited:
-        text = (
-            f"Still in warm-up: {total.warmup:,} of {total.steps:,} steps used the warm-up limit, "
-            "because the clipper had too few norms for an adaptive limit."
-        )
-        yield "warm-up", text
+        yield "warm-up", f"Still in warm-up: {total.warmup:,} of {total.steps:,} steps."
     elif total.fixed >= _NEARLY_ALL * limited:
-        text = (
-            f"The fixed limit max_norm applied in {total.fixed / limited:.0%} of the limited "
-            "steps, so the clipper does not adapt: raise max_norm, or remove it."
-        )
-        yield "fixed", text
+        text = f"The fixed limit max_norm applied in {total.fixed / limited:.0%} of the limited "
+        yield "fixed", f"{text}steps, so the clipper does not adapt: raise max_norm, or remove it."
     elif total.fixed or total.warmup:
         parts = {"adaptive": total.learnt, "fixed": total.fixed, "warm-up": total.warmup}
         shares = [f"{n / limited:.0%} {name}" for name, n in parts.items() if n]
         yield "limits", f"Limits: {', '.join(shares)}."
-
-
-def _by_node(rows: Sequence[Row]) -> dict[str, RoundRecord]:
-    nodes = grouped(rows, lambda row: row.node)
-    return {node: pooled(row.record for row in members) for node, members in nodes.items()}
-
-
-def _named(rows: Sequence[Row]) -> str:
-    return listed([name for name, _ in Counter(row.node for row in rows).most_common()])
 
 
 Lines: TypeAlias = Mapping[str, tuple[str, Mapping[str, object]]]

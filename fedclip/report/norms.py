@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median, median_low
 
 from fedclip.core.records import RoundRecord
-from fedclip.report.rows import Row, grouped, number, pooled, site_of
+from fedclip.errors import Problem
+from fedclip.report.rows import Row, grouped, listed, number, pooled, site_of
 
 BY_NORM = {
     *("no-op", "norm-clip", "normalize", "zscore-clip", "ema-clip", "auto-clip", "mad-clip"),
@@ -24,10 +25,6 @@ FEW = {"step": 20, "update": 9}
 """Number of norms below which nothing is chosen by them; a client has one update in a round."""
 ALONE = 10.0
 """A client whose largest norms are this many times the median is an outlier by these alone."""
-_UNMEASURED = {
-    "step": 'no clipper recorded the norms of steps: add "no-op" to the modules of the clients',
-    "update": "the norms of updates were not measured",
-}
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,9 @@ class Norms:
 
     def by_round(self) -> dict[int, dict[str, RoundRecord]]:
         """Return the records of those with norms, by round, and in a round by client."""
-        rounds: dict[int, dict[str, RoundRecord]] = {}
-        for name, records in self.by_client().items():
-            for record in (record for record in records if record.counts):
-                rounds.setdefault(record.round, {})[name] = record
-        return dict(sorted(rounds.items()))
+        counted = (row for row in self.rows if row.record.counts)
+        rounds = grouped(counted, lambda row: row.record.round)
+        return {r: {site_of(row.node): row.record for row in rounds[r]} for r in sorted(rounds)}
 
     def ratios(self) -> dict[str, float]:
         """Return how many times the norms of the median client each one's are.
@@ -89,23 +84,22 @@ class Norms:
             return {name: min(ratio, each.get(name, ratio)) for name, ratio in plain.items()}
         typical, largest = self._ratios(0.95), self._ratios(1.0)
         return {
-            name: ratio if ratio >= ALONE else statistics.median((1.0, ratio, typical.get(name, 1)))
+            name: ratio if ratio >= ALONE else median((1.0, ratio, typical.get(name, 1)))
             for name, ratio in largest.items()
         }
 
     def _ratios(self, q: float, per_step: bool = False) -> dict[str, float]:
         by_name: dict[str, list[float]] = {}
         for round_, records in self.by_round().items():
-            levels = {
-                name: (record.norm_max if q == 1.0 else record.norm_quantile(q)) or 0.0
-                for name, record in records.items()
-            }
-            if per_step:
-                levels = {n: level / self.effort.get((n, round_), 1) for n, level in levels.items()}
-            if middle := statistics.median_low(levels.values()):
+            levels = {}
+            for name, record in records.items():
+                level = record.norm_max if q == 1.0 else record.norm_quantile(q)
+                steps = self.effort.get((name, round_), 1) if per_step else 1
+                levels[name] = (level or 0.0) / steps
+            if middle := median_low(levels.values()):
                 for name, level in levels.items():
                     by_name.setdefault(name, []).append(level / middle)
-        return {name: max(ratios[0], statistics.median(ratios)) for name, ratios in by_name.items()}
+        return {name: max(ratios[0], median(ratios)) for name, ratios in by_name.items()}
 
     def middle(self, q: float, first: bool = False) -> float:
         """Return the median over the clients of each one's q-quantile; of two, the lower one.
@@ -115,7 +109,7 @@ class Norms:
         """
         records = next(iter(self.by_round().values())) if first else self.clients
         quantiles = [record.norm_quantile(q) for record in records.values()]
-        return statistics.median_low([norm for norm in quantiles if norm is not None] or [0.0])
+        return median_low([norm for norm in quantiles if norm is not None] or [0.0])
 
     def until(self, round_: int) -> Norms:
         """Return the norms of the rounds up to one, or all, if those are too few."""
@@ -124,7 +118,7 @@ class Norms:
 
     def usual(self, name: str) -> float:
         """Return the largest norm of a client in the median round."""
-        return statistics.median(record.norm_max or 0.0 for record in self.by_client()[name])
+        return median(record.norm_max or 0.0 for record in self.by_client()[name])
 
     def above(self, limit: float) -> dict[str, float]:
         """Return the share of each client's norms that is above a limit."""
@@ -137,41 +131,34 @@ class Norms:
         """
         shares_by_name: dict[str, list[float]] = {}
         for records in self.by_round().values():
-            bound = statistics.median_low(norm for r in records.values() for norm in r.norms())
+            bound = median_low(norm for r in records.values() for norm in r.norms())
             for name, record in records.items():
                 shares_by_name.setdefault(name, []).append(_above(record, bound))
         return {name: sum(shares) / len(shares) for name, shares in shares_by_name.items()}
 
     @property
-    def lacking(self) -> str:
-        """Why there are no norms to choose by, and what to do about it; "" if there are."""
-        count = sum(self.whole.counts)
+    def lacking(self) -> list[Problem]:
+        """Why there are no norms to choose by, and what to do about it; empty if there are."""
+        count, few = sum(self.whole.counts), FEW[self.stage]
         if not self.rows:
-            return _UNMEASURED[self.stage]
-        if count < (few := FEW[self.stage]):
-            return f"{count} norms are too few to choose a limit; at least {few} are needed"
-        if not self.middle(0.95):
-            return "nearly all norms are 0, so no limit can be chosen"
-        return ""
+            hint = ': add "no-op" to the modules of the clients' if self.stage == "step" else ""
+            return [Problem(f"the norms of {self.stage}s were not measured{hint}")]
+        if count < few:
+            return [Problem(f"{count} norms are too few to choose a limit; {few} are needed")]
+        return [] if self.middle(0.95) else [Problem("norms are 0: no limit can be chosen")]
 
 
 def norms_by_stage(rows: Iterable[Row]) -> list[Norms]:
     """Return the norms of steps, and of updates, of the clients of one federation."""
     rows = [*rows]
-    steps = _first(rows)
-    updates = {name: [row for row in rows if row.name == name] for name in UPDATES}
+    modules = grouped(rows, lambda row: row.name)
+    updates = next((modules[name] for name in UPDATES if name in modules), [])
+    steps = [row for row in rows if row.name in BY_NORM]
+    # The first clipper on each node, as later ones see what it has clipped.
+    first = {row.node: row.index for row in sorted(steps, key=lambda row: -row.index)}
+    steps = [row for row in steps if row.index == first[row.node]]
     effort = {(site_of(row.node), row.record.round): row.record.steps or 1 for row in steps}
-    chosen = updates[UPDATES[0]] or updates[UPDATES[1]]
-    return [Norms("step", steps), Norms("update", chosen, effort=effort)]
-
-
-def _first(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the first clipper by norm on each node."""
-    first: dict[str, int] = {}
-    for row in rows:
-        if row.name in BY_NORM:
-            first[row.node] = min(first.get(row.node, row.index), row.index)
-    return [row for row in rows if first.get(row.node) == row.index and row.name in BY_NORM]
+    return [Norms("step", steps), Norms("update", updates, effort=effort)]
 
 
 def _above(record: RoundRecord, limit: float) -> float:
@@ -263,17 +250,15 @@ def _unusual_in(norms: Norms, beside: bool) -> Unusual:
     result.two = len(ratios) == 2
     if 2 * len(odd) < len(ratios) or result.two:
         result.odd = dict(sorted(odd.items(), key=lambda item: -item[1]))
-    others = {
-        round_: statistics.median_low(record.norm_max or 0.0 for record in records.values())
-        for round_, records in norms.by_round().items()
-    }
+    rounds = norms.by_round()
+    others = {r: median_low(c.norm_max or 0.0 for c in by.values()) for r, by in rounds.items()}
     for name, records in norms.by_client().items():
         largest = [record.norm_max or 0.0 for record in records]
         for place, record in enumerate(records):
-            near = statistics.median(largest[max(0, place - _NEAR) : place + _NEAR + 1])
-            usual = max(near, statistics.median(largest))
+            near = median(largest[max(0, place - _NEAR) : place + _NEAR + 1])
+            usual = max(near, median(largest))
             # Norms after a spike are no measure if it has spoilt the model.
-            before = max(others.get(record.round, 0.0), statistics.median(largest[:place] or [0.0]))
+            before = max(others.get(record.round, 0.0), median(largest[:place] or [0.0]))
             usual = min(usual, before) if place > 1 and len(ratios) > 2 and before else usual
             if usual and largest[place] >= _SPIKE * usual:
                 result.spikes.setdefault(name, []).append(record.round)
@@ -283,21 +268,14 @@ def _unusual_in(norms: Norms, beside: bool) -> Unusual:
     return result
 
 
-def _in_words(norms: Norms, found: Unusual) -> Iterator[str]:
-    what = f"{norms.stage}s"
-    for name, times in found.odd.items():
-        yield (
-            f"{name}: the norms of its {what} are {number(times)} times those of the median "
-            "client: check its units, labels and data."
-        )
-    for name, times in found.small.items():
-        yield (
-            f"{name}: the norms of its {what} are {number(times)} times smaller than those of the "
-            "median client."
-        )
-    for name, rounds in [*found.spikes.items()][:5]:
-        when = ", ".join(map(str, rounds[:5])) + ", …" * (len(rounds) > 5)
-        yield (
-            f"{name}: a norm of up to {number(norms.clients[name].norm_max)} in round {when}, more "
-            f"than {_SPIKE:g} times the usual: check the records of that time."
-        )
+def _in_words(norms: Norms, unusual: Unusual) -> Iterator[str]:
+    for name, times in unusual.odd.items():
+        text = f"{name}: the norms of its {norms.stage}s are {number(times)} times those of the"
+        yield f"{text} median client: check its units, labels and data."
+    for name, times in unusual.small.items():
+        text = f"{name}: the norms of its {norms.stage}s are {number(times)} times smaller than"
+        yield f"{text} those of the median client."
+    for name, rounds in [*unusual.spikes.items()][:5]:
+        text = f"{name}: a norm of up to {number(norms.clients[name].norm_max)} in round"
+        text += f" {listed([*map(str, rounds)])}, more than {_SPIKE:g} times the usual"
+        yield f"{text}: check the records of that time."

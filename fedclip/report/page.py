@@ -12,26 +12,14 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fedclip.core.records import RoundRecord
 from fedclip.report.findings import Advice
 from fedclip.report.results import result_of
-from fedclip.report.rows import (
-    SETTERS,
-    Curve,
-    Limits,
-    Row,
-    grouped,
-    known,
-    number,
-    pooled,
-    printable,
-    site_of,
-)
+from fedclip.report.rows import Row, cells, grouped, limits, number, pooled, printable, site_of
 from fedclip.report.text import Report
 
 # With more rounds than this, of all clients, none can be chosen, as the page would be too large.
@@ -39,8 +27,8 @@ _MOST_ROUNDS = 40_000
 _MOST_METRICS = 6
 # The part of an experiment that the charts need.
 _DRAWN = ("name", "metrics", "clippers")
-# What is said first.
-_WEIGHTY = ("diverged", "nonfinite", "unlike")
+# The columns of the table of nodes.
+_HEADS = ("steps", "clipped", "median\nnorm", "95 %", "max\nnorm", "limit", "by")
 # So many clients have a line each.
 _NAMED = 8
 
@@ -69,7 +57,7 @@ def page_of(
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = printable
     template = environment.from_string(_file("page.html"))
-    experiments = _experiments(report, spent, advice)
+    experiments = [*_experiments(report, spent, advice)]
     metrics = dict.fromkeys(metric for exp in experiments for metric in exp["metrics"])
     # Loss first: it is there without any metric being asked for.
     chosen = sorted(metrics, key=lambda name: name != "loss")[:_MOST_METRICS]
@@ -107,36 +95,24 @@ def _file(name: str) -> str:
 
 def _experiments(
     report: Report, spent: Mapping[str, Sequence[str]], advice: Advice | None
-) -> list[dict[str, Any]]:
-    """Return each federation of a report, as the template needs it."""
-    result: list[dict[str, Any]] = []
+) -> Iterator[dict[str, Any]]:
+    """Yield each federation of a report, as the template needs it."""
     single = len(report.experiments) == 1
     for experiment in report.experiments:
         part, advised = report.only([experiment]), advice if single else None
+        findings = [*advised.findings] if advised else []
         lines = [s for where, s in spent.items() if single or where.startswith(f"{experiment}/")]
-        result.append(
-            {
-                "name": printable(experiment or report.folder.resolve().name),
-                "advice": advised,
-                "end": result_of(part, experiment).in_words(),
-                "findings": _findings(part, advised),
-                "clippers": _clippers(part, advised),
-                "metrics": _metrics(part.curves, part.servers),
-                "clients": _nodes(part),
-                "spent": [line for some in lines for line in some],
-                "skipped": len(report.skipped),
-            }
-        )
-    return result
-
-
-def _findings(report: Report, advice: Advice | None) -> list[str]:
-    """Return what the advice rests on, then what else was found."""
-    texts = [*advice.findings] if advice else []
-    for finding in sorted(report.findings(), key=lambda finding: finding.kind not in _WEIGHTY):
-        if printable(finding.text) not in texts:
-            texts.append(": ".join(filter(None, (finding.clipper, finding.text))))
-    return texts
+        yield {
+            "name": printable(experiment or report.folder.resolve().name),
+            "advice": advised,
+            "end": result_of(part, experiment).in_words(),
+            "findings": [*findings, *(t for t in part.in_words() if t not in findings)],
+            "clippers": [*_clippers(part, advised)],
+            "metrics": _metrics(part),
+            "clients": _nodes(part),
+            "spent": [line for some in lines for line in some],
+            "skipped": len(report.skipped),
+        }
 
 
 def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str, object]:
@@ -159,109 +135,75 @@ def _series(points: Mapping[str, Sequence[Sequence[float | None]]]) -> dict[str,
     return {"lines": lines, "band": band, "cut": cut}
 
 
-def _metrics(curves: Iterable[Curve], servers: frozenset[str]) -> dict[str, object]:
-    """Return the server's points and the series of the clients for each metric with a number."""
+def _metrics(report: Report) -> dict[str, object]:
+    """Return the server's points and the series of the clients for each metric with a number.
+
+    A point is a round and a value; None where it was NaN or infinite.
+    """
     result: dict[str, object] = {}
-    curves = [*curves]
-    for metric in dict.fromkeys(curve.metric for curve in curves if curve.points):
-        points = {
-            "" if curve.node in servers else site_of(curve.node): _points(curve)
-            for curve in curves
-            if curve.metric == metric
-        }
-        server = points.pop("", [])
-        result[metric] = {"server": server, "clients": _series(points)}
+    for metric in dict.fromkeys(curve.metric for curve in report.curves if curve.points):
+        points: dict[str, list[list[float | None]]] = {}
+        for curve in (curve for curve in report.curves if curve.metric == metric):
+            values = {**dict(curve.points), **dict.fromkeys(curve.nonfinite)}
+            name = "" if curve.node in report.servers else site_of(curve.node)
+            points[name] = [[round_, _short(value)] for round_, value in sorted(values.items())]
+        result[metric] = {"server": points.pop("", []), "clients": _series(points)}
     return result
 
 
-def _points(curve: Curve) -> list[list[float | None]]:
-    """Return round and value of each evaluation; None where it was NaN or infinite."""
-    values = {**dict(curve.points), **dict.fromkeys(curve.nonfinite)}
-    return [[round_, _short(value)] for round_, value in sorted(values.items())]
-
-
-def _clippers(report: Report, advice: Advice | None) -> list[dict[str, object]]:
-    """Return the rounds of each clipper, over all clients, and of each client if not too many.
+def _clippers(report: Report, advice: Advice | None) -> Iterator[dict[str, object]]:
+    """Yield the rounds of each clipper, over all clients, and of each client if not too many.
 
     Its rules are limits that were proposed: name, limit, and whether it is the one to start with.
     """
-    start, proposed = (advice.start, advice.proposals) if advice else ("", ())
-    limits = report.limits()
-    ordered = sorted(report.whole, key=lambda row: row.node in report.servers)
-    runs = grouped(
-        ordered, lambda row: row.module + " on the server" * (row.node in report.servers)
-    )
-    result = []
+    servers = report.servers
+    ordered = sorted(report.whole, key=lambda row: row.node in servers)
+    runs = grouped(ordered, lambda row: row.module + " on the server" * (row.node in servers))
     for name, chosen in runs.items():
         nodes = grouped(chosen, lambda row: site_of(row.node))
-        everybody = _by_round(chosen, limits)
-        single = {n: _by_round(some, limits) for n, some in nodes.items()}
+        everybody = _by_round(chosen)
+        single = {n: _by_round(some) for n, some in nodes.items()}
         shown = single if len(nodes) > 1 and len(chosen) <= _MOST_ROUNDS else {}
         lines = {n: [[p[0], p[3], p[8]] for p in points] for n, points in single.items()}
-        result.append(
-            {
-                "name": printable(name),
-                "all": everybody,
-                "rows": [[str(p[0]), *map(number, p[1:8]), f"{p[8] or 0:.1%}"] for p in everybody],
-                "nodes": [(printable(n), points) for n, points in shown.items()],
-                "count": len(nodes),
-                **_series(lines if len(nodes) > 1 else {}),
-                "rules": [
-                    (p.name, p.limit, p.name == start)
-                    for p in proposed
-                    if p.module == name and p.limit is not None
-                ],
-            }
-        )
-    return result
+        yield {
+            "name": printable(name),
+            "all": everybody,
+            "rows": [[str(p[0]), *map(number, p[1:8]), f"{p[8] or 0:.1%}"] for p in everybody],
+            "nodes": [(printable(n), points) for n, points in shown.items()],
+            "count": len(nodes),
+            **_series(lines if len(nodes) > 1 else {}),
+            "rules": [
+                (p.name, p.limit, p.name == advice.start)
+                for p in (advice.proposals if advice else ())
+                if advice and p.module == name and p.limit is not None
+            ],
+        }
 
 
-def _by_round(rows: Iterable[Row], limits: Limits) -> list[list[float | None]]:
-    rounds = grouped(rows, lambda row: row.record.round)
-    return [
-        _point(round_, pooled(row.record for row in some), known(some, limits))
-        for round_, some in sorted(rounds.items())
-    ]
-
-
-def _point(round_: int, record: RoundRecord, limits: Sequence[float]) -> list[float | None]:
-    """Return round, least, 5 %, median, 95 % and largest norm, lowest and highest limit, share."""
-    return [
-        round_,
-        *map(_short, (record.norm_min, record.norm_quantile(0.05), record.norm_median)),
-        *map(_short, (record.norm_quantile(0.95), record.norm_max)),
-        _short(min(limits, default=None)),
-        _short(max(limits, default=None)),
-        _short(record.clipped_share),
-    ]
+def _by_round(rows: Iterable[Row]) -> list[list[float | None]]:
+    """Return for each round its least, 5 %, median, 95 % and largest norm, limits and share."""
+    points = []
+    for round_, some in sorted(grouped(rows, lambda row: row.record.round).items()):
+        record, ends = pooled(row.record for row in some), limits(some)
+        norms = [record.norm_min, *map(record.norm_quantile, (0.05, 0.5, 0.95)), record.norm_max]
+        last = min(ends, default=None), max(ends, default=None), record.clipped_share
+        points.append([round_, *map(_short, (*norms, *last))])
+    return points
 
 
 def _nodes(report: Report) -> list[list[str]]:
     """Return a line for each clipper of each node, with its last loss."""
-    limits = report.limits()
     last = {curve.node: curve.last[1] for curve in report.curves if curve.metric == "loss"}
     runs = grouped(report.whole, lambda row: (row.node, row.module))
     return [
         [
             printable(site_of(node)) + " (server)" * (node in report.servers and node != "server"),
             printable(module),
-            *_cells(pooled(r.record for r in some), known(some[-1:], limits)),
+            *[shown[head] for head in _HEADS],
             number(last.get(node)),
         ]
         for (node, module), some in runs.items()
-    ]
-
-
-def _cells(record: RoundRecord, limits: Sequence[float]) -> list[str]:
-    """Return steps, clipped share, median, 95 % and largest norm, limit, and what set it."""
-    return [
-        f"{record.steps:,}",
-        f"{record.clipped_share:.1%}" if record.steps else "-",
-        number(record.norm_median),
-        number(record.norm_quantile(0.95)),
-        number(record.norm_max),
-        number(min(limits, default=None)),
-        SETTERS[record.limited_by],
+        for shown in [cells(pooled(r.record for r in some), some[-1].limit)]
     ]
 
 

@@ -13,10 +13,12 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgpack
+import numpy as np
 
 from fedclip.core.records import SERVED, read_rounds
 from fedclip.report.rows import Curve, ReportError, Row, experiment_of
@@ -35,18 +37,12 @@ def read_curves(node: str, file: Path, last: int, at: Mapping[str, int]) -> list
         return []
     rounds = rounds_of([str(row.get("timestamp")) for row in rows], last, at)
     curves = []
-    for metric in rows[0] if rows else ():
-        if metric in ("timestamp", None):
-            continue
-        values = [
-            (round_, value)
-            for round_, row in zip(rounds, rows, strict=True)
-            if (value := _float(row.get(metric))) is not None
-        ]
+    for metric in [name for name in (rows[0] if rows else ()) if name not in ("timestamp", None)]:
+        cells = zip(rounds, (row.get(metric) for row in rows), strict=True)
+        values = [(round_, number) for round_, cell in cells for number in _numbers(cell)]
         points = tuple((round_, value) for round_, value in values if math.isfinite(value))
         bad = tuple(round_ for round_, value in values if not math.isfinite(value))
-        if values:
-            curves.append(Curve(node, metric, points, bad))
+        curves += [Curve(node, metric, points, bad)] if values else []
     return curves
 
 
@@ -76,29 +72,23 @@ def rounds_of(stamps: Sequence[str], last: int, at: Mapping[str, int]) -> list[i
     """
     # Several evaluations within a second have one time, and one file: that of the last of them.
     known = {i: at[s] for i, s in enumerate(stamps) if s in at and s not in stamps[i + 1 : i + 2]}
-    if stamps:
-        known[len(stamps) - 1] = max(last, len(stamps))
-    result: list[int] = []
-    before, start = -1, 0
-    for place, round_ in sorted(known.items()):
-        each = (round_ - start) / (place - before)
-        result += [start + round(each * (i - before)) for i in range(before + 1, place + 1)]
-        before, start = place, round_
-    return result
+    known = {-1: 0, **known} | ({len(stamps) - 1: max(last, len(stamps))} if stamps else {})
+    places = sorted(known)
+    between = np.interp(range(len(stamps)), places, [known[place] for place in places])
+    return [round(value) for value in between.tolist()]
 
 
-def _float(text: object) -> float | None:
+def _numbers(cell: object) -> list[float]:
+    """Return the number in a cell, if there is one; declearn leaves the cell of NaN empty."""
     try:
-        # declearn leaves the cell of NaN empty.
-        return float(str(text) or "nan")
+        return [float(str(cell) or "nan")]
     except ValueError:
-        return None
+        return []
 
 
 STATES = "optimizer_state_*.mpk"
 LEDGER = "privacy_spent.json"
 """The ledger of a client that trains by DP-SGD; see `fedclip.privacy.ledger`."""
-_STAMP = slice(len("optimizer_state_"), -len(".mpk"))
 
 
 def read_report(folder: str | Path) -> Report:
@@ -143,55 +133,27 @@ class Reader:
             label = path.relative_to(folder).as_posix() if path != folder else path.resolve().name
             self._nodes.setdefault(path, _Node(path, label)).update()
         nodes = self._nodes.values()
-        if not nodes:
-            raise ReportError(
-                f"{folder} has no {STATES}: run fedclip simulate or quickrun first. declearn "
-                "writes these files if a checkpoint folder is set: checkpoint = … in [experiment], "
-                "or checkpoint=… for FederatedClient and FederatedServer"
-            )
         rows = [row for node in nodes for row in node.rows.values()]
-        skipped = [path for node in nodes for path in node.skipped]
+        skipped = tuple(sorted(path for node in nodes for path in node.skipped))
         private = tuple(sorted(node.label for node in nodes if node.private))
         if not rows and not private:
-            files = sum(len(node.seen) for node in nodes)
-            if len(skipped) == files:
-                raise ReportError(f"cannot read any of the {files} state files in {folder}")
-            names = ", ".join(sorted({n for node in nodes for n in node.others})) or "none"
-            broken = f"; cannot read {len(skipped)} of {files} state files"
-            raise ReportError(
-                f"{folder} has no records: no clipper of fedclip has taken a step (modules: "
-                f"{names}). Add the module 'no-op', which measures norms and changes nothing"
-                f"{broken if skipped else ''}"
-            )
+            raise ReportError(self._why_empty(len(skipped)))
         rows.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
         servers = frozenset(node.label for node in nodes if node.is_server)
-        confusions: dict[str, list[list[float]]] = {}
-        for label, file, _ in self._metrics():
-            if matrix := read_confusion(file.with_suffix(".json")):
-                confusions.setdefault(label, matrix)
-        skipped_, curves = tuple(skipped), self._curves()
-        return Report(folder, tuple(rows), skipped_, curves, servers, private, confusions)
+        return Report(
+            folder, tuple(rows), skipped, servers=servers, private=private, **_metrics(nodes)
+        )
 
-    def _curves(self) -> tuple[Curve, ...]:
-        """Return the curves of all nodes, and of clients that only their server knows."""
-        curves: dict[tuple[str, str], Curve] = {}
-        last: Counter[str] = Counter()
-        for node in self._nodes.values():
-            above = experiment_of(node.label)
-            last[above] = max(last[above], node.last)
-        for label, file, node in self._metrics():
-            reached = node.last or last[experiment_of(node.label)]
-            for curve in read_curves(label, file, reached, node.rounds_at):
-                curves.setdefault((curve.node, curve.metric), curve)
-        return tuple(curves[key] for key in sorted(curves))
-
-    def _metrics(self) -> Iterator[tuple[str, Path, _Node]]:
-        """Yield the files of metrics, each with whose they are, and the node that wrote them."""
-        for node in sorted(self._nodes.values(), key=lambda node: node.is_server):
-            above, slash, _ = node.label.rpartition("/")
-            for file in sorted(node.folder.glob("metrics*.csv")):
-                client = file.name.removeprefix("metrics").removesuffix(".csv").removeprefix("_")
-                yield f"{above}{slash}{client}" if client else node.label, file, node
+    def _why_empty(self, skipped: int) -> str:
+        files = sum(len(node.seen) for node in self._nodes.values())
+        broken = f"cannot read {skipped} of {files} state files"
+        if not files:
+            return f"{self.folder} has no {STATES}: run fedclip simulate or quickrun first"
+        if skipped == files:
+            return f"{broken} in {self.folder}"
+        others = sorted({name for node in self._nodes.values() for name in node.others})
+        text = f"{self.folder} has no records (modules: {', '.join(others) or 'none'}): add 'no-op'"
+        return f"{text}, which measures norms{f'; {broken}' * bool(skipped)}"
 
 
 class _Node:
@@ -201,18 +163,16 @@ class _Node:
         self.folder, self.label = folder, label
         self.rows: dict[tuple[int, str, str, int], Row] = {}
         self.others: set[str] = set()
-        self.skipped: list[Path] = []
+        self.skipped: set[Path] = set()
         self.seen: dict[Path, tuple[int, int]] = {}
-        self.last = 0
-        self.mark = (0, 0)
+        self.mark = (0, 0)  # round and steps that the newest file has reached
         self.newest = folder
         self.rounds_at: dict[str, int] = {}
 
     @property
     def is_server(self) -> bool:
-        if self.folder.name == "server" or (self.folder / SERVED).exists():
-            return True
-        return any(self.folder.glob("metrics_*.csv"))
+        known = self.folder.name == "server" or (self.folder / SERVED).exists()
+        return known or any(self.folder.glob("metrics_*.csv"))
 
     @property
     def private(self) -> bool:
@@ -222,22 +182,18 @@ class _Node:
 
     def update(self) -> None:
         """Read the files that are new or have changed, in the order in which they were written."""
-        fresh = []
         for path in sorted([*self.folder.glob(STATES), *self.folder.glob(SERVED)]):
             try:
                 stat = path.stat()
             except OSError:  # declearn has just removed it, to keep a few only
                 continue
-            mark = (stat.st_mtime_ns, stat.st_size)
-            if self.seen.get(path) != mark:
+            if self.seen.get(path) != (mark := (stat.st_mtime_ns, stat.st_size)):
                 self.seen[path] = mark
-                fresh.append(path)
-        self.skipped = [path for path in self.skipped if path not in fresh]
-        for path in fresh:
-            try:
-                self._take(path)
-            except Exception:  # a file cut short or damaged may hold anything in any place
-                self.skipped.append(path)
+                self.skipped.discard(path)
+                try:
+                    self._take(path)
+                except Exception:  # a file cut short or damaged may hold anything in any place
+                    self.skipped.add(path)
 
     def _take(self, path: Path) -> None:
         """Take over the rounds of a file: those that are new, and the last one before them."""
@@ -250,17 +206,17 @@ class _Node:
         mark = reached, max((sum(_rounds(s, "steps")) for _, s in modules), default=0)
         # Rounds and steps only go up within a run, but names, in local time, do not.
         lower = mark < self.mark
-        rows = list(_rows(modules, self.label, self.others, 0 if lower else self.last))
+        rows = list(self._rows(modules, 0 if lower else self.mark[0]))
         if lower and not self._is_of_another_run(rows, path):
             rows = [row for row in rows if _key(row) not in self.rows]
         else:
             if lower:
                 self.rows.clear()
                 self.rounds_at.clear()
-            self.last, self.mark, self.newest = reached, mark, path
+            self.mark, self.newest = mark, path
         # Without records, as on a server whose modules keep none, a file tells no round.
         if reached:
-            self.rounds_at[path.name[_STAMP]] = reached
+            self.rounds_at[path.stem.removeprefix("optimizer_state_")] = reached
         for row in rows:
             self.rows[_key(row)] = row
 
@@ -272,6 +228,28 @@ class _Node:
             return any(row != other for row, other in known if other is not None)
         return self.seen[path] > self.seen.get(self.newest, (0, 0))
 
+    def _rows(self, modules: Iterable[tuple[object, object]], since: int) -> Iterator[Row]:
+        """Yield the rows of a state file from a round on; note the modules without records.
+
+        The place counts only modules of the same name, so that a clipper keeps its label when you
+        put another kind of module in front of it.
+        """
+        seen: Counter[str] = Counter()
+        for place, (name, state) in enumerate(modules):
+            if not isinstance(name, str):
+                raise TypeError(f"a module's name must be a string, got {name!r}")
+            seen[name] += 1
+            if not isinstance(state, dict) or "rounds" not in state:
+                self.others.add(name)
+                continue
+            adaptive = any((state.get("groups") or {}).values())
+            # The rounds before were complete when an earlier file was written.
+            chosen = [row for row in state["rounds"] if not 0 <= row["round"] < since]
+            for record in read_rounds({"rounds": chosen}):
+                row = Row(self.label, seen[name] - 1, name, record, adaptive, place)
+                row.as_dict()  # Computing the quantiles reveals damaged counts.
+                yield row
+
 
 def _key(row: Row) -> tuple[int, str, str, int]:
     return row.position, row.name, row.record.group, row.record.round
@@ -282,27 +260,21 @@ def _rounds(state: object, field: str = "round") -> list[int]:
     return [row[field] for row in state.get("rounds", ())] if isinstance(state, dict) else []
 
 
-def _rows(
-    modules: Iterable[tuple[object, object]], node: str, others: set[str], since: int
-) -> Iterator[Row]:
-    """Yield the rows of a state file from a round on; add the names of modules without records.
-
-    The place counts only modules of the same name, so that a clipper keeps its label when you
-    put another kind of module in front of it.
-    """
-    seen: Counter[str] = Counter()
-    for place, (name, state) in enumerate(modules):
-        if not isinstance(name, str):
-            raise TypeError(f"a module's name must be a string, got {name!r}")
-        position = seen[name]
-        seen[name] += 1
-        if not isinstance(state, dict) or "rounds" not in state:
-            others.add(name)
-            continue
-        adaptive = any((state.get("groups") or {}).values())
-        # The rounds before were complete when an earlier file was written.
-        chosen = [row for row in state["rounds"] if not 0 <= row["round"] < since]
-        for record in read_rounds({"rounds": chosen}):
-            row = Row(node, position, name, record, adaptive, place)
-            row.as_dict()  # Computing the quantiles reveals damaged counts.
-            yield row
+def _metrics(nodes: Collection[_Node]) -> dict[str, Any]:
+    """Return curves and confusion matrices, also of clients that only a server knows."""
+    curves: dict[tuple[str, str], Curve] = {}
+    confusions: dict[str, list[list[float]]] = {}
+    last: Counter[str] = Counter()
+    for node in nodes:
+        above = experiment_of(node.label)
+        last[above] = max(last[above], node.mark[0])
+    for node in sorted(nodes, key=lambda node: node.is_server):
+        above, slash, _ = node.label.rpartition("/")
+        for file in sorted(node.folder.glob("metrics*.csv")):
+            client = file.name.removeprefix("metrics").removesuffix(".csv").removeprefix("_")
+            label = f"{above}{slash}{client}" if client else node.label
+            for curve in read_curves(label, file, node.mark[0] or last[above], node.rounds_at):
+                curves.setdefault((label, curve.metric), curve)
+            if matrix := read_confusion(file.with_suffix(".json")):
+                confusions.setdefault(label, matrix)
+    return {"curves": tuple(curves[key] for key in sorted(curves)), "confusions": confusions}

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,13 +24,11 @@ _HIGHER = ("accuracy", "roc_auc", "f-score", "r2")
 # A site does far worse than the others from this factor of the loss, or half of the accuracy, on.
 _WORSE = 4.0
 
-Values: TypeAlias = Mapping[str, Mapping[str, float]]
-
 
 class Result(NamedTuple):
     """The end of one run; without sites for a run that failed."""
 
-    sites: Values = MappingProxyType({})
+    sites: Mapping[str, Mapping[str, float]] = MappingProxyType({})
     """The last loss and metrics of each site, on its own validation data."""
     outliers: Sequence[str] = ()
     clipped: float = math.nan
@@ -55,14 +53,9 @@ class Result(NamedTuple):
         """
         chosen = sites or self.healthy
         matrices = [np.asarray(self.confusions[s]) for s in chosen if s in self.confusions]
-        if (
-            not matrices
-            or len(matrices) < len(chosen)
-            or len({matrix.shape for matrix in matrices}) > 1
-        ):
-            return None
+        alike = len(matrices) == len(chosen) and len({matrix.shape for matrix in matrices}) == 1
         counts = [matrix.sum(axis=1) for matrix in matrices]
-        if not all(count.sum() for count in counts):
+        if not alike or not all(count.sum() for count in counts):
             return None
         total = np.sum(matrices, axis=0)
         present = total.sum(axis=1) > 0
@@ -79,9 +72,7 @@ class Result(NamedTuple):
         """Return the sites that do far worse than the median one, and by how much as text."""
         texts: dict[str, str] = {}
         for metric, higher in (("loss", False), judged_by(self._metrics())):
-            values = {
-                site: by_metric.get(metric, math.nan) for site, by_metric in self.sites.items()
-            }
+            values = {site: metrics.get(metric, math.nan) for site, metrics in self.sites.items()}
             middle = statistics.median(values.values()) if values else math.nan
             for site, value in values.items() if len(values) > 2 and middle > 0 else ():
                 if value <= middle / 2 if higher else value >= _WORSE * middle:
@@ -98,11 +89,7 @@ class Result(NamedTuple):
         return texts + [f"{s}: {text}: check its labels and data." for s, text in worse.items()]
 
     def _metrics(self) -> set[str]:
-        return (
-            set.intersection(*(set(metrics) for metrics in self.sites.values()))
-            if self.sites
-            else set()
-        )
+        return set.intersection(*map(set, self.sites.values())) if self.sites else set()
 
     def in_words(self) -> str:
         """Return the metric and loss of the healthy sites, and those of the outliers, as text."""
@@ -112,8 +99,7 @@ class Result(NamedTuple):
         metric, _ = judged_by(shared)
         names = [name for name in dict.fromkeys((metric, "loss")) if name in shared]
         text = ", ".join(f"{name} {number(self.mean(name))}" for name in names)
-        known = self.classes() if metric == "accuracy" else None
-        if known:
+        if metric == "accuracy" and (known := self.classes()):
             text += f" (majority class {number(known[0])}, balanced {number(known[1])})"
         if len(self.healthy) < len(self.sites):
             text += f", mean of {listed(self.healthy)}"
@@ -125,31 +111,23 @@ class Result(NamedTuple):
 
 def result_of(report: Report, experiment: str) -> Result:
     """Return the end of one run of a report; without sites' metrics, those of the server."""
-    sites: dict[str, dict[str, float]] = {}
-    for curve in (c for c in report.curves if c.experiment == experiment):
+    part, sites = report.only([experiment]), dict[str, dict[str, float]]()
+    for curve in part.curves:
         sites.setdefault(site_of(curve.node), {})[curve.metric] = curve.last[1]
     servers = {site_of(node) for node in report.servers}
     clients = {site: metrics for site, metrics in sites.items() if site not in servers}
-    rows = [row for row in report.whole if row.experiment == experiment]
-    rows = [row for row in rows if row.node not in report.servers]
+    rows = [row for row in part.whole if row.node not in report.servers]
     # What measures updates clips none of them.
     total = pooled(row.record for row in rows if row.name != "update-norms")
     shown = clients or sites or {"server": {}}
-    nodes = {site_of(n): m for n, m in report.confusions.items() if _in(n, experiment)}
-    return Result(
-        shown,
-        outliers_of(unusual_norms(norms_by_stage(rows))),
-        total.clipped_share if total.steps else math.nan,
-        {site: matrix for site, matrix in nodes.items() if site in shown},
-    )
+    matrices = {site_of(n): m for n, m in part.confusions.items() if site_of(n) in shown}
+    clipped = total.clipped_share if total.steps else math.nan
+    return Result(shown, outliers_of(unusual_norms(norms_by_stage(rows))), clipped, matrices)
 
 
 def best_round(losses: Sequence[Mapping[str, float]], healthy: Collection[str]) -> int:
     """Return the place of the lowest mean loss over the healthy sites, of one entry a round."""
-    means = [
-        statistics.fmean(round_losses.get(site, math.nan) for site in healthy)
-        for round_losses in losses
-    ]
+    means = [statistics.fmean(loss.get(site, math.nan) for site in healthy) for loss in losses]
     return min(range(len(means)), key=lambda i: (math.isnan(means[i]), means[i], i))
 
 
@@ -163,7 +141,3 @@ def judged_by(metrics: Collection[str]) -> tuple[str, bool]:
     """
     names = [name for name in _HIGHER if name in metrics]
     return (names[0], True) if names else ("loss", False)
-
-
-def _in(node: str, experiment: str) -> bool:
-    return node.rpartition("/")[0] == experiment

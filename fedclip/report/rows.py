@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 
 from fedclip.core.records import RoundRecord
+from fedclip.errors import needing
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -23,17 +27,12 @@ COLUMNS = (
 SETTERS = {"fixed": "fixed", "learnt": "adaptive", "warmup": "warm-up", "": "-"}
 """What set a limit, as the column "by" has it."""
 
-Key: TypeAlias = tuple[str, str, int]
-"""Node, clipper and round."""
-Limits: TypeAlias = Mapping[Key, float]
-"""The limits of whole gradients."""
-
 
 class ReportError(ValueError):
     """There is nothing to report on; the message says what was looked for and what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Row:
     """One round of one clipper on one node."""
 
@@ -47,6 +46,8 @@ class Row:
     """Whether the clipper keeps statistics, from which a limit may follow."""
     index: int = 0
     """Place of the clipper among all modules of the optimizer, from 0."""
+    limit: float | None = None
+    """The smallest limit of all groups; set only in `Report.whole`."""
 
     @property
     def module(self) -> str:
@@ -54,7 +55,7 @@ class Row:
         return self.name if self.position == 0 else f"{self.name}#{self.position + 1}"
 
     @property
-    def key(self) -> Key:
+    def key(self) -> tuple[str, str, int]:
         """Node, clipper and round."""
         return self.node, self.module, self.record.round
 
@@ -66,12 +67,8 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """Return the row by column name, as in the CSV file."""
         record = self.record
-        computed = {
-            "node": self.node,
-            "module": self.module,
-            "norm_p05": record.norm_quantile(0.05),
-            "norm_p95": record.norm_quantile(0.95),
-        }
+        computed: dict[str, Any] = {"node": self.node, "module": self.module}
+        computed |= {f"norm_p{q:02}": record.norm_quantile(q / 100) for q in (5, 95)}
         return {c: computed[c] if c in computed else getattr(record, c) for c in COLUMNS}
 
 
@@ -116,9 +113,9 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def known(rows: Iterable[Row], limits: Limits) -> list[float]:
+def limits(rows: Iterable[Row]) -> list[float]:
     """Return the limits of those rows that have one."""
-    return [limits[row.key] for row in rows if row.key in limits]
+    return [row.limit for row in rows if row.limit is not None]
 
 
 def pooled(records: Iterable[RoundRecord]) -> RoundRecord:
@@ -127,6 +124,21 @@ def pooled(records: Iterable[RoundRecord]) -> RoundRecord:
     for record in records:
         result.add(record)
     return result
+
+
+def cells(record: RoundRecord, limit: float | None) -> dict[str, str]:
+    """Return what tables show of a record, by the head of the column."""
+    return {
+        "round": str(record.round) if record.round else "all",
+        "steps": f"{record.steps:,}",
+        "clipped": f"{record.clipped_share:.1%}" if record.steps else "-",
+        "median\nnorm": number(record.norm_median),
+        "95 %": number(record.norm_quantile(0.95)),
+        "max\nnorm": number(record.norm_max),
+        "limit": number(limit),
+        "by": SETTERS[record.limited_by],
+        "non-finite": str(record.nonfinite),
+    }
 
 
 def printable(text: str) -> str:
@@ -169,3 +181,43 @@ def write_csv(columns: Iterable[str], rows: Iterable[Mapping[str, object]], file
 def _inert(cell: object) -> object:
     formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{cell}" if formula else cell
+
+
+def plain_table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Table:
+    """Return an empty table that, where it is narrow, folds names and keeps numbers whole."""
+    # Imported here: a report needs no rich.
+    with needing("a table", "rich: pip install 'fedclip[cli]'"):
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+    heading = Text(printable(title))
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.padding = (0, 1, 0, 0)
+    for head in names:
+        table.add_column(head, overflow="fold", min_width=4)
+    for head in numbers:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def table_of(title: str, rows: Sequence[Row], rounds: bool) -> Table:
+    """Return the table; see `Report.table`."""
+    runs = grouped(rows, lambda row: (row.node, row.module))
+    if not rounds:
+        rows = [replace(run[-1], record=pooled(r.record for r in run)) for run in runs.values()]
+    heads = ["round"] * rounds + ["steps", "clipped", "median\nnorm", "max\nnorm", "limit", "by"]
+    heads += ["non-finite"] * any(row.record.nonfinite for row in rows)
+    modules = len(runs) > len({node for node, _ in runs})
+    table = plain_table(title, ["node", *["clipper"] * modules], heads)
+    from rich.text import Text
+
+    previous = ""
+    for row in rows:
+        if previous and row.node != previous and rounds:
+            table.add_section()
+        names = [row.node if row.node != previous else "", *[row.module] * modules]
+        shown = cells(row.record, row.limit)
+        table.add_row(*map(Text, map(printable, names)), *(shown[head] for head in heads))
+        previous = row.node
+    return table

@@ -3,30 +3,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fedclip.core.records import ALL
-from fedclip.errors import needing
-from fedclip.report.findings import Finding, clipper_findings, diverged, unlike, unseen
-from fedclip.report.rows import (
-    COLUMNS,
-    Curve,
-    Key,
-    Row,
-    experiment_of,
-    printable,
-    write_csv,
-)
+from fedclip.report.findings import Finding, findings_of
+from fedclip.report.rows import COLUMNS, Curve, Row, experiment_of, printable, table_of, write_csv
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Report:
     """The rows of an experiment, sorted by node, clipper, group and round.
 
@@ -54,17 +46,22 @@ class Report:
     curves: tuple[Curve, ...] = ()
     servers: frozenset[str] = frozenset()
     private: tuple[str, ...] = ()
-    confusions: Mapping[str, Sequence[Sequence[float]]] = dataclasses.field(default_factory=dict)
+    confusions: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """Names of the nodes: their folders, relative to the report's."""
         return tuple(dict.fromkeys(row.node for row in self.rows))
 
-    @property
+    @cached_property
     def whole(self) -> tuple[Row, ...]:
-        """The rows of whole gradients, not of a group."""
-        return tuple(row for row in self.rows if row.record.group == ALL)
+        """The rows of whole gradients, not of a group, with the smallest limit of their groups."""
+        limits: dict[object, float] = {}
+        for row in self.rows:
+            if row.record.limit is not None:
+                limits[row.key] = min(limits.get(row.key, math.inf), row.record.limit)
+        rows = (row for row in self.rows if row.record.group == ALL)
+        return tuple(replace(row, limit=limits.get(row.key)) for row in rows)
 
     @property
     def experiments(self) -> tuple[str, ...]:
@@ -77,15 +74,13 @@ class Report:
         rows = tuple(row for row in self.rows if row.experiment in experiments)
         curves = tuple(c for c in self.curves if c.experiment in experiments)
         private = tuple(n for n in self.private if experiment_of(n) in experiments)
-        return dataclasses.replace(self, rows=rows, curves=curves, private=private)
+        nodes = {n: m for n, m in self.confusions.items() if experiment_of(n) in experiments}
+        return replace(self, rows=rows, curves=curves, private=private, confusions=nodes)
 
     def select(self, node: str | None = None, module: str | None = None) -> tuple[Row, ...]:
         """Return the rows of one node, of one clipper, or of both."""
-        return tuple(
-            row
-            for row in self.rows
-            if node in (None, row.node) and module in (None, row.module, row.name)
-        )
+        rows = (row for row in self.rows if node in (None, row.node))
+        return tuple(row for row in rows if module in (None, row.module, row.name))
 
     def table(self, rounds: bool = True) -> Table:
         """Return the report as a table for a terminal, without columns that carry no information.
@@ -95,22 +90,8 @@ class Report:
         rounds
             Show each round, not only all rounds together.
         """
-        with needing("a table", "rich: pip install 'fedclip[cli]'"):
-            from fedclip.report.table import table_of
-
         title = f"Clipping in {self.folder.name or self.folder}"
-        return table_of(title, self.whole, self.limits(), rounds)
-
-    def limits(self) -> dict[Key, float]:
-        """Return the limit of whole gradients by node, clipper and round.
-
-        A gradient of several groups has the smallest of theirs.
-        """
-        limits: dict[Key, float] = {}
-        for row in self.rows:
-            if row.record.limit is not None:
-                limits[row.key] = min(limits.get(row.key, math.inf), row.record.limit)
-        return limits
+        return table_of(title, self.whole, rounds)
 
     def write_csv(self, file: TextIO) -> None:
         """Write every row and every column as CSV; see `rows.write_csv`."""
@@ -131,10 +112,7 @@ class Report:
 
     def findings(self) -> list[Finding]:
         """Return the findings: diverged losses first, then some for each clipper."""
-        clippers = clipper_findings(self.whole, self.limits(), self.servers)
-        lost = diverged(self.curves, self.servers)
-        odd = unlike(row for row in self.whole if row.node not in self.servers)
-        return [*lost, *unseen(self.private), *clippers, *odd]
+        return list(findings_of(self.whole, self.curves, self.servers, self.private))
 
     def in_words(self) -> list[str]:
         """Return the findings as sentences, with experiment and clipper if there are several."""

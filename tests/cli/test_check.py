@@ -78,10 +78,14 @@ def test_what_a_model_warns_of_is_not_shown(
         ("timeout = 10", "frequency2 = 1", "it takes: min_clients, max_clients, timeout"),
         ("[data]", "[data]\nmodel_file = 'm.py'", "; write it in [model]"),
         ("[optim.server_opt]", "[optim.servr_opt]", "did you mean 'server_opt'?"),
-        ("[experiment]", "[experimnt]", "ignores [experimnt]; did you mean 'experiment'?"),
+        (
+            "[experiment]",
+            "[experimnt]",
+            "[experimnt] declearn ignores this section; did you mean 'exp",
+        ),
         # Sections in another file's place.
-        ("[optim.client_opt]", "[client_opt]", "this file is for quickrun: write [optim.client_op"),
-        ("[run.training]", "[training]", "this file is for quickrun: write [run.training]"),
+        ("[optim.client_opt]", "[client_opt]", "[client_opt] write it in [optim]"),
+        ("[run.training]", "[training]", "[training] write it in [run]"),
         ("[run.training]", "[optim.training]", "[optim.training] write it in [run]"),
         (
             "[optim]\n",
@@ -103,21 +107,24 @@ def test_what_a_model_warns_of_is_not_shown(
         (
             "batch_size = 32",
             "batch_size = 32\nfrequency = 2\n[run.early_stop]\ntolerance = 0.1\npatience = 2",
-            "[run.early_stop] declearn needs a loss after each round, so it fails with frequency "
-            "= 2",
+            "[run.early_stop] each round must be evaluated: remove frequency = 2",
         ),
         # Impossible values.
         ("rounds = 2", "rounds = 0", "rounds must be at least 1, got 0"),
         ("max_clients = 3", "max_clients = 1", "max_clients = 1 is below min_clients = 2"),
         ("port = 8765", "port = 70000", "port must be at most 65535, got 70000"),
-        ("port = 8765", "port = 1\nheartbeat = 0.0", "heartbeat must be > 0 seconds"),
+        ("port = 8765", "port = 1\nheartbeat = 0.0", "heartbeat must be a finite number > 0"),
         ('"websockets"', '"websocket"', "unknown protocol 'websocket'; did you mean 'websockets'"),
         ("n_epoch = 1", "n_epoch = 123456789012345678901234567890", "an int of 64 bits"),
         # Optimizers.
-        ("lrate = 0.1", "lrate = -0.5", "lrate must be > 0, got -0.5"),
-        ("lrate = 0.1", "lrate = inf", "lrate must be a finite number, got inf"),
-        ("lrate = 0.1", "lrate = nan", "lrate must be a number, got None"),
-        ("lrate = 0.1", "lrate = 0.1\nw_decay = -1.0", "w_decay must be >= 0, got -1.0"),
+        ("lrate = 0.1", "lrate = -0.5", "lrate must be a finite number > 0, got -0.5"),
+        ("lrate = 0.1", "lrate = inf", "lrate must be a finite number > 0, got inf"),
+        ("lrate = 0.1", "lrate = nan", "lrate must be a finite number > 0, got None"),
+        (
+            "lrate = 0.1",
+            "lrate = 0.1\nw_decay = -1.0",
+            "w_decay must be a finite number >= 0, got -1",
+        ),
         ("lrate = 0.1", "lrate = ['linear', {}]", "unknown schedule 'linear'"),
         ("lrate = 0.1", "lrate = ['warmup', {base = 0.1}]", "lrate: warmup: warmup is missing"),
         ("lrate = 0.1", "lrate = ['a', 'b', 'c']", "must be a number, or [schedule, {parameter"),
@@ -125,7 +132,7 @@ def test_what_a_model_warns_of_is_not_shown(
         ("[optim.client_opt]", "[optim.client_op]", "did you mean 'client_op'?"),
         ("lrate = 0.1", "lrate = 1", "lrate = 1 must be a float: write 1.0"),
         ("lrate = 0.1", "", "lrate is missing"),
-        ("modules =", "module =", "unknown field 'module'; did you mean"),
+        ("modules =", "module =", "unknown parameter 'module'; did you mean"),
         ('"averaging"', '"avraging"', "did you mean 'averaging'?"),
         ("batch_size = 8", "", "[run.training] batch_size is missing"),
         ("[run.register]", "[run.fairness]", "[run.register] this section is missing: set min_"),
@@ -141,7 +148,7 @@ def test_what_a_model_warns_of_is_not_shown(
         ('["norm-clip"]', '[["l2-clipping", {max_norm = nan}]]', "max_norm must be a number, got"),
         ('["norm-clip"]', '[["adam", {beta_1 = "x"}]]', "adam: beta_1 must be a number, got 'x'"),
         ('["norm-clip"]', "[1, 2.5]", "1 in modules must be a name"),
-        ('"averaging"', "{nam = 'sum'}", "unknown aggregator None: give the name of one"),
+        ('"averaging"', "{nam = 'sum'}", "unknown aggregator 'None'"),
         ('"averaging"', "{name = 'averaging', steps = 1}", "averaging: unknown parameter 'steps'"),
     ],
 )
@@ -158,7 +165,7 @@ def test_a_quickrun_file_of_the_optimizer_alone_is_told(checked: Any) -> None:
     assert found.ok
     found = check_config(found.path, quickrun=True).problems
     assert any("[optim] this section is missing" in f"{f.where} {f.message}" for f in found)
-    assert any("for quickrun: write client_opt in [optim]" in f.message for f in found)
+    assert any("[client_opt] write it in [optim]" in f"{f.where} {f.message}" for f in found)
 
 
 @pytest.mark.parametrize("side", ["client", "server"])
@@ -169,7 +176,9 @@ def test_the_ordinary_scaffold_pair_is_fine_and_a_lone_half_is_not(
     both += "[server_opt]\nlrate = 1.0\nmodules = ['scaffold-server']\n"
     assert problems(both) == []
     (found,) = problems(both.replace(f"['scaffold-{side}']", "[]"))
-    assert "exchanges 'scaffold' with a counterpart" in found
+    other = {"client": "server", "server": "client"}[side]
+    needed = f"scaffold-{other} needs 'scaffold-{side}' in [{side}_opt]: add it"
+    assert found.startswith(f"[{other}_opt] {needed}")
 
 
 @pytest.mark.parametrize(
@@ -209,13 +218,9 @@ def test_the_data_folder_is_looked_at_where_there_is_one(
 
 def test_as_many_clients_as_are_waited_for(problems: Messages, tmp_path: Path) -> None:
     write_clients(tmp_path, "a")
-    assert problems(GOOD) == [
-        "[data] the server waits for 2 clients, but the data folder has 1: lower min_clients"
-    ]
+    assert problems(GOOD) == ["[data] the folder has 1 clients, fewer than min_clients = 2"]
     write_clients(tmp_path, "b", "c", "d")
-    assert problems(GOOD) == [
-        "[data] the server admits 3 clients, but the data folder has 4: raise max_clients"
-    ]
+    assert problems(GOOD) == ["[data] the folder has 4 clients, more than max_clients = 3"]
 
 
 def test_a_byte_order_mark_is_told_as_one(tmp_path: Path) -> None:
@@ -259,16 +264,9 @@ def test_a_quorum_is_checked(problems: Messages, text: str, said: str) -> None:
     assert not said or said in found[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (with_quorum(GOOD), "'averaging' sets no limit: use clipped-averaging"),
-        (with_quorum(OURS, "min_replies = 3"), "registration may end with 2 clients, below"),
-    ],
-)
-def test_what_is_worth_knowing_of_a_quorum(checked: Any, text: str, said: str) -> None:
-    notes = [f.message for f in checked(text).findings if f.level == "note"]
-    assert any(said in note for note in notes), notes
+def test_what_is_worth_knowing_of_a_quorum(checked: Any) -> None:
+    notes = [f.message for f in checked(with_quorum(OURS, "min_replies = 3")).notes]
+    assert any("registration may end with 2 clients: raise min_clients" in note for note in notes)
 
 
 def test_a_quorum_in_a_file_for_a_script(problems: Messages) -> None:
@@ -278,21 +276,7 @@ def test_a_quorum_in_a_file_for_a_script(problems: Messages) -> None:
     assert any("does not go with the aggregator 'sum'" in message for message in found)
     assert any("a round has at most" in message for message in found)
     plain = problems(text + network.replace("fedclip-", ""))
-    assert any("declearn's 'websockets' has no min_replies" in message for message in plain)
-
-
-def test_how_a_table_splits_the_bound_is_told(tmp_path: Path) -> None:
-    (tmp_path / "optim.toml").write_text(
-        'client_opt = {lrate = 0.5, modules = ["update-clip-client"]}\n'
-        'server_opt = {lrate = 1.0, modules = ["update-clip-server"]}\n'
-        '[aggregator]\nname = "clipped-averaging"\nscope = {"head.*" = 3.0, "*" = 4.0}\n'
-    )
-    check = check_config(tmp_path / "optim.toml")
-    assert check.ok, check.problems
-    assert any(
-        "splits the bound C of the update: 'head.*' 0.6 C, '*' 0.8 C" in f.message
-        for f in check.notes
-    )
+    assert any("min_replies needs protocol = 'fedclip-websockets'" in message for message in plain)
 
 
 @pytest.mark.parametrize(
@@ -306,12 +290,11 @@ def test_how_a_table_splits_the_bound_is_told(tmp_path: Path) -> None:
         f"[client_opt]\nlrate = 0.1\nmodules = [['norm-clip', {{max_norm = {'7' * 400}}}]]",
         "client_opt = '/'",
         "[client_opt]\nlrate = {a = 1}\nmodules = {b = 2}\nregularizers = 1979-05-27",
-        GOOD.replace('"127.0.0.1"', f"'{'h' * 5_000}'"),
         GOOD.replace("[data]", f"[data]\ndata_folder = '{'d' * 5_000}'"),
         GOOD.replace("[data]", "[data]\ndata_folder = '/dev'\nclient_names = ['../..']"),
         GOOD.replace("[run]", "[secagg]\nclipval = 'a'\nbitsize = []\n[run]"),
     ],
-    ids=range(12),
+    ids=range(11),
 )
 def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, text: str) -> None:
     found = problems(text)

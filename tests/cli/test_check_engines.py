@@ -19,6 +19,7 @@ from fedclip.cli.main import app
 from fedclip.core.toml import toml_value
 from fedclip.updates.bound import AdaptiveBound
 
+PARTS = ("noise", "sampler", "evaluate", "early_stop")
 NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
 
 
@@ -98,9 +99,9 @@ def test_each_engine_is_judged_by_one_list(
         of_declearn, *others = judged(Path(folder), table, rounds, evaluates)
     bound = AdaptiveBound(**table, start_norm=1.0)
     wanted = {
-        f"{severity}: {text}"
-        for severity, part, text in voids_of(Claim("declearn", bound, rounds, 10))
-        if part == "noise"
+        f"{void.level}: {void.message}"
+        for void in voids_of(Claim("declearn", bound, rounds, 10), {part: part for part in PARTS})
+        if void.where == "noise"
     }
     unsure = {text for text in set.union(*others) if "number of all clients" in text}
     for found in (of_declearn, *(other - unsure for other in others)):

@@ -84,7 +84,7 @@ def test_each_proposal_says_what_it_would_have_clipped_of_each_client(looked: Pa
     [
         ("no-op", [1.0] * 19, "19 norms are too few"),
         ("no-op", [0.0] * 40, "no limit can be chosen"),
-        ("value-clip", [1.0] * 40, "no clipper recorded the norms of steps"),
+        ("value-clip", [1.0] * 40, "the norms of steps were not measured"),
     ],
 )
 def test_too_little_is_said(tmp_path: Path, module: str, norms: list[float], words: str) -> None:

@@ -20,7 +20,7 @@ from declearn.optimizer import Optimizer
 
 import fedclip
 from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
 
 N, D = 60, 5
 

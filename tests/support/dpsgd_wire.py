@@ -133,7 +133,7 @@ def _server(settings: dict[str, Any]) -> None:
 def seeded(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let private clients draw samples and noise from seeds, which nobody may do in earnest."""
     from fedclip.dpsgd import noise, sampling
-    from fedclip.engines.declearn import private_training as manager
+    from fedclip.engines.declearn import private_client as manager
     from fedclip.privacy.noise import insecure_normals
 
     bits, normals = np.random.default_rng(2), insecure_normals(2)

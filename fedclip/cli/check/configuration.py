@@ -24,7 +24,7 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,43 +33,15 @@ from declearn.optimizer import Optimizer
 
 import fedclip
 from fedclip.cli.catalogue import is_ours
-from fedclip.cli.check.data import (
-    check_data,
-    check_folder,
-    check_model,
-    known_files,
-    protected,
-    unnamed,
-)
-from fedclip.cli.check.engines import check_app, check_job
-from fedclip.cli.check.findings import (
-    Check,
-    Section,
-    Setting,
-    as_count,
-    brief,
-    innermost,
-    part_of,
-    read_json,
-    read_toml,
-    registered,
-    text_of,
-)
-from fedclip.cli.check.plugins import (
-    check_aggregator,
-    check_counterparts,
-    check_optimizer,
-    is_shared,
-)
+from fedclip.cli.check import claims, data, plugins, settings
+from fedclip.cli.check.findings import CLIENT, Check, Finding, Section, note, problem, read, text_of
 from fedclip.cli.check.privacy import exposures
-from fedclip.cli.check.settings import SECTIONS, elsewhere, fits, section_problems
-from fedclip.cli.check.updates import update_problems
+from fedclip.cli.check.settings import SECTIONS, Setting, part_of
+from fedclip.cli.check.updates import reply_findings, update_problems
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
-from fedclip.engines.declearn import stages as places
-from fedclip.engines.declearn.members import quorum_problems
-from fedclip.errors import ToolError, nearest
-from fedclip.privacy.guarantees import Plugin
+from fedclip.engines.declearn.stages import in_words
+from fedclip.errors import ToolError, nearest, shown
 
 APP = "pyproject.toml"
 """The file with the settings of an app of Flower."""
@@ -85,17 +57,13 @@ def find_config(path: str | Path) -> Path:
     folder = os.path.isdir(path)  # `Path.is_dir` raises where a path is too long for the system.
     file = path / "config.toml" if folder else path
     if folder and not os.path.isfile(file):
-        apps = [path / APP] if _is_app(path / APP) else []
-        file = next(iter([*apps, *sorted(path.glob(f"*/config/{JOB}"))]), file)
+        app = path / APP  # any project may have a file of this name
+        is_app = os.path.isfile(app) and "[tool.flwr." in app.read_text("utf-8", errors="replace")
+        file = next(iter([*[app] * is_app, *sorted(path.glob(f"*/config/{JOB}"))]), file)
     if not os.path.isfile(file):
         where = f"{path} holds no config.toml" if folder else f"{path} does not exist"
         raise ToolError(f"{where}; give a declearn configuration file, or its folder", code=2)
     return file
-
-
-def _is_app(file: Path) -> bool:
-    """Whether a file exists and belongs to an app of Flower; any project may have this name."""
-    return os.path.isfile(file) and "[tool.flwr." in file.read_text("utf-8", errors="replace")
 
 
 def check_config(
@@ -110,13 +78,12 @@ def check_config(
     file, raise a `ToolError`; all else is a finding. A `text` is checked in place of the file's.
     """
     check = Check(find_config(path))
-    read = read_json if check.path.name == JOB else read_toml
     config = read(check, check.path, "the file", text)
     if config is None:
         return check
-    other = {APP: check_app, JOB: check_job}.get(check.path.name)
+    other = {APP: claims.app_findings, JOB: claims.job_findings}.get(check.path.name)
     if other is not None and not (quickrun or simulate):
-        other(check, config)
+        check.add(*other(config))
         return check
     config = _with_files(check, config)
     check.config = config = _without_network(config) if simulate else config
@@ -124,64 +91,75 @@ def check_config(
     several = "data" in config and not {"network", "run"}.isdisjoint(config)
     bare = "run" in config and "client_opt" not in config
     if quickrun or simulate or "optim" in config or several or bare:
-        _check_quickrun(check, config)
-        run = part_of(config, "run")
-        every = part_of(run, "evaluate").get("frequency", 1)
-        if run.get("early_stop") is not None and every != 1 and not simulate:
-            text = "declearn needs a loss after each round, so it fails with frequency = "
-            check.problem("[run.early_stop]", f"{text}{brief(every)}: remove one of them")
+        _check_quickrun(check, config, simulate)
     elif "client_opt" in config:
         run, check.quickrun = part_of(config, "run"), False
         # A section of this name may be anything else.
-        _check_optim(check, config, {} if any(section_problems("run", run)) else run)
+        _check_optim(check, config, {} if any(settings.section_problems("run", run)) else run, {})
     else:
-        what = "has neither [optim], as in a quickrun file, nor client_opt, as in a file for"
-        check.problem("the file", f"{what} FLOptimConfig{nearest('client_opt', config)}")
+        text = f"has neither [optim] nor client_opt{nearest('client_opt', config)}"
+        check.add(problem("the file", text))
     return check
 
 
-def _check_quickrun(check: Check, config: Config) -> None:
-    for section in REQUIRED:
-        if section not in config:
-            hint = nearest(section, config.keys() - SECTIONS.keys())
-            empty = " (declearn needs it, even empty)" if section == "data" else ""
-            check.problem(f"[{section}]", f"this section is missing{empty}{hint}")
+def _check_quickrun(check: Check, config: Config, simulate: bool) -> None:
     for key in config:
-        _check_section(check, config, key)
-    secagg, run = part_of(config, "secagg"), part_of(config, "run")
-    if "clipval" in secagg and _secagg(check) is None:
-        text = f"clipval must be a number > 0, got {brief(secagg['clipval'])}"
-        check.problem("[secagg]", text)
+        check.add(*_section_findings(check, config, key))
+    files, wrong = data.site_files(check)
     if isinstance(config.get("optim"), dict):
-        wrong = any(finding.where.startswith("[run") for finding in check.problems)
-        _check_optim(check, config["optim"], {} if wrong else run)
+        bad = any(finding.where.startswith("[run") for finding in check.problems)
+        run = {} if bad else part_of(config, "run")
+        _check_optim(check, config["optim"], run, files)
+    check.add(*_across_sections(config, simulate))
+    check.add(*data.path_findings(check.path.resolve().parent, config))
+    if isinstance(config.get("data"), dict) and "[data]" not in [f.where for f in check.problems]:
+        check.add(*wrong, *data.data_findings(files, part_of(config, "run")))
+
+
+def _section_findings(check: Check, config: Section, key: str) -> Iterable[Finding]:
+    """Return the findings for one section of a quickrun file, without its optimizers."""
+    where, home = f"[{key}]", settings.elsewhere(key, "")
+    if key not in SECTIONS:
+        return _stray(check, where, key, home, SECTIONS)
+    if not isinstance(config[key], dict):
+        return [problem(where, f"must be a section, got {shown(config[key])}")]
+    if key == "optim":
+        return []
+    problems = list(settings.section_problems(key, config[key]))
+    return problems or _parsed(where, SECTIONS[key], config[key])
+
+
+def _stray(
+    check: Check, where: str, key: str, home: str | None, known: Iterable[str]
+) -> Iterator[Finding]:
+    """Yield where a section belongs that declearn ignores; a problem if its name is a typo."""
+    slip = difflib.get_close_matches(key, list(known), n=1, cutoff=0.8)
+    if home:
+        yield problem(where, f"write it in [{home}]")
+    elif slip:
+        yield problem(where, f"declearn ignores this section; did you mean {slip[0]!r}?")
+    elif check.quickrun:  # a file for FLOptimConfig may have other sections
+        yield note(where, "declearn ignores this section")
+
+
+def _across_sections(config: Section, simulate: bool) -> Iterator[Finding]:
+    """Yield missing sections, and settings that do not go with those of another section."""
+    for section in (section for section in REQUIRED if section not in config):
+        hint = nearest(section, config.keys() - SECTIONS.keys())
+        empty = " (declearn needs it, even empty)" if section == "data" else ""
+        yield problem(f"[{section}]", f"this section is missing{empty}{hint}")
+    yield from settings.range_problems(part_of(config, "secagg"))
     if "fairness" in part_of(config, "optim"):
-        text = (
-            "fairness needs a FairnessDataset, and [data] provides arrays: remove fairness, or run "
-            "a script"
-        )
-        check.problem("[optim.fairness]", text)
+        yield problem("[optim.fairness]", "fairness needs a FairnessDataset: remove it")
+    run, register = part_of(config, "run"), part_of(config, "run", "register")
     if isinstance(config.get("run"), dict) and "register" not in run:
-        text = "this section is missing: set min_clients to the number of clients to wait for"
-        check.problem("[run.register]", text)
-    register = part_of(run, "register")
+        yield problem("[run.register]", "this section is missing: set min_clients")
     if register.get("timeout") and not register.get("max_clients"):
-        text = (
-            f"registration always lasts {brief(register['timeout'])} s: set max_clients to end it "
-            "earlier"
-        )
-        check.note("[run.register]", text)
-    model = part_of(config, "model").get("model_file")
-    if isinstance(model, str) and not os.path.isfile(model):
-        check.problem("[model]", f"there is no model file {brief(model)}")
-    else:
-        check_model(check, part_of(config, "model"))
-    folder = part_of(config, "experiment").get("checkpoint")
-    if isinstance(folder, str):
-        check_folder(check, str(check.path.parent / folder))
-    wrong_sections = [f.where for f in check.problems]
-    if isinstance(config.get("data"), dict) and "[data]" not in wrong_sections:
-        check_data(check, config["data"], run)
+        yield note("[run.register]", "registration lasts until its timeout: set max_clients")
+    every = part_of(run, "evaluate").get("frequency", 1)
+    if run.get("early_stop") is not None and every != 1 and not simulate:
+        text = f"each round must be evaluated: remove frequency = {shown(every)}"
+        yield problem("[run.early_stop]", text)
 
 
 def _with_files(check: Check, config: Config) -> Config:
@@ -190,7 +168,7 @@ def _with_files(check: Check, config: Config) -> Config:
     for field in dataclasses.fields(FLRunConfig):
         path = run.get(field.name)
         if isinstance(path, str) and os.path.isfile(path):
-            loaded = read_toml(check, Path(path), f"[run.{field.name}]")
+            loaded = read(check, Path(path), f"[run.{field.name}]")
             if loaded is not None:
                 run[field.name] = loaded.get(field.name, loaded)
     return {**config, "run": run} if run else config
@@ -205,201 +183,64 @@ def _without_network(config: Config) -> Config:
     return {**config, "network": network, "run": run, "client_sampler": sampler}
 
 
-def _check_section(check: Check, config: Section, key: str) -> None:
-    """Check one section of a quickrun file, without its optimizers."""
-    where, home = f"[{key}]", elsewhere(key, "")
-    if key not in SECTIONS and home:
-        write = f"[{home}.{key}]" if isinstance(config[key], dict) else f"{key} in [{home}]"
-        check.problem(where, f"this file is for quickrun: write {write}")
-    elif key not in SECTIONS:
-        _ignored(check, "the file", key, SECTIONS)
-    elif not isinstance(config[key], dict):
-        check.problem(where, f"must be a section, got {brief(config[key])}")
-    elif key != "optim":
-        problems = list(section_problems(key, config[key]))
-        for problem in problems:
-            check.problem(f"[{problem.where}]", problem.text)
-        if not problems:
-            _declearn(check, where, SECTIONS[key], config[key])
-
-
-def _ignored(check: Check, where: str, key: str, known: Iterable[str]) -> None:
-    """Report a section that declearn ignores; a problem if its name looks like a typo."""
-    slip = difflib.get_close_matches(key, list(known), n=1, cutoff=0.8)
-    text = f"declearn ignores {f'[{key}]' if where == 'the file' else 'this section'}"
-    if slip:
-        check.problem(where, f"{text}; did you mean {slip[0]!r}?")
-    elif check.quickrun:  # a file for FLOptimConfig may have other sections
-        check.note(where, text)
-
-
-def _check_optim(check: Check, optim: Mapping[str, object], run: Section) -> None:
+def _check_optim(check: Check, optim: Config, run: Section, files: data.Files) -> None:
     known = [field.name for field in dataclasses.fields(FLOptimConfig)]
     before = len(check.problems)
-    plugins: dict[str, list[Plugin]] = {}
-    for key in known[:2]:
-        where = f"[optim.{key}]"
-        if key in optim:
-            plugins[key] = check_optimizer(check, optim[key], key, where)
-        elif key == "client_opt" and key not in check.config:
-            check.problem(where, f"the clients' optimizer is missing{nearest(key, optim)}")
-    built = len(check.problems) == before
-    if check.quickrun and any(
-        p.name == "sample-clip" and p.evaluation_share for p in plugins.get("client_opt", ())
-    ):
-        check.problem("[data]", *unnamed(known_files(check)))
-    aggregator = check_aggregator(check, optim.get("aggregator"), "[optim.aggregator]")
-    metrics = part_of(check.config, "experiment").get("metrics")
-    setting = Setting(
-        plugins,
-        aggregator,
-        run,
-        part_of(check.config, "client_sampler"),
-        _secagg(check),
-        "fairness" in optim,
-        _clients(check.config),
-        protected(check) if check.quickrun else None,
-        metrics if isinstance(metrics, list) else [],
-        _population(check),
-        check.quickrun,
-        part_of(check.config, "network").get("protocol")
-        in ("fedclip-websockets", *["websockets"] * check.quickrun),
-        check.quickrun,
+    if "client_opt" not in optim:
+        check.add(problem(CLIENT, f"this section is missing{nearest('client_opt', optim)}"))
+    client, server = (
+        plugins.check_optimizer(check, optim[key], key, f"[optim.{key}]") if key in optim else []
+        for key in ("client_opt", "server_opt")
     )
-    # If a plug-in could not be built, its counterpart can not be checked.
+    built = len(check.problems) == before
+    aggregator = plugins.check_aggregator(check, optim.get("aggregator"), "[optim.aggregator]")
+    config, protected = check.config, None
+    if "privacy" in part_of(config, "run"):
+        protected = data.protected(files)
+        evaluated = any(p.name == "sample-clip" and p.evaluation_share for p in client)
+        check.add(*data.person_findings(files, evaluated=evaluated))
+    setting = Setting(
+        config, optim, run, client, server, aggregator, len(files), protected, check.quickrun
+    )
+    # If a plug-in could not be built, its counterpart cannot be checked.
     if built:
-        check_counterparts(check, plugins)
-        if "aggregator" not in optim or aggregator is not None:
-            _check_updates(check, setting)
-    least = as_count(part_of(part_of(check.config, "network"), "kwargs").get("min_replies"))
-    if least is not None:
-        if not check.quickrun and part_of(check.config, "network").get("protocol") == "websockets":
-            # In a quickrun file, fedclip's own protocol takes its place.
-            text = "declearn's 'websockets' has no min_replies: use 'fedclip-websockets'"
-            check.problem("[network]", f"protocol: {text}")
-        _check_quorum(check, setting, least)
+        check.add(*plugins.counterpart_problems(setting))
+    if built and ("aggregator" not in optim or aggregator is not None):
+        check.add(*update_problems(setting))
+    check.add(*reply_findings(setting))
     for key in (key for key in optim if key not in known):
-        home = elsewhere(key, "optim") if check.quickrun else None
+        home = settings.elsewhere(key, "optim") if check.quickrun else None
         if check.quickrun and key in parameters.signature_of(Optimizer):
             home = "optim.client_opt] or [optim.server_opt"
-        if home:
-            check.problem(f"[optim.{key}]", f"write it in [{home}]")
-        else:
-            _ignored(check, f"[optim.{key}]", key, known)
+        check.add(*_stray(check, f"[optim.{key}]", key, home, known))
     # Report declearn's own errors only if no problem found above explains them.
     if len(check.problems) == before:
         where = "[optim]" if check.quickrun else "the file"
-        _declearn(check, where, FLOptimConfig, {k: v for k, v in optim.items() if k in known})
+        check.add(*_parsed(where, FLOptimConfig, {k: v for k, v in optim.items() if k in known}))
     # The guarantee of a pipeline is only known if all its parts could be built.
     if len(check.problems) == before:
-        _check_bounds(check, part_of(optim, "client_opt"), setting)
-    chosen = [*plugins.get("client_opt", []), aggregator]
-    names = dict.fromkeys(plugin.name for plugin in chosen if is_ours(type(plugin)))
-    if names:
-        check.note(
-            "[optim.client_opt]",
-            f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}: import fedclip "
-            "in their script, or start it with `fedclip run`",
+        check.add(*exposures(setting))
+        check.places = in_words(
+            client,
+            server,
+            aggregator if is_ours(type(aggregator)) else None,
+            optim=part_of(optim, "client_opt"),
+            steps=part_of(run, "training").get("n_steps"),
+            privacy=part_of(run, "privacy"),
+            unit=protected[1] if protected else "record",
         )
+    if names := dict.fromkeys(p.name for p in [*client, aggregator] if is_ours(type(p))):
+        text = f"clients need fedclip>={fedclip.__version__} for {', '.join(names)}: import"
+        check.add(note(CLIENT, f"{text} fedclip in their script, or start it with `fedclip run`"))
 
 
-def _check_quorum(check: Check, setting: Setting, least: int) -> None:
-    """Check the settings for rounds that go on without some clients."""
-    where, name = "[network.kwargs]", getattr(setting.aggregator, "name", "averaging")
-    register = part_of(check.config, "run").get("register")
-    low = register.get("min_clients", 1) if isinstance(register, dict) else register
-    secure = setting.secagg is not None
-    problems = quorum_problems(secagg=secure, fairness=setting.fairness, aggregator=name)
-    check.problem(where, *map(str, problems))
-    clients, registered = setting.clients, as_count(low)
-    if clients is not None and least > clients:
-        text = f"min_replies = {least}, but a round has at most {clients} clients: lower it"
-        check.problem(where, text)
-    elif registered is not None and least > registered:
-        check.note(
-            where,
-            f"registration may end with {registered} clients, below min_replies = {least}: raise "
-            "min_clients",
-        )
-    if name == "clipped-averaging":
-        if few := setting.aggregator.combining.too_few(least):
-            check.note(
-                where,
-                f"{few} with min_replies, and such a round changes nothing: raise min_replies",
-            )
-    else:
-        check.note(
-            where,
-            f"with fewer replies each client moves the average further, and {name!r} sets no "
-            "limit: use clipped-averaging",
-        )
-
-
-def _check_updates(check: Check, setting: Setting) -> None:
-    """Find mistakes that break the bound of the round update."""
-    for level, section, message in update_problems(setting):
-        check.add(level, f"[optim.{section}]", message)
-    shared = any(is_shared(p) for chosen in setting.plugins.values() for p in chosen)
-    if (is_ours(type(setting.aggregator)) or shared) and not setting.vetted:
-        check.note(
-            "[client_sampler]",
-            "replies are not checked, so one client can end the run: give FederatedServer "
-            "client_sampler = {'strategy': 'named-clients'}",
-        )
-
-
-def _clients(config: Section) -> int | None:
-    """Return the largest number of clients in a round; None if it is not known."""
-    most = registered(part_of(config, "run"))
-    return as_count(innermost(part_of(config, "client_sampler")).get("n_samples", most))
-
-
-def _population(check: Check) -> int | None:
-    """Return the number of all clients; None if it is not known."""
-    simulated = part_of(check.config, "simulate").get("clients")
-    if simulated is not None:
-        return as_count(simulated)
-    known = registered(part_of(check.config, "run")), len(known_files(check)) * check.quickrun
-    return max(filter(None, known), default=None)
-
-
-def _secagg(check: Check) -> Section | None:
-    """Return the section about secure aggregation, if there is one and its range is a number."""
-    section = check.config.get("secagg")
-    clipval = part_of(check.config, "secagg").get("clipval", 1.0)
-    return section if isinstance(section, dict) and fits(clipval, float) and clipval > 0 else None
-
-
-def _check_bounds(check: Check, client: Section, setting: Setting) -> None:
-    """Describe the stages of clipping and their guarantees; report what voids a guarantee."""
-    plugins, run = setting.plugins, setting.run
-    for key, chosen in plugins.items():
-        for warning in places.warnings(chosen):
-            check.note(f"[optim.{key}]", warning)
-        for leak in places.before_noise(chosen):
-            check.add("leak", f"[optim.{key}]", leak)
-    for level, section, message in exposures(setting):
-        outside = section.partition(".")[0] in ("run", "secagg", "client_sampler", "experiment")
-        check.add(level, f"[{section}]" if outside else f"[optim.{section}]", message)
-    check.places = places.in_words(
-        plugins.get("client_opt", []),
-        plugins.get("server_opt", []),
-        setting.aggregator if is_ours(type(setting.aggregator)) else None,
-        optim=client,
-        steps=part_of(run, "training").get("n_steps"),
-        privacy=part_of(run, "privacy"),
-        unit="record" if setting.protected is None else setting.protected[1],
-    )
-
-
-def _declearn(check: Check, where: str, parser: Any, values: Section) -> None:
-    """Have declearn parse a section, and report what it refuses or ignores."""
+def _parsed(where: str, parser: Any, values: Section) -> Iterator[Finding]:
+    """Have declearn parse a section, and yield what it refuses or ignores."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             parser.from_params(**values)
         except Exception as exc:  # declearn raises a RuntimeError, or whatever it met first
-            check.problem(where, text_of(exc))
-    for warning in caught:
-        if issubclass(warning.category, RuntimeWarning):
-            check.note(where, str(warning.message))
+            yield problem(where, text_of(exc))
+    ignored = [w for w in caught if issubclass(w.category, RuntimeWarning)]
+    yield from (note(where, str(warning.message)) for warning in ignored)

@@ -1,171 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find settings of declearn that void a privacy guarantee, before a run.
 
-What voids the guarantee of central noise on every engine is listed in
-`fedclip.updates.claims`; this adds what only declearn has. For a configuration without
-noise, the only finding is that secure aggregation is too coarse.
+What voids the guarantee of central noise on every engine is listed in `fedclip.cli.check.claims`;
+this adds what only declearn has. For a configuration without noise, the only finding is that secure
+aggregation is too coarse.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from declearn.optimizer.regularizers import Regularizer
 
-from fedclip.cli.check.claims import Claim, too_large_delta, too_large_epsilon, voids_of
-from fedclip.cli.check.findings import (
-    Found,
-    Plugins,
-    Section,
-    Setting,
-    as_count,
-    innermost,
-    part_of,
-    registered,
-)
+from fedclip.cli.check.claims import MOST, Claim, voids_of, weak_delta, weak_epsilon
+from fedclip.cli.check.findings import CLIENT, SERVER, Finding, leak, note, problem
 from fedclip.cli.check.plugins import is_shared
+from fedclip.cli.check.settings import Setting, as_count, part_of
 from fedclip.engines.declearn.evaluation import noise_problems
 from fedclip.engines.declearn.messages import DECLEARN_RANGE
 from fedclip.engines.declearn.sample_clip import SampleClip, problems_before
 from fedclip.engines.declearn.secagg import plan
-from fedclip.engines.declearn.stages import analyse
+from fedclip.engines.declearn.stages import analyse, before_noise, warnings
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.guarantees import Context, Plugin
 from fedclip.privacy.norm_conversions import number
 from fedclip.privacy.sensitivity import look_up
 
-CLIENT, SERVER = "client_opt", "server_opt"
-
-# The section of each part of the list in `fedclip.updates.claims`.
-_SECTIONS = {
-    "noise": SERVER,
-    "sampler": "client_sampler",
-    "evaluate": "run.evaluate",
-    "early_stop": "run.early_stop",
-}
-# Above this epsilon, one step alone guarantees nothing.
-_ABSURD = 10.0
-
-_WEIGHTS = (
-    "agc sets its limit by the norms of the weights, which depend on private data after the first "
-    "local step: it bounds no sensitivity"
-)
-_UNITS = (
-    "agc expects outputs on axis 0 in torch and scikit-learn, and on the last axis elsewhere: "
-    "exclude transposed convolutions and torch's embeddings, or set unit = 'tensor'"
-)
-_NOISED = (
-    "noise on evaluations takes {share:g} of {whole}; losses are clipped to {bound:g}. This covers "
-    "loss, accuracy, best weights and early stopping, for each {unit}. It does not cover what "
-    "declearn asks about the {data} before the run (classes, shape, dtype), and {numbers}"
-)
-_OF_RECORDS = {
-    "whole": "epsilon",
-    "unit": "validation record (or person)",
-    "data": "validation data",
-    "numbers": "the number of training records (or persons)",
-}
-_OF_CLIENTS = {
-    "whole": "mu (the root of the sum of noise_multiplier⁻² over all rounds)",
-    "unit": "client, against all but the server",
-    "data": "data",
-    "numbers": "the numbers of samples and steps, which the server knows",
-}
-_NOT_WATCHED = (
-    "evaluation_share needs protocol = 'fedclip-websockets' on the server, which adds noise to "
-    "evaluations before they are summed and saved. Without it, the run ends before round 1"
-)
-_NO_EVALUATION = (
-    "separation > 1 draws some clients a round, and declearn's secure aggregation fails when an "
-    "evaluation asks all of them: set frequency above the number of rounds, and no checkpoint"
-)
+_PLACES = {"noise": SERVER, "sampler": "[client_sampler]"}
+_PLACES |= {part: f"[run.{part}]" for part in ("evaluate", "early_stop")}
+"""The section of each part of the list in `fedclip.cli.check.claims`."""
 
 
-def exposures(setting: Setting) -> Iterator[Found]:
+def exposures(setting: Setting) -> Iterator[Finding]:
     """Yield the settings that void a guarantee of the configuration."""
-    plugins, run, aggregator = setting.plugins, setting.run, setting.aggregator
-    server = plugins.get(SERVER, ())
-    central = next((p for p in server if getattr(p, "noise_multiplier", 0.0)), None)
-    privacy, per_record = part_of(run, "privacy"), isinstance(run.get("privacy"), Mapping)
-    if central is not None:
-        yield from _unnoised(central, server)
-        if central.separation > 1 and setting.secagg is not None:
-            frequency, rounds = part_of(run, "evaluate").get("frequency", 1), run.get("rounds")
-            known = type(frequency) is int and type(rounds) is int
-            fails = known and frequency <= rounds
-            yield "problem" if fails else "note", "secagg", _NO_EVALUATION
-    if any(isinstance(p, SampleClip) for side in plugins.values() for p in side):
-        yield from _records_clipped(plugins, run, setting.fairness)
-    elif per_record:
-        yield from _declearns(privacy, run)
-    if per_record:
-        yield from _budget(privacy, run, setting.protected)
-    for side, chosen in plugins.items():
+    for check in _CHECKS:
+        yield from check(setting)
+
+
+def _is_noise(plugin: Plugin) -> bool:
+    return look_up(plugin, Context()).noise
+
+
+def _stages(setting: Setting) -> Iterator[Finding]:
+    for where, chosen in setting.sides.items():
+        yield from (note(where, text) for text in warnings(chosen))
+        yield from (leak(where, text) for text in before_noise(chosen))
         if any(p.name == "agc" and p.asks_layers for p in chosen):
-            yield "note", side, _UNITS
-    averaged = getattr(aggregator, "name", None) == "clipped-averaging"
-    for side, chosen in plugins.items():
-        for text in _own_noise(side, chosen, per_record if side == CLIENT else averaged):
-            yield "leak", side, text
-    noise_module = any(look_up(p, Context()).noise for side in plugins.values() for p in side)
-    if central is not None or per_record or noise_module:
-        if not per_record and any(p.name == "agc" for p in plugins.get(CLIENT, ())):
-            yield "note", CLIENT, _WEIGHTS
-        markers = [p for p in plugins.get(CLIENT, ()) if isinstance(p, SampleClip)]
-        # Noise for records is none for clients.
-        noised = markers[0] if per_record and central is None and markers else central
-        covered = noised is not None and bool(noised.evaluation_share)
-        every, rounds = part_of(run, "evaluate").get("frequency", 1), as_count(run.get("rounds"))
-        rare = rounds is not None and type(every) is int and every > rounds
-        claim = Claim(
-            "declearn",
-            central,
-            rounds=rounds,
-            population=setting.population,
-            evaluates=not covered and (setting.checkpoints or not rare),
-            stops_early=run.get("early_stop") is not None,
-            chooses_clients=_chooses(setting.sampler),
-            by_turns=innermost(setting.sampler).get("strategy", "round-robin") == "round-robin",
-        )
-        for severity, part, text in voids_of(claim):
-            yield severity, _SECTIONS[part], text
-        if covered:
-            yield from _evaluated(noised, setting)
-    adaptive = next((p for p in server if p.name == "update-clip-server"), None)
-    limit = getattr(aggregator, "max_norm", None) if adaptive is None else adaptive.bound
-    yield from _resolution(setting.secagg, limit, run)
+            text = "agc expects outputs on axis 0 in torch and scikit-learn, else on the last axis:"
+            yield note(where, f"{text} exclude other layers, or set unit = 'tensor'")
 
 
-# -- noise on the average ---------------------------------------------------------------------
-def _unnoised(module: Plugin, server: Sequence[Plugin]) -> Iterator[Found]:
-    """Check which statistics are sent in addition to the noised average."""
-    for plugin in server:
-        if plugin is module or not _tells(plugin):
-            continue
-        if plugin.name in (module.unnoised or ()):
-            text = (
-                f"{plugin.name} is sent without noise, as unnoised allows: epsilon does not cover "
-                "it"
-            )
-            yield "leak", SERVER, text
-        else:
-            yield "problem", SERVER, module.refusal_of(plugin.name)
-    for name in module.unnoised or ():
-        if name not in [p.name for p in server]:
-            yield "note", SERVER, f"unnoised names {name!r}, which is not in server_opt"
+def _released(setting: Setting) -> Iterator[Finding]:
+    """Yield what leaves without noise, and what noise on evaluations covers."""
+    central, markers = setting.central, [p for p in setting.client if isinstance(p, SampleClip)]
+    if setting.privacy is None and not any(map(_is_noise, (*setting.client, *setting.server))):
+        return
+    # Noise for records is none for clients.
+    noised = markers[0] if setting.privacy and central is None and markers else central
+    covered = noised is not None and bool(noised.evaluation_share)
+    every = part_of(setting.run, "evaluate").get("frequency", 1)
+    rare = setting.rounds is not None and type(every) is int and every > setting.rounds
+    claim = Claim(
+        "declearn",
+        central,
+        rounds=setting.rounds,
+        population=setting.population,
+        evaluates=not covered and (setting.quickrun or not rare),
+        stops_early=setting.run.get("early_stop") is not None,
+        chooses_clients=_chooses(part_of(setting.config, "client_sampler")),
+        by_turns=setting.sampler.get("strategy", "round-robin") == "round-robin",
+    )
+    yield from voids_of(claim, _PLACES)
+    if covered:
+        yield from _evaluated(noised, every, setting)
 
 
 def _chooses(sampler: object) -> bool:
     """Whether a client sampler, or one inside it, selects by data of the clients."""
-    match sampler:
-        case {"strategy": "criterion"}:
-            return True
-        case {"sampler": inner}:
-            return _chooses(inner)
-        case {"samplers": [*inner]}:
-            return any(map(_chooses, inner))
-    return False
+    if not isinstance(sampler, dict):
+        return False
+    several = sampler.get("samplers")
+    inner = [sampler.get("sampler"), *(several if isinstance(several, list) else ())]
+    return sampler.get("strategy") == "criterion" or any(map(_chooses, inner))
+
+
+def _evaluated(plugin: Plugin, every: object, setting: Setting) -> Iterator[Finding]:
+    """Describe evaluations with noise, and check the requested metrics."""
+    of_records, where = isinstance(plugin, SampleClip), "[run.evaluate]"
+    budget, unit = "mu", "client, against all but the server"
+    if of_records:
+        budget, unit = "epsilon", "validation record (or person)"
+    text = f"noise on evaluations takes {plugin.evaluation_share:g} of {budget}; losses are clipped"
+    text += f" to {plugin.loss_bound:g}. It covers loss, accuracy and what follows from them, for"
+    yield note(where, f"{text} each {unit}; not shapes, classes and numbers of examples")
+    metrics = part_of(setting.config, "experiment").get("metrics")
+    listed = metrics if isinstance(metrics, list) else []
+    named = [m[0] if isinstance(m, list) and m else m for m in listed]
+    if problems := noise_problems(map(str, named)):
+        yield problem("[experiment]", problems[0].text)
+    elif not of_records:
+        secure, clients = setting.secagg is not None, setting.registered or 0
+        unfit = noise_problems([], secure, clients, plugin.expected_clients)
+        yield from (problem(SERVER, reason.text) for reason in unfit)
+        if not setting.watched:
+            text = "evaluation_share needs protocol = 'fedclip-websockets' on the server"
+            yield Finding("problem" if setting.run else "note", SERVER, text)
+    if every != 1:
+        yield note(where, f"frequency = {every!r} saves no budget: noise is for each round")
+
+
+# -- noise on the average ---------------------------------------------------------------------
+def _unnoised(setting: Setting) -> Iterator[Finding]:
+    """Check which statistics are sent in addition to the noised average, and who is evaluated."""
+    module = setting.central
+    if module is None:
+        return
+    allowed, names = module.unnoised or (), [p.name for p in setting.server]
+    for name in [p.name for p in setting.server if p is not module and _tells(p)]:
+        if name in allowed:
+            yield leak(SERVER, f"{name} is sent without noise, as unnoised allows")
+        else:
+            yield problem(SERVER, module.refusal_of(name))
+    for name in (name for name in allowed if name not in names):
+        yield note(SERVER, f"unnoised names {name!r}, which is not in server_opt")
+    if module.separation > 1 and setting.secagg is not None:
+        every, rounds = part_of(setting.run, "evaluate").get("frequency", 1), setting.rounds
+        fails = rounds is not None and type(every) is int and every <= rounds
+        text = "with separation > 1 and secure aggregation, evaluations fail: set frequency above"
+        text += " the number of rounds, and no checkpoint"
+        yield Finding("problem" if fails else "note", "[secagg]", text)
 
 
 def _tells(plugin: Plugin) -> bool:
@@ -174,186 +138,121 @@ def _tells(plugin: Plugin) -> bool:
 
 
 # -- noise on the gradient of a batch ---------------------------------------------------------
-def _records_clipped(plugins: Plugins, run: Section, fairness: bool) -> Iterator[Found]:
+def _records_clipped(setting: Setting) -> Iterator[Finding]:
     """Check fedclip's DP-SGD, which `sample-clip` asks for."""
-    modules = [p for p in plugins.get(CLIENT, ()) if not isinstance(p, Regularizer)]
-    places = [i for i, p in enumerate(modules) if isinstance(p, SampleClip)]
-    if any(isinstance(p, SampleClip) for p in plugins.get(SERVER, ())):
-        text = "sample-clip clips the records of a client: move it to client_opt"
-        yield "problem", SERVER, text
-    if len(places) != 1:
-        if places:
-            yield "problem", CLIENT, "sample-clip is listed more than once: keep one"
+    modules = [p for p in setting.client if not isinstance(p, Regularizer)]
+    positions = [i for i, p in enumerate(modules) if isinstance(p, SampleClip)]
+    if any(isinstance(p, SampleClip) for p in setting.server):
+        yield problem(SERVER, "sample-clip clips the records of a client: move it to client_opt")
+    if len(positions) > 1:
+        yield problem(CLIENT, "sample-clip is listed more than once: keep one")
+    if len(positions) != 1:
         return
-    marker = modules[places[0]]
-    for problem in problems_before(modules[: places[0]]):
-        yield "problem", CLIENT, problem.text
-    if fairness:
-        text = "fairness rounds add no noise, so private clients refuse them: remove fairness"
-        yield "problem", CLIENT, text
-    privacy = run.get("privacy")
-    if not isinstance(privacy, Mapping):
+    unfit = problems_before(modules[: positions[0]])
+    yield from (problem(CLIENT, reason.text) for reason in unfit)
+    if "fairness" in setting.optim:
+        yield problem(CLIENT, "private clients refuse rounds of fairness: remove fairness")
+    if setting.privacy is None:
         text = "sample-clip needs [run.privacy] on the server, with budget and sclip_norm"
-        yield ("problem" if run else "note"), CLIENT, text
+        yield Finding("problem" if setting.run else "note", CLIENT, text)
         return
-    if marker.max_norm not in (None, privacy.get("sclip_norm")):
-        second = f"sample-clip has max_norm = {marker.max_norm!r}: remove max_norm"
-        text = f"sclip_norm = {privacy.get('sclip_norm')!r}, and {second}"
-        yield "problem", "run.privacy", text
-    training = part_of(run, "training")
+    limit, second = setting.privacy.get("sclip_norm"), modules[positions[0]].max_norm
+    if second not in (None, limit):
+        text = f"sclip_norm = {limit!r}, and sample-clip has max_norm = {second!r}: remove max_norm"
+        yield problem("[run.privacy]", text)
+    training = part_of(setting.run, "training")
     if training.get("n_epoch", 1) is None and training.get("n_steps") is None:
-        text = "noise for a budget needs a number of steps: set n_epoch or n_steps"
-        yield "problem", "run.training", text
+        yield problem("[run.training]", "noise needs a number of steps: set n_epoch or n_steps")
     elif training.get("timeout") is not None:
-        text = (
-            "with timeout, the number of steps depends on the records, so clients refuse: remove "
-            "timeout"
-        )
-        yield "problem", "run.training", text
-    text = (
-        "this budget is what the server asks for. To enforce a client's own limit, start it as "
-        "PrivateFederatedClient(max_budget=(epsilon, delta)); `fedclip quickrun` sets none"
-    )
-    yield "note", "run.privacy", text
+        yield problem("[run.training]", "private clients refuse timeout: remove it")
+    text = "the server asks for this budget; to enforce a client's limit, start it as"
+    yield note("[run.privacy]", f"{text} PrivateFederatedClient(max_budget=(epsilon, delta))")
 
 
-def _evaluated(plugin: Plugin, setting: Setting) -> Iterator[Found]:
-    """Describe evaluations with noise, and check the requested metrics."""
-    run, of_records = setting.run, isinstance(plugin, SampleClip)
-    values = {"share": plugin.evaluation_share, "bound": plugin.loss_bound}
-    values |= _OF_RECORDS if of_records else _OF_CLIENTS
-    yield "note", "run.evaluate", _NOISED.format(**values)
-    names = [m[0] if isinstance(m, list) and m else m for m in setting.metrics]
-    if problems := noise_problems(map(str, names)):
-        yield "problem", "experiment", str(problems[0])
-    elif not of_records:
-        clients = registered(run) or 0
-        secure = setting.secagg is not None
-        for problem in noise_problems([], secure, clients, plugin.expected_clients):
-            yield "problem", SERVER, str(problem)
-        if not setting.watched:
-            yield "problem" if run else "note", SERVER, _NOT_WATCHED
-    if (frequency := part_of(run, "evaluate").get("frequency", 1)) != 1:
-        text = (
-            f"frequency = {frequency!r} saves no budget, as noise is planned for each round: "
-            "remove it"
-        )
-        yield "note", "run.evaluate", text
-
-
-def _declearns(privacy: Section, run: Section) -> Iterator[Found]:
-    where = "run.privacy"
-    limit = privacy.get("sclip_norm")
-    shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
-    text = (
-        "declearn clips each tensor of a sample separately: with k tensors, a sample's gradient "
-        f"has norm up to {shown}·√k, and noise of z·{shown} is too small for that. To clip the "
-        "whole record, add sample-clip to client_opt and use fedclip.PrivateFederatedClient"
-    )
-    yield "note", where, text
-    if not privacy.get("use_csprng"):
-        text = "noise comes from a predictable random generator"
-        if privacy.get("seed") is not None:
-            text += ", and the server knows its seed and can subtract the noise"
-        yield "problem", where, f"{text}: set use_csprng = true"
-    if part_of(run, "training").get("poisson") is False:
-        text = "poisson = false, but epsilon is computed for Poisson sampling: remove poisson"
-        yield "problem", "run.training", text
-
-
-def _budget(privacy: Section, run: Section, protected: tuple[int, str] | None) -> Iterator[Found]:
-    where = "run.privacy"
+def _run_privacy(setting: Setting) -> Iterator[Finding]:
+    """Check [run.privacy], and declearn's DP-SGD without `sample-clip`."""
+    privacy, where, training = setting.privacy, "[run.privacy]", part_of(setting.run, "training")
+    if privacy is None:
+        return
+    if not any(isinstance(p, SampleClip) for p in (*setting.client, *setting.server)):
+        limit = privacy.get("sclip_norm")
+        shown = number(limit) if isinstance(limit, (int, float)) else "sclip_norm"
+        text = "declearn clips each tensor of a sample separately: with k tensors, a sample's"
+        text += f" gradient has norm up to {shown}·√k, and the noise is too small for that. Add"
+        yield note(where, f"{text} sample-clip to client_opt, and use PrivateFederatedClient")
+        if not privacy.get("use_csprng"):
+            seed = "" if privacy.get("seed") is None else ", and the server knows its seed"
+            yield problem(where, f"noise is predictable{seed}: set use_csprng = true")
+        if training.get("poisson") is False:
+            text = "epsilon is for Poisson sampling: remove poisson = false"
+            yield problem("[run.training]", text)
     if privacy.get("accountant") == "gdp":
-        text = "accountant = 'gdp' gives no upper bound on epsilon: use 'prv' or 'rdp'"
-        yield "problem", where, text
-    size = part_of(run, "training").get("batch_size")
-    least, unit = protected or (size, "record")
-    of = f"{unit}s of the smallest client" if protected else "of a batch"
+        yield problem(where, "accountant = 'gdp' gives no upper bound on epsilon: use 'prv'")
+    size = as_count(training.get("batch_size"))
+    least, unit = setting.protected or (size or 0, "record")
+    of = f"{unit}s of the smallest client" if setting.protected else "of a batch"
     match privacy.get("budget"):
         case [int() | float() as spent, int() | float() as delta]:
-            if text := too_large_epsilon(spent, "each client's budget", "calibrate"):
-                yield "problem", where, text
-            if not 0.0 < delta < 1.0:
-                text = f"budget = [epsilon, delta]: delta must be in (0, 1), got {delta:g}"
-                yield "problem", where, text
-            elif type(least) is int and (text := too_large_delta(delta, least, of, unit)):
-                yield "problem", where, text
-            elif delta >= 1e-3:
-                text = f"delta = {delta:g} must be far below 1 / (number of {unit}s of a client)"
-                yield "leak", where, text
+            yield from weak_epsilon(where, spent, "each client's budget", "calibrate")
+            if 0.0 < delta < 1.0:
+                yield from weak_delta(where, delta, least, unit, of, known=False)
+            else:
+                yield problem(where, f"delta in budget must be in (0, 1), got {delta:g}")
 
 
 # -- noise modules ----------------------------------------------------------------------------
-def _own_noise(side: str, plugins: Sequence[Plugin], bounded: bool) -> Iterator[str]:
-    """Check declearn's noise modules: the bound before them, and what goes out besides.
+def _noise_modules(setting: Setting) -> Iterator[Finding]:
+    """Check declearn's noise modules: the bound before them, and what goes out besides."""
+    averaged = getattr(setting.aggregator, "name", None) == "clipped-averaging"
+    yield from _noise_in(CLIENT, setting.client, bounded=setting.privacy is not None)
+    yield from _noise_in(SERVER, setting.server, bounded=averaged)
 
-    `bounded` says whether something before the plug-ins bounds what they get.
-    """
+
+def _noise_in(where: str, plugins: Sequence[Plugin], *, bounded: bool) -> Iterator[Finding]:
     for i, plugin in enumerate(plugins):
-        std = getattr(plugin, "std", None)
-        if not look_up(plugin, Context()).noise or not isinstance(std, float):
+        std, earlier = getattr(plugin, "std", None), plugins[:i]
+        if not _is_noise(plugin) or not isinstance(std, float):
             continue
         if not getattr(plugin, "safe_mode", True):
-            text = f"{plugin.name} uses a predictable random generator"
-            yield f"{text}: set safe_mode = true"
-        if not plugins[:i] and not bounded:
+            yield leak(where, f"noise of {plugin.name} is predictable: set safe_mode = true")
+        if not earlier and not bounded:
+            yield leak(where, f"nothing bounds the input of {plugin.name}: put a clipper first")
+        before = analyse(earlier, finite=True)
+        bound = before.l2_bound if before.formula else None
+        spent = epsilon([Release(std / bound)], 1e-5) if bound and std > 0 else math.inf
+        if bound and spent > MOST:
             text = (
-                f"no module before {plugin.name} bounds its input, so its noise gives no guarantee"
+                f"{plugin.name}: std = {std:g} is too small for a sensitivity of {before.formula}"
             )
-            yield f"{text}: put a clipper before it"
-        before = analyse(plugins[:i], finite=True)
-        least = _least_bound(plugins[:i])
-        if least and before.formula:
-            spent = math.inf if std <= 0 else epsilon([Release(std / least)], 1e-5)
-            if spent > _ABSURD:
-                yield (
-                    f"{plugin.name} with standard deviation {std:g} is too small for a sensitivity "
-                    f"of {before.formula}: one step costs epsilon = {spent:.4g} at delta = 1e-5"
-                    + (", and more with more tensors" if before.l2_bound is None else "")
-                )
-        for other in plugins[:i]:
-            if is_shared(other) and side == CLIENT:
-                yield (
-                    f"{other.name} is shared, and sends statistics taken before {plugin.name} adds "
-                    "noise"
-                )
-        for other in plugins if side == SERVER else ():
-            if _tells(other):
-                yield f"{other.name} sends its statistics without the noise of {plugin.name}"
-
-
-def _least_bound(plugins: Sequence[Plugin]) -> float | None:
-    """Return the bound for a model of one value, which is a lower limit for all models."""
-    try:
-        return analyse(plugins, {"one": (1,)}, finite=True).l2_bound
-    except ValueError:  # a pattern that fits none of these tensors
-        return None
+            yield leak(where, f"{text}: one step costs epsilon = {spent:.4g} at delta = 1e-5")
+        for other in earlier if where == CLIENT else plugins:
+            if is_shared(other) if where == CLIENT else _tells(other):
+                text = f"{other.name} sends statistics without the noise of {plugin.name}"
+                yield leak(where, text)
 
 
 # -- secure aggregation ------------------------------------------------------------------------
-def _resolution(secagg: Section | None, limit: float | None, run: Section) -> Iterator[Found]:
+def _resolution(setting: Setting) -> Iterator[Finding]:
     """Check how much the integers of secure aggregation add to an update."""
+    adaptive = next((p for p in setting.server if p.name == "update-clip-server"), None)
+    limit = getattr(setting.aggregator, "max_norm", None) if adaptive is None else adaptive.bound
+    secagg = setting.secagg
     if secagg is None or not limit:
         return
-    clients = part_of(run, "register").get("max_clients")
-    clipval, bitsize = secagg.get("clipval", DECLEARN_RANGE), secagg.get("bitsize", 64)
+    clipval, bitsize = float(secagg.get("clipval", DECLEARN_RANGE)), secagg.get("bitsize", 64)
+    kind, clients = str(secagg.get("secagg_type", "masking")), setting.registered or 2
+    tolerant = {"kind": kind, "clipval": clipval, "bitsize": bitsize, "tolerance": 1e300}
     try:
-        integers = plan(
-            min(float(limit), float(clipval)),
-            clients if type(clients) is int else 2,
-            1,
-            kind=str(secagg.get("secagg_type", "masking")),
-            clipval=float(clipval),
-            bitsize=bitsize,
-            tolerance=1e300,
-        )
+        integers = plan(min(float(limit), clipval), clients, 1, **tolerant)
     except (TypeError, ValueError):
         return  # declearn, or the check of the aggregator, says so
-    each = integers.norm_added
-    if each * 1e3 > 0.01 * limit:
-        text = (
-            f"clipval = {clipval:g} with bitsize = {bitsize} rounds values to multiples of "
-            f"{integers.step:.3g}. For an update of norm {limit:g} with a million values this adds "
-            f"up to {each * 1e3:.3g} to the norm: lower clipval, or raise bitsize"
-        )
-        yield ("problem" if each > limit else "note"), "secagg", text
+    added = integers.norm_added * 1e3
+    if added > 0.01 * limit:
+        text = f"{bitsize} bits up to {clipval:g} add up to {added:.3g} to a norm of {limit:g} of a"
+        text += " million values: lower clipval, or raise bitsize"
+        yield Finding("problem" if integers.norm_added > limit else "note", "[secagg]", text)
+
+
+_CHECKS = (
+    *(_stages, _unnoised, _records_clipped, _run_privacy, _noise_modules, _released, _resolution),
+)

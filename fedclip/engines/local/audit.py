@@ -35,10 +35,9 @@ from fedclip.core.scopes import Groups
 from fedclip.dpsgd import persample
 from fedclip.dpsgd.persample.base import Data, Host, HostStack
 from fedclip.dpsgd.persons import Persons
-from fedclip.engines.declearn.dataset_records import Records, first_records
-from fedclip.engines.declearn.experiment import Experiment
-from fedclip.engines.declearn.persample import shapes
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.persample import Records, first_records, shapes
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
+from fedclip.engines.declearn.quickrun import Experiment
 from fedclip.engines.local.simulate import Simulation
 from fedclip.errors import ToolError
 from fedclip.privacy.accounting import Accountant, epsilon, split_noise
@@ -276,7 +275,7 @@ class _Watched(PrivateTrainingManager):
 
     def watch(self, rng: np.random.Generator) -> None:
         """Replace the units by canaries, and watch the noise."""
-        self._groups, self._rng, many = self._plan.stage.groups, rng, len(self.records)
+        self._groups, self._rng, many = self.stage.groups, rng, len(self.records)
         self.broken = self._unclipped()
         self._like = self.model.get_weights(trainable=True).coefs
         self._places = _places(self._like, self._groups, min(many, _FEWEST), rng)

@@ -26,7 +26,7 @@ from declearn.optimizer.modules import AuxVar
 from declearn.utils import set_device_policy
 
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
-from fedclip.engines.declearn.experiment import Experiment, draw_from
+from fedclip.engines.declearn.quickrun import Experiment, draw_from
 from fedclip.engines.declearn.trained import label
 from fedclip.engines.local.crowd import Crowd, SimulateConfig, Trained
 from fedclip.errors import FedclipWarning, ToolError

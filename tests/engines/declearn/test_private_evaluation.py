@@ -27,10 +27,10 @@ from fedclip.cli.main import app
 from fedclip.cli.spent import in_words, read_spent
 from fedclip.dpsgd.calibrate import calibrate, evaluation_noise
 from fedclip.dpsgd.persons import Persons
-from fedclip.engines.declearn import private_evaluation as evaluations
-from fedclip.engines.declearn.dataset_records import Records
-from fedclip.engines.declearn.private_evaluation import Accuracy, Evaluation
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn import evaluation as evaluations
+from fedclip.engines.declearn.evaluation import Accuracy, Evaluation
+from fedclip.engines.declearn.persample import Records
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.accounting import Release, account, noise_multiplier
 from fedclip.privacy.ledger import Ledger, read_entries
@@ -279,7 +279,7 @@ def test_what_has_no_bound_or_no_person_is_refused_before_the_first_round() -> N
     of = np.arange(60) // 3
     with pytest.raises(
         ValueError,
-        match="whose the validation records are, by valid_persons; for fedclip quickrun, in a file",
+        match="whose the validation records are, by valid_persons; in a quickrun",
     ):
         made.make_private(request(), records=Persons(Records(data()), of))
     valid = Persons(Records(data(seed=1)), of)
@@ -333,7 +333,7 @@ SHARE = "{evaluation_share = 0.2, loss_bound = 3.0}"
         (SHARE, "'accuracy'", 1, "takes 0.2 of epsilon; losses are clipped to 3", "without noise"),
         (SHARE, "", 1, "noise on evaluations", "chosen by losses"),
         (SHARE, "'accuracy', 'mse'", 1, "asks for mse too: leave that out", "without noise"),
-        (SHARE, "", 2, "frequency = 2 saves no budget, as noise is planned", "without noise"),
+        (SHARE, "", 2, "frequency = 2 saves no budget: noise is for each round", "without noise"),
         ("{}", "'mse'", 2, "chosen by losses or metrics without noise", "noise on evaluations"),
     ],
 )

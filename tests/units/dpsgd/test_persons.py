@@ -16,11 +16,10 @@ from report_runs import call
 from units.dpsgd.test_dpsgd_persample import MODELS
 
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.check.data import asked_for, units
+from fedclip.cli.check.data import person_findings, units
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persons import Persons
-from fedclip.engines.declearn.dataset_records import Records
-from fedclip.engines.declearn.persample import clipped_sum
+from fedclip.engines.declearn.persample import Records, clipped_sum
 from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.ledger import Ledger, fingerprint
 
@@ -230,17 +229,15 @@ def sites(tmp_path: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def test_a_column_of_identifiers_that_come_back_is_asked_for(sites: Any) -> None:
-    (ok, text), alone, (level, asked) = asked_for(sites)
-    assert (ok, text) == ("ok", "north: DP-SGD protects 4 persons, each with all their records")
-    assert level == "note"
-    assert alone[1].startswith(
-        "south: there is no train_persons.csv, so DP-SGD protects each record"
-    )
-    assert asked.startswith("column 'patient_id' (south) is named like an identifier")
+def test_persons_are_counted_where_a_file_names_them(sites: Any) -> None:
+    found = list(person_findings(sites))
+    assert [finding.level for finding in found] == ["ok", "note"]
+    known, alone = (finding.message for finding in found)
+    assert known == "north: DP-SGD protects 4 persons, each with all records"
+    assert alone.startswith("south: there is no train_persons.csv, so DP-SGD protects each record")
     assert [units(sites[name]) for name in ("north", "south")] == [(4, "person"), (12, "record")]
     Path(sites["north"]["train_data"]).with_name("train_persons.csv").write_text("person\np1\n")
-    assert next(iter(asked_for(sites)))[0] == "problem"
+    assert next(iter(person_findings(sites))).level == "problem"
 
 
 @pytest.mark.parametrize(

@@ -821,22 +821,22 @@ OPTIM = "[client_opt]\nlrate = 0.1\nmodules = [{}]\n[server_opt]\nlrate = 1.0\nm
 @pytest.mark.parametrize(
     ("client", "server", "message"),
     [
-        ('["zscore-clip", {shared = true}]', '"no-op"', "lacks 'zscore-clip-server'"),
+        ('["zscore-clip", {shared = true}]', '"no-op"', "needs 'zscore-clip-server' in"),
         ('"zscore-clip"', '"zscore-clip-server"', "needs 'zscore-clip' with shared = true"),
         (
             '["zscore-clip", {shared = true, decay = 0.5}]',
             '"zscore-clip-server"',
-            "has decay = 0.5, its counterpart in server_opt 0.97",
+            "has decay = 0.5, zscore-clip-server 0.97",
         ),
         (
             '["zscore-clip", {shared = true, shared_name = "a"}]',
             '["zscore-clip-server", {shared_name = "b"}]',
-            "lacks 'zscore-clip-server' with shared_name = 'a'",
+            "needs 'zscore-clip-server' with shared_name = 'a'",
         ),
         (
             '["zscore-clip", {shared = true, shared_name = "a"}]',
             '["ema-clip-server", {shared_name = "a"}]',
-            "'a' is zscore-clip's, and ema-clip-server's in server_opt",
+            "'a' is zscore-clip's, and ema-clip-server's in [server_opt]",
         ),
         (
             '["zscore-clip", {shared = true, include_current = true, feedback = "raw"}]',

@@ -25,9 +25,8 @@ from benchmarks.audit import estimate
 from fedclip import UpdateClipServer
 from fedclip.cli.check.configuration import check_config
 from fedclip.engines.declearn.context import ROUND, change
-from fedclip.engines.declearn.evaluation import Evaluations
+from fedclip.engines.declearn.evaluation import Accuracy, Evaluations
 from fedclip.engines.declearn.messages import UpdateClipVotes
-from fedclip.engines.declearn.private_evaluation import Accuracy
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.planning import plan
 from fedclip.updates import noise as budgets

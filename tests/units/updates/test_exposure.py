@@ -129,16 +129,16 @@ CENTRAL: list[tuple[dict[str, str], str, str]] = [
     ({"aggregator": RAISES}, "leak", "reveals that client without noise: take 'skip'"),
 ]
 OTHERS: list[tuple[dict[str, str], str, str]] = [
-    ({"run": "poisson = false\n" + PRIVATE}, "problem", "epsilon is computed for Poisson sampling"),
+    ({"run": "poisson = false\n" + PRIVATE}, "problem", "epsilon is for Poisson sampling"),
     (
         private("use_csprng = true", ""),
         "problem",
-        "predictable random generator: set use_csprng = true",
+        "noise is predictable: set use_csprng = true",
     ),
     (
         private("use_csprng = true", "seed = 3"),
         "problem",
-        "knows its seed and can subtract the noise",
+        "and the server knows its seed",
     ),
     (private("[3.0, 1e-5]", "[180.0, 1e-5]"), "problem", "epsilon = 180 for each client's budget"),
     (private("[3.0, 1e-5]", "[3.0, 0.5]"), "problem", "delta = 0.5 is not below 1 / 8 of a batch"),
@@ -164,30 +164,22 @@ OTHERS: list[tuple[dict[str, str], str, str]] = [
     ),
     (
         {"client": 'modules = ["sample-clip"]', "run": PRIVATE, "aggregator": FAIR},
-        *("problem", "private clients refuse them"),
-    ),
-    (
-        {"client": 'modules = ["l2-clipping", ["gaussian-noise", {std = 0.001}]]'},
-        *("leak", "deviation 0.001 is too small for a sensitivity of 1·√k for k tensors"),
+        *("problem", "private clients refuse rounds of fairness"),
     ),
     (
         {"client": 'modules = ["norm-clip", ["gaussian-noise", {std = 0.1}]]'},
-        *("leak", "one step costs epsilon = 9"),
+        *("leak", "std = 0.1 is too small for a sensitivity of 1: one step costs epsilon = 9"),
     ),
     (
         {"client": 'modules = ["norm-clip", ["gaussian-noise", {std = 5.0, safe_mode = false}]]'},
-        *("leak", "uses a predictable random generator: set safe_mode = true"),
+        *("leak", "gaussian-noise is predictable: set safe_mode = true"),
     ),
     (
         {
             "client": f'modules = ["norm-clip", ["zscore-clip", {{shared = true}}], {NOISY}]',
             "server": 'modules = ["zscore-clip-server"]',
         },
-        *("leak", "zscore-clip is shared, and sends statistics taken before gaussian-noise"),
-    ),
-    (
-        {"client": f'regularizers = ["agc"]\nmodules = ["norm-clip", {NOISY}]'},
-        *("note", "agc sets its limit by the norms of the weights, which depend"),
+        *("leak", "zscore-clip sends statistics without the noise of gaussian-noise"),
     ),
 ]
 
@@ -276,8 +268,8 @@ def test_a_budget_above_ten_is_a_problem_where_no_rounds_are_known(checked: Any,
 def test_what_declearn_itself_releases_is_named(check: Any) -> None:
     stop = "[run.early_stop]\ntolerance = 0.1\npatience = 3\n"
     found = said(central(check, run=stop), "leak")
-    assert "evaluation loss and metrics, its number of steps and of samples, without noise" in found
-    assert "the weights that are kept in the end are chosen by losses or metrics without" in found
+    assert "evaluation loss and metrics without noise: set evaluation_share" in found
+    assert "the best weights are chosen by losses or metrics without noise" in found
     assert "[run.early_stop] losses without noise decide when training stops" in found
     assert "early_stop" not in said(central(check), "leak")
     every = "[run.evaluate]\nbatch_size = 8\nfrequency = 11\n"
@@ -318,7 +310,7 @@ def test_agc_before_declearns_noise_promises_no_bound(check: Any) -> None:
 
 def test_delta_is_compared_with_the_records_that_are_there(check: Any, tmp_path: Path) -> None:
     private = PRIVATE.replace("1e-5", "0.01")
-    text = "delta = 0.01 must be far below 1 / (number of records of a client)"
+    text = "delta = 0.01 must be far below 1 / (number of all records)"
     assert check(run=private).ok
     assert text in said(check(run=private), "leak")
     for name, records in (("a", 300), ("b", 90)):
@@ -412,12 +404,12 @@ CRITERION = 'strategy = "criterion", n_samples = 2, criterion = {name = "gradien
 def test_clients_are_not_chosen_by_what_has_no_noise(check: Any, section: str, ok: bool) -> None:
     found = central(check, run=f"[client_sampler]\n{section}\n")
     assert found.ok == ok
-    assert ("one client decides who else takes part" in said(found, "problem")) != ok
+    assert ("a criterion chooses clients by what they sent" in said(found, "problem")) != ok
     # Without noise nothing is promised.
     assert check(run=f"[client_sampler]\n{section}\n").ok
 
 
-ALONE = "no module before gaussian-noise bounds its input, so its noise gives no guarantee"
+ALONE = "nothing bounds the input of gaussian-noise: put a clipper first"
 
 
 def test_noise_on_what_nothing_bounds(check: Any) -> None:
@@ -445,7 +437,7 @@ def test_noise_for_a_budget_needs_a_number_of_steps(check: Any) -> None:
     for steps, text in (
         ("n_epoch = nan\ntimeout = 9", "needs a number of steps: set n_epoch or n_steps"),
         ("n_epoch = nan\nn_steps = 4", ""),
-        ("timeout = 9", "so clients refuse: remove timeout"),
+        ("timeout = 9", "private clients refuse timeout: remove it"),
     ):
         found = check(modules, run=PRIVATE, change=(size, f"{size}{steps}\n"))
         assert found.ok == (not text)
@@ -457,7 +449,7 @@ def test_noise_for_a_budget_needs_a_number_of_steps(check: Any) -> None:
     [
         ("budget = [3.0, 1e-5], sclip_norm = 0", "sclip_norm must be a finite number > 0, got 0"),
         ("budget = [inf, 1e-5], sclip_norm = 0.5", "must be a finite number > 0, got inf"),
-        ("budget = [-2, 1e-5], sclip_norm = 0.5", "first in budget, must be a finite number > 0"),
+        ("budget = [-2, 1e-5], sclip_norm = 0.5", "epsilon must be a finite number > 0, got -2"),
     ],
 )
 def test_a_budget_and_a_bound_are_numbers_above_zero(check: Any, setting: str, text: str) -> None:
@@ -470,8 +462,8 @@ def test_a_budget_and_a_bound_are_numbers_above_zero(check: Any, setting: str, t
 @pytest.mark.parametrize(
     ("bits", "level", "text"),
     [
-        (8, "problem", "For an update of norm 1 with a million values this adds"),
-        (32, "note", "to the norm: lower clipval, or raise bitsize"),
+        (8, "problem", "a norm of 1 of a million values: lower"),
+        (32, "note", "lower clipval, or raise bitsize"),
         (64, "", ""),
     ],
 )
@@ -480,7 +472,7 @@ def test_integers_that_are_too_coarse(check: Any, bits: int, level: str, text: s
         run=f"[secagg]\nsecagg_type = 'masking'\nclipval = 1e5\nbitsize = {bits}\n",
         aggregator='{name = "clipped-averaging", max_norm = 1.0, secagg_range = 1e5}',
     )
-    lines = [f for f in found.findings if f.where == "[secagg]"]
+    lines = [f for f in found.findings if "bits" in f.message and f.where == "[secagg]"]
     assert [f.level for f in lines] == ([level] if level else [])
     assert all(text in f.message for f in lines)
 

@@ -634,12 +634,10 @@ def test_check_says_against_whom_it_protects(
 
 def test_check_refuses_noise_of_clients_without_secure_aggregation(checked: Any) -> None:
     text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4).replace("[secagg]", "[other]")
-    cost = epsilon([Release(2.0 / math.sqrt(3), 3)], 1e-5)
-    said = f"with one client's noise, where 3 rounds cost epsilon = {cost:.4g}"
+    said = "the server sees updates with one client's noise: add it"
     assert any(said in one.message for one in checked(text).problems)
     # A file for FLOptimConfig says nothing of it: clients refuse then.
     optim = text.partition("[optim]")[2].partition("[run]")[0].replace("[optim.", "[")
-    said = said.replace("3 rounds cost", "one round costs").partition(" = ")[0]
     assert any(said in one.message for one in checked(optim).notes)
 
 
@@ -647,7 +645,7 @@ def test_check_names_a_table_that_nobody_asks_for(checked: Any) -> None:
     there, gone = 'noise_at = "clients", ', "honest = 0.75, max_norm = 1.0, start"
     text = OPTIM.format(bitsize=34, honest=0.75, more="", clients=4)
     text = text.replace(there, "").replace(gone, "max_norm = 1.0, start")
-    said = "update-clip-server expects none: remove the table, or set noise_at = 'clients'"
+    said = "update-clip-server expects none: remove it"
     assert any(said in one.message for one in checked(text).problems)
 
 

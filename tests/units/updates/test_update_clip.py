@@ -798,7 +798,7 @@ NOISE = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 50%s
     [
         ('aggregator = "clipped-averaging"', "", "needs aggregator = 'clipped-averaging'"),
         ('"clipped-averaging"', '"averaging"', "which clips nothing"),
-        ('["update-clip-server"]', "[]", "server_opt has none"),
+        ('["update-clip-server"]', "[]", "needs 'update-clip-server' in"),
         (
             'aggregator = "clipped-averaging"',
             'aggregator = {name = "clipped-averaging", max_norm = 1.0}',

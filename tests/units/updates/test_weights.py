@@ -401,7 +401,7 @@ modules = [['update-clip-server', {noise_multiplier = 1.0, expected_clients = 20
             "'a' has the largest weight: it moves the average ",
         ),
         ("weights = {a = 3, b = 1}", "", "note", "by at most 0.75 of the bound"),
-        ("weights = {a = 3, b = 1}", "", "note", "learns the record counts in it"),
+        ("weights = {a = 3, b = 1}", "", "note", "learns the record counts in"),
         ("weights = {a = 3, b = 1}", "", "note", "tells the server who sends which reply"),
         (
             "weights = {a = 3, b = 1}",
@@ -409,14 +409,19 @@ modules = [['update-clip-server', {noise_multiplier = 1.0, expected_clients = 20
             "note",
             "tells clients their names",
         ),
-        ("weights = {a = 3, b = 1}", "[secagg]\nsecagg_type = 'masking'", "note", "up to 3 times"),
+        (
+            "weights = {a = 3, b = 1}",
+            "[secagg]\nsecagg_type = 'masking'",
+            "note",
+            "by up to 3 times",
+        ),
         (
             "weights = {a = 3, b = 1, c = 1}\nmax_share = 0.4",
             "",
             "note",
             "by at most 0.4 of the bound",
         ),
-        ("weights = 'steps'", "", "note", "too many controls nearly the whole average"),
+        ("weights = 'steps'", "", "note", "as its weight controls nearly the whole average"),
         (
             "weights = 'steps'\nmax_steps = 9",
             "",
