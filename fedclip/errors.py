@@ -177,13 +177,12 @@ def require_federations(what: str) -> None:
 
 
 LOOPS = {
-    "torch": "PureClipping attach attach_update clip_ clip_grad_norm_",
+    "torch": "PureClipping attach clip_ clip_grad_norm_",
     "jax": "as_optax",
     "tensorflow": "CompiledClipper clip",
     "keras": "ClipHistory ClippedOptimizer",
-    "lightning": "LightningClipping",
+    "lightning": "",
     "transformers": "ClipCallback",
-    "loggers": "log",
 }
 """What people look for in the package itself, and where it is in `fedclip.loops`."""
 

@@ -59,7 +59,7 @@ class Core(Documented):
         # Called after each step with its record, if set; not in compiled code.
         self.on_record: Callable[[StepRecord], object] | None = None
         self._recorder = Recorder()
-        # What the statistics are of, for training loops (loops/owner.py): a fingerprint; in this
+        # What the statistics are of, for training loops (loops/clippers.py): a fingerprint; in this
         # process, a tensor of the model, and who uses the clipper.
         self.owner: dict[str, str] | None = None
         self.model: Callable[[], object] | None = None
