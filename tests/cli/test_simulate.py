@@ -244,11 +244,11 @@ def test_turns_over_the_network_are_those_in_one_process(write: Any) -> None:
 
 def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
     close = TURNS.replace("separation = 2", "separation = 3")
-    for changes in ({"server": close}, {"server": TURNS, "more": "[simulate]\nsampled = 2\n"}):
-        result = call("simulate", write(**changes))
-        assert result.exit_code == 1
-        assert "that takes more than" in result.stderr
+    file = write(server=close.replace(', generator = "insecure", seed = 3', ""))
+    assert "that takes more than 4 clients" in call("simulate", file).stderr
     assert "that takes more than 4 clients" in Simulation(write(server=close)).step()
+    with pytest.raises(ToolError, match="remove sampled"):
+        Simulation(write(server=TURNS, more="[simulate]\nsampled = 2\n"))
 
 
 def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:

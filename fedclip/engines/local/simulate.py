@@ -105,6 +105,8 @@ class Simulation:
         self.server = self._server(self.bound) if self.bound else None
         self.schedule: Schedule | None = None
         if self.bound and self.bound.separation > 1:
+            if self.settings.sampled is not None:
+                raise ToolError("[simulate] remove sampled: with separation > 1 clients take turns")
             self.schedule = Schedule(self.crowd.names, self.bound.expected_clients or 1)
         # The bound acts first, by the core; what stands after it acts on what the core releases.
         self.optim, self.rest = optim.server_opt, copy.copy(optim.server_opt)
