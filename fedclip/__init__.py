@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from fedclip.engines.declearn.samplers import NamedClients as NamedClients
     from fedclip.engines.declearn.samplers import RoundRobin as RoundRobin
     from fedclip.engines.declearn.stages import analyse as analyse
-    from fedclip.engines.declearn.update_client import UpdateClipClient as UpdateClipClient
-    from fedclip.engines.declearn.update_norms import UpdateNorms as UpdateNorms
-    from fedclip.engines.declearn.update_server import UpdateClipServer as UpdateClipServer
+    from fedclip.engines.declearn.update_modules import UpdateClipClient as UpdateClipClient
+    from fedclip.engines.declearn.update_modules import UpdateClipServer as UpdateClipServer
+    from fedclip.engines.declearn.update_modules import UpdateNorms as UpdateNorms
     from fedclip.errors import FedclipWarning as FedclipWarning
     from fedclip.errors import NonFiniteError as NonFiniteError
     from fedclip.errors import StateError as StateError
@@ -91,9 +91,7 @@ _HOMES = {
         "engines.declearn.personal_client": "PersonalFederatedClient",
         "engines.declearn.samplers": "NamedClients RoundRobin",
         "engines.declearn.aggregator": "ClippedAveraging",
-        "engines.declearn.update_client": "UpdateClipClient",
-        "engines.declearn.update_norms": "UpdateNorms",
-        "engines.declearn.update_server": "UpdateClipServer",
+        "engines.declearn.update_modules": "UpdateClipClient UpdateClipServer UpdateNorms",
         "clippers.base": "Clipper",
         "core.records": "RoundRecord StepRecord",
         "core.toml": "to_toml",
@@ -141,13 +139,11 @@ __dir__ = public_names(__name__)
 def _register() -> None:
     """Register every plug-in by importing its module; a second call changes nothing."""
     import fedclip.engines.declearn.aggregator
-    import fedclip.engines.declearn.clipper_servers
     import fedclip.engines.declearn.personal
     import fedclip.engines.declearn.sample_clip
     import fedclip.engines.declearn.samplers
-    import fedclip.engines.declearn.update_client
-    import fedclip.engines.declearn.update_norms
-    import fedclip.engines.declearn.update_server
+    import fedclip.engines.declearn.statistics_server
+    import fedclip.engines.declearn.update_modules
 
     if fits(FEDERATIONS):
         import fedclip.engines.declearn.evaluation

@@ -8,6 +8,7 @@ file and add a row to `_FILES`.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -74,12 +75,13 @@ def on_host(numbers: Any) -> HostView:
 
 
 def narrowed(values: Float64, like: Array) -> Array:
-    """Return values as an array of the kind, dtype and device of `like`, which is dense.
+    """Return values as a dense array of the kind, dtype and device of `like`.
 
     Values too large for the dtype become its largest number. For an array that is not of floats
     the result is of the framework's widest ones.
     """
     backend = backend_of(like)
+    like = backend.dense(like)
     dtype = backend.dtype(like)
     if not dtype.startswith(("float", "bfloat")):
         return backend.asarray(values, like)
@@ -87,6 +89,11 @@ def narrowed(values: Float64, like: Array) -> Array:
     kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
     values = np.asarray(np.clip(values, -LARGEST[dtype], LARGEST[dtype]))
     return backend.from_host([encode(values, kind)], [like])[0]
+
+
+def rounded(means: Mapping[str, Float64], like: Mapping[str, Array]) -> dict[str, Array]:
+    """Return averages as arrays like others, but dense; see `narrowed`."""
+    return {name: narrowed(mean, like[name]) for name, mean in means.items()}
 
 
 def _find(cls: type) -> Backend:

@@ -125,7 +125,7 @@ def _range(prices: Prices, values: int) -> str:
 
 def _counted(model: Path, values: int | None, quiet: bool) -> int:
     """Return how many values a model file trains and shares, and print it."""
-    from fedclip.engines.declearn.trained import trained
+    from fedclip.engines.declearn.personal import trained
 
     if values is not None:
         fail("give either --values or --model", 2)

@@ -2,7 +2,7 @@
 """The clippers. Each is imported, and registered with declearn, when it is first used.
 
 The server modules of clippers with federated statistics are in
-`fedclip.engines.declearn.clipper_servers`.
+`fedclip.engines.declearn.statistics_server`.
 """
 
 from __future__ import annotations

@@ -93,13 +93,13 @@ def limit(**values: Unchecked) -> float:
 
     Beyond, products of gradients and limits would leave the numbers of float32.
     """
-    name, value = _one(values)
+    ((name, value),) = values.items()
     if isinstance(value, numbers.Real) and value == math.inf:
         raise ValueError(
             f"{name} must be a finite number > 0, got inf: for no limit, give None to a clipper "
             "that learns its limit; take NoOp (no-op) if you want the norms alone"
         )
-    result = positive(**values)
+    result = number("a finite number > 0", 0.0, open_low=True, **values)
     if not LEAST <= result <= MOST:
         raise ValueError(
             f"{name} must be a number from {LEAST:g} to {MOST:g}, got {shown(value)}: "
@@ -296,7 +296,11 @@ class Configured:
                 collected[name] = value.over(collected.get(name), annotations.get(name), common)
                 setattr(cls, name, collected[name].default)
         known = [*cls._common_order, *collected]
-        place = {name: known.index(name) if p.common else -1 for name, p in collected.items()}
+        # Those by position come first, then a class's own ones.
+        place = {
+            name: (p.kw_only, known.index(name) if p.common else -1)
+            for name, p in collected.items()
+        }
         cls.parameters = {
             name: collected[name] for name in sorted(collected, key=place.__getitem__)
         }

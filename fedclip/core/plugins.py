@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
-from fedclip.core.parameters import Configured
+from fedclip.core.parameters import Configured, parameter
 from fedclip.errors import nearest
 
 __all__ = [
@@ -131,7 +131,5 @@ class Versioned(Configured):
         except TypeError as exc:
             raise TypeError(f"{exc}{other(config.get('fedclip'))}") from None
 
-    @property
-    def fedclip(self) -> str:
-        """The version that wrote the configuration: this one."""
-        return VERSION
+    fedclip: str = parameter(lambda **_: VERSION, default=VERSION)
+    """The version that wrote the configuration: this one."""

@@ -308,8 +308,9 @@ class RoundRecord:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for end, choose in (("min", min), ("max", max)):
             for name in (f"norm_{end}", f"limit_{end}"):
-                both = [getattr(self, name), getattr(other, name)]
-                setattr(self, name, choose((v for v in both if v is not None), default=None))
+                known, new = getattr(self, name), getattr(other, name)
+                if new is not None:
+                    setattr(self, name, new if known is None else choose(known, new))
         self.limit = self.limit if other.limit is None else other.limit
         merged = Counter(dict(zip(self.buckets, self.counts, strict=True)))
         merged.update(dict(zip(other.buckets, other.counts, strict=True)))
@@ -348,10 +349,10 @@ def _batches(
         limits[last, np.arange(limits.shape[1])],
         np.where(finite, limits, np.inf).min(axis=0),
         np.where(finite, limits, -np.inf).max(axis=0),
-        *((setters == kind).sum(axis=0) for kind in (_FIXED, _LEARNT, _WARMUP)),
+        *[(setters == kind).sum(axis=0) for kind in (_FIXED, _LEARNT, _WARMUP)],
         buckets.T,
     )
-    for row in zip(*(column.tolist() for column in columns), strict=True):
+    for row in zip(*[column.tolist() for column in columns], strict=True):
         record = RoundRecord(0, steps=steps)
         record.clipped, record.norm_min, record.norm_max, *ends = row[:6]
         if math.isfinite(ends[0]):
@@ -440,8 +441,7 @@ class Recorder:
     def _flush(self) -> None:
         if not self._buffer:
             return
-        columns = zip(*self._buffer, strict=True)
-        norms, limits, clipped, warm = (_table(column) for column in columns)
+        norms, limits, clipped, warm = map(_table, zip(*self._buffer, strict=True))
         self._buffer.clear()
         setters = _setters(limits, warm, self._basis)
         finite = np.isfinite(norms).all(axis=1)

@@ -37,8 +37,9 @@ from fedclip.privacy.locks import locked
 from fedclip.privacy.noise import add_noise, secure_normals
 from fedclip.site.policy import Policy, check_owned
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.limits import alike, refuse_statistics, signature, zeros
-from fedclip.updates.protocol import BINS, COUNTS, VOTES, Arrays, is_one_of
+from fedclip.updates.limits import refuse_statistics, signature, zeros
+from fedclip.updates.protocol import Arrays
+from fedclip.updates.votes import BINS, COUNTS, VOTES, is_one_of
 
 _LOGGER = logging.getLogger("fedclip.site")
 # A ledger's lock keeps other processes away, and this one other threads.
@@ -336,7 +337,7 @@ def _read() -> Iterator[None]:
 
 def _as_in(like: Arrays, arrays: Arrays) -> Arrays:
     """Return the arrays in the order of others; raise if names, shapes or dtypes differ."""
-    if not alike(arrays, like):
+    if signature(arrays) != signature(like):
         raise ValueError(f"names or shapes are {shown(signature(arrays))}")
     for name, array in like.items():
         expected, dtype = (backend_of(a).dtype(a) for a in (array, arrays[name]))

@@ -16,7 +16,7 @@ from fedclip.core.parameters import parameter
 from fedclip.core.scopes import Groups, check_scope
 from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.persample.base import Arrays
-from fedclip.engines.declearn.generics import AnyModule, AnyVector
+from fedclip.engines.declearn.context import AnyModule, AnyVector
 from fedclip.engines.declearn.stages import analyse
 from fedclip.errors import Problem
 from fedclip.privacy import Context, Guarantee

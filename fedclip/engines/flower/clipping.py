@@ -31,9 +31,16 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.limits import OTHER_TENSORS, alike
-from fedclip.updates.protocol import Reply, SentBound, bound_from, bound_to, reply_from, reply_to
-from fedclip.updates.schedule import Schedule
+from fedclip.updates.limits import OTHER_TENSORS, signature
+from fedclip.updates.protocol import (
+    Reply,
+    Schedule,
+    SentBound,
+    bound_from,
+    bound_to,
+    reply_from,
+    reply_to,
+)
 from fedclip.updates.store import PersistentServer, client_of, server_of, settings_in
 
 # The name of fedclip's own record in a message: the bound in one, the votes in the other.
@@ -137,7 +144,7 @@ def _clip(client: UpdateClient, reply: Message, received: Record, sent: SentBoun
     name, trained = one_record(reply.content, "the reply")
     before = floats_of(received)
     after = {k: trained[k].numpy() for k in before if k in trained}
-    if not alike(after, before) or received.keys() != trained.keys():
+    if signature(after) != signature(before) or received.keys() != trained.keys():
         raise ValueError(OTHER_TENSORS)
     with np.errstate(over="ignore", invalid="ignore"):
         update = {k: before[k] - after[k] for k in before}

@@ -204,7 +204,7 @@ def _play(
     # The ledger is for what is released.
     bound = AdaptiveBound(**{k: v for k, v in config.items() if k not in ("seed", "ledger")})
     budget, scope = cast(Any, bound.budget), simulation.aggregator.scope
-    server, client = UpdateServer(bound, scope=scope), UpdateClient(scope)
+    server, client = UpdateServer(bound, scope=scope), UpdateClient(scope=scope)
     groups, names = client.limits.groups(like), rng.permutation(simulation.crowd.names)
     places = _places(like, groups, len(names), rng)
     names, present = names[: len(places)], rng.random(len(places)) < 0.5

@@ -22,7 +22,7 @@ from declearn.utils import TomlConfig
 from fedclip import UpdateClipClient
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
-from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.context import AnyVector
 from fedclip.engines.declearn.personal import PersonalModel
 from fedclip.engines.declearn.quickrun import Experiment, vectorize_gradients
 

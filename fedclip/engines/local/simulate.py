@@ -26,15 +26,14 @@ from declearn.optimizer.modules import AuxVar
 from declearn.utils import set_device_policy
 
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
+from fedclip.engines.declearn.personal import label
 from fedclip.engines.declearn.quickrun import Experiment, draw_from
-from fedclip.engines.declearn.trained import label
 from fedclip.engines.local.crowd import Crowd, SimulateConfig, Trained
 from fedclip.errors import FedclipWarning, ToolError
 from fedclip.report import Reader, ReportError
 from fedclip.report.results import Result, best_round, result_of
 from fedclip.updates.bound import AdaptiveBound
-from fedclip.updates.protocol import Reply, SentBound
-from fedclip.updates.schedule import Schedule
+from fedclip.updates.protocol import Reply, Schedule, SentBound
 from fedclip.updates.server import UpdateServer
 
 EARLY = "the loss stopped improving (early_stop)"

@@ -122,7 +122,7 @@ def test_settings_travel_through_json(tmp_path: Path) -> None:
         ({"stop_cond": "accuracy >= 80"}, {}, "leave stop_cond out"),
         ({}, {"start_nrom": 1.0}, "did you mean 'start_norm'"),
         ({}, {"start_norm": -1.0}, "start_norm must be"),
-        ({}, {"folder": "spent"}, "folder must be an absolute path on the server, got 'spent'"),
+        ({}, {"folder": "spent"}, "folder must be an absolute path, got 'spent'"),
         ({}, {"noise_multiplier": 1.0}, "noise_multiplier needs expected_clients"),
         ({}, {"noise_multiplier": 1.0, "expected_clients": 4}, "give it min_clients=4"),
         (

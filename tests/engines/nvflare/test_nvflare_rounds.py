@@ -193,7 +193,7 @@ def test_state_is_kept_over_jobs(tmp_path: Path) -> None:
     first = Federation(tmp_path, **settings)
     first.round(updates(0))
     spent = first.rounds[-1]
-    with pytest.raises(OSError, match="a server is running there"):
+    with pytest.raises(OSError, match="give another federation another folder"):
         Federation(tmp_path, **settings).closing.reset_stats()
     first.closing._served.leave()
     again = Federation(tmp_path, **settings)

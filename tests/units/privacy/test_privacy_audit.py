@@ -31,8 +31,7 @@ from fedclip.privacy.noise import insecure_normals
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import Limits
 from fedclip.updates.noise import Budget
-from fedclip.updates.protocol import Reply
-from fedclip.updates.schedule import Schedule
+from fedclip.updates.protocol import Reply, Schedule
 
 pytestmark = [
     pytest.mark.slow,
