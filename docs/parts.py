@@ -37,7 +37,7 @@ ALLOWED = {
     ),
     "engines/flower": "errors site updates",
     "engines/nvflare": "errors site updates",
-    "engines/local": "core dpsgd engines/declearn engines/flower errors privacy report updates",
+    "engines/local": "core dpsgd engines/declearn errors privacy report updates",
 }
 """The rooms that each room may import. `cli`, `testing` and the package itself may import all."""
 

@@ -216,8 +216,7 @@ def audit(
     attacked = attack.audit(path, seed)
     if as_json:
         result = attacked._asdict() | {"fault": attacked.fault, "audited": attacked.audited}
-        result |= {name: result[name]._asdict() for name in ("guesses", "membership")}
-        print(json.dumps(result))
+        print(json.dumps(result | {"guesses": attacked.guesses._asdict()}))
     else:
         print(*attacked.in_words(), sep="\n")
     raise typer.Exit(int(attacked.fault or not attacked.audited))

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import tomlkit
 import typer
@@ -106,7 +106,6 @@ def quickrun(
 def simulate(
     config: ConfigPath = Path(),
     seed: Annotated[int | None, typer.Option(min=0, help="A seed, not that of [simulate].")] = None,
-    engine: Annotated[Literal["process", "flower"], typer.Option(help="Trains.")] = "process",
 ) -> None:
     """Check a configuration, then run it in one process.
 
@@ -116,7 +115,7 @@ def simulate(
 
     from fedclip.engines.local.simulate import EARLY, run
 
-    done = run(path, seed, engine=engine, progress=progress("simulate"))
+    done = run(path, seed, progress=progress("simulate"))
     see = f"fedclip report {typed(done.results)}"
     after = f"after {done.rounds} rounds: {done.ended}; what was done until then: {see}"
     if done.ended and done.ended != EARLY:

@@ -187,7 +187,6 @@ def test_no_fault_is_found_where_there_is_none(write: Any, more: str, rate: str)
     assert found.audited
     assert found.claimed < found.most
     assert found.claimed / 4 < found.least
-    assert found.membership.low < 0.6
 
 
 def test_no_fault_is_found_in_dp_sgd_where_there_is_none(write: Any) -> None:
@@ -307,4 +306,3 @@ def test_the_command_fails_where_the_claim_can_not_be_audited(
     result = json.loads(done.stdout)
     assert result["fault"] is result["audited"] is False
     assert result["most"] < result["claimed"]
-    assert result["membership"]["low"] < result["membership"]["auc"]
