@@ -33,7 +33,7 @@ from declearn.utils import set_device_policy
 from sklearn.datasets import load_digits
 
 import fedclip
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
 
 _LOGGER = logging.getLogger("benchmarks.dpsgd")
 _LOGGER.setLevel("ERROR")

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from fedclip.dpsgd.calibrate import calibrate
-from fedclip.engines.declearn.private_evaluation import Accuracy, Evaluation
+from fedclip.engines.declearn.evaluation import Accuracy, Evaluation
 from fedclip.privacy.noise import secure_normals
 
 EPSILON, DELTA, ROUNDS, BOUND = 3.0, 1e-5, 10, 3.0

@@ -28,7 +28,7 @@ from declearn.utils import set_device_policy
 
 from benchmarks import dpsgd_accuracy
 from benchmarks.dpsgd_accuracy import DELTA, MNIST, ROUNDS, Data, Setting, digits, mnist
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.privacy.accounting import noise_multiplier
 from fedclip.privacy.noise import secure_normals
 

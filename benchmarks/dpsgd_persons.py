@@ -31,7 +31,7 @@ from benchmarks.dpsgd_accuracy import (
     trained,
 )
 from fedclip.dpsgd.persons import Persons
-from fedclip.engines.declearn.dataset_records import Records
+from fedclip.engines.declearn.persample import Records
 
 MOST = 10
 NOISE = 0.3

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import unlike_sites as task
-from fedclip.cli.ranking import interval
+from fedclip.cli.reporting import interval
 
 SHOWN = ("weighted mean", "weighted clip", "weighted clip, at most 25 %", "equal clip")
 PAIRS = (
@@ -99,7 +99,7 @@ def node(name: str, place: Path, attack: tuple[str, float] | None) -> None:
     with (place / f"{name}.txt").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    from fedclip.engines.declearn.experiment import Experiment
+    from fedclip.engines.declearn.quickrun import Experiment
 
     experiment = Experiment(place / "config.toml")
     if name == "server":

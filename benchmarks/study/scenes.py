@@ -22,7 +22,7 @@ from sklearn import datasets
 from sklearn.linear_model import SGDClassifier
 
 from fedclip.core.toml import toml_value
-from fedclip.engines.declearn.experiment import draw_from
+from fedclip.engines.declearn.quickrun import draw_from
 from fedclip.engines.local.crowd import Crowd, Trained
 from fedclip.engines.local.simulate import Simulation
 

@@ -12,7 +12,7 @@ import pytest
 from declearn.dataset import InMemoryDataset
 from declearn.model.sklearn import SklearnSGDModel
 
-from fedclip.engines.declearn.experiment import vectorize_gradients
+from fedclip.engines.declearn.quickrun import vectorize_gradients
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "study" / "results"
 

@@ -19,8 +19,8 @@ from declearn.model.sklearn import SklearnSGDModel
 from declearn.optimizer import Optimizer
 
 import fedclip
-from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.dpsgd.step import IndependentNoise
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
 
 N, D = 60, 5
 

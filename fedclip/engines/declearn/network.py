@@ -9,14 +9,12 @@ message under the name of its sender. Clients may use declearn's plain ``websock
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
 from collections.abc import Container, Mapping
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from declearn import messaging
 from declearn.communication.api.backend import MessagesHandler, actions, flags
@@ -32,13 +30,7 @@ from fedclip.core import parameters
 from fedclip.engines.declearn.aggregator import ClippedAveraging
 from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.evaluation import Evaluations, counted, nothing
-from fedclip.engines.declearn.members import (
-    WHO,
-    Members,
-    one_line,
-    quorum_problems,
-    summary,
-)
+from fedclip.engines.declearn.members import WHO, Members, one_line, quorum_problems, summary
 from fedclip.engines.declearn.samplers import note_senders
 from fedclip.errors import Unchecked
 
@@ -47,9 +39,10 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
+# Seconds that clients have to collect why the run ends, and then to end their connections.
 _GRACE = 10.0
-"""Seconds that clients have to collect why the run ends, and then to end their connections."""
 
+# Replies to a request, by secure aggregation; messages of declearn's set-up follow other rules.
 _REPLIES: Mapping[type[Message], tuple[type[Message], ...]] = {
     messaging.MetadataQuery: (messaging.MetadataReply,),
     messaging.InitRequest: (messaging.InitReply,),
@@ -57,10 +50,6 @@ _REPLIES: Mapping[type[Message], tuple[type[Message], ...]] = {
     messaging.TrainRequest: (messaging.TrainReply, SecaggTrainReply),
     messaging.EvaluationRequest: (messaging.EvaluationReply, SecaggEvaluationReply),
 }
-"""Replies to a request, by secure aggregation; messages of declearn's set-up follow other rules."""
-
-_Joined: TypeAlias = actions.Accept | actions.Reject
-_Sent: TypeAlias = actions.Send | actions.Reject
 
 
 class _Patience:
@@ -88,35 +77,24 @@ class _Received(SerializedMessage[Message]):
         return self.message
 
 
-def _who(name: str | None) -> str:
-    return f"client {name!r}" if name else "a client that has not registered"
-
-
 class _Handler(MessagesHandler):
     """declearn's handler, which leaves out messages that the server has not asked for."""
 
-    async def handle_message(self, bin_msg: bytes, context: object) -> actions.ActionMessage:
-        reply = await super().handle_message(bin_msg, context)
-        if isinstance(reply, actions.Reject) and reply.flag == flags.INVALID_MESSAGE:
-            sender = _who(self.registered_clients.get(context))
-            _LOGGER.warning("%s sent bytes that are no message", sender)
-        return reply
-
-    async def _handle_join_request(self, message: actions.Join, context: object) -> _Joined:
+    async def _handle_join_request(
+        self, message: actions.Join, context: object
+    ) -> actions.Accept | actions.Reject:
         name: Unchecked = message.name
-        printable = isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name)
         message.version = one_line(message.version, 60)
-        if not printable or not 0 < len(name.encode()) <= 200:
+        valid = isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name)
+        if not valid or not 0 < len(name.encode()) <= 200:
             # The server's checkpoint has files of this name.
             _LOGGER.warning("refused a client whose name no file can have: %.60r", name)
             return actions.Reject("a client's name must be printable text that a file can have")
         if self.registration_status == flags.REGISTRATION_CLOSED:
-            _LOGGER.warning(
-                "refused %r: registration is over, also for clients that have left", name
-            )
+            text = "refused %r: registration is over, also for clients that have left"
+            _LOGGER.warning(text, name)
         reply = await super()._handle_join_request(message, context)
-        names = list(self.registered_clients.values())
-        if len(set(names)) < len(names):
+        if len(self.client_names) < len(self.registered_clients):
             # declearn numbers clients of one name, and may come to the name of another client.
             duplicate = self.registered_clients.pop(context)
             _LOGGER.warning("refused a client %r, which would be taken for %r", name, duplicate)
@@ -127,16 +105,20 @@ class _Handler(MessagesHandler):
         message.reason = one_line(message.reason or "", 300)
         return await super()._handle_drop_request(message, context)
 
-    async def _handle_recv_request(self, message: actions.Recv, context: object) -> _Sent:
+    async def _handle_recv_request(
+        self, message: actions.Recv, context: object
+    ) -> actions.Send | actions.Reject:
         reply = await super()._handle_recv_request(message, context)
-        name = self.registered_clients.get(context)
+        name = self.registered_clients.get(context, "")
         # A message that came before the request is a duplicate, or late.
-        receiver = isinstance(reply, actions.Send) and name
-        if receiver and self.incoming_messages.pop(receiver, None) is not None:
-            _LOGGER.warning(
-                "left out a message of client %r that the server has not asked for", name
-            )
+        if isinstance(reply, actions.Send) and self.incoming_messages.pop(name, None) is not None:
+            text = "left out a message of client %r that the server has not asked for"
+            _LOGGER.warning(text, name)
         return reply
+
+
+def _in_words(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {one_line(exc, 300)}"
 
 
 def _check_sums(request: messaging.InitRequest, query: SecaggSetupQuery) -> None:
@@ -212,33 +194,30 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     # -- connections --------------------------------------------------------------------------
     async def _handle_connection(self, socket: WebSocketServerProtocol) -> None:
         """Serve a connection until it ends, also while the client is waiting for a message."""
-        serving = asyncio.create_task(self._serve(socket))
+        serving = asyncio.create_task(super()._handle_connection(socket))
         self._handlers[serving] = socket
         ended = asyncio.create_task(socket.wait_closed())
         try:
             await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (serving, ended):
-                task.cancel()
+            serving.cancel()
+            ended.cancel()
             self._handlers.pop(serving, None)
-            with contextlib.suppress(asyncio.CancelledError):
+            fault: BaseException | None = None
+            try:
                 await serving
-            self.handler.registered_clients.pop(socket, None)
+            except (asyncio.CancelledError, Exception) as exc:
+                # Cancelled while it closes the connection after an error: log the error.
+                fault = exc.__context__ if isinstance(exc, asyncio.CancelledError) else exc
+            name = self.handler.registered_clients.pop(socket, None)
+            if fault is not None:
+                sender = f"client {name!r}" if name else "a client that has not registered"
+                text = "the connection of %s ends with an error: %s"
+                _LOGGER.error(text, sender, _in_words(fault))
             for lost in self.members.present - self.handler.client_names:
                 # It will not collect its message.
                 self.handler.outgoing_messages.pop(lost, None)
                 self._leave(lost, f"the connection of {WHO} has ended")
-
-    async def _serve(self, socket: WebSocketServerProtocol) -> None:
-        try:
-            await super()._handle_connection(socket)
-        except (asyncio.CancelledError, Exception) as exc:
-            # Cancelled while it closes the connection after an error: log the error.
-            fault = exc.__context__ if isinstance(exc, asyncio.CancelledError) else exc
-            if fault is not None:
-                sender = _who(self.handler.registered_clients.get(socket))
-                why = f"{type(fault).__name__}: {one_line(fault, 300)}"
-                _LOGGER.error("the connection of %s ends with an error: %s", sender, why)
 
     @property
     def client_names(self) -> set[str]:
@@ -263,10 +242,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         # A run that has failed, in this task, has left its round open.
         change(members=self.members, server=None)
         if (self.min_replies or 0) > len(self.members.names):
-            raise RuntimeError(
-                f"min_replies = {self.min_replies}, and {len(self.members.names)} clients have "
-                "registered: lower it, or raise min_clients in [run.register]"
-            )
+            registered = f"{len(self.members.names)} clients have registered"
+            raise RuntimeError(f"min_replies = {self.min_replies}, and {registered}: lower it")
 
     async def stop(self) -> None:
         """Stop serving; close connections that the clients do not end in time."""
@@ -281,12 +258,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             serving.cancel()
         await super().stop()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        fault: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, fault: BaseException | None, tb: object) -> None:
         """Stop; if the run has failed, send the clients the reason first."""
         if fault is not None:
             cause = fault
@@ -309,32 +281,30 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     ) -> None:
         """Send messages, and note what each client is asked for."""
         self._asked.update(messages)
-        first = next(iter(messages.values()), None)
-        if isinstance(first, messaging.InitRequest):
-            self._begin(first)
-        if isinstance(first, SecaggSetupQuery) and self._begun is not None:
-            _check_sums(self._begun, first)
-        self._ending = self._ending or isinstance(first, StopTraining)
+        match next(iter(messages.values()), None):
+            case messaging.InitRequest() as request:
+                self._begin(request)
+            case SecaggSetupQuery() as query if self._begun is not None:
+                _check_sums(self._begun, query)
+            case StopTraining():
+                self._ending = True
         await super().send_messages(messages, timeout)
 
     def _begin(self, request: messaging.InitRequest) -> None:
         """Note what the run is about; refuse a quorum where replies may not be missing."""
-        self._begun, secure = request, request.secagg is not None
-        clients = len(self.members.names)
-        self._evaluated = Evaluations(MetricSet(request.metrics), clients, secure)
+        self._begun, secure, aggregator = request, request.secagg is not None, request.aggrg
+        clients = self.client_names
+        self._evaluated = Evaluations(MetricSet(request.metrics), len(clients), secure)
         change(evaluations=self._evaluated)
-        aggregator = request.aggrg
         fairness, name = request.fairness, aggregator.name
-        if self.min_replies is not None:
-            for problem in quorum_problems(secagg=secure, fairness=fairness, aggregator=name):
-                raise RuntimeError(problem.text)
+        problems = quorum_problems(secagg=secure, fairness=fairness, aggregator=name)
+        if problems and self.min_replies is not None:
+            raise RuntimeError(problems[0].text)
         if isinstance(aggregator, ClippedAveraging):
             shares, combining = aggregator.shares, aggregator.combining
-            if why := (
-                (shares.unfit(secure) or shares.strangers(self.client_names))
-                or combining.unfit(secure=secure)
-                or combining.too_few(len(self.client_names))
-            ):
+            why = shares.unfit(secure) or shares.strangers(clients)
+            why = why or combining.unfit(secure=secure) or combining.too_few(len(clients))
+            if why:
                 raise RuntimeError(why)
 
     async def send_message(
@@ -351,7 +321,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         if isinstance(aggregator, ClippedAveraging):
             # Its share goes by the name of its connection, not by a name in its messages.
             message = replace(cast(Any, message), aggrg=aggregator.addressed(client))
-        short = farewell and not isinstance(message, StopTraining)
+        short = isinstance(message, (CancelTraining, Error))
         limit = timeout or (min(_GRACE, self.patience) if short else self.patience)
         try:
             await super().send_message(message, client, limit)
@@ -360,9 +330,9 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 raise
             if farewell:
                 _LOGGER.warning("client %r does not collect that the run has ended", client)
-                self.members.leave(client, self._silence())
+                self.members.leave(client, self._silence)
                 return
-            self._leave(client, self._silence())
+            self._leave(client, self._silence)
             self._check_present()
 
     # -- messages from clients ----------------------------------------------------------------
@@ -392,7 +362,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 break
             if patience.spent():
                 for name in missing:
-                    self._leave(name, self._silence())
+                    self._leave(name, self._silence)
             else:
                 # `_Patience` counts a second at most.
                 await asyncio.sleep(min(self.handler.heartbeat, 1.0))
@@ -402,8 +372,8 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         else:
             chosen = self._replies(expected, replies, faults)
         # In the order of the names asked for, by which declearn's key exchange knows the clients.
-        names = [*(name for name in expected if name in chosen), *(chosen.keys() - expected)]
-        chosen = {name: chosen[name] for name in names}
+        names = dict.fromkeys([*expected, *chosen])
+        chosen = {name: chosen[name] for name in names if name in chosen}
         note_senders({n: m for n, m in chosen.items() if isinstance(m, messaging.TrainReply)})
         return {name: _Received(message) for name, message in chosen.items()}
 
@@ -415,24 +385,20 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         request = self._asked.get(name)
         try:
             message: Message = SerializedMessage.from_bin_message(data).deserialize()
+            if isinstance(message, messaging.MetadataReply) and isinstance(
+                request, messaging.MetadataQuery
+            ):
+                aggregate_clients_data_info({name: message.data_info}, set(request.fields))
         except Exception as exc:
-            why = f"{type(exc).__name__}: {one_line(exc, 200)}"
-            raise ValueError(f"bytes that cannot be decoded ({why})") from exc
+            raise ValueError(f"bytes that cannot be decoded ({_in_words(exc)})") from exc
         if isinstance(message, Error):
             message.message = one_line(message.message, 1000)
             _LOGGER.error("client %r reports an error: %s", name, message.message)
             return message
-        if kinds := _REPLIES.get(type(request)) if request else None:
-            kind = kinds[-1 if self._evaluated.secure else 0]
-            if not isinstance(message, kind):
-                raise TypeError(f"{type(message).__name__} instead of {kind.__name__}")
-        if isinstance(message, messaging.MetadataReply) and isinstance(
-            request, messaging.MetadataQuery
-        ):
-            try:
-                aggregate_clients_data_info({name: message.data_info}, set(request.fields))
-            except Exception as exc:
-                raise ValueError(f"metadata that cannot be used: {one_line(exc, 300)}") from exc
+        kinds = _REPLIES.get(type(request)) if request else None
+        kind = kinds[-1 if self._evaluated.secure else 0] if kinds else Message
+        if not isinstance(message, kind):
+            raise TypeError(f"{type(message).__name__} instead of {kind.__name__}")
         return message
 
     def _replies(
@@ -447,13 +413,11 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         valid = {n: m for n, m in replies.items() if not isinstance(m, Error)}
         for name, message in replies.items():
             if isinstance(message, Error):
-                why = f"client {WHO} reports an error: {message.message:.300}"
-                if not self._is_asked({name}, messaging.TrainRequest):
-                    self._leave(name, why)
-                # A round of training that has failed may succeed the next time.
-                faults[name] = why
-        for name in faults.keys() - replies.keys():
-            self._leave(name, faults[name])
+                faults[name] = f"client {WHO} reports an error: {message.message:.300}"
+        for name, why in faults.items():
+            # A round of training that has failed may succeed the next time.
+            if name not in replies or not self._is_asked({name}, messaging.TrainRequest):
+                self._leave(name, why)
         missing = {n: why for n, why in (self.members.gone | faults).items() if n not in valid}
         self.members.check_quorum(len(valid), len(expected), missing)
         return valid
@@ -467,23 +431,21 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             _LOGGER.warning("left out the evaluation of client %r: %s", name, why)
         if noise is not None:
             return {"all clients": self._evaluated.mean(valid)}
-        if valid:
-            return dict(valid)
-        _LOGGER.error(
-            "no client has sent an evaluation that counts: the loss of this round is infinite, and "
-            "its metrics are NaN"
-        )
-        return {"nobody": nothing(self._evaluated.metrics)}
+        if not valid:
+            _LOGGER.error("no client has sent an evaluation that counts: this loss is infinite")
+            return {"nobody": nothing(self._evaluated.metrics)}
+        return dict(valid)
 
     def _check_present(self, heard: Container[str] = ()) -> None:
         """Raise if a client has left, and all are needed, unless its last message was heard."""
         lost = {n: why for n, why in self.members.gone.items() if n not in heard}
         if lost and self.min_replies is None:
             advice = "see its log; a client that does not import fedclip ends at the start"
-            if self._silence() in lost.values():
+            if self._silence in lost.values():
                 advice = "if rounds take longer, raise patience in [network.kwargs]"
             raise RuntimeError(f"{summary(lost)}, and the run cannot go on without it: {advice}")
 
+    @property
     def _silence(self) -> str:
         return f"no answer from {WHO} in {self.patience:g} s"
 
@@ -535,10 +497,8 @@ class WatchfulWebsocketsClient(WebsocketsClient):
                     # A frozen process does not take part in closing a connection.
                     cast(Any, self._socket).transport.abort()
                     self._socket = None
-                    raise RuntimeError(
-                        f"no message from the server in {self.patience:g} s: it is frozen, or the "
-                        "connection is dead; if rounds take longer, raise this client's patience"
-                    )
+                    text = f"no message from the server in {self.patience:g} s: it is frozen"
+                    raise RuntimeError(f"{text}, or rounds take longer than this client's patience")
                 await asyncio.wait({answer}, timeout=min(1.0, patience.left))
             return answer.result()
         finally:

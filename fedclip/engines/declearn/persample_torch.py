@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import torch
-from declearn.model.torch import TorchModel, TorchVector
+from declearn.model.torch import TorchModel
 
 from fedclip.dpsgd.persample import torch_check, torch_records
 from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
@@ -21,8 +21,6 @@ from fedclip.dpsgd.persample.torch_records import TorchStack
 _NOISE = 1e-5
 
 Gradient: TypeAlias = Callable[[TorchModel, Data], Float64]
-
-__all__ = ["check", "shapes", "stacks", "try_out", "vector"]
 
 
 def check(model: TorchModel) -> None:
@@ -48,11 +46,9 @@ def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> N
     pairs = zip(forth, back, strict=True)
     if changed or any(np.abs(a - b).max() > _NOISE * np.abs(a).max() for a, b in pairs):
         what = ", ".join(sorted(changed)) or "a gradient is another one after other records"
-        raise UnsupportedModelError(
-            f"the model carries something from one record to the next ({what}), so that none can "
-            "be clipped alone: it must not keep what it sees, count, or have private random "
-            "numbers"
-        )
+        text = f"the model carries something from one record to the next ({what})"
+        more = "it must not keep what it sees, count, or have private random numbers"
+        raise UnsupportedModelError(f"{text}: {more}")
 
 
 def _held(model: TorchModel) -> set[tuple[str, object]]:
@@ -71,16 +67,6 @@ def _settled(model: TorchModel, gradient: Gradient, record: Data) -> Float64:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-
-
-def shapes(model: TorchModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained weights."""
-    return {n: tuple(p.shape) for n, p in torch_records.trained(model._raw_model).items()}
-
-
-def vector(model: TorchModel, arrays: Mapping[str, Float64]) -> TorchVector:
-    """Return float64 arrays as a vector of the weights' dtypes, on their devices."""
-    return TorchVector(torch_records.restored(arrays, torch_records.trained(model._raw_model)))
 
 
 def stacks(model: TorchModel, batch: Data, micro_batch: int, whole: bool) -> Iterator[TorchStack]:

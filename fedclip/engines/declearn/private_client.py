@@ -1,26 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that trains with DP-SGD, and enforces what its owner allows."""
+"""A client that trains with DP-SGD, and enforces what its owner allows.
+
+::
+
+    Round:
+        steps = those that the server asks for, as far as they fit into the budget: all are paid
+        for each step:
+            batch = Poisson sample of the units                          (sampling, records)
+            sum   = Σ factor_i * gradient_i                              (persample, clipping)
+            grads = (sum + z C normal) / expected batch size             (noise)
+            apply what stands after sample-clip to grads, and step
+        no step left: the update is zero
+
+A unit is a record, or a person with several (`fedclip.dpsgd.persons`).
+The server's seed and generator are not used: noise and samples come from a computationally secure
+generator, keyed by the operating system. Only the update leaves a round. A record that raises
+counts as zero, a text that might describe records stays in the client's log, and no step is paid
+back.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from declearn.messaging import Error, MetadataQuery, MetadataReply, PrivacyRequest, TrainRequest
+from declearn.messaging import (
+    EvaluationReply,
+    EvaluationRequest,
+    MetadataQuery,
+    MetadataReply,
+    PrivacyRequest,
+    TrainRequest,
+)
+from declearn.training import TrainingManager
 
 from fedclip.core import parameters
+from fedclip.core.parameters import Config
+from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
+from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
 from fedclip.dpsgd.persons import Ids, Persons
-from fedclip.engines.declearn.dataset_records import Records, first_records
+from fedclip.dpsgd.step import IndependentNoise, PoissonSampler, SampleClipping
+from fedclip.engines.declearn import persample
+from fedclip.engines.declearn.evaluation import Evaluation
+from fedclip.engines.declearn.members import untold
+from fedclip.engines.declearn.persample import Records, first_records
 from fedclip.engines.declearn.personal_client import PersonalFederatedClient
-from fedclip.privacy import ledger as ledgers
-
-if TYPE_CHECKING:
-    from fedclip.engines.declearn.private_training import PrivateTrainingManager
-
-__all__ = ["PrivateFederatedClient"]
+from fedclip.engines.declearn.sample_clip import place_of
+from fedclip.privacy.accounting import Release
+from fedclip.privacy.ledger import FILE, Ledger, fingerprint
+from fedclip.privacy.noise import Normals, secure_normals
 
 
 class PrivateFederatedClient(PersonalFederatedClient):
@@ -63,8 +95,6 @@ class PrivateFederatedClient(PersonalFederatedClient):
     TypeError, ValueError
         If a parameter is not as above, `max_records` has no `persons`, or `require_privacy` has
         neither ledger nor checkpoint.
-    ModuleNotFoundError
-        Without Opacus, which declearn's own DP module imports (``declearn[dp]``).
     Exception
         What `train_data` raises, if it is not readable at all.
 
@@ -104,12 +134,6 @@ class PrivateFederatedClient(PersonalFederatedClient):
         valid_persons: Ids | None = None,
         **settings: Any,
     ) -> None:
-        if find_spec("opacus") is None:
-            raise ModuleNotFoundError(
-                "DP-SGD on declearn needs Opacus, which declearn's own DP module imports: "
-                "pip install opacus dp-accounting",
-                name="opacus",
-            )
         self.max_budget: tuple[float, float] | None = None
         if max_budget is not None:
             if not isinstance(max_budget, (list, tuple)) or len(max_budget) != 2:
@@ -121,13 +145,9 @@ class PrivateFederatedClient(PersonalFederatedClient):
             )
         self.require_privacy = parameters.boolean(require_privacy=require_privacy)
         super().__init__(*args, **settings)
-        if self.valid_data is None:
-            raise ValueError(
-                "give valid_data: without it declearn evaluates on the training records, and "
-                "publishes their losses without noise"
-            )
         # Read now, as long as nobody else could see it fail.
         records = Records(self.train_data, *first_records(self.valid_data)[:1])
+        assert self.valid_data is not None
         of_persons = {"max_records": max_records, "valid_persons": valid_persons}
         if persons is None and (named := [n for n, v in of_persons.items() if v is not None]):
             raise ValueError(f"{named[0]} is of persons: give persons too, or leave it out")
@@ -138,17 +158,13 @@ class PrivateFederatedClient(PersonalFederatedClient):
         specs = dataclasses.asdict(self.valid_data.get_data_specs())
         self._specs = {**specs, "n_samples": len(self.records)}
         self._private: PrivateTrainingManager | None = None
-        self.ledger = None if ledger is None else Path(ledger)
-        if self.ledger is None and self.ckptr is not None:
-            self.ledger = Path(self.ckptr.folder) / ledgers.FILE
+        in_folder = None if self.ckptr is None else Path(self.ckptr.folder) / FILE
+        self.ledger = in_folder if ledger is None else Path(ledger)
         if self.ledger is None:
-            why = (
-                "neither ledger nor checkpoint is given: each time that this client is started, "
-                "its records would have the whole budget again. Give ledger = a file that belongs "
-                "to these records"
-            )
+            why = "neither ledger nor checkpoint is given: at each start of this client, "
+            why += "its records would have the whole budget again"
             if self.require_privacy:
-                raise ValueError(f"{why}, or a checkpoint folder")
+                raise ValueError(f"{why}; give ledger = a file, or a checkpoint folder")
             self.logger.warning("%s.", why)
 
     @property
@@ -158,22 +174,11 @@ class PrivateFederatedClient(PersonalFederatedClient):
 
     def make_private(self, message: PrivacyRequest) -> None:
         """Set up DP-SGD as the server asks for it, within what this client allows."""
-        # declearn's own part of this needs Opacus, which is an extra.
-        from fedclip.engines.declearn.private_training import PrivateTrainingManager
-
-        old = self.trainmanager
-        if old is None:
+        if (old := self.trainmanager) is None:
             raise RuntimeError("a client is made private by its server, once it has a model")
-        manager = PrivateTrainingManager(
-            model=old.model,
-            optim=old.optim,
-            aggrg=old.aggrg,
-            train_data=old.train_data,
-            valid_data=old.valid_data,
-            metrics=old.metrics,
-            logger=self.logger,
-            verbose=False,
-        )
+        names = ("model", "optim", "aggrg", "train_data", "valid_data", "metrics", "logger")
+        settings = {name: getattr(old, name) for name in names}
+        manager = PrivateTrainingManager(**settings, verbose=False)
         before = self._private.ledger.accountant.spent if self._private is not None else ()
         manager.make_private(
             message, self.max_budget, self.ledger, before, self.records, self._valid
@@ -184,10 +189,8 @@ class PrivateFederatedClient(PersonalFederatedClient):
         """Run a training round, if it is private."""
         private = self._private is not None and self.trainmanager is self._private
         if self.require_privacy and not private:
-            await self._refuse(
-                f"training round {message.round_i} would not be private, and this client has "
-                "require_privacy: set [run.privacy] on the server"
-            )
+            why = f"training round {message.round_i} would not be private, and this client has "
+            await self._refuse(f"{why}require_privacy: set [run.privacy] on the server")
             return
         await super().training_round(message)
 
@@ -202,14 +205,260 @@ class PrivateFederatedClient(PersonalFederatedClient):
 
     async def _initialize_fairness(self) -> None:
         if self.require_privacy:
-            why = (
-                "fairness rounds publish what the model does on the training records, without "
-                "noise, and this client has require_privacy: leave [run.fairness] out"
-            )
+            why = "fairness rounds publish losses of the training records without noise, and this "
+            why += "client has require_privacy: leave [run.fairness] out"
             await self._refuse(why)
             raise RuntimeError(why)
         await super()._initialize_fairness()
 
     async def _refuse(self, why: str) -> None:
-        self.logger.error("Refused: %s.", why)
-        await self.netwk.send_message(Error(f"refused by fedclip: {why}"))
+        await self.netwk.send_message(self._refused(why))
+
+
+class PrivateTrainingManager(TrainingManager):
+    """Runs DP-SGD; made by `fedclip.PrivateFederatedClient`.
+
+    Attributes
+    ----------
+    records
+        The training records, or persons.
+    stage
+        What happens to single records, and what to their noisy sum.
+    sclip_norm
+        The bound on the norm of a record's gradient; the first one, if it is adaptive.
+    calibration
+        The budget, noise multiplier, sampling rate and steps.
+    noise
+        What adds noise to each sum; independent Gaussian noise.
+    ledger
+        What was spent, and the budget: the server's or the client's, whichever is the smaller.
+    """
+
+    def make_private(
+        self,
+        message: PrivacyRequest,
+        max_budget: tuple[float, float] | None = None,
+        path: Path | None = None,
+        spent: Sequence[Release] = (),
+        records: Records | Persons | None = None,
+        valid: Persons | None = None,
+    ) -> None:
+        """Set up DP-SGD; the model is tried on validation records.
+
+        Parameters
+        ----------
+        message
+            The request of the server.
+        max_budget
+            The client's own (epsilon, delta), which the server's can only be below.
+        path
+            Where the ledger is kept.
+        spent
+            By runs before, if no ledger is kept.
+        records
+            The training records, by person where persons are protected; None to read them here.
+        valid
+            The validation records by person; None if records are protected.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If what is asked for would not be private, or is impossible.
+        RuntimeError
+            If the model raises for a record that it is tried on.
+        """
+        tried = first_records(self.valid_data)
+        self.records = records or Records(self.train_data, tried[0])
+        self._plan(message, max_budget, valid)
+        # What fails for all records fails now, before anything is paid.
+        with untold(self.logger, "the trial of the model", UnsupportedModelError):
+            persample.try_out(self.model, tried, **self._settings)
+            if self._evaluation is not None:
+                for record in tried:
+                    self._evaluation.of_record(self.model, record)
+        self.noise = IndependentNoise()
+        self._start(path, spent)
+
+    def _plan(
+        self, message: PrivacyRequest, budget: tuple[float, float] | None, valid: Persons | None
+    ) -> None:
+        """Refuse what would not be private; find noise and steps for the rest."""
+        if message.accountant == "gdp":
+            raise ValueError('accountant = "gdp" is no upper bound on epsilon: write "rdp"')
+        persample.check(self.model)
+        self.sclip_norm = parameters.positive(sclip_norm=message.sclip_norm)
+        shapes = persample.shapes(self.model)
+        self.stage = place_of(self.optim.modules, shapes, self.sclip_norm)
+        steps = self._steps(message.batches, message.n_epoch, message.n_steps) * message.rounds
+        epsilon, delta = map(min, message.budget, budget or message.budget)
+        size, many, unit = message.batches["batch_size"], len(self.records), self.records.unit
+        calibration = calibrate(epsilon, delta, many, size, steps, unit)
+        marker = self.stage.settings
+        self.calibration = calibration.evaluating(marker.evaluation_share, message.rounds)
+        self._evaluation = None
+        if marker.loss_bound is not None and self.valid_data is not None:
+            self._evaluation = Evaluation(self.metrics, marker.loss_bound)
+            if unit == "person" and valid is None:
+                text = (
+                    "evaluation_share protects persons: tell whose the validation records are, by "
+                )
+                raise ValueError(f"{text}valid_persons; in a quickrun, by valid_persons.csv")
+            self._valid: Records | Persons = valid or Records(self.valid_data)
+
+    def _steps(self, batches: Config, n_epoch: int | None, n_steps: int | None) -> int:
+        steps = steps_of_a_round(len(self.records), batches, n_epoch, n_steps)
+        if steps is None:
+            raise ValueError("noise needs a number of steps: set n_epoch or n_steps")
+        return steps
+
+    def _start(self, path: Path | None, spent: Sequence[Release]) -> None:
+        """Open the ledger, and get ready for the first step."""
+        plan = self.calibration
+        data = fingerprint(self.train_data, plan.records, plan.unit)
+        self.ledger = Ledger(plan.epsilon, plan.delta, path, spent, data)
+        self.ledger.plan = plan.releases if plan.evaluations else ()
+        self._normals: Normals = secure_normals
+        self._sampler = PoissonSampler(plan.records, int(plan.expected))
+        self._charged, self._evaluated = 0, 0
+        self._failed: list[tuple[int, BaseException]] = []
+        self.logger.info(
+            f"DP-SGD: {plan.records} {plan.unit}s, Poisson samples at rate {plan.rate:.4g}, "
+            f"{plan.steps} steps, noise multiplier {plan.noise_multiplier:.4g}; of epsilon "
+            f"{plan.epsilon:.4g} at delta {plan.delta:.3g}, {self.ledger.spent:.4g} is spent."
+        )
+        if why := too_few(plan.records, plan.delta, plan.unit):
+            self.logger.warning("%s", why)
+
+    @property
+    def clipping(self) -> SampleClipping:
+        """How the gradient of a record, or a person, is clipped."""
+        return self.stage.settings.clipping
+
+    def get_privacy_spent(self) -> tuple[float, float]:
+        """Return the (epsilon, delta) that all steps so far have cost."""
+        return self.ledger.spent, self.ledger.accountant.delta
+
+    def train_under_constraints(
+        self,
+        batch_cfg: Config,
+        n_epoch: int | None = 1,
+        n_steps: int | None = None,
+        timeout: int | None = None,
+    ) -> dict[str, float]:
+        """Take the steps of a round, as far as they fit into the budget.
+
+        An epoch is as many steps as there are whole batches in the data. All batches are Poisson
+        samples, whatever `batch_cfg` says of shuffling.
+
+        Raises
+        ------
+        ValueError
+            If there is no number of steps, a `timeout`, or another size of batches than was
+            announced: noise and budget are accounted for that, and what is chosen anew after a
+            release is not covered.
+        RuntimeError
+            If a step raises; what it raised is in the log only.
+        """
+        if timeout is not None:
+            raise ValueError("timeout tells how long single records take: set n_epoch or n_steps")
+        steps, plan = self._steps(batch_cfg, n_epoch, n_steps), self.calibration
+        size = min(batch_cfg["batch_size"], plan.records)
+        if size != plan.expected:
+            text = f"batch_size = {size} is not what was announced before the run, "
+            raise ValueError(f"{text}{plan.expected:g}, for which noise is accounted")
+        remaining = plan.steps - self._charged
+        allowed = self.ledger.reserve(plan.noise_multiplier, plan.rate, steps, remaining)
+        self._charged += allowed
+        with untold(self.logger, "a private step", UnsupportedModelError):
+            for _ in range(allowed):
+                self.run_train_step(self.records.take(self._sampler.draw(), self._fail))
+        text = "Took %d private steps; charged %d of %d that the noise is for."
+        self.logger.info(text, allowed, self._charged, plan.steps)
+        if self._charged >= plan.steps:
+            # Before the last round this would be accounted anew, which takes long.
+            spent = self.get_privacy_spent()
+            self.logger.info("Privacy spent: epsilon %.4g at delta %.3g.", *spent)
+        if allowed < steps:
+            text = "The privacy budget of epsilon %.4g allows %d of the %d steps of this round%s."
+            zero = "" if allowed else ": this client sends an update of zero"
+            self.logger.warning(text, self.ledger.epsilon, allowed, steps, zero)
+        epochs = allowed * self._sampler.expected // plan.records
+        # Without a step there is no average: zero counts as the update of one step. The time
+        # would tell how many records were drawn, and how long they are.
+        return {"n_epoch": epochs, "n_steps": max(allowed, 1), "t_spent": 0.0}
+
+    def run_train_step(self, batches: Data) -> None:
+        """Take one step on a Poisson sample of the records, as `Records.take` returns them.
+
+        Raises
+        ------
+        StopIteration
+            If the budget does not allow it.
+        """
+        z, expected = self.calibration.noise_multiplier, self.calibration.expected
+        self.ledger.charge(z, self._sampler.rate)
+        settings = self.stage.settings
+        clipping, bound = settings.clipping, settings.bound or self.sclip_norm
+        sums, norms = self._clipped(batches, bound)
+        self._tell()
+        noisy = self.noise.add(sums, clipping.noise_multiplier(z, expected) * bound)
+        if clipping.mode == "adaptive":
+            # The noise above was for the old bound, as the gradients were clipped to that.
+            settings.bound = clipping.next_bound(bound, norms, z, expected, self._normals)
+        scale = clipping.scale(bound) / expected
+        gradients = persample.vector(self.model, {name: a * scale for name, a in noisy.items()})
+        modules = self.optim.modules
+        self.optim.modules = self.stage.after
+        try:
+            self.optim.apply_gradients(self.model, gradients)
+        finally:
+            self.optim.modules = modules
+
+    def _clipped(self, batches: Data, bound: float) -> tuple[dict[str, Float64], Float64]:
+        """Return the sum of clipped gradients, and the norms; records that raise are noted."""
+        factors, settings = partial(self.clipping.factors, bound=bound), self._settings
+        return persample.clipped_sum(self.model, batches, factors, **settings, failed=self._fail)
+
+    @property
+    def _settings(self) -> Config:
+        """How gradients are taken, with as many records at once as nearly all batches have."""
+        expected = self.calibration.expected * self.records.mean
+        # What is padded is padded to that.
+        enough = 32 * math.ceil((expected + 3.0 * math.sqrt(expected)) / 32)
+        most = min(self.stage.settings.micro_batch, enough)
+        return {"groups": self.stage.groups, "micro_batch": most, "each": self.stage.each()}
+
+    def _fail(self, record: int, exc: BaseException) -> None:
+        self._failed.append((record, exc))
+
+    def _tell(self) -> None:
+        """Log the records of a step that raised."""
+        text = "Records that raise count as zero, in an evaluation as the worst: "
+        text += "%d of this step, the first is record %d: %r."
+        for record, exc in self._failed[:1]:
+            self.logger.error(text, len(self._failed), record, exc)
+        self._failed = []
+
+    def _evaluation_round(self, message: EvaluationRequest) -> EvaluationReply:
+        with untold(self.logger, "the evaluation", UnsupportedModelError):
+            if self._evaluation is not None:
+                return self._noised(self._evaluation, message)
+            reply = super()._evaluation_round(message)
+        reply.t_spent = 0.0
+        return reply
+
+    def _noised(self, evaluation: Evaluation, message: EvaluationRequest) -> EvaluationReply:
+        """Evaluate on all validation records, whatever is asked for, and pay before that."""
+        if message.weights is not None:
+            self.model.set_weights(message.weights, trainable=True)
+        ((z, times, rate),) = self.calibration.evaluations
+        means, remaining = evaluation.nothing, times - self._evaluated
+        if remaining and self.ledger.reserve(z, rate, 1, remaining, True):
+            self._evaluated += 1
+            rows = evaluation.values(self.model, self._valid, self._fail)
+            self._tell()
+            means = evaluation.noised(rows, z, self._normals)
+        else:
+            self.logger.warning("The privacy budget allows no evaluation: the worst loss is sent.")
+        loss = float(means[0] * evaluation.bounds[0])
+        return EvaluationReply(loss, 1, 0.0, {**evaluation.states(means)})

@@ -8,38 +8,152 @@ All nodes run in this process; several federations may do so one after the other
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
-import math
 import os
+import random
 import socket
+import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from declearn.communication import NetworkClientConfig, NetworkServerConfig
+import numpy as np
+from declearn.communication import NetworkServerConfig
+from declearn.dataset import InMemoryDataset
 from declearn.main import FederatedServer
 from declearn.main.config import FLOptimConfig, FLRunConfig
-from declearn.utils import (
-    LOGGING_LEVEL_MAJOR,
-    set_device_policy,
-    setup_client_loggers,
-    setup_server_loggers,
-)
+from declearn.model.sklearn import SklearnSGDModel
+from declearn.quickrun import DataSourceConfig, ExperimentConfig, ModelConfig, parse_data_folder
+from declearn.typing import Batch
+from declearn.utils import LOGGING_LEVEL_MAJOR, make_importable, set_device_policy, setup_logger
 
 import fedclip
-from fedclip.engines.declearn.experiment import Experiment, draw_from, vectorize_gradients
+from fedclip.engines.declearn.context import AnyModel, AnyVector
 from fedclip.engines.declearn.members import Members
+from fedclip.engines.declearn.persample import clipped_sum, vector
+from fedclip.engines.declearn.personal import label
 from fedclip.engines.declearn.samplers import guarded, watchful
-from fedclip.engines.declearn.trained import label
-from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.errors import ToolError
 from fedclip.privacy.ledger import FILE
 from fedclip.report import Reader, ReportError
 from fedclip.report.results import best_round, result_of
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
+
+# A file in a client's data folder: the person of each training record, one a line.
+PERSONS = "train_persons.csv"
+
+
+class Experiment:
+    """The data, the model and the results of a quickrun file, without the network.
+
+    Attributes
+    ----------
+    toml
+        The file.
+    files
+        The files of each client, by its name.
+    metrics
+        The metrics besides the loss.
+    results
+        The folder of checkpoints and logs.
+
+    Raises
+    ------
+    ToolError
+        If data or model are not where the file says.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.toml, folder = str(file), file.resolve().parent
+        data = DataSourceConfig.from_toml(self.toml, False, "data")
+        experiment = ExperimentConfig.from_toml(self.toml, False, "experiment", True)
+        model = ModelConfig.from_toml(self.toml, False, "model", True)
+        self.metrics = experiment.metrics
+        # Next to the file, from wherever it is run.
+        results = experiment.checkpoint or time.strftime("result_%y-%m-%d_%H-%M")
+        self.results = str(folder / results)
+        self._name, self._file = model.model_name, Path(model.model_file or folder / "model.py")
+        try:
+            # In order, so that a seed does not depend on that of the file system.
+            files: dict[str, dict[str, str]] = parse_data_folder(data, str(folder))
+        except (OSError, ValueError) as exc:
+            raise ToolError(f"[data] {exc}") from None
+        self.files = dict(sorted(files.items()))
+        if not files:
+            raise ToolError("[data] the data folder holds no client's folder")
+        if self._file.suffix != ".py" or not self._file.is_file():
+            text = f"there is no model file {self._file}, which must be a Python file"
+            raise ToolError(f"[model] {text}")
+
+    def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
+        """Return training data, in batches that a seed decides, and validation data of a client."""
+        parts = []
+        for of, drawn in (("train", seed), ("valid", None)):
+            arrays = self.files[site][f"{of}_data"], self.files[site][f"{of}_target"]
+            part = InMemoryDataset(*arrays, expose_classes=True, seed=drawn)
+            # Models of JAX need it. Where columns are of several types, declearn raises for it.
+            types = getattr(part.feats, "dtypes", None)
+            part.expose_data_type = types is None or len({*map(str, types)}) == 1
+            parts.append(part)
+        return parts[0], parts[1]
+
+    def persons(self, site: str, of: str = "train") -> Path | None:
+        """Return the file with the person of each training record of a client, if it exists.
+
+        With `of` = "valid", that of its validation records.
+        """
+        file = Path(self.files[site][f"{of}_data"]).with_name(PERSONS.replace("train", of))
+        return file if file.exists() else None
+
+    def ledger(self, site: str = "") -> Path:
+        """Return the ledger of a client's records, next to them; or that of all clients."""
+        records = Path(self.files[site or next(iter(self.files))]["train_data"])
+        return (records if site else records.parent).resolve().with_name(FILE)
+
+    def model(self) -> AnyModel:
+        """Return a new model, made by the model file."""
+        # An earlier federation may have had another model of this name.
+        sys.modules.pop(self._file.stem, None)
+        with make_importable(str(self._file.resolve().parent)):
+            made: AnyModel = getattr(importlib.import_module(self._file.stem), self._name)
+            return made
+
+
+def draw_from(seed: int) -> None:
+    """Seed Python, NumPy and torch, which draw such values as the weights of a new model."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # declearn has imported it, where it is installed.
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+
+
+def vectorize_gradients(model: AnyModel) -> None:
+    """Make a linear model of scikit-learn compute the gradient of a whole batch at once.
+
+    declearn calls `partial_fit` for each record, which takes far longer. The gradients differ by
+    rounding only; type and configuration of the model do not change.
+    """
+    if type(model) is SklearnSGDModel:
+        parameters = model.get_wrapped_model().get_params()
+        if parameters.get("class_weight") is None and not parameters["average"]:
+            vars(model)["compute_batch_gradients"] = partial(_gradients, model)
+
+
+def _gradients(model: SklearnSGDModel, batch: Batch, max_norm: float | None = None) -> AnyVector:
+    sums, norms = ({}, np.array(np.nan)) if max_norm else clipped_sum(model, [batch], np.ones_like)
+    # Records with NaN are left out of such a sum; scikit-learn refuses them.
+    if np.isnan(norms).any():
+        return SklearnSGDModel.compute_batch_gradients(model, batch, max_norm)
+    targets, predictions, _ = model.compute_batch_predictions(batch)
+    model._loss_history.append(float(model.loss_function(targets, predictions).mean()))
+    return vector(model, {name: total / len(norms) for name, total in sums.items()})
 
 
 class _ReportingServer(FederatedServer):
@@ -74,11 +188,9 @@ class _ReportingServer(FederatedServer):
         result = result_of(report, "")
         if not self.noised and result.outliers:
             curves = [c for c in report.curves if c.metric == "loss" and not c.experiment]
-            losses = {c.node: dict(c.points) for c in curves}
+            losses = {curve.node: dict(curve.points) for curve in curves}
             rounds = sorted({r for points in losses.values() for r in points})
-            by_round = [
-                {s: points.get(r, math.nan) for s, points in losses.items()} for r in rounds
-            ]
+            by_round = [{s: points.get(r, np.nan) for s, points in losses.items()} for r in rounds]
             last = best_round(by_round, result.healthy) == len(by_round) - 1
             self._best = self.model.get_weights(trainable=True) if last else before
         return result.in_words()
@@ -94,7 +206,7 @@ class _QuickClient(fedclip.PersonalFederatedClient):
             vectorize_gradients(self.trainmanager.model)
 
 
-class Federation:
+class Federation(Experiment):
     """The nodes of a federation.
 
     Parameters
@@ -108,10 +220,6 @@ class Federation:
     ----------
     on_round
         Called with the number of each round that has ended, and the metrics of the sites.
-    clients
-        The names of the clients whose data is in the data folder.
-    results
-        The folder of checkpoints and logs.
 
     Raises
     ------
@@ -123,29 +231,29 @@ class Federation:
         self.verbose = verbose
         self.on_round: Callable[[int, str], None] = lambda round_, text: None
         self.members: Callable[[], Members] = Members
-        self.toml = str(file)
-        self.network = watchful(NetworkServerConfig.from_toml(self.toml, False, "network"))
+        self.network = watchful(NetworkServerConfig.from_toml(str(file), False, "network"))
         host, port = self.network.host, self.network.port
-        if not _is_free(host, port):
-            raise ToolError(f"port {port} on {host} is in use; set another port in [network]")
-        self.experiment = Experiment(file)
-        self.results, self.clients = self.experiment.results, list(self.experiment.files)
+        try:
+            socket.create_server((host, port)).close()
+        except socket.gaierror:
+            _LOGGER.debug("The server will say that %s has no address.", host)
+        except OSError:
+            text = f"port {port} on {host} is in use; set another port in [network]"
+            raise ToolError(text) from None
+        super().__init__(file)
 
     async def _run_server(self) -> None:
-        """Run the server."""
         set_device_policy(gpu=False)
-        checkpoint = os.path.join(self.results, "server")
-        setup_server_loggers(level=logging.INFO, fpath=os.path.join(checkpoint, "logs.txt"))
-        self._set_console_level("declearn.server", logging.INFO)
+        self._log("declearn.server", "server", logging.INFO)
         optim = FLOptimConfig.from_toml(self.toml, False, "optim")
         for module in optim.server_opt.modules:
             if isinstance(module, UpdateClipServer) and not module.ledger:
-                module.charge_to(self.experiment.ledger())
+                module.charge_to(self.ledger())
         server = _ReportingServer(
-            model=self.experiment.model(),
+            model=self.model(),
             optim=optim,
-            metrics=self.experiment.metrics,
-            checkpoint=checkpoint,
+            metrics=self.metrics,
+            checkpoint=os.path.join(self.results, "server"),
             **guarded(self.network, optim),
         )
         server.on_round, server.results = self.on_round, self.results
@@ -159,62 +267,46 @@ class Federation:
         With `sample-clip` in client_opt it is a private one, which takes no seed for its batches.
         """
         set_device_policy(gpu=False)
-        checkpoint = os.path.join(self.results, name)
-        setup_client_loggers(name, logging.INFO, os.path.join(checkpoint, "logs.txt"))
         # The file gets everything, the console, which clients may share, what matters.
-        self._set_console_level(f"declearn.client-{name}", LOGGING_LEVEL_MAJOR)
-        train, valid = self.experiment.data(name, seed)
+        self._log(f"declearn.client-{name}", name, LOGGING_LEVEL_MAJOR)
+        train, valid = self.data(name, seed)
         modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
-        private = any(isinstance(module, fedclip.SampleClip) for module in modules)
-        server = self.network.build_server()
-        # As by default, three times as long as the server waits for a client.
-        patience = {"patience": 3 * server.patience} if hasattr(server, "patience") else {}
-        persons = self.experiment.persons(name)
-        if persons and not private:
+        server, persons = self.network.build_server(), self.persons(name)
+        network: dict[str, Any] = {"server_uri": server.uri, "name": name}
+        network["protocol"] = self.network.protocol
+        if hasattr(server, "patience"):
+            # As by default, three times as long as the server waits for a client.
+            network["kwargs"] = {"patience": 3 * server.patience}
+        kind: type[fedclip.PersonalFederatedClient] = _QuickClient
+        private: dict[str, Any] = {}
+        if any(isinstance(module, fedclip.SampleClip) for module in modules):
+            kind, private = fedclip.PrivateFederatedClient, {"ledger": self._ledger(name)}
+            if persons:
+                private |= {"persons": persons, "valid_persons": self.persons(name, "valid")}
+        elif persons:
             _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
-        kind: Any = _QuickClient
-        if private:
-            of_valid = self.experiment.persons(name, "valid") if persons else None
-            kind = partial(
-                fedclip.PrivateFederatedClient,
-                persons=persons,
-                valid_persons=of_valid,
-                ledger=self._ledger(name, Path(checkpoint)),
-            )
-        client = kind(
-            netwk=NetworkClientConfig.from_params(
-                protocol=self.network.protocol, server_uri=server.uri, name=name, kwargs=patience
-            ),
-            train_data=train,
-            valid_data=valid,
-            checkpoint=checkpoint,
-            verbose=False,
-        )
-        await client.async_run()
+        folder = os.path.join(self.results, name)
+        await kind(network, train, valid, folder, verbose=False, **private).async_run()
 
-    def _ledger(self, name: str, results: Path) -> Path:
+    def _ledger(self, name: str) -> Path:
         """Return the ledger of a client's records; link to it from the folder of results."""
-        ledger, link = self.experiment.ledger(name), results / FILE
-        if link.exists() and not link.is_symlink():
-            # Each line stands alone; those of a run before are of the same records.
-            with ledger.open("ab") as file:
-                file.write(link.read_bytes() + b"\n")
-            link.unlink()
-        if not link.is_symlink():
-            results.mkdir(parents=True, exist_ok=True)
-            with suppress(OSError):  # a disk may know no links
-                link.symlink_to(ledger)
+        ledger, link = self.ledger(name), Path(self.results, name, FILE)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # it may be there, and a disk may know no links
+            link.symlink_to(ledger)
         return ledger
 
-    def _set_console_level(self, logger: str, level: int) -> None:
-        """Show messages of this level on the console, or only warnings."""
+    def _log(self, logger: str, node: str, level: int) -> None:
+        """Log to a file; show messages of this level on the console, or only warnings."""
+        file = os.path.join(self.results, node, "logs.txt")
+        setup_logger(logger, level=logging.INFO, fpath=file, propagate=False)
         for handler in logging.getLogger(logger).handlers:
             if not isinstance(handler, logging.FileHandler):
                 handler.setLevel(level if self.verbose else logging.WARNING)
 
     async def run(self, seed: int | None = None) -> None:
         """Run the server and all clients in this process."""
-        seeds = [None if seed is None else seed * 1_000 + i for i in range(len(self.clients))]
+        seeds = [None if seed is None else seed * 1_000 + i for i in range(len(self.files))]
 
         async def client(name: str, seed: int | None) -> None:
             try:
@@ -227,9 +319,9 @@ class Federation:
                     raise
 
         try:
-            await asyncio.gather(self._run_server(), *map(client, self.clients, seeds))
+            await asyncio.gather(self._run_server(), *map(client, self.files, seeds))
         finally:
-            for name in ("server", *(f"client-{name}" for name in self.clients)):
+            for name in ("server", *(f"client-{name}" for name in self.files)):
                 handlers = logging.getLogger(f"declearn.{name}").handlers
                 while handlers:
                     handlers.pop().close()
@@ -257,23 +349,12 @@ def run(
     if seed is not None:
         draw_from(seed)
     rounds = FLRunConfig.from_toml(federation.toml, False, "run").rounds
-    finished = True
     federation.on_round = lambda done, text: progress(done, rounds, text)
+    finished = True
     try:
         asyncio.run(federation.run(seed))
     except KeyboardInterrupt:
         finished = False
     except ModuleNotFoundError as exc:
         raise ToolError(f"a package that this run needs is missing: {exc}") from None
-    return len(federation.clients), federation.results, finished
-
-
-def _is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there; also True if `host` cannot be resolved."""
-    try:
-        with socket.create_server((host, port)):
-            return True
-    except socket.gaierror:
-        return True
-    except OSError:
-        return False
+    return len(federation.files), federation.results, finished

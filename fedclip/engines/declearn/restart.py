@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -17,13 +18,10 @@ import msgpack
 from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
 
-from fedclip.engines.declearn.generics import AnyModel
+from fedclip.engines.declearn.context import AnyModel
 from fedclip.errors import StateError, Unchecked
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
-
-Reached = tuple[int, int, int]
-"""How far a state has come: its round and steps, by its modules, and its row in the metrics."""
 
 
 class SavedRound(NamedTuple):
@@ -71,9 +69,12 @@ def load_round(folder: str | Path) -> SavedRound:
     if not path.is_dir():
         raise StateError(f"{str(folder)!r} is no folder: give the server's checkpoint folder")
     saved = Checkpointer(str(folder))
-    models, optimizers = _files(path, "model"), _files(path, "optimizer")
+    models, optimizers = (
+        {file.stem.partition("_state_")[2]: file for file in path.glob(f"{kind}_state_*.mpk")}
+        for kind in ("model", "optimizer")
+    )
     faults: dict[str, str] = {}
-    for reached, timestamp in _reached(optimizers, faults):
+    for (reached, steps, _), timestamp in _reached(optimizers, path / "metrics.csv", faults):
         try:
             if timestamp not in models:
                 raise StateError("its model is missing")
@@ -82,48 +83,39 @@ def load_round(folder: str | Path) -> SavedRound:
             model = saved.load_model(timestamp=timestamp)
             optimizer = saved.load_optimizer(timestamp=timestamp)
         except Exception as exc:  # whatever a damaged file makes declearn raise
-            faults[timestamp] = _why(exc)
+            faults[timestamp] = f"{exc!r:.200}"
             continue
-        for name in models.keys() - optimizers.keys() - {"best"}:
-            if name > timestamp:
-                faults[name] = "its optimizer is missing"
-        for name in sorted(faults):
+        lacking = models.keys() - optimizers.keys() - {"best"}
+        faults |= {name: "its optimizer is missing" for name in lacking if name > timestamp}
+        for name, fault in sorted(faults.items()):
             text = "a round was not saved as a whole, and is left out: %s: %s"
-            _LOGGER.warning(text, name, faults[name])
-        _LOGGER.info("going on from round %d, saved as %s", reached[0] or reached[1], timestamp)
+            _LOGGER.warning(text, name, fault)
+        _LOGGER.info("going on from round %d, saved as %s", reached or steps, timestamp)
         return SavedRound(model, optimizer, timestamp)
     listed = "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items())[:5])
     why = listed or f"it has {len(models)} models and {len(optimizers)} optimizers"
     raise StateError(f"{str(folder)!r} holds no round whose model and optimizer both load: {why}")
 
 
-def _files(folder: Path, kind: str) -> dict[str, Path]:
-    """Return the files of states by their timestamps."""
-    files = folder.glob(f"{kind}_state_*.mpk")
-    return {file.stem.removeprefix(f"{kind}_state_"): file for file in files}
+def _reached(
+    files: Mapping[str, Path], metrics: Path, faults: dict[str, str]
+) -> list[tuple[tuple[int, int, int], str]]:
+    """Return how far optimizers have come, the furthest first; note damaged files.
 
-
-def _reached(files: Mapping[str, Path], faults: dict[str, str]) -> list[tuple[Reached, str]]:
-    """Return how far optimizers have come, the furthest first; note damaged files."""
-    reached, rows = [], _rows(next(iter(files.values())).parent) if files else {}
+    That is the round and the steps, by the modules, and the row in the metrics, which are written
+    last of a round.
+    """
+    lines = metrics.read_text(errors="replace").splitlines() if metrics.is_file() else []
+    rows = {line.partition(",")[0]: row for row, line in enumerate(lines)}
+    reached = []
     for timestamp, file in files.items():
         try:
             # Values that declearn wraps, such as vectors, stay wrapped.
             rounds, steps = _round_of(msgpack.unpackb(file.read_bytes()))
-        except Exception as exc:  # a file cut short or damaged may hold anything in any place
-            faults[timestamp] = _why(exc)
-        else:
             reached.append(((rounds, steps, rows.get(timestamp, 0)), timestamp))
+        except Exception as exc:  # a file cut short or damaged may hold anything in any place
+            faults[timestamp] = f"{exc!r:.200}"
     return sorted(reached, reverse=True)
-
-
-def _rows(folder: Path) -> dict[str, int]:
-    """Return the row of each timestamp in the metrics, which are written last of a round."""
-    try:
-        lines = (folder / "metrics.csv").read_text(errors="replace").splitlines()
-    except OSError:
-        return {}
-    return {line.partition(",")[0]: row for row, line in enumerate(lines)}
 
 
 def _round_of(state: Unchecked) -> tuple[int, int]:
@@ -140,18 +132,12 @@ def _round_of(state: Unchecked) -> tuple[int, int]:
     return max(rounds), max(steps)
 
 
-def _why(exc: Exception) -> str:
-    text = f"{exc!s:.200}"
-    return text if isinstance(exc, StateError) else f"{type(exc).__name__}: {text}"
-
-
 def _mixed(model: Path, optimizer: Path, timestamp: str) -> bool:
     """Whether the model was written after the optimizer, within the second that names both."""
-    try:
-        named = datetime.strptime(timestamp, "%y-%m-%d_%H-%M-%S")
-    except ValueError:
-        return False
-    written = optimizer.stat()
-    # Whichever time zone the name is in: they differ by quarters of an hour.
-    late = (written.st_mtime - named.replace(tzinfo=UTC).timestamp() + 1.0) % 900.0
-    return late < 3.0 and model.stat().st_mtime_ns > written.st_mtime_ns
+    with suppress(ValueError):
+        named = datetime.strptime(timestamp, "%y-%m-%d_%H-%M-%S").replace(tzinfo=UTC).timestamp()
+        written = optimizer.stat()
+        # Whichever time zone the name is in: they differ by quarters of an hour.
+        late = (written.st_mtime - named + 1.0) % 900.0
+        return late < 3.0 and model.stat().st_mtime_ns > written.st_mtime_ns
+    return False

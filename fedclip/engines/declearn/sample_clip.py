@@ -5,34 +5,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer.modules import AuxVar, OptiModule
 
+from fedclip.core import parameters
 from fedclip.core.docstrings import Documented
-from fedclip.core.parameters import (
-    choice,
-    integer,
-    limit,
-    optional,
-    parameter,
-    positive,
-    share,
-    unit_interval,
-)
+from fedclip.core.parameters import parameter
 from fedclip.core.scopes import Groups, check_scope
-from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.persample.base import Arrays
-from fedclip.engines.declearn.generics import AnyModule, AnyVector
+from fedclip.dpsgd.step import MODES, SampleClipping
+from fedclip.engines.declearn.context import AnyModule, AnyVector
 from fedclip.engines.declearn.stages import analyse
 from fedclip.errors import Problem
 from fedclip.privacy import Context, Guarantee
 from fedclip.privacy.accounting import check_evaluation
 from fedclip.privacy.guarantees import Shapes
-
-__all__ = ["Place", "SampleClip", "place_of", "problems_before"]
 
 Modules: TypeAlias = Sequence[AnyModule]
 
@@ -45,21 +34,15 @@ def problems_before(before: Modules, shapes: Shapes | None = None) -> list[Probl
     problems = []
     for module in before:
         (known,) = analyse(module, shapes).guarantees
-        why = known.shared or ("it adds noise" if known.noise else "")
-        if why:
-            text = (
-                f"{module.name} cannot stand before sample-clip, where each record goes "
-                f"through it alone: {why}. Put it after sample-clip"
-            )
-            problems.append(Problem(text))
+        if why := known.shared or ("it adds noise" if known.noise else ""):
+            text = f"{module.name} cannot stand before sample-clip, where each record goes through "
+            problems.append(Problem(f"{text}it alone: {why}. Put it after sample-clip"))
     return problems
 
 
 def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float]:
     if isinstance(mode, str):
-        return choice(MODES, mode=mode)
-    if isinstance(mode, Mapping):
-        raise TypeError(f"mode must be one of {MODES} or a list of patterns, got {mode!r}")
+        return parameters.choice(MODES, mode=mode)
     return check_scope(scope=mode)
 
 
@@ -72,7 +55,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
             for each record of the batch:
                 g = gradient of the record
                 g = the modules before sample-clip, applied to g
-                g *= factor(norm(g))                       (fedclip.dpsgd.clipping)
+                g *= factor(norm(g))                       (fedclip.dpsgd.step)
             grads = (sum of g + noise) / expected batch size
             apply the modules after sample-clip to grads
 
@@ -103,7 +86,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
     name: ClassVar[str] = "sample-clip"
 
-    max_norm: float | None = parameter(positive, default=None, kw_only=False)
+    max_norm: float | None = parameter(parameters.positive, default=None, kw_only=False)
     """Bound C on the norm of a record's gradient, > 0, or first bound of "adaptive". None: the
     server's ``sclip_norm``, which must not differ."""
     mode: str | Sequence[str] = parameter(
@@ -114,31 +97,29 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     )
     """One norm over all tensors ("flat"), or by "tensor", "layer" or patterns, with bounds C / √k
     for k groups. "automatic" and "adaptive" divide the update by C."""
-    micro_batch: int = parameter(integer, 1, default=128)
+    micro_batch: int = parameter(parameters.integer, 1, default=128)
     """Records in memory at once, >= 1; fewer if gradients are large."""
-    gamma: float = parameter(positive, default=0.01)
+    gamma: float = parameter(parameters.positive, default=0.01)
     """Stability constant of "automatic", > 0."""
-    quantile: float = parameter(unit_interval, default=0.5)
+    quantile: float = parameter(parameters.unit_interval, default=0.5)
     """Share of records that the adaptive bound does not clip, in (0, 1)."""
-    rate: float = parameter(positive, default=0.2)
+    rate: float = parameter(parameters.positive, default=0.2)
     """Step size of the adaptive bound, in logarithms, > 0."""
 
-    evaluation_share: float = parameter(share, default=0.0)
+    evaluation_share: float = parameter(parameters.share, default=0.0)
     """Share of epsilon for noise on evaluations, in [0.001, 1). 0: no noise."""
-    loss_bound: float | None = parameter(limit, default=None)
+    loss_bound: float | None = parameter(parameters.limit, default=None)
     """Largest loss of a record in a noised evaluation, > 0; goes with `evaluation_share`."""
 
+    # The adaptive bound, after the first step.
     bound: float | None = None
-    """The adaptive bound, after the first step."""
 
     def __post_init__(self) -> None:
         """Check what goes together."""
         check_evaluation(self.evaluation_share, self.loss_bound, "record")
         if 0.0 < self.evaluation_share < _LEAST_SHARE:
-            raise ValueError(
-                f"evaluation_share must be 0, or {_LEAST_SHARE:g} and more, got "
-                f"{self.evaluation_share!r}: of less, nothing could be read"
-            )
+            text = f"evaluation_share must be 0, or {_LEAST_SHARE:g} and more, got "
+            raise ValueError(f"{text}{self.evaluation_share!r}")
 
     @property
     def clipping(self) -> SampleClipping:
@@ -155,31 +136,24 @@ class SampleClip(Documented, OptiModule[AuxVar]):
 
     def in_words(self, limit: str, unit: str = "record") -> str:
         """Return what becomes of records, or persons, and of their sum, with a bound of `limit`."""
-        bound = "C" if self.mode in ("automatic", "adaptive") else limit
+        each = "tensors" if self.mode == "tensor" else "groups of tensors"
         how = {
             "flat": f"each {unit} is clipped to {limit}, by one norm over all its tensors",
-            "automatic": f"each {unit} is brought to almost C, and the step divided by C, which "
-            "can thus be any number",
+            "automatic": f"each {unit} is brought to almost C, and the step divided by C",
             "adaptive": f"each {unit} is clipped to C, which starts at {limit} and follows the "
-            f"{self.quantile:g} quantile of the norms, for a share of the noise; the step is "
-            "divided by C",
-        }
-        each = "tensors" if self.mode == "tensor" else "groups of tensors"
-        split = f"each of the k {each} of a {unit} is clipped to {limit}/√k"
-        sentence = how.get(self.mode, split) if isinstance(self.mode, str) else split
+            f"{self.quantile:g} quantile of the norms; the step is divided by C",
+        }.get(str(self.mode), f"each of the k {each} of a {unit} is clipped to {limit}/√k")
+        bound = "C" if self.mode in ("automatic", "adaptive") else limit
         return (
-            f"{sentence}. To zero out a {unit} moves the sum of a batch by at most {bound}, to "
-            f"replace one by twice that; noise of z·{bound} is added to the sum, which is divided "
-            "by the expected size of a batch."
+            f"{how}. To zero out a {unit} moves the sum of a batch by at most {bound}, to replace "
+            f"one by twice that; noise of z·{bound} is added to the sum, which is divided by the "
+            "expected size of a batch."
         )
 
     def run(self, gradients: AnyVector) -> AnyVector:
         """Refuse: what comes here is a whole batch, unclipped and without noise."""
-        raise RuntimeError(
-            "sample-clip clips records, and this client does not: nothing here is private. Use "
-            "fedclip.PrivateFederatedClient instead of declearn's FederatedClient, and "
-            "[run.privacy] on the server"
-        )
+        private = "fedclip.PrivateFederatedClient, and set [run.privacy] on the server"
+        raise RuntimeError(f"this client clips no record, and adds no noise. Use {private}")
 
     def get_state(self) -> dict[str, object]:
         """Return the adaptive bound."""
@@ -195,11 +169,10 @@ class SampleClip(Documented, OptiModule[AuxVar]):
         """
         if "bound" not in state:
             raise KeyError(f"the state of sample-clip lacks 'bound'; it has {sorted(state)}")
-        self.bound = optional(positive, bound=state["bound"])
+        self.bound = parameters.optional(parameters.positive, bound=state["bound"])
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """How records are processed, and how their noisy sum is.
 
     Attributes
@@ -245,19 +218,15 @@ def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
         If there are two, or what stands before is not safe for single records, or its max_norm
         is another one.
     """
-    positions = [i for i, module in enumerate(modules) if isinstance(module, SampleClip)]
-    if len(positions) > 1:
+    marked = [(i, module) for i, module in enumerate(modules) if isinstance(module, SampleClip)]
+    if len(marked) > 1:
         raise ValueError("sample-clip stands in client_opt more than once: leave one")
-    place = positions[0] if positions else -1
-    marker = modules[place] if positions else None
-    settings = marker if isinstance(marker, SampleClip) else SampleClip()
+    place, settings = marked[0] if marked else (-1, SampleClip())
     if settings.max_norm not in (None, max_norm):
-        raise ValueError(
-            f"sample-clip has max_norm {settings.max_norm!r}, and the server's sclip_norm is "
-            f"{max_norm!r}: write the same, or leave max_norm out"
-        )
-    groups = settings.clipping.groups([*shapes])
+        text = f"sample-clip has max_norm {settings.max_norm!r}, and the server's sclip_norm is "
+        raise ValueError(f"{text}{max_norm!r}: leave max_norm out")
     before = modules[: max(place, 0)]
     if problems := problems_before(before, shapes):
         raise ValueError("; ".join(map(str, problems)))
+    groups = settings.clipping.groups([*shapes])
     return Place(settings, before, [*modules[place + 1 :]], groups)

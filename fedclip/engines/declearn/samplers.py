@@ -24,13 +24,21 @@ from declearn.optimizer.modules import AuxVar
 from fedclip.core import parameters
 from fedclip.core.messages import FromServer
 from fedclip.core.parameters import Config
-from fedclip.engines.declearn.context import ROUND, change
-from fedclip.engines.declearn.generics import AnyModel, AnyVector
-from fedclip.engines.declearn.members import UPDATES, Expected, Sender, expected, note
+from fedclip.engines.declearn.context import (
+    ROUND,
+    UPDATES,
+    AnyModel,
+    AnyVector,
+    Expected,
+    Sender,
+    change,
+    expected,
+    note,
+)
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
-from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.statistics.counts import FedclipSharedCounts
-from fedclip.updates.schedule import Schedule
+from fedclip.updates.protocol import Schedule
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
@@ -41,12 +49,16 @@ def note_senders(
     """Note who sent which reply, in the order in which declearn adds them up."""
     senders: dict[str, list[Sender]] = {}
     for client, reply in replies.items():
-        senders.setdefault(UPDATES, []).append(Sender(client, False))
-        variables = reply.aux_var
-        for key, message in variables.items() if isinstance(variables, Mapping) else ():
+        senders.setdefault(UPDATES, []).append(Sender(client))
+        for key, message in _variables(reply).items():
             faulty = bool(getattr(message, "n_faults", False))
             senders.setdefault(key, []).append(Sender(client, faulty))
     note(next(iter(replies.values()), None), senders, blank)
+
+
+def _variables(reply: TrainReply) -> dict[str, AuxVar]:
+    """Return a client's auxiliary variables; none, if it has sent something else."""
+    return dict(reply.aux_var) if isinstance(reply.aux_var, Mapping) else {}
 
 
 class NamedClients(ClientSampler):
@@ -98,15 +110,13 @@ class NamedClients(ClientSampler):
         receives: Sequence[str] | None = None,
     ) -> None:
         super().__init__(max_retries=max_retries)
-        if sampler is None:
-            sampler = DefaultClientSampler()
-        elif isinstance(sampler, Mapping):
+        if isinstance(sampler, Mapping):
             sampler = instantiate_client_sampler(**sampler)
-        if not isinstance(sampler, ClientSampler):
+        self.sampler = DefaultClientSampler() if sampler is None else sampler
+        if not isinstance(self.sampler, ClientSampler):
             raise TypeError(f"sampler must be a ClientSampler, or a dict of one, got {sampler!r}")
         if receives is not None and not isinstance(receives, (list, tuple)):
             raise TypeError(f"receives must be a list of names, got {receives!r}")
-        self.sampler = sampler
         names = [parameters.name(receives=name) for name in receives or ()]
         self.receives = None if receives is None else names
         # Names sent in earlier rounds: from then on, each client must send them.
@@ -136,38 +146,31 @@ class NamedClients(ClientSampler):
         if len({id(reply) for reply in replies}) < len(replies) or not replies:
             names = {UPDATES: [Sender(name, summed=True) for name in client_to_reply]}
             note(replies[0] if replies else None, names)
-            self.sampler.update(client_to_reply, global_model)
-            return
-        self._vet_variables(client_to_reply, awaited)
-        self._vet_updates(client_to_reply)
-        weights = global_model.get_weights
-        note_senders(client_to_reply, lambda: zeros_like(weights(trainable=True)))
+        else:
+            self._vet_variables(client_to_reply, awaited)
+            self._vet_updates(client_to_reply)
+            weights = global_model.get_weights
+            note_senders(client_to_reply, lambda: zeros_like(weights(trainable=True)))
         self.sampler.update(client_to_reply, global_model)
 
     def _vet_variables(
         self, replies: Mapping[str, TrainReply], awaited: Mapping[str, Expected]
     ) -> None:
         """Keep in each reply only what the server's modules can add up."""
-        sent: dict[str, dict[str, AuxVar]] = {}
-        for client, reply in replies.items():
-            variables = reply.aux_var
-            sent[client] = dict(variables) if isinstance(variables, Mapping) else {}
-        votes = Counter(key for variables in sent.values() for key in variables)
+        votes = Counter(key for reply in replies.values() for key in _variables(reply))
         self._known |= awaited.keys() & votes.keys()
         for client, reply in replies.items():
-            valid: dict[str, AuxVar] = {}
-            for key, message in sent[client].items():
-                if key in awaited:
-                    kind, abstention = awaited[key]
-                    valid[key] = message if type(message) is kind else abstention()
-                elif self._receives(key, message, votes[key], len(replies)):
-                    valid[key] = message
+            sent, valid = _variables(reply), dict[str, AuxVar]()
+            # If no client sends one, something else is wrong, and the module reports it.
+            for key in awaited.keys() & self._known:
+                kind, abstention = awaited[key]
+                valid[key] = sent[key] if type(sent.get(key)) is kind else abstention()
+            for key in sent.keys() - valid.keys():
+                if self._receives(key, sent[key], votes[key], len(replies)):
+                    valid[key] = sent[key]
                 else:
                     text = "named-clients: no module receives %.60r, which %r has sent; left out"
                     _LOGGER.warning(text, key, client)
-            for key in (awaited.keys() & self._known) - valid.keys():
-                # If no client sends it, something else is wrong, and the module reports it.
-                valid[key] = awaited[key].abstention()
             reply.aux_var = valid
 
     def _receives(self, key: object, message: object, votes: int, clients: int) -> bool:
@@ -179,14 +182,11 @@ class NamedClients(ClientSampler):
 
     def _vet_updates(self, replies: Mapping[str, TrainReply]) -> None:
         """Replace invalid updates, if fedclip's aggregator averages them; it vets the others."""
-        clipped = sum(type(reply.updates) is ClippedUpdates for reply in replies.values())
-        if clipped and 2 * clipped >= len(replies):
+        strangers = [r for r in replies.values() if type(r.updates) is not ClippedUpdates]
+        if 2 * len(strangers) <= len(replies):
             self._known.add(UPDATES)
-        if UPDATES not in self._known:
-            return
-        for reply in replies.values():
-            if type(reply.updates) is not ClippedUpdates:
-                reply.updates = ClippedUpdates.stranger(reply.updates)
+        for reply in strangers if UPDATES in self._known else ():
+            reply.updates = ClippedUpdates.stranger(reply.updates)
 
 
 class RoundRobin(ClientSampler):
@@ -259,18 +259,14 @@ class RoundRobin(ClientSampler):
         if present := self._due & eligible_clients:
             return set(present)
         names = ", ".join(map(repr, sorted(self._due)[:5]))
-        raise RuntimeError(
-            f"all clients whose turn it is have left ({names}), and no client may replace them: "
-            "start again with the clients that are present"
-        )
+        text = f"all clients whose turn it is have left ({names}), and no client may replace them"
+        raise RuntimeError(f"{text}: start again with the clients that are present")
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
         """Refuse a round in which clients of another group have replied."""
         if others := sorted(client_to_reply.keys() - self._due):
-            raise RuntimeError(
-                f"{others[0]!r} has replied, whose turn it was not: round-robin cannot be part "
-                "of another sampler that draws clients"
-            )
+            text = f"{others[0]!r} has replied, whose turn it was not"
+            raise RuntimeError(f"{text}: no sampler around round-robin may draw other clients")
 
 
 def watchful(network: NetworkServerConfig) -> NetworkServerConfig:

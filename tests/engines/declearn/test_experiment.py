@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from declearn.model.sklearn import SklearnSGDModel
 
-from fedclip.engines.declearn.experiment import Experiment, draw_from, vectorize_gradients
+from fedclip.engines.declearn.quickrun import Experiment, draw_from, vectorize_gradients
 
 
 def made(classes: int, **config: Any) -> SklearnSGDModel:

@@ -24,13 +24,13 @@ from benchmarks import dpsgd_evaluation as benchmark
 from benchmarks.audit import estimate
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.main import app
-from fedclip.cli.spent import in_words, read_spent
+from fedclip.cli.privacy import in_words, read_spent
 from fedclip.dpsgd.calibrate import calibrate, evaluation_noise
 from fedclip.dpsgd.persons import Persons
-from fedclip.engines.declearn import private_evaluation as evaluations
-from fedclip.engines.declearn.dataset_records import Records
-from fedclip.engines.declearn.private_evaluation import Accuracy, Evaluation
-from fedclip.engines.declearn.private_training import PrivateTrainingManager
+from fedclip.engines.declearn import evaluation as evaluations
+from fedclip.engines.declearn.evaluation import Accuracy, Evaluation
+from fedclip.engines.declearn.persample import Records
+from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.accounting import Release, account, noise_multiplier
 from fedclip.privacy.ledger import Ledger, read_entries
@@ -195,7 +195,7 @@ def test_steps_and_evaluations_together_cost_the_budget(share: float) -> None:
     # Without sampling it is the closed form.
     half = noise_multiplier(3.0, 1e-5, 10, besides=(Release(noise_multiplier(1.5, 1e-5, 5), 5),))
     assert account([Release(half, 10)], 1e-5).epsilon < 2.9
-    with pytest.raises(ValueError, match="no number is large enough"):
+    with pytest.raises(ValueError, match="no noise is enough"):
         noise_multiplier(3.0, 1e-5, 10, besides=(Release(1.0, 10),))
 
 
@@ -279,7 +279,7 @@ def test_what_has_no_bound_or_no_person_is_refused_before_the_first_round() -> N
     of = np.arange(60) // 3
     with pytest.raises(
         ValueError,
-        match="whose the validation records are, by valid_persons; for fedclip quickrun, in a file",
+        match="whose the validation records are, by valid_persons; in a quickrun",
     ):
         made.make_private(request(), records=Persons(Records(data()), of))
     valid = Persons(Records(data(seed=1)), of)

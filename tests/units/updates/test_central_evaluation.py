@@ -25,9 +25,8 @@ from benchmarks.audit import estimate
 from fedclip import UpdateClipServer
 from fedclip.cli.check.configuration import check_config
 from fedclip.engines.declearn.context import ROUND, change
-from fedclip.engines.declearn.evaluation import Evaluations
+from fedclip.engines.declearn.evaluation import Accuracy, Evaluations
 from fedclip.engines.declearn.messages import UpdateClipVotes
-from fedclip.engines.declearn.private_evaluation import Accuracy
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.planning import plan
 from fedclip.updates import noise as budgets
@@ -205,7 +204,7 @@ def test_an_audit_finds_the_faults_and_no_others(
         ({"loss_bound": None}, "go together"),
         ({"evaluation_share": 0.0}, "go together"),
         ({"noise_multiplier": 0.0}, "evaluation_share goes with noise_multiplier > 0"),
-        ({"separation": 2}, "evaluations ask all clients"),
+        ({"separation": 2}, "evaluation_share does not go with"),
         ({"noise_at": "clients", "honest": 0.75}, "goes with evaluation_share=0.0"),
     ],
 )
