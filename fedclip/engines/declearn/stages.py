@@ -183,7 +183,9 @@ def _round(analysis: Analysis, steps: object) -> str:
     if total is None:
         count = "the number of steps" if known is None else str(known)
         return f"A round's update is at most {rate} times {count} times this limit."
-    return f"A round's update is at most {rate} times {steps} steps times that, {number(total)}."
+    return (
+        f"A round's update is at most {rate} times {steps} steps times this limit: {number(total)}."
+    )
 
 
 def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
