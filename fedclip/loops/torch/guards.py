@@ -4,16 +4,19 @@
 ==========================================================  ======================================
 loop                                                        guard
 ==========================================================  ======================================
+``scaler.step(optimizer, closure)``                         `check_unscaled`
 an optimizer that steps in ``backward()``: LOMO             `check_step`
-a step that calls another step, or fails                    `Steps`
+a step that calls another step, or fails                    `running_steps`
 another optimizer that steps with the same parameters       `watch_others`
 wrappers: Accelerate, SAM, Lookahead                        `levels_of`
 optimizers that save without torch's hooks: bitsandbytes    `Saving`
+copies and pickles of an optimizer                          `reduced`
 ==========================================================  ======================================
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 import weakref
@@ -28,11 +31,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fedclip.core.states import Fields
 from fedclip.errors import FedclipWarning
+from fedclip.loops.clippers import is_held
 from fedclip.loops.torch.clip import uncompiled
 
 MARK = "fedclip"
 """In the first group of parameters of a state: it was saved together with a clipper's."""
 _STEPS_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+# Called by a GradScaler that is enabled; one that is not calls the optimizer's step itself.
+_SCALED_STEP = torch.amp.GradScaler._maybe_opt_step.__code__
 
 
 # -- any optimizer -------------------------------------------------------------------------------
@@ -55,6 +61,24 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+# -- a GradScaler's step -------------------------------------------------------------------------
+def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error in a GradScaler's step, whose closure would compute scaled gradients.
+
+    The scaler itself refuses only closures that are passed by name. It marks fused optimizers; for
+    others, only the call stack shows it.
+    """
+    in_scaler = any(frame.f_code is _SCALED_STEP for frame, _ in walk_stack(None))
+    if in_scaler or hasattr(optimizer, "found_inf"):
+        # The scaler would leave its marks on a fused optimizer.
+        for mark in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(mark, None)
+        raise RuntimeError(
+            "the gradients of a closure are still scaled by the GradScaler: call closure(), then "
+            "scaler.unscale_(optimizer) and scaler.step(optimizer)"
+        )
+
+
 # -- an optimizer that steps in backward() -------------------------------------------------------
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise a TypeError for an optimizer that has no step, such as LOMO."""
@@ -66,31 +90,17 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 # -- a step that calls another step, or fails ----------------------------------------------------
-class Steps:
-    """The steps of one optimizer that are running: a step may call another one, or fail.
+def running_steps() -> list[FrameType]:
+    """Return the frames of all steps that are running, the innermost first.
 
     A step that fails calls no hook at its end. Only the call stack shows that it is over.
     """
-
-    def __init__(self) -> None:
-        self._running: list[FrameType] = []
-
-    def begin(self) -> bool:
-        """Return whether the step that begins is the outermost one."""
-        callers = [frame for frame, _ in walk_stack(None)]
-        self._running = [frame for frame in self._running if frame in callers]
-        outermost = not self._running
-        self._running += [f for f in callers if f.f_code.co_filename == _STEPS_FILE][:1]
-        return outermost
-
-    def end(self, *_: object) -> None:
-        """Note that the innermost step has ended."""
-        del self._running[-1:]
+    return [frame for frame, _ in walk_stack(None) if frame.f_code.co_filename == _STEPS_FILE]
 
 
 # -- another optimizer that steps instead of the one with a clipper ------------------------------
 ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-"""The handles of each optimizer."""
+"""The handles of each optimizer; `parts` makes those of a copy."""
 
 
 @cache
@@ -162,17 +172,16 @@ class Saving:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Save and load with an optimizer too; it is not copied or pickled without its clipper."""
+        """Save and load with an optimizer too."""
         self._optimizers.add(optimizer)
         replaced = {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}
         ref = weakref.ref(optimizer)
         vars(optimizer).update({name: partial(call, ref) for name, call in replaced.items()})
-        vars(optimizer)["__reduce_ex__"] = _refuse_copy
 
     def end(self) -> None:
         """Give the optimizers their methods back."""
         for optimizer in self._optimizers:
-            for name in ("state_dict", "load_state_dict", "__reduce_ex__"):
+            for name in ("state_dict", "load_state_dict"):
                 vars(optimizer).pop(name, None)
 
     def _state_dict(self, ref: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,8 +215,18 @@ def is_in(saved: object, keys: Iterable[str]) -> bool:
     )
 
 
-def _refuse_copy(protocol: object) -> None:
-    # Torch leaves out hooks, so that a copy would clip nothing.
-    raise TypeError(
-        "an optimizer with a clipper cannot be copied or pickled: call handle.remove() first"
-    )
+# -- copies and pickles of an optimizer: torch leaves out hooks, so a copy would clip nothing -----
+def reduced(ref: Any, protocol: int) -> tuple[object, ...]:
+    """Return what copies and pickles an optimizer with what is attached to it."""
+    make, args, state, *_ = type(ref()).__reduce_ex__(ref(), protocol)
+    return _again, (make, args, state, ATTACHED[ref()].parts(ref()))
+
+
+def _again(make: Callable[..., Any], args: Any, state: Any, parts: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = make(*args)
+    optimizer.__setstate__(state)
+    for handle, clipper, *settings in parts:
+        # A shallow copy comes with the clipper of the original.
+        free = copy.deepcopy(clipper) if is_held(clipper) else clipper
+        handle(optimizer, free, *settings)
+    return optimizer
