@@ -274,6 +274,8 @@ class Members:
 
     def _forget(self, key: int, _: object) -> None:
         self._homes.pop(key, None)
+        # Another tensor may get this id.
+        self.last = [0 for _ in self.last]
 
 
 def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

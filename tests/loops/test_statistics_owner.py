@@ -165,7 +165,7 @@ def train(model: Any, optimizer: Any) -> Any:
 @pytest.mark.parametrize("how", ["clip_", "clip_grad_norm_"])
 def test_new_tensors_replace_those_of_their_shape_only(how: str) -> None:
     torch, loops = require("torch"), pytest.importorskip("fedclip.loops.torch")
-    clipper = ZScoreClip()
+    clipper = ZScoreClip(scope="tensor")
 
     def step(*shape: int) -> None:
         tensor = torch.zeros(shape, requires_grad=True)

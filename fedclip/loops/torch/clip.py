@@ -318,7 +318,8 @@ def selected(
         tensors = pairs
     use, ids = getattr(clipper, "use", None), [*map(id, tensors)]
     last = None if use is None else use.selection
-    if ids and last is not None and ids == last.ids and names == last.user_names:
+    known = last is not None and ids == last.ids == use.members.last
+    if ids and known and names == last.user_names:
         return dict(zip(last.names, tensors, strict=True)), None
     clipper = check_clipper(clipper)
     parameters = named(source, clipper)

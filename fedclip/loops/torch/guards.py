@@ -218,8 +218,10 @@ def is_in(saved: object, keys: Iterable[str]) -> bool:
 # -- copies and pickles of an optimizer: torch leaves out hooks, so a copy would clip nothing -----
 def reduced(ref: Any, protocol: int) -> tuple[object, ...]:
     """Return what copies and pickles an optimizer with what is attached to it."""
-    make, args, state, *_ = type(ref()).__reduce_ex__(ref(), protocol)
-    return _again, (make, args, state, ATTACHED[ref()].parts(ref()))
+    optimizer = ref()
+    kind: Any = type(optimizer)
+    make, args, state, *_ = kind.__reduce_ex__(optimizer, protocol)
+    return _again, (make, args, state, ATTACHED[optimizer].parts(optimizer))
 
 
 def _again(make: Callable[..., Any], args: Any, state: Any, parts: Any) -> torch.optim.Optimizer:
