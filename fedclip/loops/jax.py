@@ -73,7 +73,8 @@ def as_optax(
     tensors are refused.
 
     Scopes name a leaf by its path, as in ``enc.w``; a second leaf with the same path is
-    ``enc.w#1``. Complex numbers count by their absolute value. Leaves of dtype float0, the gradients of integers, do not change.
+    ``enc.w#1``. Complex numbers count by their absolute value. Leaves of dtype float0, the
+    gradients of integers, do not change.
 
     Parameters
     ----------
@@ -236,9 +237,7 @@ def _is_float0(leaf: object) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _as_floats(
-    leaves: Mapping[str, Array], groups: Groups, by_l2_norms: bool
-) -> dict[str, Array]:
+def _as_floats(leaves: Mapping[str, Array], groups: Groups, by_l2_norms: bool) -> dict[str, Array]:
     """Return leaves of floats; for complex numbers, their real and imaginary parts."""
     floats = dict(leaves)
     for name in groups.names:

@@ -126,7 +126,7 @@ def test_complex_numbers_count_by_their_absolute_value():
     by_tensor, _ = as_optax(NormClip(1.0, scope="tensor")).update(gradient, None)
     assert norm(by_tensor["z"]) == pytest.approx(1.0, rel=1e-5)
     for clipper in (ValueClip(1.0), NormClip(1.0, dims=[0])):
-        with pytest.raises(TypeError, match="is complex64, not a float: .* or clip by L2"):
+        with pytest.raises(TypeError, match=r"is complex64, not a float: .* or clip by L2"):
             as_optax(clipper).update(gradient, None)
     left, _ = as_optax(ValueClip(1.0, exclude="z")).update(gradient, None)
     assert left["z"].dtype == gradient["z"].dtype

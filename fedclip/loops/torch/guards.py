@@ -7,7 +7,7 @@ loop                                                        guard
 ``scaler.step(optimizer, closure)``                         `check_unscaled`
 an optimizer that steps in ``backward()``: LOMO             `check_step`
 a step that calls another step, or fails                    `running_steps`
-another optimizer that steps with the same parameters       `watch_others`
+weights that learn without a step of the optimizer          `Watch`
 wrappers: Accelerate, SAM, Lookahead                        `levels_of`
 optimizers that save without torch's hooks: bitsandbytes    `Saving`
 copies and pickles of an optimizer                          `reduced`
@@ -21,24 +21,27 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fedclip.core.states import Fields
 from fedclip.errors import FedclipWarning
 from fedclip.loops.clippers import is_held
-from fedclip.loops.torch.clip import uncompiled
 
 MARK = "fedclip"
 """In the first group of parameters of a state: it was saved together with a clipper's."""
 _STEPS_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 # Called by a GradScaler that is enabled; one that is not calls the optimizer's step itself.
 _SCALED_STEP = torch.amp.GradScaler._maybe_opt_step.__code__
+# DTensors and other subclasses may not be read.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+NOTED: Any = WeakIdKeyDictionary()
+"""Of each parameter that is watched: some of its weights, and of their gradient."""
 
 
 # -- any optimizer -------------------------------------------------------------------------------
@@ -98,27 +101,81 @@ def running_steps() -> list[FrameType]:
     return [frame for frame, _ in walk_stack(None) if frame.f_code.co_filename == _STEPS_FILE]
 
 
-# -- another optimizer that steps instead of the one with a clipper ------------------------------
-ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-"""The handles of each optimizer; `parts` makes those of a copy."""
+# -- weights that learn without a step of the optimizer ------------------------------------------
+class Watch:
+    """Warns if weights learn before the first step of their optimizer.
 
+    ::
 
-@cache
-def watch_others() -> None:
-    """Warn, from now on, if another optimizer steps with the parameters of one with a clipper."""
-    register_optimizer_step_post_hook(uncompiled(_look))
+        first gradient     note a few weights, and their gradient
+        next gradient      weights that have moved down the slope since then were in a step
 
+    Weights that stay were in no step, however many gradients come: they accumulate, were not
+    finite, or another model is trained. SAM and adversarial attacks move weights up the slope.
+    """
 
-def _look(stepping: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    unseen = [] if stepping in ATTACHED else [x for x in ATTACHED.items() if not x[1].seen]
-    for optimizer, attached in unseen:
-        if not {*map(id, held(stepping))}.isdisjoint(map(id, held(optimizer))):
-            attached.seen = True
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        # Another watch may have noted them, long ago.
+        forget(optimizer)
+        # A parameter is saved without its hook, and without a warning.
+        unsaved: Any = torch.utils.hooks.unserializable_hook
+        self.hooks = [
+            p.register_hook(unsaved(partial(self._look, weakref.ref(p))))
+            for p in held(optimizer)
+            if type(p) in _PLAIN and p.requires_grad
+        ]
+
+    def end(self) -> None:
+        """Stop watching."""
+        while self.hooks:
+            self.hooks.pop().remove()
+
+    def _look(self, known: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
+        optimizer, parameter = self._optimizer(), known()
+        if optimizer is None or parameter is None:
+            self.end()
+            return
+        gradients = [g for g in (gradient, parameter.grad) if g is not None]
+        if any(g.layout is not torch.strided for g in gradients) or _is_recorded(gradient):
+            return
+        weights, slope = _some(parameter), torch.stack([*map(_some, gradients)]).sum(0)
+        before, past = NOTED.get(parameter, (weights, slope))
+        if not _are_alike(before, weights) or _stays(before, weights):
+            NOTED[parameter] = weights, slope
+        elif ((weights - before) * past.conj()).real.sum() < 0:
+            self.end()
             warn(
-                f"{type(stepping).__name__} steps with parameters of "
-                f"{type(optimizer).__name__}, which has the clipper: attach it to the other",
-                4,
+                f"the weights change, but no step of the optimizer ({type(optimizer).__name__}) "
+                "was seen: attach the clipper to the optimizer that steps, or call clip_",
+                3,
             )
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Forget what was noted of an optimizer's parameters: they are in a clipped step."""
+    for parameter in held(optimizer):
+        NOTED.pop(parameter, None)
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].clone()
+
+
+def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
+    return (before.device, before.dtype, before.shape) == (now.device, now.dtype, now.shape)
+
+
+def _stays(before: torch.Tensor, now: torch.Tensor) -> bool:
+    # Adding and subtracting the same leaves a rounding error.
+    return torch.allclose(before, now, rtol=4 * torch.finfo(now.dtype).eps, atol=0.0)
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Return whether a graph is recorded, where numbers cannot be read."""
+    return torch.compiler.is_compiling() or (
+        tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
 
 
 # -- wrappers ------------------------------------------------------------------------------------
@@ -216,6 +273,10 @@ def is_in(saved: object, keys: Iterable[str]) -> bool:
 
 
 # -- copies and pickles of an optimizer: torch leaves out hooks, so a copy would clip nothing -----
+ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+"""The handles of each optimizer; `parts` makes those of a copy."""
+
+
 def reduced(ref: Any, protocol: int) -> tuple[object, ...]:
     """Return what copies and pickles an optimizer with what is attached to it."""
     optimizer = ref()

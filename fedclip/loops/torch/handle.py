@@ -280,7 +280,7 @@ class _Attached:
         self.handles: list[ClipHandle] = []
         self.optimizer = weakref.ref(optimizer)
         self.clips = self._clips_before = 0
-        self.seen, self._is_step = False, True
+        self._is_step = True
         self._outermost: FrameType | None = None
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
@@ -291,7 +291,7 @@ class _Attached:
         self.saving = guards.Saving(self._states, self._load)
         self.saving.add(optimizer)
         vars(optimizer)["__reduce_ex__"] = partial(guards.reduced, self.optimizer)
-        guards.watch_others()
+        self._watch = guards.Watch(optimizer)
         guards.ATTACHED[optimizer] = self
 
     def leave(self, handle: ClipHandle) -> None:
@@ -305,6 +305,7 @@ class _Attached:
             for hook in self._hooks:
                 hook.remove()
             self.saving.end()
+            self._watch.end()
             del vars(optimizer)["__reduce_ex__"]
             del guards.ATTACHED[optimizer]
 
@@ -316,6 +317,8 @@ class _Attached:
             self._outermost = next(iter(steps), None)
             self._is_step = not _is_dummy(optimizer)
             self._clips_before = self.clips
+            if guards.NOTED:
+                guards.forget(optimizer)
             for handle in self.handles if self._is_step else ():
                 if isinstance(handle, UpdateHandle):
                     handle._remember(optimizer)
@@ -340,7 +343,10 @@ class _Attached:
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self.clips += 1
-        self.seen = True
+        if guards.NOTED:
+            guards.forget(optimizer)
+        if self._watch.hooks and any(p.grad is not None for p in held(optimizer)):
+            self._watch.end()
         for handle in self.handles:
             handle._clip(optimizer)
 
@@ -448,8 +454,8 @@ def attach(
     clipper starts from the beginning, with a warning. A copied or pickled
     optimizer has a copy of the clipper.
 
-    A `FedclipWarning` reports another optimizer that steps with the same parameters, and a wrapper
-    with a state that cannot hold the clipper's.
+    A `FedclipWarning` reports weights that change before the first step is seen, and a wrapper with
+    a state that cannot hold the clipper's.
 
     Parameters
     ----------
