@@ -120,10 +120,9 @@ class Watch:
         forget(optimizer)
         # A parameter is saved without its hook, and without a warning.
         unsaved: Any = torch.utils.hooks.unserializable_hook
+        watched: Any = [p for p in held(optimizer) if type(p) in _PLAIN and p.requires_grad]
         self.hooks = [
-            p.register_hook(unsaved(partial(self._look, weakref.ref(p))))
-            for p in held(optimizer)
-            if type(p) in _PLAIN and p.requires_grad
+            p.register_hook(unsaved(partial(self._look, weakref.ref(p)))) for p in watched
         ]
 
     def end(self) -> None:
