@@ -19,6 +19,7 @@ MODULES = (
     *("fedclip.loops.transformers", "fedclip.clippers.own"),
     *("fedclip.engines.flower", "fedclip.engines.nvflare", "fedclip.site.policy"),
     *("fedclip.updates.client", "fedclip.updates.server", "fedclip.updates.bound"),
+    "fedclip.updates.votes",
 )
 """The modules whose names are public: those in ``__all__``, or all without an underscore."""
 
