@@ -30,8 +30,8 @@ from fedclip.transforms.action import Action
 from fedclip.transforms.base import Gradient, Outcome, Transform, by_tensor
 from fedclip.transforms.norm import NormClipping
 
+# Names of the arrays kept for each tensor: its past, and the number of its gradients.
 PAST = ("past", "count")
-"""Names of the arrays kept for each tensor: its past, and the number of its gradients."""
 
 
 class Remembering(Transform):
@@ -198,23 +198,18 @@ class GrowthValue(PastClipping):
 
     def clipped(self, values: Array, past: Array, numbers: Arrays, xp: Backend) -> Arrays:
         free, decay = numbers
-        base, rising = abs(past), abs(values)
+        mul, add = (math.inf if x is None else x for x in (self.mul, self.add))
+        base = abs(past)
         floor = xp.maximum(base, self.min_value) if self.min_value else base
-        limits = base + free
-        if self.add is not None:
-            limits = limits + self.add
-            rising = xp.minimum(rising, limits)
-        if self.mul is not None:
-            grown = floor * self.mul + free
-            if not self.min_value:
-                # Without a floor a zero could never grow: treat it as not yet seen.
-                grown = xp.where(floor == 0, math.inf, grown)
-            limits = grown if self.add is None else xp.minimum(limits, grown)
-        if self.mul is None and self.add is None:
-            limits = base + math.inf
+        added, grown = base + free + add, floor * mul + free
+        if not self.min_value:
+            # Without a floor a zero could never grow: treat it as not yet seen.
+            grown = xp.where(floor == 0, math.inf, grown)
+        limits = xp.minimum(added, grown)
         output = _within(values, limits, xp)
         if self.max_decay is None:
             return output, limits, output
+        rising = xp.minimum(abs(values), added)
         return output, limits, xp.where(rising < floor / decay, past / self.max_decay, output)
 
 

@@ -21,8 +21,8 @@ from fedclip.arrays import LARGEST, Array, Arrays, Backend
 from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
+# Number of binary digits of each dtype, and the exponent of its smallest number.
 GRID = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
-"""Number of binary digits of each dtype, and the exponent of its smallest number."""
 
 
 def inwards(limit: float, dtype: str, up: bool) -> float:
