@@ -422,7 +422,8 @@ class Recorder:
             self.add_nonfinite(int((~finite).sum()))
         if not finite.any():
             return
-        norms, limits, clipped, setters = (x[finite] for x in (norms, limits, clipped, setters))
+        rows: Iterator[Any] = (column[finite] for column in (norms, limits, clipped, setters))
+        norms, limits, clipped, setters = rows
         labels = self._labels if len(self._labels) > 1 else (ALL,)
         batches = _batches(norms, limits, clipped, setters)
         for label, batch in zip(labels, batches, strict=True):

@@ -257,9 +257,9 @@ def _check() -> None:
         digest.update(file.relative_to(root).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     if KNOWN.get(package_version) != digest.hexdigest():
-        needed, last = " or ".join(KNOWN), [*KNOWN][-1]
-        hint = f"{package_version} is there, or changed: pip install --force-reinstall flwr=={last}"
-        raise RuntimeError(f"a site's SuperNode needs flwr {needed} from PyPI, and {hint}")
+        needed = f"a site's SuperNode needs flwr {' or '.join(KNOWN)} from PyPI"
+        hint = f"run pip install --force-reinstall flwr=={[*KNOWN][-1]}"
+        raise RuntimeError(f"{needed}, and {package_version} is installed, or changed: {hint}")
 
 
 def run(policy: Path, words: Sequence[str]) -> None:

@@ -123,8 +123,8 @@ class CloseRound(ModelAggregator):
             return FLModel(params_type=ParamsType.DIFF, params={})
         budget = served.server.bound.budget
         if budget and len(self._asked) != budget.clients:
-            noise = f"noise is for expected_clients={budget.clients}"
-            raise RuntimeError(f"{len(self._asked)} clients were asked, and {noise}: connect more")
+            noise = f"noise is for expected_clients={budget.clients}: connect as many"
+            raise RuntimeError(f"{len(self._asked)} clients were asked, and {noise}")
         average = served.close(like=model).average
         # A late reply does not belong to this round.
         self._model = None
