@@ -146,10 +146,6 @@ def blend(mean: Array, values: Array, weight: Array) -> Array:
     return mean + half + half
 
 
-def _within(values: Array, limits: Array, xp: Backend) -> Array:
-    return xp.minimum(xp.maximum(values, -limits), limits)
-
-
 @dataclass(frozen=True)
 class EmaValue(PastClipping):
     r"""Moving average of the absolute values (torchzero's ``ClipValueByEMA``).
@@ -173,7 +169,7 @@ class EmaValue(PastClipping):
         size = abs(values)
         begun = xp.minimum(size * self.start, LARGEST[xp.dtype(size)])
         size = blend(past + first * begun, size, weight)
-        return _within(values, size, xp), size, size
+        return xp.minimum(xp.maximum(values, -size), size), size, size
 
 
 @dataclass(frozen=True)
@@ -206,7 +202,7 @@ class GrowthValue(PastClipping):
             # Without a floor a zero could never grow: treat it as not yet seen.
             grown = xp.where(floor == 0, math.inf, grown)
         limits = xp.minimum(added, grown)
-        output = _within(values, limits, xp)
+        output = xp.minimum(xp.maximum(values, -limits), limits)
         if self.max_decay is None:
             return output, limits, output
         rising = xp.minimum(abs(values), added)
