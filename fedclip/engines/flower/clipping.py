@@ -422,16 +422,13 @@ class UpdateClipStrategy(Strategy):
         """
         forms: dict[int, frozenset[object]] = {}
         for message in valid:
+            records = {n: r for n, r in message.content.metric_records.items() if n != RECORD}
             numbers = {
-                (name, key): np.asarray(value, np.float64)
-                for name, record in message.content.metric_records.items()
-                for key, value in record.items()
-                if name != RECORD
+                (n, k): np.asarray(v, float) for n, r in records.items() for k, v in r.items()
             }
             weights = [x for (_, key), x in numbers.items() if key == self._key]
-            if all(x.ndim == 0 and x > 0 for x in weights) and all(
-                np.isfinite(x).all() for x in numbers.values()
-            ):
+            is_finite = all(np.isfinite(x).all() for x in numbers.values())
+            if is_finite and all(x.ndim == 0 and x > 0 for x in weights):
                 forms[_node(message)] = frozenset((n, x.shape) for n, x in numbers.items())
         most = Counter(forms.values()).most_common(1)
         fit = [m for m in valid if not most or forms.get(_node(m)) == most[0][0]]

@@ -39,7 +39,7 @@ from flwr.supercore.version import package_version
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.cli import flower_supernode
 
-from fedclip.engines.flower.clipping import RECORD, record_of
+from fedclip.engines.flower.clipping import RECORD, one_record, record_of
 from fedclip.errors import shown
 from fedclip.site.gate import REFUSED, Gate, Refused
 from fedclip.site.policy import Policy
@@ -205,7 +205,7 @@ def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> Recor
 
     Raises
     ------
-    Refused
+    Refused, ValueError
         If nothing may leave.
     """
     kind = kind.partition(".")[0]
@@ -217,12 +217,9 @@ def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> Recor
     if reply.array_records:
         if kind != "train":
             raise Refused("arrays leave in replies to train only")
-        if len(reply.array_records) != 1 or len(asked.array_records) != 1:
-            raise Refused("a model and the reply to it must be one ArrayRecord each")
-        ((name, model),) = asked.array_records.items()
-        (trained,) = reply.array_records.values()
+        name, model = one_record(asked, "the message")
         before = {k: array.numpy() for k, array in model.items()}
-        after = {k: array.numpy() for k, array in trained.items()}
+        after = {k: array.numpy() for k, array in one_record(reply, "the reply")[1].items()}
         if voted is None:
             sent = gate.model(after, before)
         else:
