@@ -26,7 +26,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from declearn import messaging
 from declearn.messaging import EvaluationReply, EvaluationRequest, PrivacyRequest
@@ -47,6 +47,8 @@ from fedclip.engines.declearn.sample_clip import place_of
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.ledger import FILE, Ledger, fingerprint
 from fedclip.privacy.noise import Normals, secure_normals
+
+Budget: TypeAlias = tuple[float, float]
 
 
 class PrivateFederatedClient(PersonalFederatedClient):
@@ -128,7 +130,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
         valid_persons: Ids | None = None,
         **settings: Any,
     ) -> None:
-        self.max_budget: tuple[float, float] | None = None
+        self.max_budget: Budget | None = None
         if max_budget is not None:
             if not isinstance(max_budget, (list, tuple)) or len(max_budget) != 2:
                 raise TypeError(f"max_budget must be (epsilon, delta), got {max_budget!r}")
@@ -229,7 +231,7 @@ class PrivateTrainingManager(TrainingManager):
     def make_private(
         self,
         message: PrivacyRequest,
-        max_budget: tuple[float, float] | None = None,
+        max_budget: Budget | None = None,
         path: Path | None = None,
         spent: Sequence[Release] = (),
         records: Records | Persons | None = None,
@@ -269,11 +271,23 @@ class PrivateTrainingManager(TrainingManager):
                 for record in tried:
                     self._evaluation.of_record(self.model, record)
         self.noise = IndependentNoise()
-        self._start(path, spent)
+        plan = self.calibration
+        data = fingerprint(self.train_data, plan.records, plan.unit)
+        self.ledger = Ledger(plan.epsilon, plan.delta, path, spent, data)
+        self.ledger.plan = plan.releases if plan.evaluations else ()
+        self._normals: Normals = secure_normals
+        self._sampler = PoissonSampler(plan.records, int(plan.expected))
+        self._charged, self._evaluated = 0, 0
+        self._failed: list[tuple[int, BaseException]] = []
+        self.logger.info(
+            f"DP-SGD: {plan.records} {plan.unit}s, Poisson samples at rate {plan.rate:.4g}, "
+            f"{plan.steps} steps, noise multiplier {plan.noise_multiplier:.4g}; of epsilon "
+            f"{plan.epsilon:.4g} at delta {plan.delta:.3g}, {self.ledger.spent:.4g} is spent."
+        )
+        if why := too_few(plan.records, plan.delta, plan.unit):
+            self.logger.warning("%s", why)
 
-    def _plan(
-        self, message: PrivacyRequest, budget: tuple[float, float] | None, valid: Persons | None
-    ) -> None:
+    def _plan(self, message: PrivacyRequest, budget: Budget | None, valid: Persons | None) -> None:
         """Refuse what would not be private; find noise and steps for the rest."""
         if message.accountant == "gdp":
             raise ValueError('accountant = "gdp" is no upper bound on epsilon: write "rdp"')
@@ -295,28 +309,9 @@ class PrivateTrainingManager(TrainingManager):
             self._valid: Records | Persons = valid or Records(self.valid_data)
 
     def _steps(self, batches: Config, n_epoch: int | None, n_steps: int | None) -> int:
-        steps = steps_of_a_round(len(self.records), batches, n_epoch, n_steps)
-        if steps is None:
-            raise ValueError("noise needs a number of steps: set n_epoch or n_steps")
-        return steps
-
-    def _start(self, path: Path | None, spent: Sequence[Release]) -> None:
-        """Open the ledger, and get ready for the first step."""
-        plan = self.calibration
-        data = fingerprint(self.train_data, plan.records, plan.unit)
-        self.ledger = Ledger(plan.epsilon, plan.delta, path, spent, data)
-        self.ledger.plan = plan.releases if plan.evaluations else ()
-        self._normals: Normals = secure_normals
-        self._sampler = PoissonSampler(plan.records, int(plan.expected))
-        self._charged, self._evaluated = 0, 0
-        self._failed: list[tuple[int, BaseException]] = []
-        self.logger.info(
-            f"DP-SGD: {plan.records} {plan.unit}s, Poisson samples at rate {plan.rate:.4g}, "
-            f"{plan.steps} steps, noise multiplier {plan.noise_multiplier:.4g}; of epsilon "
-            f"{plan.epsilon:.4g} at delta {plan.delta:.3g}, {self.ledger.spent:.4g} is spent."
-        )
-        if why := too_few(plan.records, plan.delta, plan.unit):
-            self.logger.warning("%s", why)
+        if steps := steps_of_a_round(len(self.records), batches, n_epoch, n_steps):
+            return steps
+        raise ValueError("noise needs a number of steps: set n_epoch or n_steps")
 
     @property
     def clipping(self) -> SampleClipping:
@@ -361,8 +356,6 @@ class PrivateTrainingManager(TrainingManager):
         with untold(self.logger, "a private step", UnsupportedModelError):
             for _ in range(allowed):
                 self.run_train_step(self.records.take(self._sampler.draw(), self._fail))
-        text = "Took %d private steps; charged %d of %d that the noise is for."
-        self.logger.info(text, allowed, self._charged, plan.steps)
         if self._charged >= plan.steps:
             # Before the last round this would be accounted anew, which takes long.
             spent = self.get_privacy_spent()

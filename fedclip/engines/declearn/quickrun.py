@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ class _ReportingServer(FederatedServer):
     of: Federation
     noised: bool
     reader: Reader | None = None
-    losses: list[dict[str, float]]
+    by_site: list[dict[str, float]]
 
     async def evaluation_round(self, round_i: int, *args: Any, **kwargs: Any) -> None:
         """Run the evaluation that ends a round."""
@@ -185,9 +186,9 @@ class _ReportingServer(FederatedServer):
             result = result_of(self.reader.read(), "")
         except ReportError:
             return ""
-        self.losses.append({site: last["loss"] for site, last in result.sites.items()})
+        self.by_site.append({s: last.get("loss", np.nan) for s, last in result.sites.items()})
         if not self.noised and result.outliers:
-            last = best_round(self.losses, result.healthy) == len(self.losses) - 1
+            last = best_round(self.by_site, result.healthy) == len(self.by_site) - 1
             self._best = self.model.get_weights(trainable=True) if last else before
         return result.in_words()
 
@@ -252,7 +253,7 @@ class Federation(Experiment):
             checkpoint=os.path.join(self.results, "server"),
             **guarded(self.network, optim),
         )
-        server.of, server.losses = self, []
+        server.of, server.by_site = self, []
         server.noised = any(getattr(m, "noise_multiplier", 0) for m in optim.server_opt.modules)
         self.members = lambda: getattr(server.netwk, "members", Members())
         await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
@@ -296,11 +297,10 @@ class Federation(Experiment):
 
     async def run(self, seed: int | None = None) -> None:
         """Run the server and all clients in this process."""
-        seeds = [None if seed is None else seed * 1_000 + i for i in range(len(self.files))]
 
-        async def client(name: str, seed: int | None) -> None:
+        async def client(place: int, name: str) -> None:
             try:
-                await self._run_client(name, seed)
+                await self._run_client(name, None if seed is None else seed * 1_000 + place)
             except Exception as exc:
                 _LOGGER.error("client %r has ended: %s: %s", name, type(exc).__name__, exc)
                 members = self.members()
@@ -309,7 +309,7 @@ class Federation(Experiment):
                     raise
 
         try:
-            await asyncio.gather(self._run_server(), *map(client, self.files, seeds))
+            await asyncio.gather(self._run_server(), *starmap(client, enumerate(self.files)))
         finally:
             for name in ("server", *(f"client-{name}" for name in self.files)):
                 handlers = logging.getLogger(f"declearn.{name}").handlers

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from declearn.client_sampler import ClientSampler, DefaultClientSampler, instantiate_client_sampler
 from declearn.communication import NetworkServerConfig
@@ -31,6 +31,7 @@ from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.statistics.counts import FedclipSharedCounts
 from fedclip.updates.protocol import Schedule
 
+Sampler: TypeAlias = Mapping[str, Any] | ClientSampler | None
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
@@ -97,7 +98,7 @@ class NamedClients(ClientSampler):
 
     def __init__(
         self,
-        sampler: Mapping[str, Any] | ClientSampler | None = None,
+        sampler: Sampler = None,
         max_retries: int = ClientSampler.DEFAULT_MAX_RETRIES,
         receives: Sequence[str] | None = None,
     ) -> None:
@@ -257,11 +258,7 @@ def watchful(network: NetworkServerConfig) -> NetworkServerConfig:
     return network
 
 
-def guarded(
-    network: NetworkServerConfig,
-    optim: FLOptimConfig,
-    sampler: Mapping[str, object] | ClientSampler | None = None,
-) -> Config:
+def guarded(network: NetworkServerConfig, optim: FLOptimConfig, sampler: Sampler = None) -> Config:
     """Return the arguments of `FederatedServer` for its network and sampler.
 
     Parameters
