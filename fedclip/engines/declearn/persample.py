@@ -373,7 +373,7 @@ def _size(batch: Data) -> int:
 
 def part(data: Data, rows: slice) -> Data:
     """Return some of the records of a batch."""
-    return _mapped(lambda array: getattr(array, "iloc", array)[rows], data)
+    return _mapped(lambda x: x.iloc[rows] if hasattr(x, "iloc") else x[rows], data)
 
 
 def _stacks(model: Any, batch: Data, micro_batch: int, whole: bool) -> Iterator[Stack]:

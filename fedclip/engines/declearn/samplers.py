@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from copy import copy
 from importlib.util import find_spec
 from typing import Any, ClassVar, TypeAlias
 
@@ -254,7 +254,8 @@ class RoundRobin(ClientSampler):
 def watchful(network: NetworkServerConfig) -> NetworkServerConfig:
     """Return the network with the protocol ``fedclip-websockets`` instead of ``websockets``."""
     if network.protocol.strip().lower() == "websockets" and find_spec("websockets"):
-        return replace(network, protocol="fedclip-websockets")
+        network = copy(network)
+        network.protocol = "fedclip-websockets"
     return network
 
 
