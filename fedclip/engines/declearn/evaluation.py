@@ -140,9 +140,10 @@ def noise_problems(
         which number their sum is divided.
     """
     other = ", ".join(name for name in metrics if name not in ("accuracy", "loss"))
+    covered = "evaluation_share puts noise on the loss and on 'accuracy'"
     asked = f"evaluations ask all {clients} clients, and expected_clients is {expected}"
     reasons = (
-        (other, f"evaluation_share puts noise on the loss and on 'accuracy': leave out {other}"),
+        (other, f"{covered}, and the server asks for {other} too: leave that out"),
         (secure, "secure aggregation hides the evaluations: leave evaluation_share out"),
         (clients > expected, f"{asked}: raise it, or leave evaluation_share out"),
     )
@@ -291,8 +292,8 @@ class Accuracy(MeanMetric):
         several = y_pred.ndim > 1 and y_pred.shape[1] > 1
         classes = y_pred.argmax(axis=1) if several else y_pred.reshape(-1) > self.threshold
         if classes.shape != (y_true.size,):
-            text = "accuracy needs one class for each record: leave it out; labels have shape "
-            raise ValueError(f"{text}{y_true.shape}, outputs {y_pred.shape}")
+            shapes = f"labels have shape {y_true.shape}, outputs {y_pred.shape}: leave it out"
+            raise ValueError(f"accuracy is of one class for each record, and {shapes}")
         return np.asarray(classes == y_true.reshape(-1))
 
 

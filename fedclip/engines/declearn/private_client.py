@@ -415,7 +415,8 @@ class PrivateTrainingManager(TrainingManager):
 
     def _tell(self) -> None:
         """Log the records of a step that raised."""
-        text = "%d records raise, and count as zero, or as the worst; the first is record %d: %r."
+        text = "Records that raise count as zero, in an evaluation as the worst: "
+        text += "%d of this step, the first is record %d: %r."
         for record, exc in self._failed[:1]:
             self.logger.error(text, len(self._failed), record, exc)
         self._failed = []
