@@ -304,8 +304,8 @@ class PrivateTrainingManager(TrainingManager):
         if marker.loss_bound is not None and self.valid_data is not None:
             self._evaluation = Evaluation(self.metrics, marker.loss_bound)
             if unit == "person" and valid is None:
-                text = "evaluation_share needs the persons of the validation records: give "
-                raise ValueError(f"{text}valid_persons; in a quickrun, valid_persons.csv")
+                text = "evaluation_share protects persons: say whose the validation records are"
+                raise ValueError(f"{text}, by valid_persons; in a quickrun, by valid_persons.csv")
             self._valid: Records | Persons = valid or Records(self.valid_data)
 
     def _steps(self, batches: Config, n_epoch: int | None, n_steps: int | None) -> int:
