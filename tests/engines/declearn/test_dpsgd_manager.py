@@ -259,7 +259,7 @@ def test_a_client_that_forgets_says_so(caplog: pytest.LogCaptureFixture, tmp_pat
         client(checkpoint=str(tmp_path))
         assert not caplog.text
         client(require_privacy=False, ledger=None)
-    assert "its records would have the whole budget again" in caplog.text
+    assert "each start has the whole budget again" in caplog.text
 
 
 @pytest.mark.parametrize(("size", "most"), [(1, 32), (40, 64)])
