@@ -21,10 +21,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from declearn import messaging
-from declearn.aggregator import Aggregator, ModelUpdates
 from declearn.main import FederatedClient
 from declearn.messaging import Error, EvaluationReply, Message, StopTraining, TrainReply
 from declearn.model.api import Vector
@@ -119,11 +118,10 @@ class PersonalFederatedClient(FederatedClient):
         super().__init__(*args, **settings)
         if self.noise is not None and self.secagg is None:
             raise ValueError(UNENCRYPTED)
-        self._gated: GatedNetwork | None = None
         if gate is not None:
             if self.secagg is not None:
                 raise ValueError("secagg hides what leaves from a policy: leave one of them out")
-            self.netwk = self._gated = GatedNetwork(self.netwk, gate)
+            self.netwk = GatedNetwork(self.netwk, gate)
         self.layers = None if layers is None else Path(layers)
         if self.layers is None and self.ckptr is not None:
             self.layers = Path(self.ckptr.folder) / FILE
@@ -142,13 +140,11 @@ class PersonalFederatedClient(FederatedClient):
 
     def _adapt(self, manager: TrainingManager) -> None:
         """Make a manager train the wrapped model, and share only what may leave."""
-        aggregator, modules = _aggregator_of(manager), manager.optim.modules
+        aggregator, modules = manager.aggrg, manager.optim.modules
         if self.noise is not None:
             self._demand(self.noise, aggregator, modules)
-        if self._gated is not None:
-            self._gated.check(aggregator, modules)
-        if self.measures:
-            self._measure(manager)
+        if isinstance(self.netwk, GatedNetwork):
+            self.netwk.check(aggregator, modules)
         if self._model is None or manager.model is not self._model.model:
             self._model = self._agreed(manager.model)
             for problem in statistics_problems(self._model or manager.model):
@@ -156,28 +152,33 @@ class PersonalFederatedClient(FederatedClient):
             if self._model is not None:
                 self._refuse_counts(self._model, modules)
                 self._restore(self._model)
-                sharing: Any = _Sharing(manager.aggrg, self._model, self._store)
-                manager.model, manager.aggrg = self._model.model, sharing
+                manager.model = self._model.model
+        if "prepare_for_sharing" not in vars(aggregator):
+            norms = None
+            if self.measures and not any(isinstance(module, UpdateNorms) for module in modules):
+                norms = UpdateNorms()
+                modules.append(norms)
+            share: Any = partial(self._share, aggregator, aggregator.prepare_for_sharing, norms)
+            vars(aggregator)["prepare_for_sharing"] = share
+        methods: Any = vars(manager)
         # DP-SGD hides its errors, which may reveal records, itself.
         if _adds_noise(modules) and not hasattr(manager, "make_private"):
-            for name, work in (("train", "training"), ("evaluate", "evaluation")):
-                name += "_under_constraints"
-                hidden = untold(self.logger, f"the {work}")
-                setattr(manager, name, hidden(getattr(manager, name)))
+            for verb, work in (("train", "training"), ("evaluate", "evaluation")):
+                name = f"{verb}_under_constraints"
+                methods[name] = untold(self.logger, f"the {work}")(getattr(manager, name))
         for name in ("training_round", "evaluation_round"):
-            setattr(manager, name, partial(self._round, manager.model, getattr(manager, name)))
+            methods[name] = partial(self._round, manager.model, getattr(manager, name))
 
     @staticmethod
     def _demand(noise: Config, aggregator: object, modules: Sequence[Plugin]) -> None:
         """Refuse a server that sets up other noise than this site's."""
         set_up = [module.noise for module in modules if isinstance(module, UpdateClipClient)]
         if set_up != [noise] or not isinstance(aggregator, ClippedAveraging):
-            needed = f"noise = {noise} only, by 'clipped-averaging' and one update-clip-client"
+            needed = f"noise = {noise} of one update-clip-client, and 'clipped-averaging'"
             raise ValueError(f"this site shares updates with {needed}; the server has {set_up}")
         for module in modules:
             if module.aux_name not in (None, UpdateClipClient.aux_name):
-                text = f"this site adds noise, and {module.name!r} would share statistics without"
-                raise ValueError(f"{text}: leave it out of client_opt")
+                raise ValueError(f"{module.name!r} would share statistics without noise: remove it")
 
     def _refused(self, why: str) -> Error:
         """Log why a round is refused, and return the message for the server."""
@@ -187,7 +188,7 @@ class PersonalFederatedClient(FederatedClient):
     def _check_covered(self) -> None:
         """Refuse a round in which this client's noise would not cover all that it shares."""
         assert self._manager is not None
-        of = _aggregator_of(self._manager)
+        of = self._manager.aggrg
         if not _adds_noise(self._manager.optim.modules):
             return
         if not isinstance(of, ClippedAveraging):
@@ -195,23 +196,18 @@ class PersonalFederatedClient(FederatedClient):
         if why := RAISES if of.on_nonfinite == "raise" else of.aggregation.unfit_for_noise():
             raise ValueError(why)
 
-    def _measure(self, manager: TrainingManager) -> None:
-        """Record the norms of updates, unless a module does."""
-        if any(isinstance(module, UpdateNorms) for module in manager.optim.modules):
-            return
-        aggregator: Any = manager.aggrg
-        norms, share = UpdateNorms(), aggregator.prepare_for_sharing
-        bounded = isinstance(aggregator, ClippedAveraging) and aggregator.scope == "global"
-        bound = aggregator.max_norm if bounded and not aggregator.exclude else None
-        manager.optim.modules.append(norms)
-
-        def prepare(updates: AnyVector, n_steps: int) -> object:
-            # Under DP-SGD, only noised values are written.
-            if n_steps and not hasattr(self._manager, "make_private"):
-                norms.measure(updates, bound)
-            return share(updates=updates, n_steps=n_steps)
-
-        aggregator.prepare_for_sharing = prepare
+    def _share(
+        self, of: Any, share: Any, norms: UpdateNorms | None, updates: AnyVector, n_steps: int
+    ) -> object:
+        """Save the layers before anything is sent; record and share the update without them."""
+        if self._model is not None:
+            self._store(self._model)
+            updates = self._model.shared(updates)
+        # Under DP-SGD, only noised values are written.
+        if norms and n_steps and not hasattr(self._manager, "make_private"):
+            bounded = isinstance(of, ClippedAveraging) and of.scope == "global" and not of.exclude
+            norms.measure(updates, of.max_norm if bounded else None)
+        return share(updates=updates, n_steps=n_steps)
 
     def _agreed(self, model: AnyModel) -> PersonalModel | None:
         """Return the model, if it has personal layers; refuse one that shares this client's."""
@@ -220,12 +216,11 @@ class PersonalFederatedClient(FederatedClient):
         names = chosen(self.personal, model.get_weights().coefs)
         inner: AnyModel = model.model if isinstance(model, PersonalModel) else model
         if self.personal and not names & inner.get_weights(trainable=True).coefs.keys():
-            text = f"the server's model trains none of {listed(names)}, which this client keeps"
-            raise ValueError(f"{text}: give personal the names that the server's model has")
+            text = f"the server's model trains none of {listed(names)}"
+            raise ValueError(f"{text}: give personal the names of tensors that it trains")
         if shared := names & model.get_weights(trainable=True).coefs.keys():
-            text = f"the server's model shares {listed(shared)}, which this client keeps"
-            wrapped = f"fedclip.PersonalModel(model, {self.personal})"
-            raise ValueError(f"{text}: the server has to wrap it, {wrapped}")
+            text = f"the server's model shares {listed(shared)}, which this client keeps: there,"
+            raise ValueError(f"{text} write fedclip.PersonalModel(model, {self.personal})")
         if not isinstance(model, PersonalModel):
             return None
         patterns = [*dict.fromkeys([*model.personal, *self.personal])]
@@ -312,12 +307,11 @@ class PersonalFederatedClient(FederatedClient):
             names = (rf"(?<![\w.]){re.escape(name)}(?![\w.])" for name in personal)
             if any(re.search(name, reply.message) for name in names):
                 return Error("an error that names layers which stay on this client; its log has it")
-            return reply
         sent = [reply.updates, reply.aux_var] if isinstance(reply, TrainReply) else []
         if leaks := _named(sent, personal):
             self.logger.error("Not sent, as it names %s, which stay here.", listed(leaks))
-            why = "modules that share gradients, such as scaffold, do not go with personal layers"
-            return Error(f"refused by fedclip: {why}")
+            why = "modules that share gradients, such as scaffold"
+            return Error(f"refused by fedclip: {why}, do not go with personal layers")
         return reply
 
     async def stop_training(self, message: StopTraining) -> None:
@@ -325,8 +319,8 @@ class PersonalFederatedClient(FederatedClient):
         if self._model is not None:
             last = self._model.get_weights(trainable=True)
             if self._model.own and message.weights != last:
-                why = "are of declearn's best round, and the personal layers of the last one"
-                self.logger.warning("The final weights %s: not evaluated together.", why)
+                text = "the best round, and layers of the last one: not evaluated together"
+                self.logger.warning("Final weights of %s.", text)
             message.weights = self._model.whole(message.weights)
         await super().stop_training(message)
 
@@ -336,25 +330,6 @@ class PersonalFederatedClient(FederatedClient):
             await self.netwk.send_message(self._refused(why))
             raise RuntimeError(why)
         await super()._initialize_fairness()
-
-
-class _Sharing(NamedTuple):
-    """The aggregator of a client, which gets updates without the personal layers."""
-
-    aggregator: Aggregator[ModelUpdates]
-    model: PersonalModel
-    store: Callable[[PersonalModel], None]
-
-    def prepare_for_sharing(self, updates: AnyVector, n_steps: int) -> ModelUpdates:
-        """Save the layers before anything is sent, and prepare the update without them."""
-        self.store(self.model)
-        shared = self.model.shared(updates)
-        return self.aggregator.prepare_for_sharing(updates=shared, n_steps=n_steps)
-
-
-def _aggregator_of(manager: TrainingManager) -> object:
-    aggregator = manager.aggrg
-    return aggregator.aggregator if isinstance(aggregator, _Sharing) else aggregator
 
 
 def _adds_noise(modules: Sequence[Plugin]) -> bool:
