@@ -165,19 +165,21 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         """Return this aggregator for a client whose name the server knows."""
         return type(self)(**{**super().get_config(), "client": client})
 
+    def unfit(self, modules: bool) -> str:
+        """Return why there is no bound, or two, with `modules` that bring one; "" if there is."""
+        if modules == (self.max_norm is None):
+            return ""
+        if modules:
+            return "clipped-averaging has max_norm, and update-clip-client brings another bound"
+        return "clipped-averaging has no bound: give it max_norm, or set up update-clip-client"
+
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
         """Clip the update of a round, or zero it, and count it."""
         whole = ROUND.get().client is not None
         round_ = ROUND.get().client or context.ClientPart(SentBound(self.max_norm or 0.0))
         sent, site = round_.sent, round_.site
-        if whole and self.max_norm is not None:
-            why = "clipped-averaging has max_norm, and update-clip-client brings another bound"
-        elif not whole and self.max_norm is None:
-            why = "clipped-averaging has no bound: give it max_norm, or set up update-clip-client"
-        else:
-            why = self.aggregation.unfit_for_noise() if sent.private else ""
-        if why:
+        if why := self.unfit(whole) or (self.aggregation.unfit_for_noise() if sent.private else ""):
             raise ValueError(why)
         if sent.private:
             refuse_statistics(updates.coefs)
