@@ -29,8 +29,7 @@ from fedclip.updates.weights import Shares, Weights
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 RAISES = (
-    "on_nonfinite = 'raise' ends the run for everybody where one client's update is not finite, "
-    "which reveals that client without noise: take 'skip'"
+    "on_nonfinite = 'raise' stops the run, which reveals that client without noise: take 'skip'"
 )
 """Why noise does not cover what that setting reveals."""
 
@@ -170,7 +169,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if modules == (self.max_norm is None):
             return ""
         if modules:
-            return "clipped-averaging has max_norm, and update-clip-client brings another bound"
+            return "max_norm is set, and update-clip-client brings another bound: remove one"
         return "clipped-averaging has no bound: give it max_norm, or set up update-clip-client"
 
     # -- on a client ----------------------------------------------------------------------------

@@ -114,8 +114,7 @@ def merged(model: AnyModel, own: Collection[str], shared: AnyVector) -> AnyVecto
     """
     weights: AnyVector = model.get_weights(trainable=True)
     if not isinstance(shared, type(weights)):
-        got = type(shared).__name__
-        raise TypeError(f"weights must be a {type(weights).__name__}, got {got}")
+        raise TypeError(f"weights must be a {type(weights).__name__}, got {type(shared).__name__}")
     if personal := shared.coefs.keys() & own:
         raise ValueError(f"weights for {listed(personal)} were sent, which stay on each client")
     if differing := shared.coefs.keys() ^ (weights.coefs.keys() - own):

@@ -32,20 +32,12 @@ from declearn.utils.serialize import msgpack_dump, msgpack_load
 
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import check_exclude, resolve
+from fedclip.engines.declearn import personal as personal_layers
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
 from fedclip.engines.declearn.context import AnyModel, AnyVector, change
 from fedclip.engines.declearn.evaluation import beyond_range
 from fedclip.engines.declearn.members import untold
-from fedclip.engines.declearn.personal import (
-    PersonalModel,
-    chosen,
-    frozen_problems,
-    listed,
-    merged,
-    part,
-    statistics_problems,
-    unused,
-)
+from fedclip.engines.declearn.personal import PersonalModel, listed
 from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.engines.declearn.update_modules import UpdateClipClient, UpdateNorms
 from fedclip.errors import StateError
@@ -55,7 +47,6 @@ from fedclip.site.policy import Policy
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
 
 Request: TypeAlias = messaging.TrainRequest | messaging.EvaluationRequest
-Run: TypeAlias = Callable[[Request], Message]
 
 FILE = "personal_layers.mpk"
 """The file of a client's personal layers, in its folder of checkpoints."""
@@ -147,7 +138,7 @@ class PersonalFederatedClient(FederatedClient):
             self.netwk.check(aggregator, modules)
         if self._model is None or manager.model is not self._model.model:
             self._model = self._agreed(manager.model)
-            for problem in statistics_problems(self._model or manager.model):
+            for problem in personal_layers.statistics_problems(self._model or manager.model):
                 self.logger.warning("%s.", problem)
             if self._model is not None:
                 self._refuse_counts(self._model, modules)
@@ -211,9 +202,9 @@ class PersonalFederatedClient(FederatedClient):
 
     def _agreed(self, model: AnyModel) -> PersonalModel | None:
         """Return the model, if it has personal layers; refuse one that shares this client's."""
-        for problem in frozen_problems(model):
+        for problem in personal_layers.frozen_problems(model):
             raise ValueError(problem.text)
-        names = chosen(self.personal, model.get_weights().coefs)
+        names = personal_layers.chosen(self.personal, model.get_weights().coefs)
         inner: AnyModel = model.model if isinstance(model, PersonalModel) else model
         if self.personal and not names & inner.get_weights(trainable=True).coefs.keys():
             text = f"the server's model trains none of {listed(names)}"
@@ -274,14 +265,16 @@ class PersonalFederatedClient(FederatedClient):
                 os.fsync(file.fileno())
             fresh.replace(self.layers)
 
-    def _round(self, model: AnyModel, run: Run, message: Request) -> Message:
+    def _round(
+        self, model: AnyModel, run: Callable[[Request], Message], message: Request
+    ) -> Message:
         """Run a round with the server's weights and this client's personal layers."""
         personal = frozenset() if self._model is None else self._model.own
         try:
             if isinstance(message, messaging.TrainRequest):
                 self._check_covered()
             if message.weights is not None:
-                message.weights = merged(model, personal, message.weights)
+                message.weights = personal_layers.merged(model, personal, message.weights)
         except (TypeError, ValueError) as exc:
             return self._refused(str(exc))
         self._before = None if self._model is None else _layers_of(self._model)
@@ -301,7 +294,7 @@ class PersonalFederatedClient(FederatedClient):
                 text = "Sums over records of %s are clipped to the range ±%g of secure aggregation."
                 self.logger.warning(text, beyond, limit)
         if isinstance(reply, Error):
-            if idle := unused(model.get_wrapped_model()):
+            if idle := personal_layers.unused(model.get_wrapped_model()):
                 what = f"{listed(idle)} of the model are trained, and not used by it: freeze them"
                 reply = Error(f"{what}, requires_grad_(False), before the run ({reply.message})")
             names = (rf"(?<![\w.]){re.escape(name)}(?![\w.])" for name in personal)
@@ -337,7 +330,7 @@ def _adds_noise(modules: Sequence[Plugin]) -> bool:
 
 
 def _layers_of(model: PersonalModel) -> AnyVector:
-    return part(model.get_weights(), sorted(model.own))
+    return personal_layers.part(model.get_weights(), sorted(model.own))
 
 
 def _is_finite(vector: AnyVector) -> bool:

@@ -33,7 +33,6 @@ from fedclip.arrays import Array, backend_of
 from fedclip.arrays.blocks import encode
 from fedclip.core import parameters
 
-_KINDS = ("masking", "joye-libert")
 _BITS = (8, 16, 24, 32, 40, 48, 56, 64)
 
 
@@ -129,7 +128,7 @@ def plan(
     limit = parameters.positive(limit=limit)
     clients = parameters.integer(1, clients=clients)
     dimension = parameters.integer(1, dimension=dimension)
-    kind = parameters.choice(_KINDS, kind=kind)
+    kind = parameters.choice(("masking", "joye-libert"), kind=kind)
     tolerance = parameters.positive(tolerance=tolerance)
     if clipval is None:
         clipval = 2.0 ** math.ceil(math.log2(limit))
