@@ -144,7 +144,7 @@ class PersonalFederatedClient(FederatedClient):
                 self._refuse_counts(self._model, modules)
                 self._restore(self._model)
                 manager.model = self._model.model
-        if "prepare_for_sharing" not in vars(aggregator):
+        if getattr(aggregator.prepare_for_sharing, "func", None) != self._share:
             norms = None
             if self.measures and not any(isinstance(module, UpdateNorms) for module in modules):
                 norms = UpdateNorms()

@@ -338,10 +338,9 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         # declearn has just called another module, in the same loop.
         if (other := context.under_way(counted=False)) is not None and other[1] is not self:
             self.halt("there are two update-clip-server modules in server_opt: keep one")
-        due = ROUND.get().participation
         if self.evaluation_share:
             self._take_evaluations()
-        sent = self.open(due)
+        sent = self.open(ROUND.get().participation)
         self._round = context.ServerPart(weakref.ref(self), sent)
         change(server=self._round, participation=None)
         context.expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
