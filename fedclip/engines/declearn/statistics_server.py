@@ -22,7 +22,12 @@ from typing import Any, ClassVar
 
 from declearn.optimizer.modules import AuxVar, OptiModule
 
-from fedclip import AdaptiveClip, AutoClip, EmaClip, MadClip, PercentileNormClip, ZScoreClip
+from fedclip.clippers.adaptive_clip import AdaptiveClip
+from fedclip.clippers.auto_clip import AutoClip
+from fedclip.clippers.ema_clip import EmaClip
+from fedclip.clippers.mad_clip import MadClip
+from fedclip.clippers.percentile_norm_clip import PercentileNormClip
+from fedclip.clippers.zscore_clip import ZScoreClip
 from fedclip.core import parameters, states
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import resolve
