@@ -165,7 +165,7 @@ class PersonalFederatedClient(FederatedClient):
         """Refuse a server that sets up other noise than this site's."""
         set_up = [module.noise for module in modules if isinstance(module, UpdateClipClient)]
         if set_up != [noise] or not isinstance(aggregator, ClippedAveraging):
-            needed = f"noise = {noise} of one update-clip-client, and 'clipped-averaging'"
+            needed = f"noise = {noise} only, by 'clipped-averaging' and one update-clip-client"
             raise ValueError(f"this site shares updates with {needed}; the server has {set_up}")
         for module in modules:
             if module.aux_name not in (None, UpdateClipClient.aux_name):
