@@ -169,7 +169,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if modules == (self.max_norm is None):
             return ""
         if modules:
-            return "max_norm is set, and update-clip-client brings another bound: remove one"
+            return "max_norm is set, and update-clip-server sends another bound: remove one"
         return "clipped-averaging has no bound: give it max_norm, or set up update-clip-client"
 
     # -- on a client ----------------------------------------------------------------------------

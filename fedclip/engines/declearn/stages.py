@@ -160,7 +160,7 @@ def _step(client: Sequence[object], optim: Mapping[str, object], steps: object) 
     if analysis.noised:
         text += f" {analysis.record_in_words}"
     elif analysis.formula:
-        text += " That is the gradient of a batch: it bounds no single sample."
+        text += " This limits the gradient of a batch, not that of a sample."
     return f"{text} {_round(analysis, steps)}".rstrip()
 
 
@@ -172,10 +172,10 @@ def _round(analysis: Analysis, steps: object) -> str:
         return "A round's update has no bound: weight decay adds a multiple of the weights."
     rate = "the learning rate" if analysis.lrate is None else number(analysis.lrate)
     if type(steps) is not int or steps < 1:
-        return f"A round's update is at most {rate} times the number of steps times that."
+        return f"A round's update is at most {rate} times the number of steps times this limit."
     total = None if analysis.lrate is None else analysis.round_bound(steps)
-    known = "" if total is None else f", {number(total)}"
-    return f"A round's update is at most {rate} times {steps} steps times that{known}."
+    known = "" if total is None else f": {number(total)}"
+    return f"A round's update is at most {rate} times {steps} steps times this limit{known}."
 
 
 def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
