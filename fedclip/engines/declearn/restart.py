@@ -8,6 +8,7 @@ newest round follows from the contents of the files.
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +87,8 @@ def load_round(folder: str | Path) -> SavedRound:
         try:
             if timestamp not in models:
                 raise StateError("its model is missing")
+            if _mixed(models[timestamp], optimizers[timestamp], timestamp):
+                raise StateError("the model is younger than the optimizer")
             model = saved.load_model(timestamp=timestamp)
             optimizer = saved.load_optimizer(timestamp=timestamp)
         except Exception as exc:  # whatever a damaged file makes declearn raise
@@ -114,3 +117,15 @@ def _counted(state: Unchecked) -> tuple[int, int]:
             rounds += [number for number in counters if type(number) is int]
             steps.append(sum(record["steps"] for record in module.get("rounds", ())))
     return max(rounds), max(steps)
+
+
+def _mixed(model: Path, optimizer: Path, timestamp: str) -> bool:
+    """Whether the model was written after the optimizer, within the second that names both."""
+    try:
+        named = datetime.strptime(timestamp, "%y-%m-%d_%H-%M-%S")
+    except ValueError:
+        return False
+    written = optimizer.stat()
+    # Whichever time zone the name is in: they differ by quarters of an hour.
+    late = (written.st_mtime - named.replace(tzinfo=UTC).timestamp() + 1.0) % 900.0
+    return late < 3.0 and model.stat().st_mtime_ns > written.st_mtime_ns

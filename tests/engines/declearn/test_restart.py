@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,36 @@ def test_a_server_without_counters(tmp_path: Path, modules: list[Any]) -> None:
         if "norm-clip" not in modules:
             saver.save_metrics({"loss": 1.0 / (i + 1)}, timestamp=name)
     assert load_round(tmp_path).timestamp == NAMES[1]
+
+
+@pytest.mark.parametrize(("zone", "hour"), [("Europe/Paris", 1), ("Asia/Kathmandu", 0)])
+def test_a_mixed_round_in_the_hour_that_comes_twice(
+    folder: Path, hour: int, zone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server was killed after it had written the model over that of an hour before.
+
+    It starts again where it was, or in another time zone.
+    """
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        name = "26-10-25_02-30-00"
+        renamed(folder, {NAMES[3]: name})
+        second = datetime(2026, 10, 25, 0, 30, tzinfo=UTC).timestamp() + 3600 * hour
+        for kind, later in (("optimizer", 0.1), ("model", 0.9)):
+            os.utime(folder / f"{kind}_state_{name}.mpk", (second + later, second + later))
+        assert loaded(folder) == (2.0, 2.0)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_a_model_that_is_younger_than_its_optimizer_is_of_another_round(folder: Path) -> None:
+    """Two rounds within a second have one name, and a kill may come between the two files."""
+    second = datetime(2026, 1, 1, 0, 0, 3).timestamp()
+    for kind, later in (("optimizer", 0.1), ("model", 0.9)):
+        os.utime(folder / f"{kind}_state_{NAMES[3]}.mpk", (second + later, second + later))
+    assert loaded(folder) == (2.0, 2.0)
 
 
 def test_what_is_no_folder_is_not_made(folder: Path) -> None:
