@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import dpsgd_wire as wire
@@ -18,9 +17,7 @@ from declearn.communication.api.backend.actions import ActionMessage, Join, Send
 from declearn.messaging import SerializedMessage
 from declearn.utils import access_types_mapping
 from declearn.utils.serialize import json_load, msgpack_load, msgpack_serialize
-from dpsgd_managers import (
-    private,
-)
+from dpsgd_managers import noised_sums, private
 from helpers import require
 
 from fedclip.dpsgd.persample.base import UnsupportedModelError
@@ -40,11 +37,7 @@ PAGE = Path(__file__).with_name("dpsgd_messages.md")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("websockets")
     made: Path = tmp_path_factory.mktemp("wire")
-    codes = wire.federation(made, wire.KINDS)
-    said = {
-        n: (made / f"{n}.txt").read_text(errors="replace")[-2000:] for n, c in codes.items() if c
-    }
-    assert not said
+    wire.federation(made)
     return made
 
 
@@ -86,6 +79,28 @@ def test_what_a_client_sends_differs_in_the_noised_sum_alone(folder: Path) -> No
         assert wire.SECRET not in (folder / "server.txt").read_text(), kind
 
 
+def test_what_an_evaluation_sends_differs_in_the_noised_numbers_alone(folder: Path) -> None:
+    noised = {("EvaluationReply", "loss"), ("EvaluationReply", "metrics")}
+    replies = {
+        kind: [fields for name, fields in messages(folder, kind) if name == "EvaluationReply"]
+        for kind in ("plain", *wire.VALIDATION)
+    }
+    for kind in wire.VALIDATION:
+        assert differing(folder, "plain", kind) == {("Join", "name"), *noised}, kind
+        assert len(replies[kind]) == 2
+        for reply, plain in zip(replies[kind], replies["plain"], strict=True):
+            loss = reply["metrics"]["loss"]
+            assert (reply["n_steps"], reply["t_spent"]) == (1, 0.0)
+            # All else is made of the noised sums, of which the last counts records.
+            assert reply["loss"] == pytest.approx(loss.num_sum / loss.divisor)
+            assert reply["metrics"]["accuracy"].divisor == loss.divisor != wire.N
+            moved = noised_sums(reply["metrics"]) - noised_sums(plain["metrics"])
+            assert moved[-1] == pytest.approx(0.0, abs=1e-9)
+            # To replace a record is to take one out and put one in.
+            assert 1e-6 < np.linalg.norm(moved) <= 2 * np.sqrt(3) / 2
+    assert "the first is record 39" in (folder / "label.txt").read_text()
+
+
 def test_a_record_that_raises_is_one_that_is_not_there(folder: Path) -> None:
     def updates(kind: str) -> list[Any]:
         found = (fields for name, fields in messages(folder, kind) if name == "TrainReply")
@@ -108,12 +123,8 @@ def test_a_checkpoint_holds_nothing_of_a_record(folder: Path) -> None:
         saved = folder / f"saved_{kind}"
         states = msgpack_load(str(max(saved.glob("optimizer_state*"))))["modules"]
         # All but momentum, which stands after the noise.
-        assert [name for name, _ in states] == [
-            "value-clip",
-            "norm-clip",
-            "sample-clip",
-            "momentum",
-        ]
+        names = ["value-clip", "norm-clip", "sample-clip", "momentum"]
+        assert [name for name, _ in states] == names
         assert all(not state["groups"] and not state["rounds"] for _, state in states[:2])
         losses = json_load(str(saved / "training_losses.json"))
         assert all(not one["training_losses"] for one in losses.values())
@@ -162,13 +173,9 @@ def test_the_table_says_of_each_field_what_is_on_the_wire(folder: Path) -> None:
     found = set().union(*(differing(folder, "plain", kind) for kind in wire.KINDS[1:]))
     for name, fields in messages(folder, "plain"):
         for field in fields or [""]:
-            word = told[name, field]
-            if (name, field) == ("Join", "name"):
-                assert word == "no"
-            elif (name, field) in found:
-                assert word == "the noised sum"
-            else:
-                assert word in ("no", "how many there are"), (name, field)
+            noised = (name, field) in found - {("Join", "name")}
+            words = ("the noised sum",) if noised else ("no", "how many there are")
+            assert told[name, field] in words, (name, field)
 
 
 # -- models that remember ----------------------------------------------------------------------
@@ -199,42 +206,26 @@ def in_place(net: Any, x: Any) -> Any:
     return x - net.kept
 
 
-def later(count: int, x: Any) -> Any:
+def boxed(box: Any, net: Any, x: Any) -> Any:
     """Return another value from the hundredth time on."""
-    return x if count < 100 else 2 * x
-
-
-def counted(net: Any, x: Any) -> Any:
-    net.kept += 1
-    return later(net.kept, x)
+    box["count"] = box.get("count", 0) + 1
+    return x if box["count"] < 100 else 2 * x
 
 
 def by_class(net: Any, x: Any) -> Any:
     type(net).count += 1
-    return later(net.count, x)
+    return x if net.count < 100 else 2 * x
 
 
-HOLDER: Any = SimpleNamespace(kept=0)
-
-
-def in_globals(net: Any, x: Any) -> Any:
-    HOLDER.kept += 1
-    return later(HOLDER.kept, x)
-
-
-def in_defaults(net: Any, x: Any, *, kept: Any = []) -> Any:  # noqa: B006
-    kept.append(0)
-    return later(len(kept), x)
-
-
-def boxed(box: Any, net: Any, x: Any) -> Any:
-    box["kept"] = box.get("kept", 0) + 1
-    return later(box["kept"], x)
+BOX: dict[str, int] = {}
 
 
 def on_itself(net: Any, x: Any) -> Any:
-    on_itself.kept = getattr(on_itself, "kept", 0) + 1  # type: ignore[attr-defined]
-    return later(on_itself.kept, x)  # type: ignore[attr-defined]
+    return boxed(vars(on_itself), net, x)
+
+
+def in_defaults(net: Any, x: Any, *, kept: Any = {}) -> Any:  # noqa: B006
+    return boxed(kept, net, x)
 
 
 def enclosed() -> Any:
@@ -245,33 +236,29 @@ def enclosed() -> Any:
 class Slotted:
     """Counts in a slot."""
 
-    __slots__ = ("kept",)
+    __slots__ = ("count",)
 
     def __init__(self) -> None:
-        self.kept = 0
+        self.count = 0
 
     def __call__(self, net: Any, x: Any) -> Any:
-        self.kept += 1
-        return later(self.kept, x)
+        self.count += 1
+        return x if self.count < 100 else 2 * x
 
 
 def hooked() -> Any:
     net, box = nn.Linear(wire.D, wire.CLASSES), {"out": 0.0}
-
-    def hook(layer: Any, args: Any, out: Any) -> None:
-        box["out"] = out.detach()
-
-    net.register_forward_hook(hook)
+    net.register_forward_hook(lambda layer, args, out: box.update(out=out.detach()))
     return net
 
 
 REMEMBERING: dict[str, Any] = {
     "an average": lambda: Remembers(average, torch.zeros(wire.D)),
-    "a counter": lambda: Remembers(counted, 0),
+    "a counter": lambda: Remembers(lambda net, x: boxed(vars(net), net, x)),
     "a buffer that is set": lambda: Remembers(average, torch.zeros(wire.D), buffer=True),
     "a buffer in place": lambda: Remembers(in_place, torch.zeros(wire.D), buffer=True),
     "a class": lambda: Remembers(by_class),
-    "globals": lambda: Remembers(in_globals),
+    "globals": lambda: Remembers(lambda net, x: boxed(BOX, net, x)),
     "a closure": lambda: Remembers(enclosed()),
     "a default": lambda: Remembers(in_defaults),
     "a part of a call": lambda: Remembers(partial(boxed, {})),
@@ -293,17 +280,12 @@ def cached(net: Any, x: Any) -> Any:
     return x + net.kept[x.shape[-1]]
 
 
-def drawn(net: Any, x: Any) -> Any:
-    return x * np.random.uniform(0.5, 1.5) + torch.rand(x.shape)
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(wire.D, wire.CLASSES)),
         lambda: Remembers(cached, {}),
-        lambda: Remembers(drawn),
-        lambda: nn.Sequential(nn.Linear(wire.D, 6), nn.LayerNorm(6), nn.Linear(6, wire.CLASSES)),
+        lambda: Remembers(lambda net, x: x * np.random.uniform(0.5, 1.5) + torch.rand(x.shape)),
     ],
 )
 def test_random_numbers_and_what_follows_shapes_are_no_memory(make: Any) -> None:

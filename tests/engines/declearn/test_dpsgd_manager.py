@@ -6,20 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from declearn.aggregator import AveragingAggregator
-from declearn.messaging import Error, EvaluationRequest, TrainReply
+from declearn.messaging import Error, EvaluationRequest, SerializedMessage, TrainReply
 from declearn.model.sklearn import NumpyVector
 from declearn.training.dp import DPTrainingManager
-from dpsgd_managers import (
-    client,
-    manager,
-    request,
-    train,
-)
+from dpsgd_managers import client, manager, request, train
 
 from fedclip.engines.declearn.persample import clipped_sum
 from fedclip.engines.declearn.sample_clip import SampleClip
@@ -33,30 +29,28 @@ pytest.importorskip("opacus")
 
 
 # -- the budget --------------------------------------------------------------------------------
+def rounds(made: Any, many: int, **asked: Any) -> list[Any]:
+    return [made.training_round(train(round_i=i, **asked)) for i in range(many)]
+
+
 def test_epsilon_is_that_of_the_steps_taken() -> None:
     made = manager()
     assert made.get_privacy_spent() == (0.0, 1e-5)
     for i in range(4):
-        reply = made.training_round(train(round_i=i))
-        assert isinstance(reply, TrainReply), reply
-        z = made.calibration.noise_multiplier
-        right = epsilon([Release(z, 4 * (i + 1), 0.25)], 1e-5)
+        made.training_round(train(round_i=i))
+        right = epsilon([Release(made.calibration.noise_multiplier, 4 * (i + 1), 0.25)], 1e-5)
         assert made.get_privacy_spent() == (pytest.approx(right), 1e-5)
     assert 2.99 < made.get_privacy_spent()[0] <= 3.0
 
 
 def test_a_spent_budget_sends_zeros_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     made = manager(private=request(rounds=1))
-    reply = made.training_round(train())
-    assert isinstance(reply, TrainReply)
-    assert np.abs(reply.updates.updates.coefs["coef"]).min() > 0
     with caplog.at_level(logging.WARNING):
-        reply = made.training_round(train(round_i=2))
-    assert isinstance(reply, TrainReply)
-    assert not any(a.any() for a in cast(Any, reply.updates).updates.coefs.values())
+        first, second = (reply.updates for reply in rounds(made, 2))
+    assert np.abs(first.updates.coefs["coef"]).min() > 0
+    assert not any(a.any() for a in second.updates.coefs.values())
     # An average over such clients alone is zero, too, and not NaN.
-    mean = AveragingAggregator().finalize_updates(cast(Any, reply.updates))
-    assert isinstance(mean, NumpyVector)
+    mean: Any = AveragingAggregator().finalize_updates(second)
     assert not mean.coefs["coef"].any()
     assert "sends an update of zero" in caplog.text
     assert made.get_privacy_spent()[0] <= 3.0
@@ -65,8 +59,7 @@ def test_a_spent_budget_sends_zeros_and_says_so(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("limit", [(1.0, 1e-3), (9.0, 1e-6)])
 def test_the_smaller_budget_holds(limit: tuple[float, float]) -> None:
     made = manager(max_budget=limit)
-    for i in range(5):
-        made.training_round(train(round_i=i))
+    rounds(made, 5)
     spent, delta = made.get_privacy_spent()
     assert delta == min(limit[1], 1e-5)
     assert min(limit[0], 3.0) * 0.98 < spent <= min(limit[0], 3.0)
@@ -80,33 +73,24 @@ def test_a_budget_that_ends_in_a_round_ends_its_steps(
     # Of the 16 steps that there is noise for, 14 are spent, and 2 of a round of 4 are left.
     Ledger(9.0, 1e-5, path).reserve(z, 0.25, 14)
     made = manager(path=path)
-    sizes: list[Any] = []
-    step = made.run_train_step
-
-    def note(batches: Any) -> None:
-        sizes.append(batches)
-        step(batches)
-
-    made.run_train_step = note  # type: ignore[method-assign]
+    steps = mock.Mock(side_effect=made.run_train_step)
+    made.run_train_step = steps  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
-        reply = made.training_round(train())
-    assert isinstance(reply, TrainReply)
-    assert len(sizes) == reply.n_steps == 2
+        (reply,) = rounds(made, 1)
+    assert steps.call_count == reply.n_steps == 2
     assert "allows 2 of the 4 steps" in caplog.text
     assert made.get_privacy_spent()[0] <= 3.0
-    made.training_round(train(round_i=2))
-    assert len(sizes) == 2
+    rounds(made, 1)
+    assert steps.call_count == 2
 
 
 def test_a_restart_goes_on_with_what_was_spent(tmp_path: Path) -> None:
     path = tmp_path / "privacy_spent.json"
     made = manager(path=path)
-    for i in range(3):
-        made.training_round(train(round_i=i))
+    rounds(made, 3)
     again = manager(path=path)
     assert again.get_privacy_spent() == made.get_privacy_spent()
-    for i in range(3):
-        again.training_round(train(round_i=i))
+    rounds(again, 3)
     assert again.ledger.accountant.rounds == 16
     assert again.get_privacy_spent()[0] <= 3.0
 
@@ -145,13 +129,13 @@ def test_declearns_names_of_accountants_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("modules", "changes", "words"),
     [
+        *(
+            ([module, SampleClip()], {}, "cannot stand before sample-clip")
+            for module in ("adam", "momentum", "zscore-clip", ("gaussian-noise", {"std": 1.0}))
+        ),
         ([], {"accountant": "gdp"}, "is no upper bound on epsilon"),
         ([SampleClip(1.0)], {}, "the server's sclip_norm is 0.5"),
         ([SampleClip(), SampleClip()], {}, "more than once"),
-        (["adam", SampleClip()], {}, "adam cannot stand before sample-clip"),
-        (["momentum", SampleClip()], {}, "momentum cannot stand before sample-clip"),
-        (["zscore-clip", SampleClip()], {}, "zscore-clip cannot stand before sample-clip"),
-        (["gaussian-noise", SampleClip()], {}, "gaussian-noise cannot stand before"),
         ([SampleClip(mode=["nothing.*"])], {}, "matches no tensor"),
         ([], {"n_epoch": None}, "set n_epoch or n_steps"),
         ([], {"budget": (3.0, 0.0)}, "delta must be"),
@@ -159,17 +143,14 @@ def test_declearns_names_of_accountants_change_nothing() -> None:
     ],
 )
 def test_what_would_not_be_private_is_refused(modules: Any, changes: Any, words: str) -> None:
-    built = [("gaussian-noise", {"std": 1.0}) if m == "gaussian-noise" else m for m in modules]
-    made = manager(built, private=False)
+    made = manager(modules, private=False)
     with pytest.raises((TypeError, ValueError), match=words):
         made.make_private(request(**changes))
 
 
 def test_evaluation_is_on_validation_records_only() -> None:
     made = manager()
-    ask = EvaluationRequest(
-        round_i=1, weights=None, batches={"batch_size": 30}, n_steps=None, timeout=None
-    )
+    ask = EvaluationRequest(1, None, {"batch_size": 30}, None, None)
     assert not isinstance(made.evaluation_round(ask), Error)
     made.valid_data = None
     with pytest.raises(ValueError, match="give valid_data"):
@@ -189,6 +170,14 @@ def test_sample_clip_alone_never_looks_private() -> None:
         ({"mode": []}, "scope"),
         ({"gamma": -1}, "gamma must be"),
         ({"max_nrm": 1}, "did you mean 'max_norm'"),
+        ({"evaluation_share": 0.2}, "go together"),
+        ({"loss_bound": 2.0}, "go together"),
+        ({"evaluation_share": 1.0, "loss_bound": 2.0}, r"must be a number in \[0, 1\)"),
+        ({"evaluation_share": 0.1, "loss_bound": 0.0}, "loss_bound must be"),
+        # Beyond what a server takes for a loss.
+        ({"evaluation_share": 0.1, "loss_bound": 1e101}, "loss_bound must be"),
+        # A client took minutes to find its noise.
+        ({"evaluation_share": 1e-4, "loss_bound": 2.0}, "must be 0, or 0.001 and more"),
     ],
 )
 def test_sample_clip_refuses(config: Any, words: str) -> None:
@@ -225,8 +214,6 @@ def test_a_client_becomes_private_and_enforces_its_own_budget(tmp_path: Path) ->
 
 
 def test_a_server_can_not_ask_for_other_privacy_between_rounds() -> None:
-    from declearn.messaging import SerializedMessage
-
     made = client()
     made.trainmanager = manager(private=False)
     made.make_private(request())
@@ -266,17 +253,13 @@ def test_a_client_that_forgets_says_so(caplog: pytest.LogCaptureFixture, tmp_pat
 def test_small_batches_are_not_filled_up_to_large_ones(
     monkeypatch: pytest.MonkeyPatch, size: int, most: int
 ) -> None:
-    seen: list[int] = []
-
-    def note(*args: Any, micro_batch: int, **settings: Any) -> Any:
-        seen.append(micro_batch)
-        return clipped_sum(*args, micro_batch=micro_batch, **settings)
-
-    monkeypatch.setattr("fedclip.engines.declearn.persample.clipped_sum", note)
+    clipped = mock.Mock(side_effect=clipped_sum)
+    monkeypatch.setattr("fedclip.engines.declearn.persample.clipped_sum", clipped)
     for clip in (SampleClip(), SampleClip(micro_batch=7)):
         made = manager([clip], private=request(batches={"batch_size": size}))
         made.run_train_step(made.records.take(np.arange(size)))
     # Each time for three validation records, when it is set up, and then for the batch.
+    seen = [call.kwargs["micro_batch"] for call in clipped.call_args_list]
     assert seen == [*[most] * 4, *[7] * 4]
 
 
@@ -284,17 +267,10 @@ def test_a_run_is_accounted_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = manager(private=request(budget=(2.9, 1e-5)))
-    calls: list[Any] = []
-    pld = accounting._pld
-
-    def note(*arguments: Any) -> float:
-        calls.append(arguments)
-        return pld(*arguments)
-
-    monkeypatch.setattr(accounting, "_pld", note)
+    pld = mock.Mock(side_effect=accounting._pld)
+    monkeypatch.setattr(accounting, "_pld", pld)
     accounting._epsilon.cache_clear()
     with caplog.at_level(logging.INFO):
-        for i in range(4):
-            made.training_round(train(round_i=i))
-    assert len(calls) == 1
+        rounds(made, 4)
+    assert pld.call_count == 1
     assert f"Privacy spent: epsilon {made.get_privacy_spent()[0]:.4g} at delta 1e-05" in caplog.text

@@ -7,15 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.aggregator import AveragingAggregator
 from declearn.dataset import InMemoryDataset
-from declearn.optimizer import Optimizer
-from dpsgd_managers import request
+from dpsgd_models import calls
 from helpers import require
 
 from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.engines.declearn.persample import Records, clipped_sum, first_records
-from fedclip.engines.declearn.private_client import PrivateTrainingManager
 
 pytestmark = pytest.mark.slow
 
@@ -24,22 +21,13 @@ C = 0.3
 LENGTHS = (2, 5, 3, 5, 2, 7)
 
 
-class Sentences(torch.utils.data.Dataset):  # type: ignore[misc]
-    """Records of unequal lengths: tokens, a label, and perhaps a weight."""
-
-    def __init__(self, weights: bool = False, repeat: int = 1) -> None:
-        rng = np.random.default_rng(0)
-        rows = [rng.integers(1, 9, n) for n in LENGTHS * repeat]
-        self.rows = [
-            (torch.from_numpy(row), torch.tensor(i % 3), *[torch.tensor(i / 2)] * weights)
-            for i, row in enumerate(rows)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.rows[i]
+def sentences(weights: bool = False) -> list[Any]:
+    """Return records of unequal lengths: tokens, a label, and perhaps a weight."""
+    rng = np.random.default_rng(0)
+    rows = [torch.from_numpy(rng.integers(1, 9, n)) for n in LENGTHS]
+    return [
+        (row, torch.tensor(i % 3), *[torch.tensor(i / 2)] * weights) for i, row in enumerate(rows)
+    ]
 
 
 class Endless(torch.utils.data.IterableDataset):  # type: ignore[misc]
@@ -71,16 +59,11 @@ def model() -> Any:
     from declearn.model.torch import TorchModel
 
     torch.manual_seed(0)
-
-    class Mean(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.out = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 3)
-
-        def forward(self, x: Any) -> Any:
-            return self.out(self.embed(x).mean(1))
-
-    return TorchModel(Mean(), torch.nn.CrossEntropyLoss())
+    nn = torch.nn
+    net = calls(
+        lambda net, x: net.out(net.embed(x).mean(1)), embed=nn.Embedding(9, 4), out=nn.Linear(4, 3)
+    )
+    return TorchModel(net, nn.CrossEntropyLoss())
 
 
 def total(of: Any, batches: Any) -> Any:
@@ -89,7 +72,7 @@ def total(of: Any, batches: Any) -> Any:
 
 
 def test_no_record_depends_on_how_long_others_are() -> None:
-    of, records = model(), Records(dataset(Sentences(weights=True)))
+    of, records = model(), Records(dataset(sentences(weights=True)))
     each = [total(of, records.take([i])) for i in range(6)]
     np.testing.assert_allclose(total(of, records.take(np.arange(6))), sum(each), atol=1e-6)
     for i in range(6):
@@ -105,22 +88,10 @@ def test_datasets_whose_records_can_not_be_drawn_are_refused() -> None:
     with pytest.raises(TypeError, match="Endless has no length"):
         Records(dataset(Endless()))
     with pytest.raises(ValueError, match="has to be the records"):
-        Records(dataset(Sentences(), times_first)).take([1])
-
-
-def manager(source: Any, collate: Any = padded, **changes: Any) -> PrivateTrainingManager:
-    data = dataset(source, collate)
-    made = PrivateTrainingManager(
-        *(model(), Optimizer(lrate=0.1), AveragingAggregator(), data, data), verbose=False
-    )
-    pytest.importorskip("opacus")
-    made.make_private(request(**changes))
-    return made
-
-
-def test_a_collate_function_that_fails_for_records_fails_before_anything_is_paid() -> None:
-    with pytest.raises(ValueError, match="has to be the records"):
-        manager(Sentences(repeat=10), times_first)
+        Records(dataset(sentences(), times_first)).take([1])
+    empty = InMemoryDataset(np.zeros((0, 3)), target=np.zeros(0))
+    with pytest.raises(ValueError, match="valid_data holds no record"):
+        first_records(empty)
 
 
 def test_padded_tensorflow_records_do_not_depend_on_each_other() -> None:
@@ -146,9 +117,3 @@ def test_records_of_one_shape_are_one_batch() -> None:
     assert y.tolist() == [3, 3, 19]
     assert weights is None
     assert records.take([]) == []
-
-
-def test_validation_data_without_a_record_is_refused() -> None:
-    empty = InMemoryDataset(np.zeros((0, 3)), target=np.zeros(0))
-    with pytest.raises(ValueError, match="valid_data holds no record"):
-        first_records(empty)

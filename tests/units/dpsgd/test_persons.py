@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from declearn.dataset import InMemoryDataset
 from dpsgd_managers import Silent, data, manager, request
+from dpsgd_models import MODELS
 from report_runs import call
-from units.dpsgd.test_dpsgd_persample import MODELS
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.check.data import person_findings, units
