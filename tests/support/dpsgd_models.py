@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from helpers import require
 
+from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.engines.declearn.persample import clipped_sum, part
+
+C = 0.3
+
 Model = tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]
+
+
+def flat(norms: Any) -> Any:
+    return SampleClipping().factors(norms, C)
 
 
 def rng() -> np.random.Generator:
@@ -49,8 +59,8 @@ def jax_model() -> Model:
 def tensorflow_model() -> Model:
     keras = require("keras")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    layers = keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)
-    model = keras_model(*layers, loss=loss, shape=(6,))
+    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
+    model = keras_model(keras.Sequential(layers), loss, (6,))
     return model, rng().normal(size=(13, 6)).astype("float32"), rng().integers(0, 3, 13)
 
 
@@ -77,7 +87,6 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-# -- models of torch as users have them ---------------------------------------------------------
 def calls(call: Callable[..., Any], **layers: Any) -> Any:
     """Return a module that has layers, and is a function of them."""
     nn = require("torch").nn
@@ -92,121 +101,26 @@ def calls(call: Callable[..., Any], **layers: Any) -> Any:
     return made
 
 
-def encoder(nn: Any) -> Any:
-    layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, norm_first=True)
-    return calls(
-        lambda net, x: net.out(net.mix(net.embed(x) + net.place).mean(1)),
-        embed=nn.Embedding(11, 6),
-        place=nn.Parameter(require("torch").randn(1, 7, 6)),
-        mix=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-        out=nn.Linear(6, 3),
-    )
-
-
-def two_inputs(nn: Any) -> Any:
-    return calls(
-        lambda net, x, y: net.out(net.embed(x).mean(1) + net.wide(y)),
-        embed=nn.Embedding(11, 6),
-        wide=nn.Linear(4, 6),
-        out=nn.Linear(6, 3),
-    )
-
-
-def two_outputs(nn: Any) -> Any:
-    return calls(
-        lambda net, x: (net.first(net.body(x).tanh()), net.second(x)),
-        body=nn.Linear(4, 8),
-        first=nn.Linear(8, 3),
-        second=nn.Linear(4, 1),
-    )
-
-
-def two_losses(nn: Any) -> Any:
-    entropy = nn.CrossEntropyLoss(reduction="none")
-    return calls(lambda net, out, y: entropy(out[0], y) + out[1][:, 0] ** 2)
-
-
-def images(nn: Any) -> Any:
-    return nn.Sequential(
-        *(nn.ConvTranspose2d(1, 4, 2), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2)),
-        *(nn.Conv2d(4, 3, 3), nn.PReLU(), nn.Flatten()),
-    )
-
-
-def buffers(nn: Any) -> Any:
-    made = calls(lambda net, x: net.layer(input=x - net.mean), layer=nn.Linear(4, 3))
-    made.register_buffer("mean", require("torch").randn(4))
-    return made
-
-
-def checkpointed(nn: Any) -> Any:
-    run = require("torch.utils.checkpoint").checkpoint
-    return calls(
-        lambda net, x: net.out(run(net.layer, x, use_reentrant=False).tanh()),
-        layer=nn.Linear(4, 4),
-        out=nn.Linear(4, 3),
-    )
-
-
-def one_layer(call: Callable[..., Any]) -> Callable[[Any], Any]:
-    return lambda nn: calls(call, layer=nn.Linear(4, 3))
-
-
-# Module, and the shape of a record, or how many tokens it has.
-ZOO: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "encoder": (encoder, 7),
-    "two inputs": (two_inputs, [7, (4,)]),
-    "two outputs": (two_outputs, (4,)),
-    "images": (images, (1, 5, 5)),
-    "buffers": (buffers, (4,)),
-    "in place": (one_layer(lambda net, x: net.layer(x.mul_(2.0))), (4,)),
-    "branches": (one_layer(lambda net, x: net.layer(x if x.sum() > 0 else 2 * x)), (4,)),
-    "checkpointed": (checkpointed, (4,)),
-}
-
-
-def of_zoo(name: str) -> Model:
-    torch = require("torch")
-    from declearn.model.torch import TorchModel
-
-    torch.manual_seed(0)
-    make, shape = ZOO[name]
-    loss = two_losses(torch.nn) if name == "two outputs" else torch.nn.CrossEntropyLoss()
-
-    def inputs(of: Any) -> Any:
-        return torch.randint(0, 11, (13, of)) if isinstance(of, int) else torch.randn(13, *of)
-
-    x: Any = [*map(inputs, shape)] if isinstance(shape, list) else inputs(shape)
-    return TorchModel(make(torch.nn), loss), x, torch.randint(0, 3, (13,))
-
-
-def keras_model(*made: Any, loss: Any = None, shape: Any = (4,)) -> Any:
+def keras_model(net: Any, loss: Any = None, shape: Any = (4,)) -> Any:
     import keras
     from declearn.model.tensorflow import TensorflowModel
 
-    model = TensorflowModel(keras.Sequential([*made]), loss or keras.losses.MeanSquaredError())
+    model = TensorflowModel(net, loss or keras.losses.MeanSquaredError())
     model.initialize({"features_shape": shape})
     return model
 
 
 def keras_tokens(kind: str) -> Model:
     """Return a model with layers that have no vectorized gradient."""
-    layers, losses = require("keras").layers, require("keras").losses
-
-    class Attention(layers.Layer):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = layers.MultiHeadAttention(2, 3)
-
-        def call(self, x: Any) -> Any:
-            return self.inner(x, x)
-
-    mixing = [layers.LSTM(5)]
+    keras = require("keras")
+    layers, inputs = keras.layers, keras.Input((7,))
+    found = layers.Embedding(11, 6)(inputs)
     if kind == "attention":
-        mixing = [Attention(), layers.GlobalAveragePooling1D()]
-    parts = (layers.Embedding(11, 6), *mixing, layers.Dense(3))
-    loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = keras_model(*parts, loss=loss, shape=(7,))
+        found = layers.GlobalAveragePooling1D()(layers.MultiHeadAttention(2, 3)(found, found))
+    else:
+        found = layers.LSTM(5)(found)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = keras_model(keras.Model(inputs, layers.Dense(3)(found)), loss, (7,))
     return model, rng().integers(0, 11, (13, 7)), rng().integers(0, 3, 13)
 
 
@@ -215,3 +129,23 @@ def numbers(array: Any) -> Any:
         array = require("tensorflow").convert_to_tensor(array)
     array = array.detach().double().numpy() if hasattr(array, "detach") else array
     return np.asarray(array, dtype=np.float64)
+
+
+def assert_alone(model: Any, x: Any, y: Any, micro_batch: int) -> Any:
+    """Compare with declearn's own gradients of batches of one record; return the clipped sum."""
+    right: dict[str, Any] = {}
+    lengths = []
+    for i in range(len(y)):
+        alone = (*copy.deepcopy(part([x, y], slice(i, i + 1))), None)
+        found = model.compute_batch_gradients(alone).coefs
+        gradients = {n: numbers(a) for n, a in found.items()}
+        lengths.append(np.sqrt(sum((a**2).sum() for a in gradients.values())))
+        for name, array in gradients.items():
+            right[name] = right.get(name, 0.0) + min(1.0, C / (lengths[-1] or C)) * array
+    batch = (*copy.deepcopy([x, y]), None)
+    sums, norms = clipped_sum(model, [batch], flat, micro_batch=micro_batch)
+    assert sums.keys() == right.keys()
+    np.testing.assert_allclose(norms[:, 0], lengths, rtol=1e-4, atol=1e-6)
+    for name, array in right.items():
+        np.testing.assert_allclose(sums[name], array, rtol=0, atol=2e-6)
+    return sums

@@ -101,7 +101,6 @@ def as_lists(x: Any, y: Any) -> Any:
 ODD: dict[str, Any] = {
     "a list of inputs": as_lists,
     "no input": lambda x, y: ([], y),
-    "a list of two": lambda x, y: [x, y],
     "a list of labels": lambda x, y: (x, [y]),
     "sparse": lambda x, y: (torch.tensor(x).to_sparse(), y),
     "nested": lambda x, y: (torch.nested.nested_tensor([torch.tensor(x)]), y),
@@ -118,19 +117,6 @@ def test_a_record_of_another_structure_moves_the_sum_by_its_bound_at_most(name: 
     found = total(private(wire._torch_dataset(*wire.arrays(), ODD[name])), np.arange(wire.N))
     right = total(plain, np.arange(1, wire.N))
     assert np.linalg.norm(found - right) <= plain.sclip_norm * (1 + 1e-5)
-
-
-def test_types_and_classes_of_training_records_are_not_asked_for() -> None:
-    pandas: Any = pytest.importorskip("pandas")
-    x, y = wire.arrays()
-    labels, frame = y.astype(object), pandas.DataFrame(x).astype({1: object})
-    labels[3] = frame.iloc[3, 1] = wire.SECRET
-    shown = {"expose_classes": True, "expose_data_type": True}
-    first, second = (
-        private(InMemoryDataset(rows, target=target, **shown)).ledger.data
-        for rows, target in ((pandas.DataFrame(x), y), (frame, labels))
-    )
-    assert first == second
 
 
 def test_an_interrupt_is_no_record() -> None:

@@ -120,11 +120,6 @@ def test_other_batches_than_announced_are_refused(asked: Any, said: str) -> None
     assert made.ledger.accountant.rounds == 0
 
 
-def test_declearns_names_of_accountants_change_nothing() -> None:
-    found = [manager(private=request(accountant=name)).calibration for name in ("rdp", "prv")]
-    assert found[0] == found[1]
-
-
 # -- refusals ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("modules", "changes", "words"),

@@ -8,11 +8,10 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-from dpsgd_models import calls
+from dpsgd_models import assert_alone, calls
 from helpers import require
 
 pytestmark = pytest.mark.slow
@@ -20,6 +19,7 @@ pytestmark = pytest.mark.slow
 torch: Any = require("torch")
 nn = torch.nn
 records: Any = __import__("fedclip.dpsgd.persample.torch_records", fromlist=["x"])
+TorchModel: Any = __import__("declearn.model.torch", fromlist=["x"]).TorchModel
 plans: Any = __import__("fedclip.dpsgd.persample.torch_plan", fromlist=["x"])
 
 
@@ -30,8 +30,59 @@ def tokens(**settings: Any) -> Any:
     )
 
 
+def encoder() -> Any:
+    layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, norm_first=True)
+    return calls(
+        lambda net, x: net.out(net.mix(net.embed(x) + net.place).mean(1)),
+        embed=nn.Embedding(11, 6),
+        place=nn.Parameter(torch.randn(1, 7, 6)),
+        mix=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        out=nn.Linear(6, 3),
+    )
+
+
+def two_inputs() -> Any:
+    return calls(
+        lambda net, x, y: net.out(net.embed(x).mean(1) + net.wide(y)),
+        embed=nn.Embedding(11, 6),
+        wide=nn.Linear(4, 6),
+        out=nn.Linear(6, 3),
+    )
+
+
+def two_outputs() -> Any:
+    return calls(
+        lambda net, x: (net.first(net.body(x).tanh()), net.second(x)),
+        body=nn.Linear(4, 8),
+        first=nn.Linear(8, 3),
+        second=nn.Linear(4, 1),
+    )
+
+
+def images() -> Any:
+    return nn.Sequential(
+        *(nn.ConvTranspose2d(1, 4, 2), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2)),
+        *(nn.Conv2d(4, 3, 3), nn.PReLU(), nn.Flatten()),
+    )
+
+
+def buffers() -> Any:
+    made = calls(lambda net, x: net.layer(input=x - net.mean), layer=nn.Linear(4, 3))
+    made.register_buffer("mean", torch.randn(4))
+    return made
+
+
+def checkpointed() -> Any:
+    run = torch.utils.checkpoint.checkpoint
+    return calls(
+        lambda net, x: net.out(run(net.layer, x, use_reentrant=False).tanh()),
+        layer=nn.Linear(4, 4),
+        out=nn.Linear(4, 3),
+    )
+
+
 def one_layer(call: Any) -> Any:
-    return partial(calls, call, layer=nn.Linear(6, 2))
+    return lambda: calls(call, layer=nn.Linear(6, 2))
 
 
 def twice() -> Any:
@@ -105,7 +156,7 @@ def frozen() -> Any:
 
 
 # Module, shape of a record, layers that are taken apart.
-MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
+MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), (6,), 2),
     "short sequence": (lambda: nn.Linear(20, 20), (3, 20), 1),
     "long sequence": (lambda: nn.Linear(6, 2), (30, 6), 1),
@@ -136,6 +187,14 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
     "weight norm": (weight_norm, (6,), 0),
     "hooked": (hooked, (6,), 1),
     "frozen": (frozen, (6,), 2),
+    "encoder": (encoder, 7, 10),
+    "two inputs": (two_inputs, [7, (4,)], 3),
+    "two outputs": (two_outputs, (4,), 3),
+    "images": (images, (1, 5, 5), 1),
+    "buffers": (buffers, (4,), 0),
+    "checkpointed": (checkpointed, (4,), 2),
+    "in place": (one_layer(lambda net, x: net.layer(x.mul_(2.0))), (6,), 1),
+    "branches": (one_layer(lambda net, x: net.layer(x if x.sum() > 0 else 2 * x)), (6,), 1),
     "cell": (lambda: nn.GRUCell(6, 3), (6,), 0),
     **{
         f"{kind.__name__} {settings}": (partial(recurrent, kind, **settings), (5, 6), 1)
@@ -156,19 +215,14 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
 }
 
 
-def loss(run: Any, record: Any) -> Any:
-    return (run((record["x"][None],)).sin() * record["scale"]).sum()
+def model_of(module: Any) -> Any:
+    """Return a model whose loss is the sum of sines of each number, times the target."""
 
+    def sines(net: Any, out: Any, y: Any) -> Any:
+        outs = out if isinstance(out, tuple) else (out,)
+        return sum(one.sin().reshape(len(y), -1).sum(1) for one in outs) * y
 
-def of_each(module: Any, x: Any, scale: Any) -> list[dict[str, Any]]:
-    """Return the gradients of records by themselves."""
-    rows = []
-    for a, s in zip(x, scale, strict=True):
-        module.zero_grad()
-        loss(lambda args: module(*args), {"x": a, "scale": s}).backward()
-        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        rows.append({n: p.grad.clone().double() for n, p in named})
-    return rows
+    return TorchModel(module, calls(sines))
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:LSTM with projections")
@@ -176,42 +230,20 @@ def of_each(module: Any, x: Any, scale: Any) -> list[dict[str, Any]]:
 def test_norms_and_sums_are_those_of_gradients(kind: str) -> None:
     torch.manual_seed(1)
     make, shape, known = MODULES[kind]
-    module, x, scale = make(), torch.randn(7, *shape), torch.randn(7)
-    right, start = of_each(module, x, scale), 0
-    for parts in records.record_parts(module, loss, {"x": x, "scale": scale}, 3):
-        some = right[start : start + 3]
-        start += len(some)
-        assert parts.keys() == some[0].keys()
-        factors = torch.rand(len(some), dtype=torch.float64)
-        for name, part in parts.items():
-            rows = torch.stack([row[name] for row in some])
-            squares = rows.square().reshape(len(rows), -1).sum(1)
-            torch.testing.assert_close(part.squares(), squares, rtol=1e-4, atol=1e-10)
-            total = torch.einsum("i,i...->...", factors, rows).flatten()
-            torch.testing.assert_close(part.sum(factors).flatten(), total, rtol=1e-5, atol=1e-5)
-            assert not part.only(torch.tensor([], dtype=int)).sum(factors[:0]).any()
-            kept = torch.tensor([len(some) - 1])
-            last = part.only(kept).sum(factors[kept]).flatten()
-            right_last = (factors[-1] * rows[-1]).flatten()
-            torch.testing.assert_close(last, right_last, rtol=1e-5, atol=1e-5)
-    assert start == 7
-    (plan,) = plans._PLANS[module].values()
+    shapes = shape if isinstance(shape, list) else [shape]
+    x = [torch.randint(0, 11, (7, s)) if isinstance(s, int) else torch.randn(7, *s) for s in shapes]
+    model = model_of(make())
+    assert_alone(model, x if isinstance(shape, list) else x[0], torch.randn(7), 3)
+    (plan,) = plans._PLANS[model._raw_model.module].values()
     assert len(plan.layers) == known
-    inside = {id(p) for layer in plan.layers for p in module.get_submodule(layer).parameters()}
-    names = {n for n, p in module.named_parameters() if id(p) in inside}
-    assert not names & {*plan.others}
 
 
 def test_a_layer_that_is_exchanged_is_looked_at_again() -> None:
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 2))
-    records_of = {"x": torch.randn(4, 6), "scale": torch.randn(4)}
+    model = model_of(net)
     for layer in (net[0], Halved(6, 2)):
         net[0] = layer
-        (parts,) = records.record_parts(net, loss, records_of, 4)
-        right = torch.stack([row["0.weight"] for row in of_each(net, *records_of.values())])
-        ones = torch.ones(4, dtype=torch.float64)
-        torch.testing.assert_close(parts["0.weight"].sum(ones).view(2, 6), right.sum(0))
+        assert_alone(model, torch.randn(4, 6), torch.randn(4), 4)
 
 
 def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
@@ -229,25 +261,10 @@ def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
 
 def test_plans_do_not_keep_modules_alive() -> None:
     gone = weakref.ref(net := nn.Linear(6, 2))
-    list(records.record_parts(net, loss, {"x": torch.randn(4, 6), "scale": torch.ones(4)}, 4))
+    list(records.record_parts(net, lambda run, x: run((x[None],)).sum(), torch.randn(4, 6), 4))
     del net
     gc.collect()
     assert gone() is None
-
-
-def test_as_many_records_at_once_as_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedclip.dpsgd.persample import base
-
-    together = mock.Mock(side_effect=records._together)
-    monkeypatch.setattr(records, "_together", together)
-    x = {"x": torch.randn(70, 6), "scale": torch.ones(70)}
-    list(records.record_parts(nn.Linear(6, 2), loss, x, 32))
-    # Stored gradients of twelve float32 numbers and more each, and memory for sixty.
-    monkeypatch.setattr(base, "MOST", 30)
-    list(records.record_parts(weight_norm(), loss, x, 32))
-    seen = [len(call.args[2][0]) for call in together.call_args_list]
-    assert seen[:3] == [32, 32, 32]
-    assert max(seen[3:]) <= 5
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(40, 40, bias=False), tokens])

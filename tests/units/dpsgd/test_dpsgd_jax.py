@@ -109,12 +109,3 @@ def test_the_faster_way_is_taken_for_each_shape(second: float, kind: str) -> Non
         # It is measured once, and gradients that are asked for are always stored.
         assert kinds(13) == kinds(5) == {kind}
         assert kinds(5, materialise=True) == {"JaxStack"}
-
-
-def test_keys_of_jax_are_records_too() -> None:
-    x, y, keys = records()
-    gradients = made.RecordGradients(loss)
-    typed = jax.random.wrap_key_data(keys)
-    sums, _ = add_up(gradients.stacks(NAMES, weights(), (), (x, y, typed), 5), SHAPES, flat)
-    right, _ = total(False, (x, y, keys), flat)
-    np.testing.assert_allclose(sums["w"], right["w"], rtol=1e-4, atol=1e-6)

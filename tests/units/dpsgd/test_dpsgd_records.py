@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.dataset import InMemoryDataset
-from dpsgd_models import calls
+from dpsgd_models import calls, flat
 from helpers import require
 
-from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.engines.declearn.persample import Records, clipped_sum, first_records
 
 pytestmark = pytest.mark.slow
 
 torch: Any = require("torch")
-C = 0.3
 LENGTHS = (2, 5, 3, 5, 2, 7)
 
 
@@ -31,8 +29,7 @@ def sentences(weights: bool = False) -> list[Any]:
 
 
 class Endless(torch.utils.data.IterableDataset):  # type: ignore[misc]
-    def __iter__(self) -> Any:
-        return iter([])
+    """Has no length."""
 
 
 def padded(samples: Any) -> Any:
@@ -59,16 +56,13 @@ def model() -> Any:
     from declearn.model.torch import TorchModel
 
     torch.manual_seed(0)
-    nn = torch.nn
-    net = calls(
-        lambda net, x: net.out(net.embed(x).mean(1)), embed=nn.Embedding(9, 4), out=nn.Linear(4, 3)
-    )
-    return TorchModel(net, nn.CrossEntropyLoss())
+    embed, out = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 3)
+    net = calls(lambda net, x: net.out(net.embed(x).mean(1)), embed=embed, out=out)
+    return TorchModel(net, torch.nn.CrossEntropyLoss())
 
 
 def total(of: Any, batches: Any) -> Any:
-    sums, _ = clipped_sum(of, batches, lambda norms: SampleClipping().factors(norms, C))
-    return np.concatenate([a.ravel() for a in sums.values()])
+    return np.concatenate([a.ravel() for a in clipped_sum(of, batches, flat)[0].values()])
 
 
 def test_no_record_depends_on_how_long_others_are() -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from fedclip.errors import StateError
 from fedclip.privacy import accounting, noise
 from fedclip.privacy.accounting import (
     Accountant,
-    Cost,
     Release,
     account,
     default_bits_noise,
@@ -33,17 +33,12 @@ LARGEST = {"float16": 65504.0, "float32": 3.4028234e38, "bfloat16": 3.3895e38}
 
 
 def test_each_draw_is_the_stream_of_a_new_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: list[int] = []
-
-    def urandom(size: int) -> bytes:
-        keys.append(size)
-        return bytes(size)
-
+    urandom = mock.Mock(side_effect=bytes)
     monkeypatch.setattr(os, "urandom", urandom)
     # RFC 8439, appendix A.1: the first words for a key of zeros.
     first, second = (noise.random_words(2).tobytes().hex() for _ in range(2))
     assert first == second == "76b8e0ada0f13d90405d6ae55386bd28"
-    assert keys == [32, 32]
+    assert urandom.call_args_list == [mock.call(32)] * 2
 
 
 # With torch, and with NumPy where it is absent.
@@ -138,10 +133,10 @@ def test_float64_models_that_start_at_zero_reach_what_others_do() -> None:
 
 
 def test_the_grid_of_extreme_noise() -> None:
+    values = np.array([0.0, 1.0, 1e308, -1e308])
     for std in (5e-324, 1e-300, 1e-12, 1e300):
-        out = noised(np.array([0.0, 1.0, 1e308, -1e308]), std, lambda n: np.full(n, 0.6))
-        assert np.isfinite(out).all()
-        np.testing.assert_allclose(out, np.array([0.0, 1.0, 1e308, -1e308]) + 0.6 * std, rtol=1e-9)
+        out = noised(values, std, lambda n: np.full(n, 0.6))
+        np.testing.assert_allclose(out, values + 0.6 * std, rtol=1e-9)
     assert noised(np.array([1 / 3]), 0.0, secure_normals)[0] == 1 / 3
     assert noised(np.array(2.0), 1.0, secure_normals).shape == ()
 
@@ -333,17 +328,6 @@ def test_samples_are_kept_apart_and_restored() -> None:
 
 
 @pytest.mark.slow
-def test_rounding_in_many_steps_makes_no_epsilon_too_low() -> None:
-    """The transforms of a million steps are not exact to such a delta."""
-    delta = 1e-11
-    pytest.importorskip("dp_accounting")
-    found = [epsilon([Release(z, 10**6, 1e-4)], delta) for z in (1.0, 1.02, 1.04)]
-    assert found == sorted(found, reverse=True)
-    assert found[-1] > epsilon([Release(1.04, 10**6, 1e-4)], 2e-8)
-    assert epsilon([Release(1.0, 10**6, 1e-4)], delta, "replace-one") > found[0]
-
-
-@pytest.mark.slow
 def test_hardly_any_noise_and_tiny_budgets_are_accounted_all_the_same() -> None:
     for sampling in (0.1, 1.0):
         assert epsilon([Release(5e-324, 3, sampling)], 1e-5) == math.inf
@@ -360,25 +344,6 @@ def test_noise_beyond_a_dtype_is_its_largest_number(framework: str, dtype: str) 
     out = to_numpy(type(vector)(add_noise(vector.coefs, largest, secure_normals)))["w"]
     assert np.isfinite(out).all()
     assert np.abs(out.astype(np.float64)).max() == pytest.approx(largest, rel=1e-4)
-
-
-def test_the_noise_for_a_budget_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call may take seconds where steps are many and records are sampled rarely."""
-    calls = []
-
-    def steep(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
-        (release,) = spent
-        calls.append(release)
-        # As it is for 10^7 records, batches of 32 and 10^5 steps.
-        z = release.noise_multiplier
-        return Cost(0.0042 / z + math.exp(min(11.0 / z, 40.0) - 25.5), "pld")
-
-    monkeypatch.setattr(accounting, "_require_dp_accounting", lambda: None)
-    monkeypatch.setattr(accounting, "_pld", steep)
-    z = noise_multiplier(3.0125, 1e-8, 100_001, 3.2e-6)
-    costs = [steep((Release(z / less),), 0, "").epsilon for less in (1, 1.0006)]
-    assert costs[0] <= 3.0125 < costs[1]
-    assert len(calls) - 2 <= 22
 
 
 def test_an_order_that_is_left_out_alarms_nobody(caplog: pytest.LogCaptureFixture) -> None:

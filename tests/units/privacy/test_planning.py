@@ -49,17 +49,18 @@ def test_the_drift_is_what_noise_adds_up_to() -> None:
 
 def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
     done = call(*BUDGET, "--values", "10000")
-    assert done.exit_code == 0
-    text = done.stdout[done.stdout.index("[optim]") :]
-    optim = tomllib.loads(text)["optim"]
-    for side in ("client_opt", "server_opt"):
-        optim[side]["lrate"] = 1.0
-    FLOptimConfig.from_params(**optim)
+    lines = done.stdout[done.stdout.index("[optim]") :].replace("modules", "lrate = 1.0\nmodules")
+    FLOptimConfig.from_params(**tomllib.loads(lines)["optim"])
     path = tmp_path / "config.toml"
     path.write_text(
-        "[network]\nprotocol = 'websockets'\nhost = '127.0.0.1'\nport = 8765\n[data]\n"
-        "[run]\nrounds = 100\n[run.register]\nmin_clients = 100\nmax_clients = 100\n"
-        "[run.training]\nbatch_size = 8\n" + text.replace("modules", "lrate = 1.0\nmodules")
+        f"""
+        network = {{ protocol = "websockets", host = "127.0.0.1", port = 8765 }}
+        data = {{}}
+        [run]
+        rounds = 100
+        register = {{ min_clients = 100, max_clients = 100 }}
+        training = {{ batch_size = 8 }}
+        {lines}"""
     )
     checked = check_config(path)
     assert checked.ok
@@ -90,31 +91,25 @@ def test_prices_of_noise_from_the_sites(clients: int, honest: float, sites: int)
     assert by_silent[-1] == pytest.approx(epsilon([alone], 1e-5, "replace-one"))
 
 
-def test_lines_of_a_plan_with_noise_from_the_sites() -> None:
-    done = call(*BUDGET, "--values", "10000", "--honest", "0.5", "--json")
-    assert done.exit_code == 0
-    found = json.loads(done.stdout)
-    assert found["prices"][1]["trusted"] == "50 of 100 clients, secure sums"
-    optim = tomllib.loads("\n".join(found["toml"]))["optim"]
-    (client,), (server,) = (optim[side]["modules"] for side in ("client_opt", "server_opt"))
-    assert UpdateClipServer(**server[1]).rounds_left() == 100
-    assert UpdateClipClient(**client[1]).noise == UpdateClipServer(**server[1]).site.get_config()
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [("10000", "31 (the largest for float32)"), ("1000000000", "40 (and a model in float64)")],
 )
 def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: str) -> None:
-    done = call(*BUDGET, "--values", values, "--honest", "0.5")
-    found = re.search(r"clipval = (\S+) times max_norm, and bitsize (.*)", done.stdout)
-    assert found is not None
-    assert found[2] == said
-    client = tomllib.loads(done.stdout[done.stdout.index("[optim]") :])["optim"]["client_opt"]
-    site = SiteNoise(**client["modules"][0][1]["noise"])
+    words = (*BUDGET, "--values", values, "--honest", "0.5")
+    text, found = call(*words).stdout, json.loads(call(*words, "--json").stdout)
+    assert found["prices"][1]["trusted"] == "50 of 100 clients, secure sums"
+    optim = tomllib.loads("\n".join(found["toml"]))["optim"]
+    (client,), (server,) = (optim[side]["modules"] for side in ("client_opt", "server_opt"))
+    assert UpdateClipServer(**server[1]).rounds_left() == 100
+    noise = UpdateClipClient(**client[1]).noise
+    assert noise == UpdateClipServer(**server[1]).site.get_config()
+    numbers = re.search(r"clipval = (\S+) times max_norm, and bitsize (.*)", text)
+    assert numbers is not None
+    assert numbers[2] == said
     dtype = np.dtype(said.split()[-1].rstrip(")"))
-    secagg = {"clipval": float(found[1]), "bitsize": int(said[:2])}
-    assert not site.unsafe(secagg, {"w": np.zeros(1, dtype)})
+    secagg = {"clipval": float(numbers[1]), "bitsize": int(said[:2])}
+    assert not SiteNoise(**client[1]["noise"]).unsafe(secagg, {"w": np.zeros(1, dtype)})
 
 
 @pytest.mark.parametrize(
