@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,14 @@ import pytest
 from declearn.aggregator import AveragingAggregator
 from declearn.dataset import Dataset, InMemoryDataset
 from declearn.messaging import (
+    EvaluationRequest,
+    InitRequest,
+    MetadataQuery,
     PrivacyRequest,
+    SerializedMessage,
     TrainRequest,
 )
+from declearn.metrics import MetricSet
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.optimizer import Optimizer
 
@@ -112,6 +119,10 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.asked: list[Any] = []
+
+    async def recv_message(self) -> Any:
+        return SerializedMessage.from_bin_message(self.asked.pop(0).serialize())
 
     async def send_message(self, message: Any) -> None:
         self.sent.append(message)
@@ -152,3 +163,41 @@ def total(made: Any, positions: Any) -> Any:
     """Return the clipped sum of a step, as an array."""
     made.run_train_step(made.records.take(positions, made._fail))
     return np.concatenate([a.ravel() for a in made.noise.seen[-1][0].values()])
+
+
+def conversation(kind: str, folder: Path) -> list[Any]:
+    """Return what a client sends in two rounds; its draws are the same whatever its kind."""
+    import torch
+    from declearn.model.torch import TorchModel
+
+    torch.manual_seed(0)
+    model = TorchModel(torch.nn.Linear(wire.D, wire.CLASSES), torch.nn.CrossEntropyLoss())
+    clip = ("sample-clip", {"evaluation_share": 0.2, "loss_bound": BOUND})
+    limits = [("value-clip", {"max_value": 0.05}), ("norm-clip", {"max_norm": 0.07})]
+    optim = Optimizer(lrate=0.5, modules=[*limits, clip, "momentum"])
+    metrics = MetricSet(["accuracy"]).get_config()["metrics"]
+    of_round: dict[str, Any] = {"batches": {"batch_size": 20}, "n_epoch": 2, "n_steps": 3}
+    weights = model.get_weights(trainable=True)
+    kinds = ("plain", kind) if kind in wire.VALIDATION else (kind, "plain")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # A model of torch is pickled.
+        warnings.simplefilter("ignore")
+        wire.seeded(patch.setattr)
+        # The first three validation records, on which the model is tried, are always the same.
+        valid = wire.dataset(kinds[1], wire.N - 1, expose_data_type=True)
+        settings = {"train_data": wire.dataset(kinds[0]), "valid_data": valid}
+        made = client(**settings, checkpoint=str(folder / kind))
+        made.netwk.asked = [
+            MetadataQuery(["n_samples", "features_shape", "data_type"]),
+            InitRequest(model, optim, AveragingAggregator(), metrics, dpsgd=True),
+            request(budget=(50.0, 1e-3), rounds=2, **of_round),
+        ]
+        asyncio.run(made.initialize())
+        for i in (1, 2):
+            made.netwk.asked = [
+                train(round_i=i, weights=weights, **of_round),
+                EvaluationRequest(i, weights, {"batch_size": 20}, None, None),
+            ]
+            for _ in range(2):
+                asyncio.run(made.handle_message(asyncio.run(made.netwk.recv_message())))
+    return list(made.netwk.sent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 import dpsgd_wire as wire
 import numpy as np
 import pytest
-from declearn.communication.api.backend.actions import ActionMessage, Join, Send
-from declearn.messaging import SerializedMessage
+from declearn.communication.api.backend.actions import Join
 from declearn.utils import access_types_mapping
 from declearn.utils.serialize import json_load, msgpack_load, msgpack_serialize
-from dpsgd_managers import noised_sums, private
+from dpsgd_managers import conversation, noised_sums, private
 from dpsgd_models import keras_model
 from helpers import require
 
@@ -36,75 +34,63 @@ PAGE = Path(__file__).with_name("dpsgd_messages.md")
 # -- on the wire -------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("websockets")
-    made: Path = tmp_path_factory.mktemp("wire")
-    wire.federation(made)
-    return made
+    return tmp_path_factory.mktemp("clients")
 
 
-def messages(folder: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what a client sent: the name of each message, and its fields."""
-    for raw in wire.sent(folder, name):
-        action = ActionMessage.deserialize(raw)
-        if isinstance(action, Join):
-            yield "Join", {"name": action.name, "version": action.version}
-            continue
-        assert isinstance(action, Send)
-        message: Any = SerializedMessage.from_bin_message(action.content).deserialize()
-        fields = {f.name: getattr(message, f.name) for f in dataclasses.fields(message)}
-        yield type(message).__name__, fields
+@pytest.fixture(scope="module")
+def sent(folder: Path) -> dict[str, list[Any]]:
+    """Return what clients of each kind send."""
+    return {kind: conversation(kind, folder) for kind in (*wire.KINDS, *wire.VALIDATION)}
 
 
-def differing(folder: Path, one: str, other: str) -> set[tuple[str, str]]:
+def fields_of(message: Any) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
+
+
+def differing(mine: list[Any], others: list[Any]) -> set[tuple[str, str]]:
     """Return the fields in which two clients' messages differ, bit by bit."""
-    mine, others = ([*messages(folder, name)] for name in (one, other))
-    assert [name for name, _ in mine] == [name for name, _ in others]
+    assert [*map(type, mine)] == [*map(type, others)]
     return {
-        (name, field)
-        for (name, fields), (_, more) in zip(mine, others, strict=True)
-        for field, value in fields.items()
-        if msgpack_serialize(value) != msgpack_serialize(more[field])
+        (type(one).__name__, field)
+        for one, other in zip(mine, others, strict=True)
+        for field, value in fields_of(one).items()
+        if msgpack_serialize(value) != msgpack_serialize(getattr(other, field))
     }
 
 
-def test_what_a_client_sends_differs_in_the_noised_sum_alone(folder: Path) -> None:
-    names = [name for name, _ in messages(folder, "plain")]
+def test_what_a_client_sends_differs_in_the_noised_sum_alone(sent: dict[str, list[Any]]) -> None:
+    names = [type(message).__name__ for message in sent["plain"]]
     rounds = ["TrainReply", "EvaluationReply"] * 2
-    assert names == ["Join", "MetadataReply", "InitReply", "PrivacyReply", *rounds]
+    assert names == ["MetadataReply", "InitReply", "PrivacyReply", *rounds]
+    lengths = [len(message.serialize()) for message in sent["plain"]]
     for kind in wire.KINDS[1:]:
-        found = differing(folder, "plain", kind)
-        assert found == {("Join", "name"), ("TrainReply", "updates")}, kind
-        lengths = [[len(raw) for raw in wire.sent(folder, n)][1:] for n in ("plain", kind)]
-        assert lengths[0] == lengths[1], kind
-        assert wire.SECRET.encode() not in b"".join(wire.sent(folder, kind)), kind
-        assert wire.SECRET not in (folder / "server.txt").read_text(), kind
+        assert differing(sent["plain"], sent[kind]) == {("TrainReply", "updates")}, kind
+        packed = [message.serialize() for message in sent[kind]]
+        assert [len(one) for one in packed] == lengths, kind
+        assert wire.SECRET.encode() not in b"".join(packed), kind
 
 
-def test_what_an_evaluation_sends_differs_in_the_noised_numbers_alone(folder: Path) -> None:
+def test_what_an_evaluation_sends_differs_in_the_noised_numbers_alone(
+    sent: dict[str, list[Any]],
+) -> None:
     noised = {("EvaluationReply", "loss"), ("EvaluationReply", "metrics")}
-    replies = {
-        kind: [fields for name, fields in messages(folder, kind) if name == "EvaluationReply"]
-        for kind in ("plain", *wire.VALIDATION)
-    }
     for kind in wire.VALIDATION:
-        assert differing(folder, "plain", kind) == {("Join", "name"), *noised}, kind
-        assert len(replies[kind]) == 2
-        for reply, plain in zip(replies[kind], replies["plain"], strict=True):
-            loss = reply["metrics"]["loss"]
-            assert (reply["n_steps"], reply["t_spent"]) == (1, 0.0)
+        assert differing(sent["plain"], sent[kind]) == noised, kind
+        for reply, plain in zip(sent[kind][4::2], sent["plain"][4::2], strict=True):
+            loss = reply.metrics["loss"]
+            assert (reply.n_steps, reply.t_spent) == (1, 0.0)
             # All else is made of the noised sums, of which the last counts records.
-            assert reply["loss"] == pytest.approx(loss.num_sum / loss.divisor)
-            assert reply["metrics"]["accuracy"].divisor == loss.divisor != wire.N
-            moved = noised_sums(reply["metrics"]) - noised_sums(plain["metrics"])
+            assert reply.loss == pytest.approx(loss.num_sum / loss.divisor)
+            assert reply.metrics["accuracy"].divisor == loss.divisor != wire.N
+            moved = noised_sums(reply.metrics) - noised_sums(plain.metrics)
             assert moved[-1] == pytest.approx(0.0, abs=1e-9)
             # To replace a record is to take one out and put one in.
             assert 1e-6 < np.linalg.norm(moved) <= 2 * np.sqrt(3) / 2
-    assert "the first is record 39" in (folder / "label.txt").read_text()
 
 
-def test_a_checkpoint_holds_nothing_of_a_record(folder: Path) -> None:
+def test_a_checkpoint_holds_nothing_of_a_record(folder: Path, sent: Any) -> None:
     def kept(kind: str) -> Any:
-        saved = folder / f"saved_{kind}"
+        saved = folder / kind
         states = msgpack_load(str(max(saved.glob("optimizer_state*"))))["modules"]
         # All but momentum, which stands after the noise.
         names = ["value-clip", "norm-clip", "sample-clip", "momentum"]
@@ -152,12 +138,13 @@ def test_the_table_has_each_field_of_each_message_that_a_client_can_send() -> No
     assert {*table()} == {(name, field) for name, fields in known.items() for field in fields}
 
 
-def test_the_table_says_of_each_field_what_is_on_the_wire(folder: Path) -> None:
+def test_the_table_says_of_each_field_what_is_on_the_wire(sent: dict[str, list[Any]]) -> None:
     told = table()
-    found = set().union(*(differing(folder, "plain", kind) for kind in wire.KINDS[1:]))
-    for name, fields in messages(folder, "plain"):
-        for field in fields or [""]:
-            noised = (name, field) in found - {("Join", "name")}
+    found = set().union(*(differing(sent["plain"], sent[kind]) for kind in wire.KINDS[1:]))
+    for message in sent["plain"]:
+        for field in fields_of(message) or [""]:
+            name = type(message).__name__
+            noised = (name, field) in found
             words = ("the noised sum",) if noised else ("no", "how many there are")
             assert told[name, field] in words, (name, field)
 
