@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +45,13 @@ def test_a_record_that_raises_counts_as_zero_and_the_others_as_ever(
     assert ("1 of this step, the first is record 0" in caplog.text) == (kind != "nan")
 
 
-def values(change: Callable[[Any, Any, Any], Any]) -> Any:
-    """Return data whose inputs, labels and weights were changed; validation has no weights."""
-    inputs, labels, weights = change(*wire.arrays(), np.ones(wire.N, dtype=object))
-    return InMemoryDataset(inputs, target=labels, s_wght=weights)
+def labels(bad: list[int], x: Any, y: Any, w: Any) -> Any:
+    return x, np.where(np.isin(np.arange(wire.N), bad), 9, y), w
 
 
-def with_labels(bad: Any) -> Any:
-    return values(lambda x, y, w: (x, np.where(np.isin(np.arange(wire.N), bad), 9, y), w))
-
-
-def lacking(kind: str) -> Any:
+def lacking(kind: str, x: Any, y: Any, w: Any) -> Any:
     series: Any = pytest.importorskip("pandas").Series
-    return values(lambda x, y, w: (x, series(y).astype(kind).mask(np.arange(wire.N) == 4), w))
+    return x, series(y).astype(kind).mask(np.arange(wire.N) == 4), w
 
 
 def text_in_a_table(x: Any, y: Any, w: Any) -> Any:
@@ -71,42 +65,39 @@ def text_for_a_weight(x: Any, y: Any, w: Any) -> Any:
     return x, y, w
 
 
-# Data sets, and their bad records.
+# How inputs, labels and weights are changed, and the bad records.
 BAD: dict[str, tuple[Any, list[int]]] = {
-    "labels": (lambda: with_labels([0, 1, 39]), [0, 1, 39]),
-    "nearly all labels": (lambda: with_labels(range(1, 40)), [*range(1, 40)]),
-    "a missing number": (lambda: lacking("float64"), [4]),
-    "a missing integer": (lambda: lacking("Int64"), [4]),
-    "a missing category": (lambda: lacking("category"), [4]),
-    "a text in a table": (lambda: values(text_in_a_table), [4]),
-    "a text for a weight": (lambda: values(text_for_a_weight), [4]),
+    "labels": (partial(labels, [0, 1, 39]), [0, 1, 39]),
+    "nearly all labels": (partial(labels, [*range(1, 40)]), [*range(1, 40)]),
+    "a missing number": (partial(lacking, "float64"), [4]),
+    "a missing integer": (partial(lacking, "Int64"), [4]),
+    "a missing category": (partial(lacking, "category"), [4]),
+    "a text in a table": (text_in_a_table, [4]),
+    "a text for a weight": (text_for_a_weight, [4]),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_values_change_their_records_alone(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    make, bad = BAD[kind]
-    found = total(private(make()), np.arange(wire.N))
+    change, bad = BAD[kind]
+    x, y, weights = change(*wire.arrays(), np.ones(wire.N, dtype=object))
+    made = private(InMemoryDataset(x, target=y, s_wght=weights))
+    found = total(made, np.arange(wire.N))
     right = total(private(wire.dataset("plain")), np.delete(np.arange(wire.N), bad))
     np.testing.assert_allclose(found, right, rtol=0, atol=1e-6)
     told = f"{len(bad)} of this step, the first is record {bad[0]}: IndexError"
     assert (told in caplog.text) == ("labels" in kind)
 
 
-def as_lists(x: Any, y: Any) -> Any:
-    return [torch.tensor(x)], torch.tensor(y)
-
-
 # What record 0 is, among others that are a tensor and a number.
 ODD: dict[str, Any] = {
-    "a list of inputs": as_lists,
     "no input": lambda x, y: ([], y),
     "a list of labels": lambda x, y: (x, [y]),
     "sparse": lambda x, y: (torch.tensor(x).to_sparse(), y),
     "nested": lambda x, y: (torch.nested.nested_tensor([torch.tensor(x)]), y),
     "without numbers": lambda x, y: (torch.tensor(x, device="meta"), torch.tensor(y)),
     "with a gradient": lambda x, y: (torch.tensor(x).requires_grad_(), y),
-    "of another structure at times": lambda x, y: as_lists(x, y) if torch.rand(()) < 0.5 else x,
+    "of another structure at times": lambda x, y: ([x], y) if torch.rand(()) < 0.5 else x,
 }
 
 

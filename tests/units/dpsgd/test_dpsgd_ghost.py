@@ -41,29 +41,9 @@ def encoder() -> Any:
     )
 
 
-def two_inputs() -> Any:
-    return calls(
-        lambda net, x, y: net.out(net.embed(x).mean(1) + net.wide(y)),
-        embed=nn.Embedding(11, 6),
-        wide=nn.Linear(4, 6),
-        out=nn.Linear(6, 3),
-    )
-
-
-def two_outputs() -> Any:
-    return calls(
-        lambda net, x: (net.first(net.body(x).tanh()), net.second(x)),
-        body=nn.Linear(4, 8),
-        first=nn.Linear(8, 3),
-        second=nn.Linear(4, 1),
-    )
-
-
 def images() -> Any:
-    return nn.Sequential(
-        *(nn.ConvTranspose2d(1, 4, 2), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2)),
-        *(nn.Conv2d(4, 3, 3), nn.PReLU(), nn.Flatten()),
-    )
+    first = (nn.ConvTranspose2d(1, 4, 2), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2))
+    return nn.Sequential(*first, nn.Conv2d(4, 3, 3), nn.PReLU(), nn.Flatten())
 
 
 def buffers() -> Any:
@@ -73,11 +53,9 @@ def buffers() -> Any:
 
 
 def checkpointed() -> Any:
-    run = torch.utils.checkpoint.checkpoint
+    run = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     return calls(
-        lambda net, x: net.out(run(net.layer, x, use_reentrant=False).tanh()),
-        layer=nn.Linear(4, 4),
-        out=nn.Linear(4, 3),
+        lambda net, x: net.out(run(net.layer, x)), layer=nn.Linear(4, 4), out=nn.Linear(4, 3)
     )
 
 
@@ -108,18 +86,9 @@ def folded() -> Any:
     )
 
 
-def scaled() -> Any:
-    number = nn.Parameter(torch.tensor(2.0))
-    return calls(lambda net, x: net.layer(x * net.scale), scale=number, layer=nn.Linear(6, 2))
-
-
 class Halved(nn.Linear):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         return 0.5 * super().forward(x)
-
-
-def weight_norm() -> Any:
-    return nn.utils.parametrizations.weight_norm(nn.Linear(6, 2))
 
 
 def hooked() -> Any:
@@ -128,31 +97,20 @@ def hooked() -> Any:
     return layer
 
 
-def recurrent(
-    kind: Any, given: bool = False, packed: bool = False, flat: bool = False, **settings: Any
-) -> Any:
+def recurrent(kind: Any, packed: bool = False, folded: bool = False, **settings: Any) -> Any:
     """Return a module that uses the outputs and the last states of a recurrent layer."""
-    folded = settings.pop("folded", False)
     layer = kind(6, 3, **settings)
 
     def call(net: Any, x: Any) -> Any:
-        x = x[0] if flat else x.movedim(0, 1 - layer.batch_first)
-        if folded:
-            x = x.reshape(1, -1, 6)
+        x = x.reshape(1, -1, 6) if folded else x.movedim(0, 1 - layer.batch_first)
         if packed:
             x = nn.utils.rnn.pack_padded_sequence(x, [len(x)])
-        output, states = net.layer(x, torch.ones(1, 1, 3)) if given else net.layer(x)
+        output, states = net.layer(x)
         output = output.data if packed else output
         states = states if isinstance(states, tuple) else (states,)
         return sum(((i + 1) * s.sin().sum() for i, s in enumerate(states)), output.sum())
 
     return calls(call, layer=layer)
-
-
-def frozen() -> Any:
-    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
-    net[0].weight.requires_grad_(False)
-    return net
 
 
 # Module, shape of a record, layers that are taken apart.
@@ -182,14 +140,25 @@ MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
     "tied": (tied, (6,), 0),
     "mixing": (one_layer(lambda net, x: (y := net.layer(x)) * (1.0 + y.mean(0))), (6,), 1),
     "folded": (folded, (4, 6), 2),
-    "a number": (scaled, (6,), 1),
     "another forward": (lambda: Halved(6, 2), (6,), 0),
-    "weight norm": (weight_norm, (6,), 0),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 2)), (6,), 0),
     "hooked": (hooked, (6,), 1),
-    "frozen": (frozen, (6,), 2),
+    "frozen": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2).requires_grad_(False)),
+        (6,),
+        1,
+    ),
     "encoder": (encoder, 7, 10),
-    "two inputs": (two_inputs, [7, (4,)], 3),
-    "two outputs": (two_outputs, (4,), 3),
+    "two inputs": (
+        lambda: calls(
+            lambda net, x, y: net.a(x).mean(1) + net.b(y), a=nn.Embedding(11, 6), b=nn.Linear(4, 6)
+        ),
+        *([7, (4,)], 2),
+    ),
+    "two outputs": (
+        lambda: calls(lambda net, x: (net.a(x), net.b(x)), a=nn.Linear(6, 3), b=nn.Linear(6, 1)),
+        *((6,), 2),
+    ),
     "images": (images, (1, 5, 5), 1),
     "buffers": (buffers, (4,), 0),
     "checkpointed": (checkpointed, (4,), 2),
@@ -200,17 +169,14 @@ MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
         f"{kind.__name__} {settings}": (partial(recurrent, kind, **settings), (5, 6), 1)
         for kind in (nn.LSTM, nn.GRU, nn.RNN)
         for settings in (
-            {},
+            {"bias": False},
             {"batch_first": True, "bidirectional": True, "num_layers": 2},
-            {"num_layers": 2, "bias": False},
         )
     },
     "relu": (partial(recurrent, nn.RNN, nonlinearity="relu", bidirectional=True), (5, 6), 1),
     "long": (partial(recurrent, nn.LSTM, batch_first=True), (40, 6), 1),
     "projected": (partial(recurrent, nn.LSTM, proj_size=2), (5, 6), 0),
-    "given states": (partial(recurrent, nn.GRU, given=True), (5, 6), 0),
     "packed": (partial(recurrent, nn.GRU, packed=True), (5, 6), 0),
-    "unbatched": (partial(recurrent, nn.LSTM, flat=True, num_layers=2), (5, 6), 1),
     "channels as sequences": (partial(recurrent, nn.GRU, folded=True), (5, 6), 0),
 }
 
