@@ -38,32 +38,23 @@ def data(n: int = N, d: int = D, seed: int = 0) -> InMemoryDataset:
     return InMemoryDataset(x, target=(x[:, 0] > 0).astype(int), expose_classes=True)
 
 
+STEPS = {"batches": {"batch_size": 15}, "n_epoch": 1, "n_steps": None}
+SPENT = {"budget": (3.0, 1e-5), "sclip_norm": 0.5, "accountant": "rdp", "rounds": 4}
+
+
 def request(**changes: Any) -> PrivacyRequest:
-    settings: dict[str, Any] = {
-        "budget": (3.0, 1e-5),
-        "sclip_norm": 0.5,
-        "accountant": "rdp",
-        "use_csprng": False,
-        "seed": 7,
-        "rounds": 4,
-        "batches": {"batch_size": 15},
-        "n_epoch": 1,
-        "n_steps": None,
-    }
-    return PrivacyRequest(**{**settings, **changes})
+    settings: dict[str, Any] = {**STEPS, **SPENT, "use_csprng": False, "seed": 7, **changes}
+    return PrivacyRequest(**settings)
 
 
 def train(**changes: Any) -> TrainRequest:
-    settings: dict[str, Any] = {
-        "round_i": 1,
-        "weights": None,
-        "aux_var": {},
-        "batches": {"batch_size": 15},
-        "n_epoch": 1,
-        "n_steps": None,
-        "timeout": None,
-    }
-    return TrainRequest(**{**settings, **changes})
+    settings: dict[str, Any] = {"round_i": 1, "weights": None, "aux_var": {}, "timeout": None}
+    return TrainRequest(**{**settings, **STEPS, **changes})
+
+
+def manager_of(model: Any, train: Any, valid: Any, modules: Any, lrate: float) -> Any:
+    parts = model, Optimizer(lrate=lrate, modules=[*modules]), AveragingAggregator(), train, valid
+    return PrivateTrainingManager(*parts, verbose=False)
 
 
 def manager(
@@ -72,18 +63,12 @@ def manager(
     private: Any = True,
     lrate: float = 1.0,
     **kwargs: Any,
-) -> PrivateTrainingManager:
+) -> Any:
     records = data() if dataset is None else dataset
     model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss", penalty=None)
-    model.initialize({"features_shape": (records.feats.shape[1],), "classes": [0, 1]})
-    made = PrivateTrainingManager(
-        model=model,
-        optim=Optimizer(lrate=lrate, modules=list(modules)),
-        aggrg=AveragingAggregator(),
-        train_data=records,
-        valid_data=data(d=records.feats.shape[1], seed=1),
-        verbose=False,
-    )
+    size = records.feats.shape[1]
+    model.initialize({"features_shape": (size,), "classes": [0, 1]})
+    made = manager_of(model, records, data(d=size, seed=1), modules, lrate)
     if private:
         made.make_private(request() if private is True else private, **kwargs)
     return made
@@ -149,11 +134,8 @@ def private(source: Dataset, net: Any = None, valid: Any = None, modules: Any = 
     torch.manual_seed(0)
     model = TorchModel(net or torch.nn.Linear(wire.D, wire.CLASSES), torch.nn.CrossEntropyLoss())
     x, y = wire.arrays(20, seed=1)
-    made = PrivateTrainingManager(
-        *(model, Optimizer(lrate=1.0, modules=[*modules]), AveragingAggregator(), source),
-        valid_data=InMemoryDataset(x, target=y) if valid is None else valid,
-        verbose=False,
-    )
+    valid = InMemoryDataset(x, target=y) if valid is None else valid
+    made = manager_of(model, source, valid, modules, 1.0)
     made.make_private(request())
     made.noise = Silent()
     return made

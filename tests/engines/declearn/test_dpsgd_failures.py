@@ -142,7 +142,6 @@ def test_records_that_raise_in_other_frameworks(backend: str) -> None:
         assert failed == [3, 5]
 
 
-# -- texts, times and counts -------------------------------------------------------------------
 def test_what_fails_in_an_evaluation_or_a_trial_is_in_the_log_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,7 +189,6 @@ def test_metadata_is_told_of_the_validation_records() -> None:
     assert "expose_classes=True" in sent.message
 
 
-# -- what stands before sample-clip ------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["flat", "adaptive"])
 def test_nothing_is_recorded_before_sample_clip(mode: str) -> None:
     before = [fedclip.ValueClip(max_value=0.01), fedclip.NormClip(0.005)]

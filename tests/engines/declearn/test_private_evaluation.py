@@ -48,7 +48,6 @@ def evaluation(model: Any, *metrics: Any) -> Evaluation:
     return Evaluation(made._prepare_metrics([*metrics]), BOUND)
 
 
-# -- what a record moves -----------------------------------------------------------------------
 @pytest.mark.parametrize("backend", MODELS)
 def test_values_are_declearns_own_losses_clipped_record_by_record(backend: str) -> None:
     model, x, y = MODELS[backend]()
@@ -127,7 +126,6 @@ def test_an_audit_finds_the_faults_and_no_others(
     assert found.high > 0.85 / z
 
 
-# -- what it costs -----------------------------------------------------------------------------
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
 def test_steps_and_evaluations_together_cost_the_budget(share: float) -> None:
     plan = calibrate(3.0, 1e-5, 400, 64, 60).evaluating(share, 10)
@@ -192,7 +190,6 @@ def test_evaluations_before_any_training_begin_the_plan(tmp_path: Path) -> None:
     assert made.ledger.accountant.order_of(made.ledger.accountant.spent) is None
 
 
-# -- what is refused ---------------------------------------------------------------------------
 def test_what_has_no_bound_or_no_person_is_refused_before_the_first_round() -> None:
     made = manager([SampleClip(**SETTINGS)], private=None)
     made.metrics = made._prepare_metrics(["mse", "accuracy"])

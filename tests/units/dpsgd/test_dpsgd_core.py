@@ -24,7 +24,6 @@ from fedclip.privacy.accounting import Release, epsilon, order_for
 from fedclip.privacy.ledger import Ledger, fingerprint, read_entries, total
 
 
-# -- sampling ----------------------------------------------------------------------------------
 def test_each_record_is_drawn_at_the_rate_independently_over_steps() -> None:
     """Within six standard deviations: of the share, of each record's, of sizes, over steps."""
     records, rate, steps = 200, 0.1, 4000
@@ -51,7 +50,6 @@ def test_the_rate_in_use_is_never_above_the_one_accounted_for() -> None:
     assert len(whole.draw()) == whole.expected == 5
 
 
-# -- calibration and ledger --------------------------------------------------------------------
 @pytest.mark.slow
 def test_a_calibrated_run_costs_its_budget_and_no_more() -> None:
     found = calibrate(3.0, 1e-5, 400, 64, 60)
@@ -287,7 +285,6 @@ def test_steps_that_could_not_be_written_are_neither_taken_nor_given_back(
     assert held(path) == [Release(2.0, 11, 0.1)] == ledger.accountant.spent
 
 
-# -- clipping ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["flat", "tensor", "layer", ["a.*", "b.w"], "automatic"])
 def test_no_record_adds_more_than_the_bound(mode: str | list[str]) -> None:
     clipping = SampleClipping(mode)
@@ -337,7 +334,6 @@ def test_factors_and_scales_by_hand() -> None:
     assert scales == {"flat": 1, "tensor": 1, "layer": 1, "automatic": 0.25, "adaptive": 0.25}
 
 
-# -- plans that may follow from what was released -----------------------------------------------
 @pytest.mark.slow
 def test_several_plans_are_counted_at_the_order_of_the_first(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting")

@@ -33,7 +33,6 @@ from fedclip.engines.declearn.persample import check, clipped_sum, vector
 pytestmark = pytest.mark.slow
 
 
-# -- oracles -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("micro_batch", [5, 100])
 @pytest.mark.parametrize("name", [*MODELS, "lstm", "attention"])
 def test_sums_are_those_of_records_alone(name: str, micro_batch: int) -> None:
@@ -112,7 +111,6 @@ def test_each_record_has_its_own_dropout_and_no_seed_foretells_it(backend: str) 
     assert len({row.tobytes() for row in seen}) == len(seen) >= 40
 
 
-# -- refusals ----------------------------------------------------------------------------------
 def torch_model(make: Callable[[Any], Any]) -> Any:
     torch = require("torch")
     from declearn.model.torch import TorchModel
@@ -177,7 +175,6 @@ def test_no_record_at_all_is_a_sum_of_zeros(name: str) -> None:
         assert {n: a.shape for n, a in sums.items()} == shapes
 
 
-# -- what a trial shows ------------------------------------------------------------------------
 def test_what_is_used_and_not_followed_is_refused_and_numbers_are_trained() -> None:
     torch = require("torch")
     from fedclip.dpsgd.step import PrivateMean
@@ -212,7 +209,6 @@ def test_what_is_used_and_not_followed_is_refused_and_numbers_are_trained() -> N
         private_gradients(Net(reentrant=True), torch.nn.MSELoss(), x, y, mean)
 
 
-# -- what a record can change at most ----------------------------------------------------------
 Records = list[tuple[int, float, float]]
 
 C = 0.3

@@ -77,7 +77,6 @@ def test_a_variance_that_can_not_be_drawn_is_refused(variance):
         draws(variance, 1)
 
 
-# -- what sums are worth ------------------------------------------------------------------------
 def summed(variance, sites, reach):
     found = density(variance, reach)
     for _ in range(sites - 1):

@@ -62,7 +62,6 @@ def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
     assert not any("in name only" in m for m in said)
 
 
-# -- a server that is not trusted with the noise --------------------------------------------------
 @pytest.mark.parametrize(
     ("clients", "honest", "sites"), [(100, 0.75, 75), (3, 0.5, 1), (7, 1.0, 7)]
 )

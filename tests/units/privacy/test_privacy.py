@@ -19,9 +19,6 @@ from fedclip.privacy.norm_conversions import l2_of, stretch
 SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
 
 
-# -- forms that a pipeline may have -----------------------------------------------------------
-
-
 def test_a_clipper_answers_for_itself() -> None:
     assert NormClip(max_norm=0.5).l2_bound(SHAPES) == 0.5
     assert NormClip(max_norm=0.5).sensitivity("add-remove", SHAPES) == 0.5
@@ -50,7 +47,6 @@ def test_what_can_not_be_analysed(arguments: Any, error: type, message: str) -> 
     assert message in str(caught.value)
 
 
-# -- values that are known without shapes, and formulas ---------------------------------------
 @pytest.mark.parametrize(
     ("spec", "bound", "formula"),
     [
@@ -85,9 +81,6 @@ def test_without_shapes(spec: Any, bound: float | None, formula: str) -> None:
     assert str(found)
 
 
-# -- a round of local steps -------------------------------------------------------------------
-
-
 def test_no_bound_of_a_round_is_rounded_below_it() -> None:
     for rate in (0.1, 0.3, 1e-3):
         found = analyse(Optimizer(lrate=rate, modules=[("norm-clip", {"max_norm": 0.7})]))
@@ -110,7 +103,6 @@ def test_what_a_round_needs() -> None:
         analyse("norm-clip").round_bound(0)
 
 
-# -- noise ------------------------------------------------------------------------------------
 def test_noise_first_makes_all_that_follows_free() -> None:
     found = analyse(["gaussian-noise", "norm-clip"], SHAPES)
     # The output has a bound, and no sensitivity follows from it.
@@ -126,7 +118,6 @@ def test_noise_first_makes_all_that_follows_free() -> None:
     assert "Before the noise: norm-clip: the L2 norm is at most 0.5." in str(later)
 
 
-# -- tables that others extend ----------------------------------------------------------------
 class Halve(OptiModule, register=False):
     name = "halve"
 
@@ -150,7 +141,6 @@ def test_a_plugin_that_is_not_known_bounds_nothing(monkeypatch: pytest.MonkeyPat
     assert found.sensitivity("add-remove", "aggregate", 0.1) == 0.05
 
 
-# -- numbers are rounded up -------------------------------------------------------------------
 @given(st.floats(1e-300, 1e300), st.integers(1, 10**9), st.sampled_from([1, 2, 3, 7.5, "inf"]))
 def test_no_number_is_below_the_truth(limit: float, size: int, ord: Any) -> None:
     half, power = Fraction(1, 2), Fraction(0)
@@ -164,16 +154,6 @@ def test_no_number_is_below_the_truth(limit: float, size: int, ord: Any) -> None
     assert stretch(ord, size) >= 1.0
 
 
-# -- in words ---------------------------------------------------------------------------------
-def test_a_sentence() -> None:
-    assert str(analyse(["norm-clip", "momentum"], SHAPES)) == (
-        "norm-clip, momentum: no L2 bound (momentum: no bound is known of it). On an aggregate: it "
-        "can make a sensitivity larger (momentum: no bound is known of it); that is then not "
-        "bounded."
-    )
-
-
-# -- fedclip check ----------------------------------------------------------------------------
 OPTIM = "[client_opt]\nlrate = 0.5\nmodules = "
 
 

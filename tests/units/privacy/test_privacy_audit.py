@@ -78,7 +78,6 @@ def of_records(
     return file
 
 
-# -- built-in faults ----------------------------------------------------------------------------
 def less_noise(by: float) -> list[Any]:
     central, records = Budget.noised, IndependentNoise.add
 
@@ -194,7 +193,6 @@ def test_no_fault_is_found_in_dp_sgd_where_there_is_none(write: Any, clip: str) 
     assert found.audited or "adaptive" in clip
 
 
-# -- the bound ----------------------------------------------------------------------------------
 def test_the_bound_is_above_the_truth_in_less_than_one_audit_of_twenty() -> None:
     rng, mu = np.random.default_rng(0), 1.0
     there = rng.random((60, 1000)) < 0.5
@@ -237,7 +235,6 @@ def test_audits_are_right_as_often_as_they_say(write: Any) -> None:
             assert sum(audit(file, seed=seed).fault for seed in range(40)) >= 39
 
 
-# -- the command --------------------------------------------------------------------------------
 def test_a_configuration_that_claims_nothing_is_refused(write: Any) -> None:
     with pytest.raises(ToolError, match="nothing here claims privacy"):
         audit(write(server='["update-clip-server"]'))
