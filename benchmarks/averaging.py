@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fedclip  # noqa: F401  registers the aggregator
-from fedclip.engines.declearn.members import note
+from fedclip.engines.declearn.context import note
 from fedclip.engines.declearn.samplers import note_senders
 
 

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedclip.updates.bound import FIRST_VARIANCE, BoundRule
-from fedclip.updates.protocol import BINS, EDGES
+from fedclip.updates.votes import BINS, EDGES, FIRST_VARIANCE, BoundRule
 
 RULE = BoundRule(0.5, 1e-9, 1e9)
 NEAR = math.log2(1.5)

@@ -29,7 +29,7 @@ from fedclip.privacy.accounting import noise_multiplier
 from fedclip.privacy.correlated import coefficients, error
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.schedule import Schedule
+from fedclip.updates.protocol import Schedule
 from fedclip.updates.server import UpdateServer
 
 Array = np.ndarray[Any, Any]

@@ -25,9 +25,9 @@ import numpy as np
 from fedclip.privacy.correlated import Stream
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.noise import Budget
-from fedclip.updates.protocol import Reply, one_hot
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Participation, Reply
 from fedclip.updates.server import UpdateServer
+from fedclip.updates.votes import one_hot
 
 ROUNDS, SEPARATION, CLIENTS = 12, 3, 4
 TURNS = ROUNDS // SEPARATION

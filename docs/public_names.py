@@ -16,9 +16,10 @@ FILE = Path(__file__).with_name("public-names.txt")
 MODULES = (
     *("fedclip", "fedclip.testing", "fedclip.translate", "fedclip.privacy", "fedclip.report"),
     *(f"fedclip.loops.{name}" for name in ["torch", "jax", "keras", "tensorflow", "lightning"]),
-    *("fedclip.loops.transformers", "fedclip.loops.loggers", "fedclip.clippers.own"),
+    *("fedclip.loops.transformers", "fedclip.clippers.own"),
     *("fedclip.engines.flower", "fedclip.engines.nvflare", "fedclip.site.policy"),
     *("fedclip.updates.client", "fedclip.updates.server", "fedclip.updates.bound"),
+    "fedclip.updates.votes",
 )
 """The modules whose names are public: those in ``__all__``, or all without an underscore."""
 

@@ -135,8 +135,7 @@ def checked(tmp_path: Path) -> Callable[[str], Any]:
 def no_round_left_open() -> Iterator[None]:
     """Forget, after a test, the round of update clipping that it has begun, and who has replied."""
     yield
-    from fedclip.engines.declearn.context import change
-    from fedclip.engines.declearn.members import note
+    from fedclip.engines.declearn.context import change, note
 
     note(None, {})
     change(client=None, server=None)

@@ -32,7 +32,7 @@ from fedclip.privacy.accounting import noise_multiplier
 from fedclip.updates.aggregation import arc_factors, trimmed_mean
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Participation
 from fedclip.updates.server import UpdateServer
 
 Array = np.ndarray[Any, Any]

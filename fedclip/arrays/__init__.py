@@ -8,6 +8,7 @@ file and add a row to `_FILES`.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,25 +30,22 @@ from fedclip.arrays.numpy import NumpyBackend as NumpyBackend
 
 NUMPY = NumpyBackend()
 
-# Top-level package of a value's class -> file and class of the backend.
-_FILES = {
-    "numpy": ("numpy", "NumpyBackend"),
-    "torch": ("torch", "TorchBackend"),
-    "dtensor": ("sharded", "ShardedBackend"),
-    "tensorflow": ("tensorflow", "TensorflowBackend"),
-    "jax": ("jax", "JaxBackend"),
-    "jaxlib": ("jax", "JaxBackend"),
-}
+# Top-level package of a value's class -> file of the backend.
+# The class has the name of the file.
+_FILES = {name: name for name in ("numpy", "torch", "tensorflow", "jax")}
+_FILES |= {"jaxlib": "jax", "dtensor": "sharded"}
+# Classes of these packages without one value in each place; a mask would be lost.
+_REFUSED = {"MaskedArray", "RaggedTensor", "SparseTensor", "JAXSparse", "ShapeDtypeStruct"}
 _loaded: dict[str, Backend] = {"numpy": NUMPY}
 _by_type: dict[type, Backend] = {}
 
 
 def backend_named(name: str) -> Backend:
     """Return the backend of the framework called `name`, importing it at the first call."""
-    file, cls = _FILES[name]
+    file = _FILES[name]
     if file not in _loaded:
         module = importlib.import_module(f"fedclip.arrays.{file}")
-        _loaded[file] = getattr(module, cls)()
+        _loaded[file] = getattr(module, f"{file.title()}Backend")()
     return _loaded[file]
 
 
@@ -74,12 +72,13 @@ def on_host(numbers: Any) -> HostView:
 
 
 def narrowed(values: Float64, like: Array) -> Array:
-    """Return values as an array of the kind, dtype and device of `like`, which is dense.
+    """Return values as a dense array of the kind, dtype and device of `like`.
 
     Values too large for the dtype become its largest number. For an array that is not of floats
     the result is of the framework's widest ones.
     """
     backend = backend_of(like)
+    like = backend.dense(like)
     dtype = backend.dtype(like)
     if not dtype.startswith(("float", "bfloat")):
         return backend.asarray(values, like)
@@ -89,14 +88,19 @@ def narrowed(values: Float64, like: Array) -> Array:
     return backend.from_host([encode(values, kind)], [like])[0]
 
 
+def rounded(means: Mapping[str, Float64], like: Mapping[str, Array]) -> dict[str, Array]:
+    """Return averages as arrays like others, but dense; see `narrowed`."""
+    return {name: narrowed(mean, like[name]) for name, mean in means.items()}
+
+
 def _find(cls: type) -> Backend:
     if cls.__name__ == "DTensor":
         return backend_named("dtensor")
-    for base in cls.__mro__:
-        root = base.__module__.partition(".")[0]
-        if root in _FILES and (backend := backend_named(root)).reads(cls):
-            return backend
-    raise TypeError(
-        "fedclip clips dense arrays of NumPy, PyTorch, TensorFlow and JAX, sparse COO tensors and "
-        f"IndexedSlices, got {cls.__module__}.{cls.__name__}: convert it, as numpy.asarray does"
-    )
+    roots = [base.__module__.partition(".")[0] for base in cls.__mro__]
+    name = next((root for root in roots if root in _FILES), None)
+    if name is None or not _REFUSED.isdisjoint(base.__name__ for base in cls.__mro__):
+        raise TypeError(
+            "fedclip clips dense arrays of NumPy, PyTorch, TensorFlow and JAX, sparse COO tensors "
+            f"and IndexedSlices, got {cls.__module__}.{cls.__name__}: convert it, such as by NumPy"
+        )
+    return backend_named(name)

@@ -94,11 +94,10 @@ class FromServer(Message, register=False):
     def missing(self) -> str:
         """Say which fields are missing or of another kind, in a sentence; "" if no field is."""
         kinds = {**self.kinds, "fedclip": str}
-        values = {name: getattr(self, name) for name in kinds}
-        lacking = [name for name, value in values.items() if value is None]
-        odd = [name for name, value in values.items() if not isinstance(value, kinds[name])]
+        odd = [name for name, kind in kinds.items() if not isinstance(getattr(self, name), kind)]
         if not odd:
             return ""
+        lacking = [name for name in odd if getattr(self, name) is None]
         what = f"lacks {', '.join(lacking)}" if lacking else f"has no valid {', '.join(odd)}"
         return f"the server's message {what}{other(self.fedclip)}"
 

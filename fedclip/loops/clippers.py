@@ -1,19 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several loops do with a clipper: make it from a name or limit, call it, skip a step."""
+"""What all loops do with a clipper: make it, call it, and know whose its statistics are.
+
+===========================  ==================================  ==================================
+what differs                 when a clipper is attached again,   when a state is loaded
+                             or a new training begins
+===========================  ==================================  ==================================
+nothing                      it continues                        it continues
+names or shapes of weights,  it starts anew, with a warning      refused
+or the model itself
+class of the optimizer       it starts anew, with a warning      it starts anew, with a warning
+configuration of clipper     (does not change)                   it starts anew, with a warning
+a state without an owner     it continues                        it continues
+===========================  ==================================  ==================================
+
+A state without an owner is an older one, or comes from a federation.
+"""
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import json
+import re
+import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, TypeGuard
 
-from fedclip.arrays import Array, Backend
 from fedclip.clippers import by_name
-from fedclip.clippers.agc import AGC, Outputs
+from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
 from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
-from fedclip.errors import nearest
+from fedclip.core.scopes import Groups, resolve
+from fedclip.errors import FedclipWarning, StateError, nearest
 
 Theirs: TypeAlias = Any
 """An object of the trainer that calls, which has no types."""
@@ -21,7 +43,11 @@ Theirs: TypeAlias = Any
 Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, object]]
 """A clipper, a fixed limit of the norm, or a name or (name, config) as in a configuration."""
 
+Owner: TypeAlias = dict[str, str]
+Shapes: TypeAlias = Mapping[str, Sequence[int]]
 
+
+# -- a clipper, and a step with it ---------------------------------------------------------------
 def clipper_of(spec: Spec) -> Clipper | AGC:
     """Return a clipper; make it if its limit, name, or name and configuration is given."""
     if isinstance(spec, int | float):
@@ -39,26 +65,7 @@ def check_clipper(clipper: object) -> Clipper | AGC:
     """Return a clipper; raise a TypeError if it is not one."""
     if isinstance(clipper, (Clipper, AGC)):
         return clipper
-    raise TypeError(
-        f"{clipper!r:.80} is not a clipper of fedclip: make one before the first step, such as "
-        "NormClip(1.0), and pass it to each step"
-    )
-
-
-def clipped(
-    clipper: Clipper | AGC,
-    gradients: Mapping[str, Array],
-    weights: Callable[[], Mapping[str, Array]],
-    backend: Backend | None = None,
-    outputs: Outputs | None = None,
-) -> Mapping[str, Array]:
-    """Return the clipped gradients, in eager code.
-
-    Only `agc` needs the weights, and the axes of the outputs of layers.
-    """
-    if isinstance(clipper, AGC):
-        return clipper.clip(gradients, weights(), backend=backend, outputs=outputs)
-    return clipper.clip(gradients, backend=backend)
+    raise TypeError(f"{clipper!r:.80} is not a clipper of fedclip: make one before the first step")
 
 
 def skips(clipper: Clipper | AGC) -> bool:
@@ -89,8 +96,7 @@ def skip_of_all(clipper: Clipper | AGC, what: str) -> bool:
     spikes = getattr(clipper, "on_spike", "clip") == "skip"
     if spikes and getattr(clipper, "scope", "global") != "global":
         raise NotImplementedError(
-            f"{clipper.name} with on_spike='skip' and scope={clipper.scope!r} skips some of the "
-            f"variables, but {what} skips a step of all or none: use scope='global'"
+            f"{clipper.name} skips single groups, but {what} a whole step: use scope='global'"
         )
     return spikes
 
@@ -110,3 +116,253 @@ def unique(names: Iterable[str]) -> list[str]:
             chosen = f"{name}#{counts[name]}"
         numbered[chosen] = None
     return list(numbered)
+
+
+# -- the statistics ------------------------------------------------------------------------------
+def owner_of(clipper: Clipper, shapes: Shapes, optimizer: str) -> Owner:
+    """Return the fingerprint of weights by name, the class of an optimizer, and a configuration."""
+    named = sorted((name, [*map(int, shape)]) for name, shape in shapes.items())
+    digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+    return {"model": digest, "optimizer": optimizer, "clipper": configuration(clipper)}
+
+
+def configuration(clipper: Clipper | AGC) -> str:
+    """Return name and parameters of a clipper as text."""
+    compared = {key: value for key, value in clipper.get_config().items() if key != "keep_memory"}
+    return json.dumps([clipper.name, compared], sort_keys=True, default=repr)
+
+
+def learns(clipper: Clipper | AGC, shapes: Shapes) -> TypeGuard[Clipper]:
+    """Whether a clipper keeps statistics of past steps of tensors of these shapes."""
+    if isinstance(clipper, AGC):
+        return False
+    groups = clipper.groups(shapes)
+    transform = clipper.transform(groups)
+    return bool(transform.array_fields or transform.init(groups)._fields)
+
+
+def has_learnt(clipper: Clipper) -> bool:
+    """Whether a clipper has statistics of past steps."""
+    state = clipper.get_state()
+    return bool(state["arrays"]) or any(state["groups"].values())
+
+
+def begin(
+    clipper: Clipper | AGC, shapes: Shapes, optimizer: str, tensors: Sequence[object]
+) -> None:
+    """Continue with the statistics of a clipper, or forget them with a warning.
+
+    Parameters
+    ----------
+    optimizer
+        The class of the optimizer; "" if it is not known, which goes with any.
+    tensors
+        Those of the model, of which the first stands for it later.
+
+    Raises
+    ------
+    StateError
+        If the statistics were loaded, and are of weights of other names or shapes.
+    """
+    if not learns(clipper, shapes):
+        return
+    now, model = owner_of(clipper, shapes, optimizer), clipper.model
+    if has_learnt(clipper):
+        if model is None:
+            fits = fitting(clipper, clipper.get_state(), now)
+        else:
+            same = any(model() is tensor for tensor in tensors)
+            fits = same and not _different(clipper.owner or {}, now)
+            if not fits:
+                _warn(clipper, "another model or optimizer")
+        if not fits:
+            clipper.reset()
+    clipper.owner, clipper.model = now, weakref.ref(tensors[0])
+
+
+def check_owner(clipper: Clipper | AGC, shapes: Shapes) -> None:
+    """Raise a StateError for a clipper whose statistics are of weights of other names or shapes."""
+    if isinstance(clipper, Clipper) and clipper.owner is not None and has_learnt(clipper):
+        fitting(clipper, clipper.get_state(), owner_of(clipper, shapes, ""))
+
+
+def fitting(clipper: Clipper, state: Mapping[str, Any], now: Owner) -> bool:
+    """Return whether a state can be loaded; if not, warn that the clipper starts anew.
+
+    Raises
+    ------
+    StateError
+        If it is of weights of other names or shapes.
+    """
+    past = state.get("owner") if isinstance(state, Mapping) else None
+    past = past if isinstance(past, Mapping) else {}
+    different = _different(past, now)
+    if "model" in different:
+        raise StateError(
+            f"the statistics of {clipper.name} are of a model with other names or shapes of "
+            "parameters: load the state of this model, or call clipper.reset()"
+        )
+    if different:
+        optimizer = f"the optimizer {past['optimizer']}"
+        _warn(clipper, optimizer if different == ["optimizer"] else "another configuration")
+    return not different
+
+
+def _different(past: Mapping[str, str], now: Owner) -> list[str]:
+    return [key for key in now if past.get(key) and now[key] and past[key] != now[key]]
+
+
+def _warn(clipper: Clipper, text: str) -> None:
+    warnings.warn(
+        f"the statistics of {clipper.name} are of {text}: it starts anew",
+        FedclipWarning,
+        stacklevel=4,
+    )
+
+
+# -- the tensors of a step -----------------------------------------------------------------------
+Home: TypeAlias = tuple[str, int]
+"""A group, and how often all of its tensors had been replaced."""
+
+
+class Members:
+    """The tensors that stood for the groups of a clipper in past steps."""
+
+    def __init__(self) -> None:
+        self.last: list[int] = []
+        self._turns: Counter[str] = Counter()
+        self._homes: dict[int, tuple[weakref.ref[Any], Home]] = {}
+
+    def home(self, tensor: object) -> Home | None:
+        """Return where a tensor was in past steps, if it was in one."""
+        ref, home = self._homes.get(id(tensor), (None, None))
+        return home if ref is not None and ref() is tensor else None
+
+    def check(
+        self, clipper: Clipper | AGC, tensors: Mapping[str, Any], groups: Groups, *, fixed: bool
+    ) -> None:
+        """Note the tensors of a step.
+
+        Some of a group may be left out. New tensors may replace all of a group, as in loops that
+        make their tensors at each step, but replaced ones must not come back. `fixed` tensors
+        cannot be replaced.
+
+        Raises
+        ------
+        ValueError
+            If the statistics of a group are of other tensors.
+        """
+        another = bool(self._turns) and not any(map(self.home, tensors.values()))
+        for label, places in zip(groups.labels, groups.members, strict=True):
+            members = [tensors[groups.names[place]] for place in places]
+            homes = {home for tensor in members if (home := self.home(tensor)) is not None}
+            if not homes:
+                self._turns[label] += 1
+            turn = self._turns[label]
+            if homes - {(label, turn)} or (fixed and (another or turn > 1)):
+                raise ValueError(
+                    f"the statistics of {clipper.name} for {label!r} are of other tensors: give "
+                    "model.named_parameters(), at each step, and give each model a clipper"
+                )
+            for tensor in members:
+                forget = partial(self._forget, id(tensor))
+                self._homes[id(tensor)] = weakref.ref(tensor, forget), (label, turn)
+
+    def _forget(self, key: int, _: object) -> None:
+        self._homes.pop(key, None)
+
+
+def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def model_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors, by name, without the numbers that Keras gives to layers."""
+    names = unique(re.sub(r"_\d+(?=/|$)", "", name) for name in tensors)
+    return dict(zip(names, shapes_of(tensors).values(), strict=True))
+
+
+def check_members(
+    clipper: Clipper | AGC, tensors: Mapping[str, Any], *, fixed: bool, new_model: bool = False
+) -> None:
+    """Check the tensors of a step that a loop passes to a clipper; see `Members.check`.
+
+    With the first tensors, and with others if they can be a `new_model`, a training begins.
+    """
+    if isinstance(clipper, AGC):
+        return
+    members, now = use_of(clipper).members, [*map(id, tensors.values())]
+    if now == members.last:
+        return
+    if clipper.last is None:
+        # Nothing has been learnt yet, or it was forgotten.
+        members = use_of(clipper).members = Members()
+    begins = not members.last or new_model
+    if tensors and begins and not any(map(members.home, tensors.values())):
+        of_model = model_shapes(tensors) if fixed else shapes_of(tensors)
+        begin(clipper, of_model, "", [*tensors.values()])
+    if learns(clipper, shapes_of(tensors)):
+        groups = clipper.groups(shapes_of(tensors))
+        if fixed or clipper.transform(groups).array_fields:
+            groups = by_tensor(tensors if fixed else groups.names)
+        members.check(clipper, tensors, groups, fixed=fixed)
+    members.last = now
+
+
+def by_tensor(names: Iterable[str]) -> Groups:
+    """Return groups of one tensor each."""
+    return resolve("tensor", None, list(names))
+
+
+# -- what uses a clipper -------------------------------------------------------------------------
+class Use:
+    """The use of a clipper in this process; copies and states of the clipper leave it out."""
+
+    def __init__(self) -> None:
+        self.holder: weakref.ref[object] | None = None
+        self.place = ""
+        self.members = Members()
+        # The parameters that were checked at the last call of `clip_`.
+        self.selection: Any = None
+        # Of TensorFlow: its compiled form, and the axes of the outputs of layers.
+        self.compiled: Any = None
+        self.outputs: dict[str, tuple[int, ...]] = {}
+
+
+def use_of(clipper: Clipper | AGC) -> Use:
+    """Return the use of a clipper in this process."""
+    if clipper.use is None:
+        clipper.use = Use()
+    use: Use = clipper.use
+    return use
+
+
+def hold(clipper: Clipper | AGC, holder: object, place: str) -> None:
+    """Note what clips with a clipper from now on.
+
+    Raises
+    ------
+    ValueError
+        If something does already.
+    """
+    check_free(clipper)
+    use = use_of(clipper)
+    use.holder, use.place, use.selection = weakref.ref(holder), place, None
+
+
+def release(clipper: Clipper | AGC, holder: object) -> None:
+    """Note that something no longer clips with a clipper."""
+    use = use_of(clipper)
+    if use.holder is not None and use.holder() is holder:
+        use.holder = None
+
+
+def check_free(clipper: Clipper | AGC) -> None:
+    """Raise a ValueError for a clipper that something clips with."""
+    use = use_of(clipper)
+    if use.holder is not None and use.holder() is not None:
+        # Objects that nothing refers to may still wait to be collected.
+        gc.collect()
+    if use.holder is not None and use.holder() is not None:
+        raise ValueError(f"this {clipper.name} is already {use.place}: give copy.deepcopy(clipper)")

@@ -1,24 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clipper in compiled code: the state before the first step, and after each step."""
+"""A clipper in compiled code: its state in tensors, or in variables of a framework."""
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fedclip.arrays import Array, Backend
-from fedclip.clippers.agc import AGC, Outputs, weights_of
+from fedclip.arrays import NUMPY, Array, Backend, HostView
+from fedclip.clippers.agc import AGC, Axes, Outputs, weights_of
 from fedclip.clippers.base import Clipper
 from fedclip.core import states
 from fedclip.core.records import RoundRecord, StepRecord
 from fedclip.core.scopes import Groups
-from fedclip.loops.owner import owner_of, shapes_of
-from fedclip.transforms import DeviceState, Outcome, SliceClipping, State, Transform, device_state
+from fedclip.core.states import Fields
+from fedclip.loops import clippers
+from fedclip.loops.clippers import shapes_of
+from fedclip.transforms import (
+    DeviceState,
+    Outcome,
+    SliceClipping,
+    State,
+    Transform,
+    clip_on_device,
+    device_state,
+)
+
+Variable: TypeAlias = Array
+Kind: TypeAlias = tuple[type, tuple[int, ...], set[str]]
+"""What all states of a clipper for the same groups have in common.
+
+The type of the groups' numbers and the size of each, and the names of each tensor's arrays.
+"""
 
 
+# -- the state before the first step, and after each step ----------------------------------------
 class ClipState(NamedTuple):
     """State of a clipper in compiled code: small arrays with separate buffers.
 
@@ -59,42 +79,26 @@ def check_compilable(clipper: Clipper | AGC) -> None:
     if isinstance(clipper, OwnLimit):
         raise NotImplementedError(
             f"{clipper.name} calls your function with numbers, which compiled code does not have: "
-            "clip in eager code (`clip_` or `attach` in torch, `clip` in TensorFlow), or use "
-            "another clipper, such as ZScoreClip"
+            "clip in eager code (`clip_` in torch, `clip` in TensorFlow), or use ZScoreClip"
         )
     if clipper.on_nonfinite == "raise":
         raise NotImplementedError(
-            "on_nonfinite='raise' does not work in compiled code, which cannot wait for the "
-            "device: use 'skip' or 'propagate'"
+            "on_nonfinite='raise' does not work in compiled code: use 'skip' or 'propagate'"
         )
     if isinstance(clipper, Clipper) and not clipper.runs_on_device:
         raise NotImplementedError(
-            f"{clipper.name} works on the host only: use it in eager code, or set runs_on_device "
-            "in its transform"
+            f"{clipper.name} works on the host only: clip in eager code, or set runs_on_device"
         )
-
-
-class Kind(NamedTuple):
-    """What all states of a clipper for the same groups have in common.
-
-    The number of groups, the type of their numbers and the size of each, and the names of the
-    arrays of each tensor.
-    """
-
-    groups: int
-    fields: type
-    sizes: tuple[int, ...]
-    arrays: tuple[str, ...]
 
 
 def kind_of(clipper: Clipper | AGC, groups: Groups) -> Kind:
     """Return the kind of a clipper's states, for `check_state`."""
     first = first_numbers(clipper, groups, fresh=True)
     arrays = () if isinstance(clipper, AGC) else clipper.transform(groups).array_fields
-    return Kind(len(groups), type(first), tuple(np.size(c) for c in first), arrays)
+    return type(first), tuple(np.size(c) for c in first), {*arrays}
 
 
-def check_state(state: object, kind: Kind | None, name: str) -> None:
+def check_state(state: object, groups: int, kind: Kind | None, name: str) -> None:
     """Raise a TypeError if this is not a state of the clipper of this name, in compiled code.
 
     A state of another number of groups raises a ValueError. Without a kind, any state passes.
@@ -103,20 +107,15 @@ def check_state(state: object, kind: Kind | None, name: str) -> None:
         raise TypeError(f"update needs the ClipState that init returned, got {state!r:.80}")
     if kind is None:
         return
-    groups = math.prod(state.norm.shape)
-    if groups != kind.groups:
+    if (count := math.prod(state.norm.shape)) != groups:
         raise ValueError(
-            f"the state is of {groups} groups of tensors, but these gradients have {kind.groups}: "
-            "give init and update the same tensors"
+            f"the state is of {count} groups of tensors, these gradients have {groups}: call init"
         )
     numbers, arrays = parts(state.statistics)
-    sizes = tuple(math.prod(column.shape) for column in numbers)
-    carries = isinstance(state.statistics, DeviceState)
-    fits = type(numbers) is kind.fields and sizes == kind.sizes and carries == bool(kind.arrays)
-    if not fits or any({*fields} != {*kind.arrays} for fields in arrays.values()):
+    fields = {field for of_tensor in arrays.values() for field in of_tensor}
+    if kind != (type(numbers), tuple(math.prod(column.shape) for column in numbers), fields):
         raise TypeError(
-            f"the state is another clipper's, or of {name} with other parameters: give update "
-            f"the state that init, or the last update, of this {name} returned"
+            f"the state is another clipper's, or of {name} with other parameters: call init"
         )
 
 
@@ -135,9 +134,8 @@ def transform_of(
     """Return the transform of a clipper; that of `agc` has the limits for these weights."""
     if isinstance(clipper, Clipper):
         return clipper.transform(groups)
-    return clipper.transform(
-        weights_of(weights, groups), groups, backend, traced=True, outputs=outputs
-    )
+    chosen = weights_of(weights, groups)
+    return clipper.transform(chosen, groups, backend, traced=True, outputs=outputs)
 
 
 def first_numbers(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> State:
@@ -175,21 +173,15 @@ def parts(statistics: object) -> DeviceState:
 def after(state: ClipState, step: Outcome) -> ClipState:
     """Return the state after a step; a loop carries the same shapes and dtypes along."""
     return ClipState(
-        step.state,
-        step.norms,
-        step.limits,
-        step.clipped,
-        state.steps + 1,
-        state.clipped + step.clipped.any(),
-        state.nonfinite + ~step.finite,
+        *(step.state, step.norms, step.limits, step.clipped),
+        steps=state.steps + 1,
+        clipped=state.clipped + step.clipped.any(),
+        nonfinite=state.nonfinite + ~step.finite,
     )
 
 
 def load(
-    clipper: Clipper | AGC,
-    statistics: object,
-    labels: Sequence[str],
-    tensors: Mapping[str, Array],
+    clipper: Clipper | AGC, statistics: object, labels: Sequence[str], tensors: Mapping[str, Array]
 ) -> None:
     """Put the statistics of compiled code, of these tensors, into a clipper."""
     if isinstance(clipper, AGC):
@@ -198,7 +190,7 @@ def load(
     if isinstance(statistics, DeviceState):
         state["arrays"] = states.fetched(arrays)
     clipper.set_state({**state, "groups": states.dump(numbers, labels)})
-    clipper.owner = owner_of(clipper, shapes_of(tensors), "")
+    clipper.owner = clippers.owner_of(clipper, shapes_of(tensors), "")
 
 
 def last_of(state: ClipState, labels: tuple[str, ...]) -> StepRecord | None:
@@ -227,3 +219,258 @@ def on_round_start(state: ClipState) -> ClipState:
     """Return the state at the start of a round: its counts are 0, its statistics stay."""
     counts = {name: 0 * getattr(state, name) for name in ("steps", "clipped", "nonfinite")}
     return state._replace(**counts)
+
+
+# -- variables of a framework --------------------------------------------------------------------
+class Operations(NamedTuple):
+    """Operations of a framework on its variables, which have ``assign`` and ``numpy``.
+
+    ::
+
+        make(values, name)      a variable
+        read(variable)          its value, as an array
+        take(array, places)     the array at these places of its last axis
+        cast(array, dtype)      the array in another dtype
+    """
+
+    make: Callable[[HostView, str], Variable]
+    read: Callable[[Variable], Array]
+    take: Callable[[Array, Sequence[int]], Array]
+    cast: Callable[[Array, object], Array]
+
+
+class HeldClipper:
+    """A clipper with its statistics, counts and last record in as few variables as possible.
+
+    Every variable costs an operation in every step. They start from the clipper's statistics, and
+    no step changes the clipper itself.
+    """
+
+    def __init__(self, clipper: Clipper | AGC, backend: Backend, operations: Operations) -> None:
+        check_compilable(clipper)
+        self.clipper, self._backend, self._ops = clipper, backend, operations
+        # Counts of steps, clipped and nonfinite ones; norms, limits and which were clipped, of the
+        # last step; the fields of the state; and the arrays of tensors.
+        self.counts: Variable = np.zeros(3)
+        self.last: Variable = _no_step(0)
+        self.statistics: Any = ()
+        self.arrays: states.Statistics = {}
+        self.variables: list[Variable] = []
+        self.labels: tuple[str, ...] = ()
+        self.round = 0
+        self._members = clippers.Members()
+        self._groups: Any = None
+        self._outputs: Outputs | None = None
+
+    def build(self, weights: Mapping[str, Array], optimizer: str = "") -> None:
+        """Make the variables, once, for the gradients of these weights."""
+        if self.variables:
+            return
+        clippers.begin(self.clipper, clippers.model_shapes(weights), optimizer, [*weights.values()])
+        self._outputs = outputs_of(self.clipper, weights)
+        self._groups = groups_of(self.clipper, weights)
+        self.labels, make = self._groups.labels, self._ops.make
+        # Only their shapes: Keras may fill its variables later, as ``fit`` builds a model.
+        shaped = {n: np.zeros(tuple(w.shape), _wide(w)) for n, w in weights.items()}
+        first, arrays = parts(first_state(self.clipper, self._groups, shaped, NUMPY))
+        self.counts = make(np.zeros(3, np.int64), "counts")
+        self.last = make(_no_step(len(self.labels)), "norm_limit_clipped")
+        fields = first._asdict().items()
+        self.statistics = type(first)(*(make(np.atleast_1d(x), field) for field, x in fields))
+        self.arrays = {
+            name: {field: make(x, f"{name}/{field}") for field, x in of_tensor.items()}
+            for name, of_tensor in states.fetched(arrays).items()
+        }
+        of_tensors = [x for of_tensor in self.arrays.values() for x in of_tensor.values()]
+        self.variables = [self.counts, self.last, *self.statistics, *of_tensors]
+
+    def clip(
+        self, gradients: Mapping[str, Array], weights: Mapping[str, Array]
+    ) -> Mapping[str, Array]:
+        """Return the clipped gradients, by name, and update the statistics."""
+        xp, ops, labels = self._backend, self._ops, self.labels
+        groups = groups_of(self.clipper, weights)
+        if not groups.names:
+            return gradients
+        self._members.check(self.clipper, weights, clippers.by_tensor(weights), fixed=True)
+        if unknown := [label for label in groups.labels if label not in labels]:
+            raise ValueError(
+                f"{self.clipper.name} was compiled for the groups {list(labels)}, but the "
+                f"gradients also have {unknown}: give all variables at the first step"
+            )
+        places = [labels.index(label) for label in groups.labels]
+        complete, before = groups.labels == labels, [*map(ops.read, self.statistics)]
+        state = type(self.statistics)(
+            *(before if complete else (ops.take(column, places) for column in before))
+        )
+        if isinstance(self.clipper, AGC):
+            weights = {name: ops.read(weight) for name, weight in weights.items()}
+        if self.arrays:
+            present_ones = {name: self.arrays[name] for name in groups.names}
+            state = DeviceState(state, states.each(present_ones, ops.read))
+        transform = transform_of(self.clipper, groups, weights, xp, self._outputs)
+        policy = self.clipper.on_nonfinite
+        clipped, step = clip_on_device(transform, gradients, groups, xp, state, policy)
+        over = xp.where(step.clipped, 1.0, 0.0)
+        learnt, arrays = parts(step.state)
+        for name, fields in arrays.items():
+            for field, value in fields.items():
+                variable = self.arrays[name][field]
+                variable.assign(ops.cast(value, variable.dtype))
+        last = xp.stack([step.norms, step.limits, over])
+        columns = [last, *learnt]
+        if not complete:
+            # A group without a gradient keeps its statistics, and has no norm and no limit.
+            old = [xp.asarray(_no_step(len(labels)), like=last), *before]
+            present = xp.asarray([float(label in groups.labels) for label in labels]) > 0
+            back = [places.index(i) if i in places else 0 for i in range(len(labels))]
+            pairs = zip(columns, old, strict=True)
+            columns = [xp.where(present, ops.take(new, back), o) for new, o in pairs]
+        for column, value in zip((self.last, *self.statistics), columns, strict=True):
+            column.assign(value)
+        bad = xp.where(step.finite, 0.0, 1.0)
+        happened = xp.stack([xp.asarray(1.0, like=bad), xp.max(over), bad])
+        self.counts.assign_add(ops.cast(happened, self.counts.dtype))
+        return clipped
+
+    def restart(self, arrays: states.Statistics, *, fresh: bool = False) -> None:
+        """Start with the clipper's statistics and these arrays, or without any if `fresh`."""
+        first = first_numbers(self.clipper, self._groups, fresh=fresh)
+        for name, fields in self.arrays.items():
+            for field, variable in fields.items():
+                nothing = np.zeros_like(variable.numpy())
+                variable.assign(arrays.get(name, {}).get(field, nothing))
+        for variable, column in zip(self.statistics, first, strict=True):
+            variable.assign(np.atleast_1d(column))
+        self.round = 0
+        self.counts.assign(0 * self.counts.numpy())
+        self.last.assign(_no_step(len(self.labels)))
+
+    def state(self) -> ClipState:
+        """Return the numbers of the variables."""
+        statistics = type(self.statistics)(*map(_number, self.statistics))
+        norms, limits, clipped = _number(self.last)
+        return ClipState(statistics, norms, limits, clipped > 0, *_number(self.counts))
+
+
+class Verbs:
+    """The methods of an object that steps with a `HeldClipper`."""
+
+    held: HeldClipper
+
+    @property
+    def last(self) -> StepRecord | None:
+        """Record of the last step; None before the first."""
+        return last_of(self.held.state(), self.held.labels)
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Return plain numbers for a logger, of the last step and of all steps (``round/...``)."""
+        return of_state(self.held.state(), self.held.labels, prefix, self.held.round)
+
+    def on_round_start(self) -> None:
+        """Start a round: counts (``round/...`` in `metrics`) are 0, statistics continue."""
+        self.held.round += 1
+        if self.held.variables:
+            self.held.counts.assign(0 * self.held.counts.numpy())
+
+    def get_state(self) -> Fields:
+        """Return what the clipper's ``get_state`` returns; nothing for `agc`."""
+        held, clipper = self.held, self.held.clipper
+        if isinstance(clipper, AGC):
+            return {}
+        state = clipper.get_state()
+        if held.variables:
+            state["groups"] = states.dump(held.state().statistics, held.labels)
+            state["arrays"] = states.each(held.arrays, lambda v: np.array(v.numpy()))
+        return state
+
+    def set_state(self, state: Fields) -> None:
+        """Restore a state that ``get_state`` of this, or of such a clipper, returned.
+
+        Raises
+        ------
+        StateError
+            If it is not a state, or another clipper's.
+        """
+        held, clipper = self.held, self.held.clipper
+        if isinstance(clipper, AGC):
+            return
+        owner = clipper.owner if held.variables else None
+        if owner is not None and not clippers.fitting(clipper, state, owner):
+            self.reset()
+            return
+        clipper.set_state(state)
+        if held.variables:
+            clipper.owner = owner
+            held.restart(state["arrays"])
+
+    def reset(self) -> None:
+        """Forget all steps, and the loaded state."""
+        if self.held.variables:
+            self.held.restart({}, fresh=True)
+        else:
+            # Before the first step, a state that was loaded is in the clipper.
+            self.held.clipper.reset()
+
+
+def names_of(variables: Iterable[Variable]) -> list[str]:
+    """Return the names of variables: Keras' path, or TensorFlow's name; all different."""
+    return clippers.unique(getattr(v, "path", None) or v.name.removesuffix(":0") for v in variables)
+
+
+def _number(variable: Variable) -> HostView:
+    return np.asarray(variable.numpy() if hasattr(variable, "numpy") else variable, np.float64)
+
+
+def _no_step(groups: int) -> HostView:
+    """Return norms, limits and which were clipped, for groups before their first step."""
+    return np.outer([0.0, np.inf, 0.0], np.ones(groups))
+
+
+def _wide(variable: Variable) -> str:
+    """Return the dtype of NumPy that is at least as wide as that of a variable."""
+    name = getattr(variable.dtype, "name", variable.dtype)
+    return "float64" if name == "float64" else "float32"
+
+
+# -- the outputs of layers of Keras --------------------------------------------------------------
+def outputs_of(clipper: Clipper | AGC, variables: Mapping[str, Variable]) -> Outputs | None:
+    """Return the axes that hold the outputs of layers, by name; None if the clipper needs none.
+
+    ============================================  ==============================================
+    layer of Keras                                axes
+    ============================================  ==============================================
+    transposed convolution                        the last but one
+    depthwise kernel                              the last two
+    ``EinsumDense``, as attention has it          those of its equation's output
+    a bias                                        all: it is one unit
+    any other, and no layer                       the last
+    ============================================  ==============================================
+    """
+    if not isinstance(clipper, AGC) or not clipper.asks_layers:
+        return None
+    layers: dict[int, Any] = {}
+    if "keras" in sys.modules:
+        # A variable has no reference to its layer.
+        base = sys.modules["keras"].layers.Layer
+        alive = [o for o in gc.get_objects() if issubclass(type(o), base)]
+        layers = {
+            id(v): layer for layer in alive for v in getattr(layer, "_trainable_variables", ())
+        }
+    return {name: _axes(v, layers.get(id(v))) for name, v in variables.items()}
+
+
+def _axes(variable: Variable, layer: Any) -> Axes:
+    kind, name = type(layer).__name__, getattr(variable, "name", "")
+    if layer is None:
+        return (-1,)
+    if name == "bias":
+        return ()
+    if name == "depthwise_kernel" or kind.startswith("DepthwiseConv"):
+        return (-2, -1)
+    if kind.startswith("Conv") and kind.endswith("Transpose"):
+        return (-2,)
+    if kind == "EinsumDense" and name == "kernel":
+        kernel, _, output = layer.equation.partition(",")[2].partition("->")
+        return tuple(i for i, letter in enumerate(kernel) if letter in output)
+    return (-1,)

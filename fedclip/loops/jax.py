@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 from fedclip.errors import needing, public_names
 
@@ -21,13 +21,12 @@ from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.clippers.agc import AGC, Axes, Outputs
 from fedclip.clippers.base import Clipper
-from fedclip.core.scopes import Groups, resolve
+from fedclip.core.scopes import resolve
 from fedclip.dpsgd.persample.jax_records import RecordGradients
 from fedclip.dpsgd.step import PrivateMean
 from fedclip.loops import compiled
-from fedclip.loops.clippers import Spec, clipper_of, skip_of_all, unique
+from fedclip.loops.clippers import Spec, check_owner, clipper_of, skip_of_all, unique
 from fedclip.loops.compiled import ClipState, groups_of
-from fedclip.loops.owner import check_owner
 from fedclip.transforms import DeviceState, NormClipping, SliceClipping, Transform, clip_on_device
 
 P = ParamSpec("P")
@@ -74,8 +73,7 @@ def as_optax(
     tensors are refused.
 
     Scopes name a leaf by its path, as in ``enc.w``; a second leaf with the same path is
-    ``enc.w#1``. Complex numbers count by their absolute value. Leaves of dtype float0, the
-    gradients of integers, do not change.
+    ``enc.w#1``. Leaves of dtype float0, the gradients of integers, do not change.
 
     Parameters
     ----------
@@ -102,8 +100,7 @@ def as_optax(
         tensors; with `inner`, if ``on_spike="skip"`` and the scope is not "global".
     TypeError
         If `max_norm` is given and the clipper has none. At an update, if the state is not from
-        `init`, or from another clipper. At an update, if a leaf that is not excluded has another
-        dtype, or is complex and the clipper does not use L2 norms of whole tensors.
+        `init`, or from another clipper. At an update, if a leaf that is not excluded is no float.
     ValueError
         At an update: with `AGC`, if it gets no parameters; if the state has another number of
         groups; or without a state, if the clipper learns from past steps.
@@ -120,8 +117,7 @@ def as_optax(
     5.0
     """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
-    backend = JaxBackend(axes)
-    clipper = clipper_of(clipper)
+    backend, clipper = JaxBackend(axes), clipper_of(clipper)
     compiled.check_compilable(clipper)
 
     @_promoting
@@ -132,23 +128,20 @@ def as_optax(
             check_owner(clipper, {name: np.shape(leaf) for name, leaf in leaves.items()})
         shown = {name: _shown(leaves[name]) for name in groups.names}
         first = compiled.first_state(clipper, groups, shown, backend)
-        if not groups.names and compiled.kind_of(clipper, groups).arrays:
+        if not groups.names and compiled.kind_of(clipper, groups)[2]:
             # optax calls init with one placeholder for all parameters.
             one_leaf: Array = np.zeros(())
             first = DeviceState(first, one_leaf)
         # Two fields of one buffer could not be donated.
         copied = functools.partial(jnp.array, copy=True)
         norm, limit = (copied(np.full(len(groups), x), float) for x in (0.0, np.inf))
-        steps, clipped, nonfinite = (copied(0, jnp.int32) for _ in range(3))
+        counts = (copied(0, jnp.int32) for _ in range(3))
         over = copied(np.zeros(len(groups), bool))
-        return ClipState(jax.tree.map(copied, first), norm, limit, over, steps, clipped, nonfinite)
+        return ClipState(jax.tree.map(copied, first), norm, limit, over, *counts)
 
     @_promoting
     def update(
-        updates: Tree,
-        state: ClipState | None,
-        params: Tree | None = None,
-        **extra: object,
+        updates: Tree, state: ClipState | None, params: Tree | None = None, **extra: object
     ) -> tuple[Tree, ClipState]:
         leaves = _by_name(updates)
         groups = groups_of(clipper, leaves)
@@ -156,32 +149,24 @@ def as_optax(
             state = init(updates)
             if groups.names and jax.tree.leaves(state.statistics):
                 raise ValueError(
-                    f"{clipper.name} learns from past steps, but update got no state: give it the "
-                    "state that init, or the last update, returned"
+                    f"{clipper.name} learns from past steps: give update the state of init"
                 )
         if not groups.names:
             return updates, state
-        compiled.check_state(state, compiled.kind_of(clipper, groups), clipper.name)
+        compiled.check_state(state, len(groups), compiled.kind_of(clipper, groups), clipper.name)
+        _check_floats({name: leaves[name] for name in groups.names})
         weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
         outputs = _outputs(clipper, params) if weights is not None else None
         transform = compiled.transform_of(clipper, groups, weights, backend, outputs)
         if max_norm is not None:
             transform = _limited(transform, clipper, jnp.maximum(backend.asarray(max_norm), 0.0))
-        by_l2_norms = isinstance(transform, NormClipping) and transform.ord == 2
-        if axes and not by_l2_norms:
+        if axes and not (isinstance(transform, NormClipping) and transform.ord == 2):
             raise NotImplementedError(
-                f"{clipper.name} does not clip by L2 norms of whole tensors, which axis_name "
-                "needs: clip outside of shard_map"
+                f"axis_name needs a clipper by L2 norms of whole tensors, not {clipper.name}"
             )
-        clipped, step = clip_on_device(
-            transform,
-            {name: _real(name, leaf, groups, by_l2_norms) for name, leaf in leaves.items()},
-            groups,
-            backend,
-            state.statistics,
-            clipper.on_nonfinite,
-        )
-        news = iter([_like(leaf, clipped[name]) for name, leaf in leaves.items()])
+        policy = clipper.on_nonfinite
+        clipped, step = clip_on_device(transform, leaves, groups, backend, state.statistics, policy)
+        news = iter(clipped.values())
         outputs = jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates)
         return outputs, compiled.after(state, step)
 
@@ -190,19 +175,17 @@ def as_optax(
 
 
 def _around(
-    clipping: ClipTransformation,
-    inner: optax.GradientTransformation,
-    clipper: Clipper | AGC,
+    clipping: ClipTransformation, inner: optax.GradientTransformation, clipper: Clipper | AGC
 ) -> ClipTransformation:
     """Return both, one after the other; the second leaves out the steps that the first skips."""
     spikes, inner = skip_of_all(clipper, "inner"), optax.with_extra_args_support(inner)
 
-    def init(params: optax.Params) -> Tree:
+    def init(params: Tree) -> Tree:
         return clipping.init(params), inner.init(params)
 
     def update(
-        updates: optax.Updates, state: Tree, params: optax.Params | None = None, **extra: object
-    ) -> tuple[optax.Updates, Tree]:
+        updates: Tree, state: Tree, params: Tree | None = None, **extra: object
+    ) -> tuple[Tree, Tree]:
         before, old = state
         clipped, after = clipping.update(updates, before, params, **extra)
         stepped, new = inner.update(clipped, old, params, **extra)
@@ -246,25 +229,10 @@ def _is_float0(leaf: object) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _real(name: str, leaf: Array, groups: Groups, by_l2_norms: bool) -> Array:
-    """Return a leaf of floats; for complex numbers, their real and imaginary parts."""
-    if name in groups.excluded or jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf
-    if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        raise TypeError(f"{name!r} is {leaf.dtype}, not a float: put its name in exclude")
-    if not by_l2_norms:
-        raise TypeError(
-            f"{name!r} is complex, which only clippers by L2 norms of whole tensors clip: put its "
-            "name in exclude, or make real and imaginary parts two leaves"
-        )
-    return jnp.stack([leaf.real, leaf.imag], axis=-1)
-
-
-def _like(leaf: Array, clipped: Array) -> Array:
-    """Return what `_real` made of a leaf in the dtype of the leaf again."""
-    if jnp.iscomplexobj(leaf) and not jnp.iscomplexobj(clipped):
-        return jax.lax.complex(clipped[..., 0], clipped[..., 1])
-    return clipped
+def _check_floats(leaves: Mapping[str, Array]) -> None:
+    for name, leaf in leaves.items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(f"{name!r} is {leaf.dtype}, not a float: put its name in exclude")
 
 
 def metrics(
@@ -306,11 +274,8 @@ def on_round_start(state: T) -> T:
     state
         A transformation's state, or one that contains any number of them, such as that of a chain.
     """
-    begun: T = jax.tree.map(
-        lambda node: compiled.on_round_start(node) if isinstance(node, ClipState) else node,
-        state,
-        is_leaf=lambda node: isinstance(node, ClipState),
-    )
+    begin = lambda node: compiled.on_round_start(node) if _is_state(node) else node  # noqa: E731
+    begun: T = jax.tree.map(begin, state, is_leaf=_is_state)
     return begun
 
 
@@ -333,10 +298,8 @@ def _labelled(
     clipper: Clipper | AGC, state: object, params: Tree
 ) -> tuple[ClipState, tuple[str, ...]]:
     """Return the one `ClipState` in a state, and the labels of its groups."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda node: isinstance(node, ClipState)
-    )
-    states = {f"state{jax.tree_util.keystr(p)}": s for p, s in leaves if isinstance(s, ClipState)}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_state)
+    states = {f"state{jax.tree_util.keystr(p)}": s for p, s in leaves if _is_state(s)}
     if len(states) != 1:
         hint = f": give the one of this clipper, {' or '.join(states)}" if states else ""
         raise ValueError(f"the state must hold one ClipState, but it holds {len(states)}{hint}")
@@ -345,10 +308,13 @@ def _labelled(
     if clip_state.norm.shape != (len(labels),):
         raise ValueError(
             f"the state has norms of shape {clip_state.norm.shape}, but these parameters have "
-            f"{len(labels)} groups: give the parameters of init (under optax.masked, those that "
-            "it keeps); for a vmap over models, give the state of one model"
+            f"{len(labels)} groups: give the parameters of init, and the state of one model"
         )
     return clip_state, labels
+
+
+def _is_state(node: object) -> TypeGuard[ClipState]:
+    return isinstance(node, ClipState)
 
 
 def _is_variable(node: object) -> bool:
@@ -390,10 +356,9 @@ def _axes(tree: Any, path: Sequence[Any], ndim: int) -> Axes:
     for key in path:
         if type(node).__module__.startswith("equinox.nn"):
             layer = type(node).__name__
-        if isinstance(key, jax.tree_util.GetAttrKey):
-            node = getattr(node, key.name)
-        else:
-            node = node[getattr(key, "idx", getattr(key, "key", None))]
+        by_attribute = isinstance(key, jax.tree_util.GetAttrKey)
+        place = getattr(key, "idx", getattr(key, "key", None))
+        node = getattr(node, key.name) if by_attribute else node[place]
     return (0,) if layer and layer != "Embedding" else (-1,)
 
 
@@ -419,8 +384,7 @@ def _array(name: str, leaf: object) -> Array:
         return jnp.asarray(leaf)
     except TypeError as error:
         raise TypeError(
-            f"{name!r} is not an array, but {leaf!r:.80}: pass only the arrays, as "
-            "eqx.filter(model, eqx.is_inexact_array) returns them"
+            f"{name!r} is not an array, but {leaf!r:.80}: pass only the arrays, as by eqx.filter"
         ) from error
 
 
@@ -447,7 +411,7 @@ def private_gradients(
 
     The gradients of records are compiled once for each loss. Noise comes from the operating
     system's secure generator, so do not compile the whole function. Draw Poisson samples
-    (`fedclip.dpsgd.sampling.PoissonSampler`), call it for empty samples too, and account for each
+    (`fedclip.dpsgd.step.PoissonSampler`), call it for empty samples too, and account for each
     call with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
 
     Parameters
@@ -479,13 +443,11 @@ def private_gradients(
     (2,)
     """
     leaves, tree = jax.tree.flatten(params)
-    names = _names(params)
-
-    stacks = _gradients(loss).stacks(names, params, (), batch, micro_batch)
-    shapes = {name: leaf.shape for name, leaf in zip(names, leaves, strict=True)}
-    average = mean(stacks, shapes)
-    pairs = zip(names, leaves, strict=True)
-    return jax.tree.unflatten(tree, [jnp.asarray(average[n], like.dtype) for n, like in pairs])
+    named = dict(zip(_names(params), leaves, strict=True))
+    stacks = _gradients(loss).stacks([*named], params, (), batch, micro_batch)
+    average = mean(stacks, {name: leaf.shape for name, leaf in named.items()})
+    gradients = [jnp.asarray(average[name], leaf.dtype) for name, leaf in named.items()]
+    return jax.tree.unflatten(tree, gradients)
 
 
 @functools.lru_cache(maxsize=8)

@@ -8,6 +8,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, TypeAlias
 
 from fedclip.arrays import HostView
@@ -21,20 +22,18 @@ import numpy as np
 from fedclip.arrays import Array, backend_named
 from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
-from fedclip.loops import compiled
 from fedclip.loops.clippers import Spec, Theirs, clipper_of, skip_of_all, skips
-from fedclip.loops.variables import HeldClipper, Operations, Verbs, names_of
-from fedclip.transforms import clip_on_device
+from fedclip.loops.compiled import HeldClipper, Operations, Variable, Verbs, names_of
 
 __all__ = ["ClipHistory", "ClippedOptimizer"]
 
 __dir__ = public_names(__name__)
 
-Variable: TypeAlias = Array
 Optimizer: TypeAlias = Any
 """Of Keras, which has no types."""
 
 _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
+_OVERWRITES = "overwrite_with_gradient"
 
 
 def _chain(optimizer: Optimizer) -> list[Optimizer]:
@@ -48,24 +47,21 @@ def _checked(optimizer: Optimizer) -> Optimizer:
     *outer, stepping = _chain(optimizer)
     if hasattr(stepping, "optimizers"):
         raise ValueError(
-            f"{type(stepping).__name__} has several optimizers, each for some of the variables: "
-            "put a ClippedOptimizer around each of them"
+            f"{type(stepping).__name__} has several optimizers: put a ClippedOptimizer around each"
         )
     _check_options(stepping)
     apply = getattr(type(stepping), "apply", None)
     hooks = all(hasattr(stepping, m) for m in ("_clip_gradients", "_backend_apply_gradients"))
     if apply is not keras.optimizers.Optimizer.apply or not hooks:
         raise TypeError(
-            f"{type(stepping).__name__} with Keras {keras.__version__} does not step as Keras' "
-            "optimizers do, which clip in their method apply: derive it from "
+            f"{type(stepping).__name__} does not step as Keras' optimizers do: derive it from "
             "keras.optimizers.Optimizer, of Keras 3.4 or newer, and do not override apply"
         )
     clipped = next((o for o in outer if isinstance(o, ClippedOptimizer)), None)
     owner = getattr(stepping._clip_gradients, "__self__", None)
     if owner is not getattr(clipped, "_hook", stepping):
         raise ValueError(
-            f"{stepping.name!r} is already in another ClippedOptimizer, which would clip too: "
-            "make a new optimizer"
+            f"{stepping.name!r} is already in another ClippedOptimizer: make a new optimizer"
         )
     return stepping
 
@@ -89,8 +85,7 @@ class _Hook:
     """
 
     def __init__(self, stepping: Optimizer, clipper: Clipper | AGC) -> None:
-        self.stepping = stepping
-        backend = backend_named(keras.backend.backend())
+        self.stepping, backend = stepping, backend_named(keras.backend.backend())
         self._float = backend.dtype(backend.asarray([0.0]))
         take = functools.partial(keras.ops.take, axis=-1)
         operations = Operations(self._make, _value, take, keras.ops.cast)
@@ -104,32 +99,27 @@ class _Hook:
         stepping._clip_gradients = self.clip
 
     def _make(self, values: HostView, name: str) -> Variable:
-        kind = "int" if values.dtype.kind == "i" else self._float
         return self.stepping.add_variable(
             values.shape,
             initializer=lambda shape, dtype=None: keras.ops.convert_to_tensor(values, dtype),
-            dtype=kind,
+            dtype="int" if values.dtype.kind == "i" else self._float,
             aggregation="only_first_replica",
             name=re.sub(r"\W", "_", f"{self.held.clipper.name}_{name}"),
         )
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the variables of the clipper."""
-        names = names_of(variables)
-        keys = map(self.stepping._var_key, variables)
-        self._names = dict(zip(keys, names, strict=True))
-        pairs = zip(names, variables, strict=True)
-        self.held.build(
-            {n: v for n, v in pairs if not getattr(v, "overwrite_with_gradient", False)},
-            type(self.stepping).__name__,
-        )
+        named = dict(zip(names_of(variables), variables, strict=True))
+        self._names = {self.stepping._var_key(v): name for name, v in named.items()}
+        clipped = {n: v for n, v in named.items() if not getattr(v, _OVERWRITES, False)}
+        self.held.build(clipped, type(self.stepping).__name__)
 
     def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:
         """Note the variables, then step."""
         if any(self.stepping._var_key(v) not in self._names for v in variables):
             raise ValueError(
                 f"{self.stepping.name!r} is inside of a ClippedOptimizer that was not built for "
-                "these variables: call apply of the ClippedOptimizer first"
+                "these variables: call its apply first"
             )
         self._now.variables, self._now.clipped = variables, False
         restore = self._restoring(variables) if skips(self.held.clipper) else None
@@ -139,8 +129,7 @@ class _Hook:
         # Eager code clips in the last of the accumulated steps only.
         if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
             raise RuntimeError(
-                f"{type(self.stepping).__name__} stepped without a call of _clip_gradients, where "
-                "Keras' optimizers clip: call it in _backend_apply_gradients"
+                f"{type(self.stepping).__name__} stepped without a call of _clip_gradients"
             )
 
     def _restoring(self, weights: Sequence[Variable]) -> Callable[[], None]:
@@ -152,22 +141,19 @@ class _Hook:
         gathered = getattr(stepping, "_accumulated_gradients", None) or ()
         excluded = {*map(id, (stepping._iterations, *held.variables, *gathered))}
         chosen = [v for v in (*weights, *stepping.variables) if id(v) not in excluded]
-        old, before = [keras.ops.copy(v) for v in chosen], keras.ops.copy(held.variables[0])
-        steps = stepping.gradient_accumulation_steps or 1
+        old, before = [keras.ops.copy(v) for v in chosen], keras.ops.copy(held.counts)
+        accumulated = stepping.gradient_accumulation_steps or 1
 
         def restore() -> None:
-            after, over = (_value(v) for v in held.variables[:2])
-            happened = after - before
-            skip = (happened[2] > 0) if held.clipper.on_nonfinite == "skip" else happened[2] < 0
+            steps, _, nonfinite = keras.ops.unstack(_value(held.counts) - before)
+            skip = (nonfinite > 0) & (held.clipper.on_nonfinite == "skip")
             if self._spikes:
-                skip = skip | ((happened[0] > 0) & keras.ops.all(over[2] > 0))
-            _assign(
-                chosen,
-                [keras.ops.where(skip, o, _value(v)) for o, v in zip(old, chosen, strict=True)],
-            )
+                skip = skip | ((steps > 0) & keras.ops.all(_value(held.last)[2] > 0))
+            pairs = zip(old, chosen, strict=True)
+            _assign(chosen, [keras.ops.where(skip, o, _value(v)) for o, v in pairs])
             # Keras counts the step after this.
             iterations = stepping._iterations
-            iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * steps)
+            iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * accumulated)
 
         return restore
 
@@ -175,65 +161,35 @@ class _Hook:
         """Return the clipped gradients."""
         variables, self._now.clipped = self._now.variables, True
         names = [self._names[self.stepping._var_key(v)] for v in variables]
-        sums, share = _sum_of_replicas(_tensors(gradients))
+        sums, context = _tensors(gradients), _replicas()
+        if context is not None:
+            sums = context.all_reduce("SUM", sums)
         weights = dict(zip(names, variables, strict=True))
-        clipped = self.held.clip(dict(zip(names, sums, strict=True)), weights)
-        return self._clip([share(clipped[name]) for name in names])
-
-    def clip_alone(self, gradients: Sequence[Array]) -> list[Array]:
-        """Return gradients of all variables clipped, outside of a step.
-
-        Before `build` they have no names but "0", "1", ...
-        """
-        clipper, known = self.held.clipper, [*self._names.values()]
-        names = known if len(known) == len(gradients) else map(str, range(len(gradients)))
-        named = dict(zip(names, _tensors(gradients), strict=True))
-        groups = compiled.groups_of(clipper, named)
-        kind = compiled.kind_of(clipper, groups)
-        if isinstance(clipper, AGC) or kind.arrays or kind.sizes:
-            raise RuntimeError(
-                f"{clipper.name} clips in steps only, where it has the variables and its "
-                "statistics: call apply, or apply_gradients"
-            )
-        backend, policy = backend_named(keras.backend.backend()), clipper.on_nonfinite
-        transform = clipper.transform(groups)
-        first = transform.init(groups)
-        return [*clip_on_device(transform, named, groups, backend, first, policy)[0].values()]
+        after = self.held.clip(dict(zip(names, sums, strict=True)), weights)
+        clipped = [after[name] for name in names]
+        if context is not None:
+            # Keras adds the replicas' gradients up after the clip.
+            share = 1.0 / context.num_replicas_in_sync
+            clipped = [_tf().math.scalar_mul(share, gradient) for gradient in clipped]
+        return self._clip(clipped)
 
 
 def _tensors(gradients: Sequence[Array]) -> list[Array]:
     """Return NumPy's arrays and JAX's sparse ones as tensors, and other gradients unchanged."""
-    return [
-        keras.ops.convert_to_tensor(g, sparse=False)
-        if isinstance(g, np.ndarray) or hasattr(g, "todense")
-        else g
-        for g in gradients
-    ]
+    turned = functools.partial(keras.ops.convert_to_tensor, sparse=False)
+    others = [isinstance(g, np.ndarray) or hasattr(g, "todense") for g in gradients]
+    return [turned(g) if other else g for g, other in zip(gradients, others, strict=True)]
+
+
+def _tf() -> Any:
+    return import_module("tensorflow")
 
 
 def _replicas() -> Any:
     """Return TensorFlow's replica context, if several replicas step together."""
-    if keras.backend.backend() != "tensorflow":
-        return None
-    import tensorflow as tf
-
-    context = tf.distribute.get_replica_context()
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    context = _tf().distribute.get_replica_context() if on_tensorflow else None
     return context if context and context.num_replicas_in_sync > 1 else None
-
-
-def _sum_of_replicas(
-    gradients: Sequence[Array],
-) -> tuple[Sequence[Array], Callable[[Array], Array]]:
-    """Return the sums of the replicas' gradients, and a function to a replica's share of a sum.
-
-    Keras adds the replicas' gradients up after the clip.
-    """
-    if (context := _replicas()) is None:
-        return gradients, lambda gradient: gradient
-    import tensorflow as tf
-
-    share = functools.partial(tf.math.scalar_mul, 1.0 / context.num_replicas_in_sync)
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients)), share
 
 
 def _assign(variables: Sequence[Variable], values: Sequence[Array]) -> None:
@@ -322,10 +278,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
     """
 
     def __init__(
-        self,
-        inner_optimizer: Optimizer,
-        clipper: Spec,
-        name: str = "clipped_optimizer",
+        self, inner_optimizer: Optimizer, clipper: Spec, name: str = "clipped_optimizer"
     ) -> None:
         if isinstance(inner_optimizer, str):
             inner_optimizer = keras.optimizers.get(inner_optimizer)
@@ -362,8 +315,8 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         self.inner_optimizer.apply(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Sequence[Array]) -> list[Array]:
-        # The inner optimizer's steps call the clipper; Keras' own method would clip nothing here.
-        return self._hook.clip_alone(grads)
+        # Keras' own method would clip nothing here.
+        raise RuntimeError(f"{self.clipper.name} clips in steps only: call apply")
 
     def stateless_apply(
         self,

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clippers in Lightning: a callback of the Trainer, or a mixin of the module."""
+"""Clippers in Lightning: a callback of the Trainer."""
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from fedclip.errors import needing, public_names
 from fedclip.loops.clippers import Spec, Theirs, clipper_of
 from fedclip.loops.torch import ClipHandle, attach
 
-__all__ = ["ClipCallback", "LightningClipping"]
+__all__ = ["ClipCallback"]
 
 __dir__ = public_names(__name__)
 
@@ -72,13 +70,10 @@ class ClipCallback(Callback):
             return
         if trainer.gradient_clip_val:
             raise ValueError(
-                f"gradient_clip_val={trainer.gradient_clip_val!r} and ClipCallback would clip "
-                "twice: remove gradient_clip_val from the Trainer"
+                f"remove gradient_clip_val={trainer.gradient_clip_val!r}: ClipCallback clips too"
             )
         if "DeepSpeed" in type(trainer.strategy).__name__:
-            raise NotImplementedError(
-                "DeepSpeed does not show whole gradients: use its gradient_clip_val"
-            )
+            raise NotImplementedError("DeepSpeed shows no whole gradients: use gradient_clip_val")
         # Finders of a learning rate or batch size step in on_fit_start.
         trainer.callbacks = sorted(trainer.callbacks, key=lambda c: not isinstance(c, ClipCallback))
 
@@ -86,24 +81,21 @@ class ClipCallback(Callback):
         """Attach a clipper to each optimizer, before a checkpoint is loaded."""
         optimizers = trainer.optimizers
         if self._copies:
-            further = len(optimizers) - len(self.clippers)
-            self.clippers += [copy.deepcopy(self.clippers[0]) for _ in range(further)]
+            further = range(len(self.clippers), len(optimizers))
+            self.clippers += [copy.deepcopy(self.clippers[0]) for _ in further]
         if len(self.clippers) != len(optimizers):
             raise ValueError(
-                f"there are {len(self.clippers)} clippers and {len(optimizers)} optimizers: give "
-                "one clipper for each optimizer, or a single one, which is copied"
+                f"got {len(self.clippers)} clippers and {len(optimizers)} optimizers: give one each"
             )
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if scaled and any(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers):
+            raise ValueError(
+                "a fused optimizer unscales after the clip: make it without fused=True"
+            )
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        for optimizer, clipper in zip(optimizers, self.clippers, strict=True):
-            if scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
-                raise ValueError(
-                    f"a fused {type(optimizer).__name__} unscales the gradients in its step, "
-                    "after the clip: make it without fused=True"
-                )
-            self._handles.append(attach(optimizer, clipper, pl_module))
+        pairs = zip(optimizers, self.clippers, strict=True)
+        self._handles = [attach(optimizer, clipper, pl_module) for optimizer, clipper in pairs]
 
     def teardown(self, trainer: Theirs, pl_module: Theirs, stage: str) -> None:
         """Release the clippers for another Trainer; later checkpoints still include them."""
@@ -128,41 +120,3 @@ class ClipCallback(Callback):
             if clipper.last is not None:
                 prefix = "clip/" if len(self.clippers) == 1 else f"clip/{i}/"
                 pl_module.log_dict(clipper.last.as_dict(prefix, groups=False))
-
-
-class LightningClipping:
-    """Mixin of a LightningModule that adds a `ClipCallback` with ``self.clipper``.
-
-    ::
-
-        class Model(LightningClipping, LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.clipper = ZScoreClip()
-
-    The order of the bases does not matter; the class may have a ``configure_callbacks``.
-    """
-
-    clipper: Spec | list[Spec]
-    configure_callbacks: Callable[..., list[Theirs]]
-    _clip_callback: ClipCallback | None = None
-
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        """Add the callback to those that the class configures."""
-        super().__init_subclass__(**kwargs)
-        inner = getattr(cls, "configure_callbacks", None)
-        if inner is None:
-            return
-
-        @functools.wraps(inner)
-        def configure_callbacks(self: Theirs) -> list[Theirs]:
-            configured = inner(self)
-            callbacks = [*configured] if isinstance(configured, Sequence) else [configured]
-            if not any(isinstance(callback, ClipCallback) for callback in callbacks):
-                # Keep the callback for the next fit, with the clippers of further optimizers.
-                if self._clip_callback is None:
-                    self._clip_callback = ClipCallback(self.clipper)
-                callbacks.append(self._clip_callback)
-            return callbacks
-
-        cls.configure_callbacks = configure_callbacks

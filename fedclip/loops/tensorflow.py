@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from fedclip.arrays import HostView
 from fedclip.errors import needing, public_names
-from fedclip.loops.variables import Variable
 
 with needing(__name__, "TensorFlow: pip install tensorflow"):
     import tensorflow as tf
@@ -16,17 +16,10 @@ with needing(__name__, "TensorFlow: pip install tensorflow"):
 from fedclip.arrays import Array, backend_named
 from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
-from fedclip.loops.clippers import Spec, check_clipper, clipped, clipper_of
+from fedclip.loops import clippers, compiled
+from fedclip.loops.clippers import Spec
+from fedclip.loops.compiled import HeldClipper, Variable
 from fedclip.loops.keras import ClippedOptimizer
-from fedclip.loops.owner import check_members, use_of
-from fedclip.loops.variables import (
-    HeldClipper,
-    Operations,
-    Verbs,
-    model_shapes,
-    names_of,
-    outputs_of,
-)
 
 __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 
@@ -59,20 +52,24 @@ def clip(
     >>> bool(tf.norm(gradient) <= 1.0)
     True
     """
-    check_clipper(clipper)
+    clippers.check_clipper(clipper)
     pairs = list(grads_and_vars)
     if not tf.executing_eagerly():
-        pairs_clipped: list[tuple[Array, Variable]] = CompiledClipper.of(clipper)(pairs)
-        return pairs_clipped
+        # AutoGraph's decorator has no types.
+        compiled_clipper: Any = CompiledClipper.of(clipper)
+        return [*compiled_clipper(pairs)]
     present, variables = _by_name(pairs)
     if not present:
         return pairs
-    check_members(clipper, variables, fixed=True, shapes=model_shapes)
-    outputs = use_of(clipper).outputs
-    if isinstance(clipper, AGC) and not outputs.keys() >= variables.keys():
-        outputs.update(outputs_of(clipper, variables) or {})
-    weights = lambda: {n: tf.convert_to_tensor(v) for n, v in variables.items()}  # noqa: E731
-    after = clipped(clipper, present, weights, None, outputs or None)
+    clippers.check_members(clipper, variables, fixed=True)
+    if not isinstance(clipper, AGC):
+        after = clipper.clip(present)
+    else:
+        outputs = clippers.use_of(clipper).outputs
+        if not outputs.keys() >= variables.keys():
+            outputs.update(compiled.outputs_of(clipper, variables) or {})
+        weights = {name: tf.convert_to_tensor(v) for name, v in variables.items()}
+        after = clipper.clip(present, weights, outputs=outputs or None)
     return [(after.get(n), v) for n, v in variables.items()]
 
 
@@ -80,12 +77,12 @@ def _by_name(
     pairs: Sequence[tuple[Array, Variable]],
 ) -> tuple[dict[str, Array], dict[str, Variable]]:
     """Return what gradients there are, and all variables, by Keras' path or TensorFlow's name."""
-    names = names_of(v for _, v in pairs)
+    names = compiled.names_of(v for _, v in pairs)
     gradients = {n: g for n, (g, _) in zip(names, pairs, strict=True) if g is not None}
     return gradients, {n: v for n, (_, v) in zip(names, pairs, strict=True)}
 
 
-class CompiledClipper(Verbs, tf.Module):
+class CompiledClipper(compiled.Verbs, tf.Module):
     """A clipper with its statistics in TensorFlow variables, for use in a ``tf.function``.
 
     It is a `tf.Module`, so ``tf.train.Checkpoint`` saves and restores it.
@@ -97,21 +94,19 @@ class CompiledClipper(Verbs, tf.Module):
     """
 
     def __init__(self, clipper: Spec) -> None:
-        clipper = clipper_of(clipper)
-        super().__init__(name=clipper.name.replace("-", "_"))
-        self.clipper = clipper
-        take = functools.partial(tf.gather, axis=-1)
-        operations = Operations(self._make, tf.convert_to_tensor, take, tf.cast)
-        self.held = HeldClipper(clipper, backend_named("tensorflow"), operations)
+        made = clippers.clipper_of(clipper)
+        super().__init__(name=made.name.replace("-", "_"))
+        self.clipper, take = made, functools.partial(tf.gather, axis=-1)
+        operations = compiled.Operations(self._make, tf.convert_to_tensor, take, tf.cast)
+        self.held = HeldClipper(made, backend_named("tensorflow"), operations)
         # The module tracks the variables here.
         self._variables: list[Variable] = []
 
     @classmethod
     def of(cls, clipper: Clipper | AGC) -> CompiledClipper:
         """Return the compiled form of a clipper; the first call creates it."""
-        use = use_of(clipper)
-        use.compiled = use.compiled or cls(clipper)
-        made: CompiledClipper = use.compiled
+        use = clippers.use_of(clipper)
+        use.compiled = made = use.compiled or cls(clipper)
         return made
 
     # No branch depends on a tensor, so AutoGraph has nothing to rewrite.
@@ -130,8 +125,7 @@ class CompiledClipper(Verbs, tf.Module):
             with tf.init_scope():
                 if not tf.executing_eagerly():
                     raise RuntimeError(
-                        f"{self.clipper.name} cannot clip in the graph of a TensorFlow 1 session: "
-                        "write the step as a tf.function, in a program that runs eagerly"
+                        f"{self.clipper.name} clips in a tf.function, not in a session's graph"
                     )
                 self.held.build(weights)
             self._variables = self.held.variables

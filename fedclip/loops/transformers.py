@@ -5,35 +5,24 @@ from __future__ import annotations
 
 import base64
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 import numpy as np
 
 from fedclip.arrays import Array
-from fedclip.core.states import Fields
+from fedclip.core.states import Fields, each
 from fedclip.errors import Unchecked, needing, public_names
-from fedclip.loops.clippers import Theirs
 
 with needing(__name__, "Transformers: pip install 'transformers[torch]'"):
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 
 from fedclip.clippers.agc import AGC
-from fedclip.core import states
-from fedclip.loops.clippers import Spec, clipper_of
-from fedclip.loops.owner import (
-    begin,
-    configuration,
-    configuration_of,
-    hold,
-    owner_of,
-    release,
-    shapes_of,
-)
+from fedclip.loops import clippers
+from fedclip.loops.clippers import Spec, Theirs, configuration
 from fedclip.loops.torch import set_state
-from fedclip.loops.torch.clip import clip_named
-from fedclip.loops.torch.names import check_sharding, named, outputs_of
+from fedclip.loops.torch.clip import check_sharding, clip_named, named, outputs_of
 
 __all__ = ["ClipCallback", "attach"]
 
@@ -75,61 +64,57 @@ class ClipCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, clipper: Spec) -> None:
-        self.clipper = clipper_of(clipper)
+        self.clipper = clippers.clipper_of(clipper)
         self._within = False
         self._training: object = None
-
-    def _wrote(self, entry: Theirs) -> bool:
-        """Whether a checkpoint entry is of a clipper of this name and configuration."""
-        name, config = entry["args"]["clipper"]
-        return bool(configuration_of(name, config) == configuration(self.clipper))
 
     def on_train_begin(
         self, args: Theirs, state: Theirs, control: Theirs, **kwargs: Theirs
     ) -> None:
         """Refuse to clip twice, and restore the state of a checkpoint."""
-        optimizer = kwargs["optimizer"]
+        optimizer, clipper = kwargs["optimizer"], self.clipper
         if args.max_grad_norm:
             raise ValueError(
-                f"max_grad_norm={args.max_grad_norm!r} and {self.clipper.name} would clip twice: "
-                "give max_grad_norm=0 in the TrainingArguments"
+                f"max_grad_norm={args.max_grad_norm!r} would clip too: give max_grad_norm=0"
             )
         if "DeepSpeed" in type(optimizer).__name__:
-            raise NotImplementedError(
-                "DeepSpeed does not show whole gradients: use its gradient_clipping"
+            raise NotImplementedError("DeepSpeed shows no whole gradients: use gradient_clipping")
+        others = [c for c in _TRAINING if c._training is state and c.clipper is not clipper]
+        if any(configuration(other.clipper) == configuration(clipper) for other in others):
+            raise ValueError(
+                f"two ClipCallbacks have the same {clipper.name}, and would swap their statistics "
+                "in a checkpoint: give one, or clippers that differ"
             )
-        for other in _TRAINING:
-            same = configuration(other.clipper) == configuration(self.clipper)
-            if other.clipper is not self.clipper and same and other._training is state:
-                raise ValueError(
-                    f"two ClipCallbacks have the same {self.clipper.name}, and would get each "
-                    "other's statistics from a checkpoint: give one, or clippers that differ"
-                )
         # A training that failed did not call on_train_end.
         failed = self._training is not None
-        release(self.clipper, self)
-        hold(self.clipper, self, "in the ClipCallback of a Trainer")
+        clippers.release(clipper, self)
+        clippers.hold(clipper, self, "in the ClipCallback of a Trainer")
         self._training = state
         _TRAINING.add(self)
-        if failed and not state.global_step and not isinstance(self.clipper, AGC):
-            self.clipper.reset()
         # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
-        parameters = named(kwargs["model"], self.clipper)
-        shapes = shapes_of(parameters)
+        parameters = named(kwargs["model"], clipper)
+        shapes = clippers.shapes_of(parameters)
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         self._within = bool(state.global_step and state.epoch % 1)
-        if state.global_step and not isinstance(self.clipper, AGC):
+        if state.global_step and not isinstance(clipper, AGC):
             # The Trainer adds the states of several callbacks to the end of one list.
             entries = saved if isinstance(saved, list) else [saved]
-            states_ = [_read(e["attributes"]["clipper_state"]) for e in entries if self._wrote(e)]
-            owner = owner_of(self.clipper, shapes, kind)
-            set_state(self.clipper, states_[-1] if states_ else None, owner)
-        begin(self.clipper, shapes, kind, [*parameters.values()])
+            fitting = [e["attributes"]["clipper_state"] for e in entries if self._wrote(e)]
+            owner = clippers.owner_of(clipper, shapes, kind)
+            set_state(clipper, _read(fitting[-1]) if fitting else None, owner)
+        elif failed and not isinstance(clipper, AGC):
+            clipper.reset()
+        clippers.begin(clipper, shapes, kind, [*parameters.values()])
+
+    def _wrote(self, entry: Theirs) -> bool:
+        """Whether a checkpoint entry is of a clipper of this name and configuration."""
+        wrote = clippers.clipper_of(tuple(entry["args"]["clipper"]))
+        return configuration(wrote) == configuration(self.clipper)
 
     def on_train_end(self, *args: object, **kwargs: object) -> None:
         """Release the clipper for another Trainer."""
-        release(self.clipper, self)
+        clippers.release(self.clipper, self)
         self._training = None
         _TRAINING.discard(self)
 
@@ -152,9 +137,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         outputs = outputs_of(model, parameters, self.clipper)
         if clip_named(parameters, self.clipper, outputs) is None:
             raise RuntimeError(
-                f"{self.clipper.name} found no gradient before the step: layer-wise optimizers, "
-                "such as LOMO, step in backward() and keep no gradients. Use an optimizer with one "
-                "step, such as optim='adamw_torch'"
+                f"{self.clipper.name} found no gradient: use one that steps after backward()"
             )
 
     def on_log(self, args: object, state: Theirs, control: object, **kwargs: Theirs) -> None:
@@ -182,7 +165,8 @@ class ClipCallback(TrainerCallback, ExportableState):
         """The clipper's state for JSON; Transformers may set it when it restores a checkpoint."""
         if isinstance(self.clipper, AGC):
             return {}
-        return _each_array(self.clipper.get_state(), _to_text)
+        state = self.clipper.get_state()
+        return {**state, "arrays": each(state["arrays"], _to_text)}
 
     @clipper_state.setter
     def clipper_state(self, state: Mapping[str, object]) -> None:
@@ -199,19 +183,15 @@ def attach(trainer: Theirs, clipper: Spec) -> ClipCallback:
     return callback
 
 
-def _each_array(state: Fields, turned: Callable[[Array], object]) -> Fields:
-    return {**state, "arrays": states.each(state["arrays"], turned)}
-
-
 def _to_text(array: Array) -> list[object]:
     return [str(array.dtype), array.shape, base64.b64encode(array.tobytes()).decode()]
 
 
 def _read(state: Unchecked) -> Fields:
     """Return a clipper's state that was saved as JSON, with its arrays."""
+    return {**state, "arrays": each(state["arrays"], _from_text)} if state else state
 
-    def array(text: Unchecked) -> Array:
-        dtype, shape, data = text
-        return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
 
-    return _each_array(state, array) if state else state
+def _from_text(text: Unchecked) -> Array:
+    dtype, shape, data = text
+    return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)

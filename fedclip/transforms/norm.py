@@ -34,13 +34,15 @@ from fedclip.transforms.base import Gradient, Outcome, Transform
 class NormClipping(Transform):
     """Rule × measure × action; the scope comes with the groups of each call.
 
-    If it is `dry`, it measures and decides, but changes nothing.
+    If it is `dry`, it measures and decides, but changes nothing. With `only_measures` it asks no
+    rule: nothing is over a limit.
     """
 
     rule: Rule
     ord: Order = 2
     action: Action = SCALE_DOWN
     dry: bool = False
+    only_measures: bool = False
 
     runs_on_parts = True
     by_norms = True
@@ -57,10 +59,13 @@ class NormClipping(Transform):
         """Clip one gradient by norms."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         if self.ord == 2:
-            measured = xp.group_norms(arrays, groups.members)
+            norms = xp.group_norms(arrays, groups.members)
         else:
-            measured = measure(arrays, groups, self.ord, xp)
-        return self.judged(gradient, gradient.finite_norms(measured), state)
+            norms = measure(arrays, groups, self.ord, xp)
+        norms = gradient.finite_norms(norms)
+        if self.only_measures:
+            return Outcome(arrays, state, norms, norms, norms < 0.0)
+        return self.judged(gradient, norms, state)
 
     def judged(self, gradient: Gradient, norms: Array, state: State) -> Outcome:
         """Clip one gradient with these norms, which are finite."""

@@ -39,17 +39,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedclip.arrays import Float64, HostView, backend_of
+from fedclip.arrays import Array, Float64, HostView, backend_of
 from fedclip.core import parameters
-from fedclip.core.scopes import resolve
-from fedclip.updates.limits import Limits, host_values, norms_of
+from fedclip.updates.limits import Limits, norm_of
 from fedclip.updates.protocol import Arrays, Reply
-from fedclip.updates.weights import WITH_NOISE, Shares
+from fedclip.updates.weights import WITH_NOISE, Share, Shares
 
 # Numbers of values that are added at once, in the cache, and of a table that is sorted at once.
 _PIECE, _TABLE = 2**14, 2**20
 
 REPEATED = "its sender has replied already"
+
+
+def host_values(array: Array) -> HostView:
+    """Return an array's values on the host, dense."""
+    if isinstance(array, np.ndarray):
+        return array
+    backend = backend_of(array)
+    return backend.to_host(backend.dense(array))
+
+
+def finite_values(array: Array) -> Float64:
+    """Return an array in float64, with the ends of its dtype instead of infinity."""
+    return np.asarray(np.nan_to_num(host_values(array)), np.float64)
 
 
 class ExactSum:
@@ -100,43 +112,37 @@ class Combining:
         hostile = parameters.optional(parameters.integer, 1, n_hostile=n_hostile)
         if (self.kind == "mean") != (hostile is None):
             raise ValueError(
-                "combine='arc' and combine='trimmed' go with n_hostile, and nothing else does; got "
-                f"combine={combine!r} and n_hostile={n_hostile!r}"
+                f"combine={combine!r} does not go with n_hostile={n_hostile!r}: set both"
             )
         self.n_hostile = hostile or 0
 
     @property
     def pull(self) -> str:
         """By how much one client moves the average, as a multiple of the bound, of n replies."""
-        of = {"mean": "1 / n", "arc": f"{2 * self.n_hostile} / n"}
-        return of.get(self.kind, f"1 / (n - {2 * self.n_hostile})")
+        f = self.n_hostile
+        of = {"mean": "1 / n", "arc": f"{2 * f} / n", "trimmed": f"1 / (n - {2 * f})"}
+        return of[self.kind]
 
     def unfit(self, *, weights: bool = False, noise: bool = False, secure: bool = False) -> str:
         """Return why updates cannot be combined like this; "" if they can."""
-        reasons = (
-            (
-                secure,
-                "secure aggregation: the server sees the sum of the updates, and none of them",
-            ),
-            (noise, f"noise: that is sized on 1 / n of the bound, not on {self.pull}"),
-            (weights, "weights: n_hostile counts clients, and one may have most of the weight"),
-        )
-        why = next((why for applies, why in reasons if applies), "") if self.n_hostile else ""
-        return f"combine = {self.kind!r} does not go with {why}; take the mean" if why else ""
+        if not self.n_hostile:
+            return ""
+        reasons = {
+            "secure aggregation: the server sees the sum of the updates, and none of them": secure,
+            f"noise: that is sized on 1 / n of the bound, not on {self.pull}": noise,
+            "weights: n_hostile counts clients, and one may have most of the weight": weights,
+        }
+        why = next((why for why, applies in reasons.items() if applies), "")
+        return why and f"combine = {self.kind!r} does not go with {why}; take the mean"
 
     def too_few(self, clients: int) -> str:
         """Return that there are too few clients in a round; "" if there are enough."""
         if not self.n_hostile or clients > 2 * self.n_hostile:
             return ""
-        return (
-            f"combine = {self.kind!r} with n_hostile = {self.n_hostile} needs more than "
-            f"{2 * self.n_hostile} replies in a round, and there are {clients}"
+        need = (
+            f"n_hostile = {self.n_hostile} needs more than {2 * self.n_hostile} replies in a round"
         )
-
-    @property
-    def needs_all(self) -> bool:
-        """Whether all replies are needed first."""
-        return self.kind != "mean"
+        return f"combine = {self.kind!r} with {need}, and there are {clients}"
 
     def of(
         self,
@@ -154,8 +160,7 @@ class Combining:
         if self.kind == "arc":
             norms = [0.0] * clients
             for i, update in enumerate(updates):
-                groups = resolve("global", None, tuple(update))
-                norms[i] = sum(norms_of(update, groups, "arc") or [])
+                norms[i] = norm_of(update, "arc") or 0.0
             factors = arc_factors(norms, self.n_hostile)[: len(updates)]
         return averaged(updates, divisor or clients, factors)
 
@@ -200,11 +205,7 @@ def trimmed_mean(updates: Sequence[Arrays], clients: int, n_hostile: int) -> dic
     """
     means = {}
     for name, first in updates[0].items():
-        backends = [backend_of(update[name]) for update in updates]
-        rows = [
-            np.asarray(backend.to_host(backend.dense(update[name]))).reshape(-1)
-            for backend, update in zip(backends, updates, strict=True)
-        ]
+        rows = [np.asarray(host_values(update[name])).reshape(-1) for update in updates]
         mean = np.zeros(rows[0].size)
         # Narrower dtypes are sorted as float32, which is exact.
         dtype, step = np.result_type(np.float32, *rows), max(1, _TABLE // clients)
@@ -236,52 +237,31 @@ class Aggregation:
     def unfit_for_noise(self) -> str:
         """Return why no noise can be sized on this average; "" if it can."""
         if self.limits.exclude:
-            return (
-                f"noise cannot be sized on what exclude={list(self.limits.exclude)} leaves "
-                "without a bound"
-            )
+            return f"noise cannot be sized on exclude={[*self.limits.exclude]}, which has no bound"
         return WITH_NOISE if self.shares.kind != "equal" else self.combining.unfit(noise=True)
-
-    def unfit_for_sums(self, replies: Sequence[Reply]) -> str:
-        """Return why these cannot be combined, because they are secure sums; "" if they can."""
-        return self.combining.unfit(secure=any(reply.clients > 1 for reply in replies))
 
     @property
     def holds(self) -> str:
         """The replies that a round holds beyond two arrays of the model's size; "" if nothing."""
-        if self.combining.needs_all:
+        if self.combining.n_hostile:
             return f"all replies, as combine = {self.combining.kind!r} compares them"
-        if self.shares.max_share is not None:
-            return "all replies, as max_share takes the weights of all of them"
-        return ""
-
-    def start(
-        self,
-        like: Arrays,
-        bound: float,
-        warn: Callable[[str], None],
-        *,
-        whole: bool = True,
-        clients: int | None = None,
-    ) -> RunningAverage:
-        """Start a round.
-
-        Parameters
-        ----------
-        like
-            What has the names and shapes of the model.
-        bound
-            Of the `whole` update, or of each group.
-        warn
-            Is called with which replies count as zeros.
-        clients
-            By how many to divide; None: by as many as reply.
-        """
-        return RunningAverage(self, like, bound, warn, whole, clients)
+        weighed = self.shares.max_share is not None
+        return "all replies, as max_share takes the weights of all of them" if weighed else ""
 
 
 class RunningAverage:
     """The average of the replies that have come so far.
+
+    Parameters
+    ----------
+    like
+        What has the names and shapes of the model.
+    bound
+        Of the `whole` update, or of each group.
+    warn
+        Is called with which replies count as zeros.
+    clients
+        By how many to divide; None: by as many as reply.
 
     Attributes
     ----------
@@ -301,110 +281,94 @@ class RunningAverage:
         like: Arrays,
         bound: float,
         warn: Callable[[str], None],
-        whole: bool,
-        divisor: int | None,
+        *,
+        whole: bool = True,
+        clients: int | None = None,
     ) -> None:
         self.aggregation, self.like, self.bound = aggregation, like, bound
-        self._warn, self._whole, self._divisor = warn, whole, divisor
+        self._warn, self._whole, self._divisor = warn, whole, clients
         self.faults: list[str] = []
         self.clients = self.valid = self.clipped = self.zeroed = 0
         self._total, self._mass = ExactSum(), 0.0
-        self._held: list[Reply] = []
+        # Replies with their places, if all are needed first.
+        self._held: dict[int, Reply] | None = {} if aggregation.holds else None
         self._senders: set[str] = set()
-        self._holds = bool(aggregation.holds)
+        self._equal = aggregation.shares.kind == "equal"
 
     def add(self, reply: Reply) -> str:
         """Add a reply; return why it counts as zeros, as far as that is known, or "".
 
         A second reply of a sender, and one that cannot be read, changes nothing.
         """
+        place, fault = len(self.faults), ""
+        self.faults.append(fault)
         if reply.sender and reply.sender in self._senders:
-            self._refuse(reply, REPEATED)
-            return REPEATED
-        if self._holds:
-            self._held.append(reply)
-            self.faults.append("")
-            fault = ""
+            return self._refused(place, reply, REPEATED)
+        if self._held is not None:
+            self._held[place] = reply
         else:
-            fault = self._add(reply)
+            share = Share(1.0, reply.clients)
+            if not self._equal:
+                # Whether this reply, or one before it, is a secure sum next to others.
+                mixed = self.clients > 0 and (reply.clients > 1 or self.clients > place)
+                share = self.aggregation.shares.weight_of(reply, alone=not mixed)
+            fault = self._counted(place, reply, share, self._total.add)
+            self._mass += 1.0 if reply.clients > 1 and not share.fault else share.factor
         self._senders.add(reply.sender)
         self.clients += reply.clients
         return fault
 
-    def _add(self, reply: Reply) -> str:
-        shares, mixed = self.aggregation.shares, self.clients > 0 and self._sums(reply)
-        share = shares.weight_of(reply, alone=not mixed)
+    def _counted(
+        self, place: int, reply: Reply, share: Share, use: Callable[[Arrays, float], None]
+    ) -> str:
+        """Use the update of a reply, or return why it counts as zeros."""
+        limits, arrays = self.aggregation.limits, reply.arrays
         try:
-            fault = share.fault or self._fault(reply)
+            fault = share.fault or limits.fault(reply, self.like, self.bound, self._whole)
+            if not fault and reply.clients > 1:
+                sums = {name: finite_values(array) for name, array in arrays.items()}
+                terms = self.bound, self._whole, reply.clients, share.mass
+                arrays = limits.projected(sums, *terms)
             if not fault:
-                self._total.add(self._within(reply, share.mass), share.factor)
+                use(arrays, share.factor)
         except Exception as exc:  # a client may have sent anything
             fault = f"it cannot be read ({exc!r:.200})"
-        self._mass += shares.divisor_of(reply, share)
-        self._note(reply, fault)
-        return fault
-
-    def _sums(self, reply: Reply) -> bool:
-        """Whether this reply, or one before it, is a secure sum."""
-        return reply.clients > 1 or self.clients > len(self.faults)
-
-    def _fault(self, reply: Reply) -> str:
-        return self.aggregation.limits.fault(reply, self.like, self.bound, self._whole)
-
-    def _within(self, reply: Reply, mass: float) -> Arrays:
-        if reply.clients == 1:
-            return reply.arrays
-        limits = self.aggregation.limits
-        return limits.projected(reply.arrays, self.bound, self._whole, reply.clients, mass)
-
-    def _note(self, reply: Reply, fault: str, place: int | None = None) -> None:
         if fault:
-            self._refuse(reply, fault, place)
-            return
-        if place is None:
-            self.faults.append("")
+            return self._refused(place, reply, fault)
         self.valid += reply.clients
         self.clipped += reply.clipped
         self.zeroed += reply.zeroed
+        return ""
 
-    def _refuse(self, reply: Reply, fault: str, place: int | None = None) -> None:
-        if place is None:
-            self.faults.append(fault)
-        else:
-            self.faults[place] = fault
+    def _refused(self, place: int, reply: Reply, fault: str) -> str:
+        self.faults[place] = fault
         who = repr(reply.sender) if reply.sender else "one of the replies"
         self._warn(f"the update of {who} counts as zero: {fault}")
+        return fault
 
     def finish(self) -> dict[str, Float64] | None:
         """Return the average in float64; None if no reply counts, so that it is zeros."""
-        if self._holds:
-            return self._combined()
-        if not self.valid:
-            return None
-        if self.aggregation.shares.kind == "equal":
-            return self._total.divided(self._divisor or self.clients)
+        divisor = (self._divisor or self.clients) if self._equal else None
+        if self._held is not None:
+            return self._combined(self._held, divisor or 1)
         # All weights may be 0.
-        return self._total.divided(self._mass or 1.0)
+        return self._total.divided(divisor or self._mass or 1.0) if self.valid else None
 
-    def _combined(self) -> dict[str, Float64] | None:
-        """Combine the replies that were held."""
-        aggregation, held = self.aggregation, self._held
-        unfit = aggregation.unfit_for_sums(held) or aggregation.combining.too_few(len(held))
-        places = [i for i, fault in enumerate(self.faults) if fault != REPEATED]
+    def _combined(self, held: dict[int, Reply], divisor: int) -> dict[str, Float64] | None:
+        """Combine the replies that were held; shares that are not equal add up to 1 already."""
+        combining, replies = self.aggregation.combining, [*held.values()]
+        unfit = combining.unfit(secure=any(reply.clients > 1 for reply in replies))
+        unfit = unfit or combining.too_few(len(held))
         arrays, factors = list[Arrays](), list[float]()
-        shares = aggregation.shares.of(held)
-        for place, reply, share in zip(places, held, shares, strict=True):
-            fault = unfit or share.fault or self._fault(reply)
-            self._note(reply, fault, place)
-            if not fault:
-                arrays.append(self._within(reply, share.mass))
-                factors.append(share.factor)
-        if not arrays:
-            return None
-        # Other shares than equal ones add up to 1 already.
-        equal = aggregation.shares.kind == "equal"
-        divisor = (self._divisor or self.clients) if equal else 1
-        return aggregation.combining.of(arrays, self.clients, factors, divisor)
+
+        def keep(update: Arrays, factor: float) -> None:
+            arrays.append(update)
+            factors.append(factor)
+
+        shares = self.aggregation.shares.of(replies)
+        for (place, reply), share in zip(held.items(), shares, strict=True):
+            self._counted(place, reply, share._replace(fault=unfit or share.fault), keep)
+        return combining.of(arrays, self.clients, factors, divisor) if arrays else None
 
     @property
     def void(self) -> str:

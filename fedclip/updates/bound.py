@@ -1,26 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The bound of the next round, from how far the clients' norms are from this one's.
+"""The server's part of the bound of a round: its cost, its votes, and the noise on its average.
 
-Each client votes for the bin of its update in octaves, ``log2(norm / bound)``. One count for each
-bin is what the server needs::
-
-    p   = nearest shares >= 0 to counts / m that add up to 1
-    y   = where p reaches the quantile, interpolated within its bin
-    R   = (quantile (1 - quantile) / m + bins (noise / m)^2 / 4) / density(y)^2
-    P  += 0.15^2                       how far the norms may have moved since the last round
-    if y^2 > 9 (P + R):  P = y^2 - R   a jump: trust this round more than those before
-    K   = P / (P + R)
-    log2(bound) += K y,                by at most 3 octaves
-    P  *= 1 - K
-
-That is a Kalman filter on the logarithm of the bound, with variance P (Kalman, 1960). The quantile
-is that of Andrew et al., 2021, arXiv:1905.03871, whose clients send the sign of y only.
-
-Privacy: a vote adds 1 to one count at most. Before the noise, `projected` moves counts that no m
-clients can have sent to the nearest ones that they can have, which brings no two sums further
-apart. Whatever follows the noise costs nothing.
-
-`AdaptiveBound` has the round of a server around it::
+::
 
     open       charge the round, and say to which bound the clients clip
     count      set the next bound by the votes
@@ -31,10 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -48,129 +28,11 @@ from fedclip.privacy.correlated import coefficients
 from fedclip.updates.client_noise import SiteNoise, share_of_clients
 from fedclip.updates.limits import zeros
 from fedclip.updates.noise import MANY_ROUNDS, Budget, draws_of
-from fedclip.updates.protocol import BINS, EDGES, WITHIN, Arrays, SentBound
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Arrays, Participation, SentBound
+from fedclip.updates.votes import FIRST_VARIANCE, BoundRule, projected
 
 FIRST = 0.1
 """First bound, if `start_norm` is not given."""
-
-FIRST_VARIANCE = 9.0
-"""Variance of log2 of the bound before the first vote."""
-
-_DRIFT = 0.15**2
-_JUMP = 9.0
-# A density beyond these comes from too few votes, or from updates that are all alike.
-_DENSITIES = 0.4, 2.0
-
-
-def projected(counts: Float64, total: float, *, exactly: bool = False) -> Float64:
-    """Return the nearest counts >= 0 that add up to at most `total`, or `exactly` to it.
-
-    Examples
-    --------
-    >>> projected(np.array([3.0, -1.0, 1.0]), 2.0)
-    array([2., 0., 0.])
-    >>> projected(np.array([0.5, 0.0, 1.0]), 2.0)
-    array([0.5, 0. , 1. ])
-    """
-    positive: Float64 = np.maximum(counts, 0.0)
-    if not exactly and positive.sum() <= total:
-        return positive
-    # All lose the same, or are 0 (Held, Wolfe & Crowder, 1974).
-    falling = np.sort(counts)[::-1]
-    excess = (np.cumsum(falling) - total) / np.arange(1, counts.size + 1)
-    return np.asarray(np.maximum(counts - excess[falling > excess][-1], 0.0))
-
-
-class NextBound(NamedTuple):
-    """The bound after a round.
-
-    Attributes
-    ----------
-    variance
-        That of its logarithm, in octaves squared.
-    share
-        Share of the updates within the bound of the round; None if nobody has voted.
-    """
-
-    bound: float
-    variance: float
-    share: float | None
-
-
-@dataclass(frozen=True)
-class BoundRule:
-    """The rule by which a bound follows the votes, with parameters of `update-clip-server`.
-
-    `lowest` and `highest` are its `min_norm` and `max_norm`.
-    """
-
-    quantile: float
-    lowest: float
-    highest: float
-
-    def within(self, bound: float) -> float:
-        """Return the nearest bound within the limits."""
-        return min(max(bound, self.lowest), self.highest)
-
-    def after(
-        self,
-        bound: float,
-        variance: float,
-        counts: Float64,
-        clients: int | None = None,
-        noise: float = 0.0,
-    ) -> NextBound:
-        """Return the bound after a round.
-
-        Parameters
-        ----------
-        counts
-            Of each bin, with noise of standard deviation `noise`.
-        clients
-            By how many to divide, if there is noise; None: by the number of votes.
-        """
-        votes = float(clients or counts.sum())
-        variance += _DRIFT
-        if votes == 0:
-            return NextBound(bound, variance, None)
-        shares = projected(counts / votes, 1.0, exactly=True)
-        octaves, density = self._read(shares)
-        of_votes = self.quantile * (1.0 - self.quantile) / votes
-        of_noise = BINS * (noise / votes) ** 2 / 4.0
-        error = (of_votes + of_noise) / density**2
-        if octaves**2 > _JUMP * (variance + error):
-            variance = octaves**2 - error
-        gain = variance / (variance + error)
-        following = self.within(bound * 2.0 ** (gain * octaves))
-        return NextBound(following, (1.0 - gain) * variance, float(min(shares[:WITHIN].sum(), 1.0)))
-
-    def _read(self, shares: Float64) -> tuple[float, float]:
-        """Return how many octaves the quantile is above the bound, and the density there."""
-        below = np.concatenate([[0.0], np.cumsum(shares)[:-1]])
-        # The last bin in which the quantile may be: those after it begin beyond it.
-        place = int(np.searchsorted(below, self.quantile)) - 1
-        if place in (0, BINS - 1):
-            return EDGES[0 if place == 0 else -1], _DENSITIES[0]
-        low, width = EDGES[place - 1], EDGES[place] - EDGES[place - 1]
-        density = float(shares[place]) / width
-        octaves = low + (self.quantile - float(below[place])) / density
-        return octaves, min(max(density, _DENSITIES[0]), _DENSITIES[1])
-
-
-def _start(start_norm: object) -> float | None:
-    if start_norm == "search":
-        raise ValueError("start_norm='search' is what happens without it: remove start_norm")
-    return parameters.optional(limit, start_norm=start_norm)
-
-
-def _fixed(learning_rate: object) -> float | None:
-    if learning_rate not in (None, 0):
-        raise ValueError(
-            f"learning_rate={learning_rate!r} has no meaning any more, as the votes say how far to "
-            "move the bound: remove learning_rate, or set it to 0 to fix the bound"
-        )
-    return None if learning_rate is None else 0.0
 
 
 def _names(unnoised: str | Sequence[str]) -> list[str]:
@@ -183,6 +45,7 @@ def _path(ledger: str | PathLike[str]) -> str:
 
 
 _UNNOISED = "list of names or None"
+_FIXED = "0, which fixes the bound, or left out, as votes say how far to move it"
 
 
 class AdaptiveBound(Documented):
@@ -204,13 +67,15 @@ class AdaptiveBound(Documented):
     logger: ClassVar[logging.Logger] = logging.getLogger("fedclip.server")
     takes_turns: ClassVar[str] = "use a Schedule with per_round={}"
 
-    start_norm: float | None = parameter(_start, default=None, kw_only=False, kind="float or None")
+    start_norm: float | None = parameter(limit, default=None, kw_only=False)
     """Bound of the first round, > 0; None finds it from 0.1, by up to a factor of 8 a round. From
     300 times too low or too high, it is within a factor of 1.5 of the quantile after 4 rounds. With
     noise, the first round then only counts votes."""
     quantile: float = parameter(unit_interval, default=0.5)
     """Share of updates that the bound should not clip, in (0, 1)."""
-    learning_rate: float | None = parameter(_fixed, default=None, kind="0 or None")
+    learning_rate: float | None = parameter(
+        parameters.number, _FIXED, 0.0, 0.0, default=None, kind="0 or None"
+    )
     """0 fixes the bound at `start_norm`; None adapts it. With 0, clients do not vote."""
     min_norm: float = parameter(limit, default=1e-6)
     """Smallest bound, > 0."""
@@ -278,11 +143,7 @@ class AdaptiveBound(Documented):
         self.follows = self.learning_rate is None
         if self.start_norm is None and not self.follows:
             raise ValueError("learning_rate=0 fixes the bound: give start_norm a number")
-        if self.seed is not None and self.generator == "secure":
-            raise ValueError(
-                f"a seed goes with generator='insecure' only, got seed={self.seed!r}: noise that "
-                "can be repeated can be subtracted"
-            )
+        self.check_goes_with("seed", "generator", "insecure")
         self.rule = BoundRule(self.quantile, least, most)
         self.bound, self.variance = self.rule.within(first), FIRST_VARIANCE
         self.round = 0
@@ -295,39 +156,30 @@ class AdaptiveBound(Documented):
         # Why training has to end; the next message tells the clients.
         self.stop = ""
 
-    def _coefficients(self) -> tuple[float, ...]:
-        """Return the coefficients of the noise."""
-        if self.noise == "independent":
-            for name in ("rounds", "momentum"):
-                if value := getattr(self, name):
-                    raise ValueError(f"{name} goes with noise='banded', got {name}={value!r}")
-            return (1.0,)
-        if self.separation == 1 or self.rounds is None:
-            raise ValueError(
-                "noise='banded' needs separation > 1, the number of rounds from one turn of a "
-                "client to its next, and rounds, the number of rounds that are planned"
-            )
-        return coefficients(self.rounds, self.separation, self.momentum)
-
     def _budget(self) -> Budget | None:
+        """Return noise and cost of a round; None without noise."""
         check_evaluation(self.evaluation_share, self.loss_bound, "client")
-        if self.evaluation_share and self.separation > 1:
-            raise ValueError(
-                "evaluations ask all clients, and separation > 1 charges each for its own turns: "
-                "leave evaluation_share or separation out"
-            )
+        turns, banded = self.separation > 1, self.noise == "banded"
         if self.noise_multiplier == 0:
-            for name in ("bits_noise", "max_epsilon", "ledger", "unnoised", "evaluation_share"):
-                if value := getattr(self, name):
-                    raise ValueError(f"{name} goes with noise_multiplier > 0, got {value!r} with 0")
-            if self.separation > 1 or self.noise == "banded":
-                raise ValueError("separation and noise='banded' go with noise_multiplier > 0")
+            names = ("bits_noise", "max_epsilon", "ledger", "unnoised", "evaluation_share")
+            needing = [name for name in names if getattr(self, name)]
+            needing += ["separation"] * turns + ["noise='banded'"] * banded
+            if needing:
+                raise ValueError(f"{needing[0]} goes with noise_multiplier > 0: set that, too")
             return None
+        if turns and self.evaluation_share:
+            raise ValueError(
+                "evaluation_share does not go with separation > 1: leave one of them out"
+            )
         if self.expected_clients is None:
             raise ValueError(
-                "noise_multiplier needs expected_clients, the number of clients in a round: the "
-                "noise is sized on it, and the number of replies would itself reveal something"
+                "noise_multiplier needs expected_clients, the number of clients in a round"
             )
+        self.check_goes_with("rounds", "noise", "banded")
+        self.check_goes_with("momentum", "noise", "banded")
+        if banded and not (turns and self.rounds):
+            raise ValueError("noise='banded' needs separation > 1, and rounds, the planned number")
+        band = self.separation if banded else 1
         return Budget(
             self.noise_multiplier,
             self.expected_clients,
@@ -337,7 +189,7 @@ class AdaptiveBound(Documented):
             votes_first=self.start_norm is None,
             max_epsilon=self.max_epsilon,
             separation=self.separation,
-            coefficients=self._coefficients(),
+            coefficients=coefficients(self.rounds or 1, band, self.momentum),
             evaluation_share=self.evaluation_share,
             path=self.ledger,
         )
@@ -350,15 +202,11 @@ class AdaptiveBound(Documented):
 
     def _site(self) -> SiteNoise | None:
         """Return the noise that clients add; None if the server adds it."""
+        self.check_goes_with("honest", "noise_at", "clients")
         if self.noise_at == "server":
-            if self.honest is not None:
-                raise ValueError("honest goes with noise_at='clients'")
             return None
         if self.budget is None or self.expected_clients is None or self.honest is None:
-            raise ValueError(
-                "noise_at='clients' needs noise_multiplier, and honest, the share of the clients "
-                "that surely add their noise, such as honest = 0.75"
-            )
+            raise ValueError("noise_at='clients' needs noise_multiplier and honest, such as 0.75")
         required = {"separation": 1, "noise": "independent", "generator": "secure"}
         for name, only in {**required, "evaluation_share": 0.0}.items():
             if (value := getattr(self, name)) != only:
@@ -389,24 +237,25 @@ class AdaptiveBound(Documented):
         `due` is what a schedule says of the round, if clients take turns. A round that does not
         follow the one before, in the same schedule, is charged as the first of another schedule.
         """
-        if self.separation > 1 and self.expected_clients is not None:
-            why = self.takes_turns.format(self.expected_clients)
+        budget = self.budget
+        if self.separation > 1 and budget is not None:
+            why = self.takes_turns.format(budget.clients)
             why = f"separation={self.separation} is for clients that take turns: {why}"
-            self.halt(due.refusal(self.separation, self.expected_clients) if due else why)
-        only_votes = self.budget is not None and self.budget.votes_first
-        if self.budget is not None and not self.stop:
-            self.halt(self.budget.reserve(self.round + 1, due))
+            self.halt(due.refusal(self.separation, budget.clients) if due else why)
+        only_votes = budget is not None and budget.votes_first
+        if budget is not None and not self.stop:
+            self.halt(budget.reserve(self.round + 1, due))
         if self.stop:
             self.logger.error("%s stops the training: %s", self.name, self.stop)
         self.withheld = False
         self.sent = SentBound(
             self.bound,
             adaptive=self.follows,
-            private=self.budget is not None,
+            private=budget is not None,
             only_votes=only_votes,
             round=self.round + 1,
             stop=self.stop,
-            schedule=self.budget.schedule if self.budget else "",
+            schedule=budget.schedule if budget else "",
         )
         return self.sent
 
@@ -432,10 +281,15 @@ class AdaptiveBound(Documented):
         if self.site is not None and (why := self.site.void(clients, counted=False)):
             self.withheld = True
             self.halt(why)
-        record = {"round": self.round, "bound": self.sent.bound, "share": share}
-        record |= {"next_bound": self.bound, "withheld": self.withheld, "epsilon": self.epsilon}
-        self._report(record, clients - votes, clients)
-        return record
+        self._report(self.sent.bound, share, clients - votes, clients)
+        return {
+            "round": self.round,
+            "bound": self.sent.bound,
+            "share": share,
+            "next_bound": self.bound,
+            "withheld": self.withheld,
+            "epsilon": self.epsilon,
+        }
 
     def release(
         self, average: Mapping[str, object], exact: Mapping[str, Float64] | None = None
@@ -497,10 +351,8 @@ class AdaptiveBound(Documented):
 
     def refusal_of(self, name: str) -> str:
         """Return why other statistics may not go out together with averages that have noise."""
-        return (
-            f"{name} sends statistics of the clients without noise, next to averages with noise: "
-            f"remove it, or allow it in {self.name} with unnoised = [{name!r}]"
-        )
+        text = f"{name} sends statistics without noise, next to averages with noise: remove it"
+        return f"{text}, or allow it in {self.name} with unnoised = [{name!r}]"
 
     def _counted(
         self, counts: Float64, clients: int, noised: Sequence[Sequence[int]]
@@ -509,8 +361,7 @@ class AdaptiveBound(Documented):
         if self.budget is None:
             possible = projected(counts, max(clients, 0))
             if not np.array_equal(possible, counts):
-                text = f"no {clients} clients vote like that: the nearest possible votes count"
-                self.warn(text)
+                self.warn(f"no {clients} clients vote like that: the nearest possible votes count")
             return possible, round(float(possible.sum())), None, 0.0
         # The server does not know who has voted.
         expected, noise = self.budget.clients, self.budget.noise_of_bins
@@ -519,8 +370,8 @@ class AdaptiveBound(Documented):
         noisy = self.budget.noised_counts(projected(counts, expected), self.round)
         return noisy, clients, expected, noise
 
-    def _report(self, record: Mapping[str, object], silent: int, clients: int) -> None:
-        share, parts = record["share"], [f"round {self.round}, bound {record['bound']:.4g}"]
+    def _report(self, bound: float, share: float | None, silent: int, clients: int) -> None:
+        parts = [f"round {self.round}, bound {bound:.4g}"]
         if share is not None:
             parts.append(f"{share:.0%} of the updates within it, next bound {self.bound:.4g}")
         if self.withheld:
@@ -559,8 +410,7 @@ class AdaptiveBound(Documented):
         spent = Accountant.check_state(state["spent"])
         if spent and self.budget is None:
             raise StateError(
-                f"the state has spent a privacy budget, and this {self.name} adds no noise: its "
-                "averages would void the guarantee; set the noise_multiplier of that state"
+                "the state has spent a privacy budget: set its noise_multiplier here, too"
             )
         self.bound, self.round, self.variance = self.rule.within(bound), round_, variance
         if self.budget is not None:

@@ -17,18 +17,21 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from operator import truediv
 from typing import ClassVar, NamedTuple
 
 from fedclip.arrays import on_host
 from fedclip.core import parameters
 from fedclip.core.measures import Order, check_order
-from fedclip.core.scopes import Scope, check_exclude, check_scope, resolve
+from fedclip.core.parameters import Configured, parameter
+from fedclip.core.scopes import Scope, check_exclude, check_scope
 from fedclip.errors import FedclipWarning, NonFiniteError
 from fedclip.rules import NoState
-from fedclip.rules.constant import Constant
-from fedclip.transforms import Gradient, NormClipping, NotFiniteError, prepare, take_step
-from fedclip.updates.limits import Limits, norms_of, refuse_statistics, zeros
-from fedclip.updates.protocol import BINS, Arrays, Reply, SentBound, one_hot
+from fedclip.transforms import Gradient, NotFiniteError, take_step
+from fedclip.updates.limits import Limits, norm_of, refuse_statistics, zeros
+from fedclip.updates.protocol import Arrays, Reply, SentBound
+from fedclip.updates.votes import BINS, one_hot
 
 
 class Outcome(NamedTuple):
@@ -67,7 +70,11 @@ class Outcome(NamedTuple):
         )
 
 
-class UpdateClient:
+def _order(zeroing_ord: object) -> Order:
+    return check_order(zeroing_ord)
+
+
+class UpdateClient(Configured):
     """Clips the updates of one client; the parameters are those of `clipped-averaging`.
 
     Examples
@@ -78,28 +85,21 @@ class UpdateClient:
     (array([0.6, 0.8]), 1, 0)
     """
 
-    called: ClassVar[str] = "update clipping"
+    name: ClassVar[str] = "update clipping"
     logger: ClassVar[logging.Logger] = logging.getLogger("fedclip.client")
 
-    def __init__(
-        self,
-        scope: Scope = "global",
-        exclude: str | Sequence[str] | None = None,
-        *,
-        zeroing_norm: float | None = None,
-        zeroing_factor: float | None = None,
-        zeroing_ord: Order = "inf",
-        on_nonfinite: str = "skip",
-    ) -> None:
-        self.on_nonfinite = parameters.choice(("skip", "raise"), on_nonfinite=on_nonfinite)
-        self.scope = check_scope(scope, limits=True)
-        self.exclude = check_exclude(exclude)
-        self.zeroing_norm = parameters.optional(parameters.positive, zeroing_norm=zeroing_norm)
-        above = (parameters.number, "a finite number > 1", 1.0)
-        factor = parameters.optional(*above, open_low=True, zeroing_factor=zeroing_factor)
-        self.zeroing_factor = factor
-        self.zeroing_ord = check_order(zeroing_ord)
-        self.limits = Limits(self.scope, self.exclude, self.called)
+    scope: Scope = parameter(partial(check_scope, limits=True), default="global")
+    exclude: str | Sequence[str] | None = parameter(check_exclude, default=None)
+    zeroing_norm: float | None = parameter(parameters.positive, default=None)
+    zeroing_factor: float | None = parameter(
+        partial(parameters.number, "a finite number > 1", 1.0, open_low=True), default=None
+    )
+    zeroing_ord: Order = parameter(_order, default="inf")
+    on_nonfinite: str = parameter(parameters.choice, ("skip", "raise"), default="skip")
+
+    def __post_init__(self) -> None:
+        """Resolve the limits."""
+        self.limits = Limits(self.scope, self.exclude, self.name)
 
     def clip(self, update: Arrays, sent: SentBound, *, steps: int | None = None) -> Reply:
         """Return the reply to the server.
@@ -127,10 +127,8 @@ class UpdateClient:
         if sent.stop:
             raise RuntimeError(f"the server stops the training: {sent.stop}")
         if sent.scope != self.scope:
-            raise ValueError(
-                f"the server's bound is for scope={sent.scope!r}, and this client has "
-                f"{self.scope!r}: write the same in both"
-            )
+            where = f"scope={sent.scope!r}, and this client has {self.scope!r}"
+            raise ValueError(f"the server's bound is for {where}: write the same in both")
         if sent.private:
             refuse_statistics(update)
         reply = self.outcome(update, parameters.positive(bound=sent.bound), steps).reply(sent)
@@ -142,32 +140,31 @@ class UpdateClient:
         """Return the clipped update, or zeros; `whole`: the bound is for all groups together."""
         groups = self.limits.groups(update)
         limits = self.limits.of(groups, bound, whole)
-        transform = NormClipping(Constant(limits))
-        gradient = prepare(self.called, update, groups, transform)
+        transform, gradient = self.limits.prepared(update, groups, limits)
         try:
             step = take_step(transform, gradient, NoState(), "raise")
         except NotFiniteError:
-            return Outcome(zeros(update), zeroed=self._told(self._not_finite(gradient)))
+            return Outcome(zeros(update), zeroed=self._logged(self._not_finite(gradient)))
+        arrays = gradient.result(update, step.outputs)
         # The factor by which the bound would have to grow to leave the update alone.
-        pairs = zip(on_host(step.norms).tolist(), limits, strict=True)
-        times = max((n / c for n, c in pairs), default=0.0)
+        times = max(map(truediv, on_host(step.norms).tolist(), limits), default=0.0)
         idle = times == 0.0 if steps is None else steps == 0
         norm = None if idle else times * bound
         clipped = bool(on_host(step.clipped).any())
         if far := self._far(update, times):
-            return Outcome(zeros(update), norm, clipped, self._told(far), times)
-        return Outcome(gradient.result(update, step.outputs), norm, clipped, times=times)
+            return Outcome(zeros(update), norm, clipped, self._logged(far), times)
+        return Outcome(arrays, norm, clipped, times=times)
 
-    def _told(self, why: str) -> str:
-        self.logger.warning("%s shares zeros for the update: %s", self.called, why)
+    def _logged(self, why: str) -> str:
+        self.logger.warning("%s shares zeros for the update: %s", self.name, why)
         return why
 
     def _not_finite(self, gradient: Gradient) -> str:
         named = ", ".join(map(repr, gradient.nonfinite()))
         text = f"NaN or infinity in {named}" if named else "a norm beyond float64"
         if self.on_nonfinite == "raise":
-            raise NonFiniteError(f"{self.called}: {text}")
-        warning = f"{self.called}: {text}; zeros are shared for the update"
+            raise NonFiniteError(f"{self.name}: {text}")
+        warning = f"{self.name}: {text}; zeros are shared for the update"
         # Point to the caller of `clip`, or of `prepare_for_sharing`.
         warnings.warn(warning, FedclipWarning, stacklevel=4)
         return text
@@ -175,8 +172,8 @@ class UpdateClient:
     def _far(self, update: Arrays, times: float) -> str:
         """Return a sentence if a finite update is far out of range, else ""."""
         if self.zeroing_norm is not None:
-            groups = resolve("global", None, tuple(update))
-            norm = (norms_of(update, groups, self.called, self.zeroing_ord) or [math.inf])[0]
+            measured = norm_of(update, self.name, self.zeroing_ord)
+            norm = math.inf if measured is None else measured
             if norm > self.zeroing_norm:
                 return f"its norm is {norm:.4g}, above zeroing_norm={self.zeroing_norm!r}"
         if self.zeroing_factor is not None and times > self.zeroing_factor:

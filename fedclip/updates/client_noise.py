@@ -32,13 +32,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedclip.arrays import Array, Float64, backend_of
+from fedclip.arrays import Array, Float64, backend_of, rounded
 from fedclip.core import parameters
 from fedclip.core.parameters import Configured, integer, limit, non_negative, parameter, positive
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance
-from fedclip.updates.limits import rounded
-from fedclip.updates.protocol import BINS, Arrays, SentBound
+from fedclip.updates.protocol import Arrays, SentBound
+from fedclip.updates.votes import BINS
 
 # A draw beyond this number of standard deviations has a probability of 1e-31.
 _TAIL = 12
@@ -57,8 +57,7 @@ SITES_ELSEWHERE = (
 
 
 UNENCRYPTED = (
-    "noise is for a secure sum, and this client has no secure aggregation: the server would see "
-    "its update with this client's share of the noise alone. Set up secure aggregation, or leave "
+    "noise is for a secure sum, and this client has no secure aggregation: set it up, or leave "
     "the noise to the server"
 )
 """Why a client without secure aggregation adds no noise."""
@@ -69,9 +68,8 @@ UNSURE_MASKS = (
     "server that predicts it, only the noise of each client alone is left"
 )
 UNSURE_PEERS = (
-    "with joye-libert, no client knows how many others are in a sum, or whether they have the same "
-    "bound: against a server that does not keep to the protocol, only the noise of each client "
-    "alone is left. With masking, clients count the others"
+    "with joye-libert, no client knows how many others are in a sum, or which bound they have: a "
+    "server may be left with the noise of one client alone. With masking, clients count the others"
 )
 """The assumptions under which the sums are safe."""
 
@@ -210,10 +208,9 @@ class SiteNoise(Configured):
         """Return how long an update of `size` values may be before it is rounded, in steps."""
         room = bound / step - math.sqrt(size) / 2
         if room < bound / step / 2:
-            raise ValueError(
-                f"steps of {step:.3g} are too coarse for a bound of {bound:.3g} on {size:,} "
-                "values: raise bitsize or min_norm, or lower clipval and max_norm"
-            )
+            what = f"a bound of {bound:.3g} on {size:,} values"
+            text = f"steps of {step:.3g} are too coarse for {what}"
+            raise ValueError(f"{text}: raise bitsize or min_norm, or lower clipval and max_norm")
         return room
 
     def _variance_of(self, bound: float, step: float) -> int:
@@ -267,12 +264,10 @@ class SiteNoise(Configured):
             text = f"integers of {bits} bits for each client are not summed exactly"
             return f"{text}, as the model's dtypes hold {most}: lower bitsize"
         if clipval < (reach := self.reach(self.max_norm)):
-            return (
-                f"updates of norm max_norm={self.max_norm:g} with a client's noise reach "
-                f"±{reach:.4g}, beyond the range ±{clipval:g} of secure aggregation: set clipval "
-                f"to {reach:.4g} or more, or max_norm to {self.max_norm * clipval / reach:.4g} or "
-                "less, in all places"
-            )
+            largest = self.max_norm * clipval / reach
+            text = f"updates of norm {self.max_norm:g} with a client's noise reach ±{reach:.4g}"
+            advice = f"set clipval to {reach:.4g} or more, or max_norm to {largest:.4g} or less"
+            return f"{text}, beyond the range ±{clipval:g}: {advice}, in all places"
         return ""
 
     def unsafe(self, secagg: Mapping[str, Any], arrays: Arrays) -> str:
@@ -310,10 +305,8 @@ class SiteNoise(Configured):
         if not hasattr(encrypter, "biprime"):
             peers = len(encrypter._pos_rng) + len(encrypter._neg_rng) + 1
         if peers < self.expected_clients:
-            return (
-                f"{peers} clients are in the secure sum, and noise is for expected_clients = "
-                f"{self.expected_clients}: let as many take part, or plan the noise for fewer"
-            )
+            expected = f"noise is for expected_clients = {self.expected_clients}"
+            return f"{peers} clients are in the secure sum, and {expected}: let as many take part"
         if 2 * self._offset * peers >= getattr(encrypter, "max_int", math.inf):
             return "votes with their noise do not fit into integers of this bitsize: raise it"
         return ""

@@ -11,20 +11,30 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter, mul
 from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import Array, Float64, HostView, backend_of, narrowed, on_host
+from fedclip.arrays import Array, Float64, backend_of, on_host
 from fedclip.arrays.blocks import peak as peak_of
 from fedclip.arrays.numpy import bits
 from fedclip.core.measures import Order
 from fedclip.core.scopes import Groups, Scope, in_table, resolve
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
-from fedclip.transforms import NormClipping, NotFiniteError, prepare, take_step
-from fedclip.updates.protocol import COUNTS, Arrays, Reply, is_one_of
+from fedclip.transforms import (
+    Gradient,
+    NormClipping,
+    NotFiniteError,
+    Transform,
+    prepare,
+    take_step,
+)
+from fedclip.transforms.base import Plan
+from fedclip.updates.protocol import Arrays, Reply
+from fedclip.updates.votes import COUNTS, is_one_of
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes, in the order of names."""
@@ -33,6 +43,7 @@ OTHER_TENSORS = "its tensors are not the model's"
 
 # A clipped update is below its limit by more than float32 rounding adds to the norm.
 _SLACK = 1.0 + 1e-5
+_SHAPE = attrgetter("shape")
 
 
 def signature(arrays: Arrays) -> Signature:
@@ -41,28 +52,19 @@ def signature(arrays: Arrays) -> Signature:
     Dtypes do not count: if one client's dtype decided about the updates of others, that client
     could move the average by more than its share.
     """
-    return tuple(sorted((name, tuple(array.shape)) for name, array in arrays.items()))
-
-
-def alike(arrays: Arrays, like: Arrays) -> bool:
-    """Whether names and shapes are the same; False for what has none."""
-    try:
-        return signature(arrays) == signature(like)
-    except Exception:  # a client may have sent anything
-        return False
+    return tuple(sorted(zip(arrays, map(tuple, map(_SHAPE, arrays.values())), strict=True)))
 
 
 def check_whole(scope: Scope) -> None:
     """Refuse a table that gives some tensors no part of a bound of the whole update."""
     if isinstance(scope, Mapping) and "*" not in scope:
         raise ValueError(
-            f"the table scope={dict(scope)!r} does not say what the other tensors may have: give "
-            'max_norm, which is theirs; or, for a bound from update-clip-server, "*" = a number in '
-            "the table, in proportion to which the bound is split"
+            f'the table scope={dict(scope)!r} needs "*", a number for the other tensors: a bound '
+            "from update-clip-server is split in proportion to these numbers"
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Limits:
     """Limits for the groups of a scope; `called` is what messages call this kind of clipping.
 
@@ -76,6 +78,26 @@ class Limits:
     exclude: Sequence[str] | None
     called: str
     noise: float = 0.0
+    # Names and groups of the last update, and what it has in common with others like it.
+    _last: tuple[tuple[str, ...], Groups] | None = field(default=None, init=False, compare=False)
+    _plan: Plan | None = field(default=None, init=False, compare=False)
+
+    def groups(self, arrays: Arrays) -> Groups:
+        """Return the groups of an update."""
+        names, last = tuple(arrays), self._last
+        if last is None or last[0] != names:
+            # Both at once: threads may share a client.
+            last = self._last = names, resolve(self.scope, self.exclude, names)
+        return last[1]
+
+    def prepared(
+        self, arrays: Arrays, groups: Groups, limits: tuple[float, ...], only_measures: bool = False
+    ) -> tuple[Transform, Gradient]:
+        """Return what brings each group of an update within its limit, and the update."""
+        transform = NormClipping(Constant(limits), only_measures=only_measures)
+        gradient = prepare(self.called, arrays, groups, transform, plan=self._plan)
+        self._plan = gradient.plan
+        return transform, gradient
 
     def of(self, groups: Groups, bound: float, whole: bool) -> tuple[float, ...]:
         """Return the limit of each group.
@@ -85,14 +107,10 @@ class Limits:
         """
         table = self.scope if isinstance(self.scope, Mapping) else {}
         if not whole:
-            return tuple(in_table(table, label, bound) for label in groups.labels)
+            return tuple([in_table(table, label, bound) for label in groups.labels])
         parts = [in_table(table, label, 0.0) if table else 1.0 for label in groups.labels]
-        length = math.sqrt(sum(part * part for part in parts))
-        return tuple(bound / (length / part) if part else 0.0 for part in parts)
-
-    def groups(self, arrays: Arrays) -> Groups:
-        """Return the groups of an update."""
-        return resolve(self.scope, self.exclude, tuple(arrays))
+        length = math.sqrt(sum(map(mul, parts, parts)))
+        return tuple([bound / (length / part) if part else 0.0 for part in parts])
 
     def fault(self, reply: Reply, like: Arrays, bound: float, whole: bool = True) -> str:
         """Return why no honest client can have sent a reply; "" if one can.
@@ -102,29 +120,34 @@ class Limits:
         """
         if reply.fault:
             return reply.fault
-        if reply.clients == 1 and not is_one_of(COUNTS, (reply.clipped, reply.zeroed)):
+        counts = reply.clipped, reply.zeroed
+        if reply.clients == 1 and any(counts) and not is_one_of(COUNTS, counts):
             return "its counts are not of one client"
-        if not alike(reply.arrays, like):
-            return OTHER_TENSORS
         try:
+            if signature(reply.arrays) != signature(like):
+                return OTHER_TENSORS
             return self.excess(reply.arrays, bound, whole, reply.clients)
         except Exception as exc:
             return f"it cannot be measured ({exc!r:.200})"
 
     def excess(self, arrays: Arrays, bound: float, whole: bool = True, clients: int = 1) -> str:
         """Return by how much an update is beyond its limit; of a sum, only what its dtypes are."""
-        for name, array in arrays.items():
-            dtype = backend_of(array).dtype(array)
+        groups = self.groups(arrays)
+        # Those that are measured are of floats.
+        for name in arrays if clients > 1 else groups.excluded:
+            dtype = backend_of(arrays[name]).dtype(arrays[name])
             if not dtype.startswith(("float", "bfloat", "int", "uint")):
                 return f"its tensor {name!r:.60} is of {dtype}"
         if clients > 1:
             return ""
-        groups = self.groups(arrays)
-        norms = norms_of(arrays, groups, self.called)
-        if norms is None:
+        limits = self.of(groups, bound, whole)
+        transform, gradient = self.prepared(arrays, groups, limits, only_measures=True)
+        try:
+            norms = take_step(transform, gradient, NoState(), "raise").norms
+        except NotFiniteError:
             return "it holds NaN or infinity"
-        columns = groups.labels, norms, self.of(groups, bound, whole)
-        noise = self._noise(arrays, bound, 1)
+        noise = self._noise(arrays, bound, 1) if self.noise else 0.0
+        columns = gradient.groups.labels, on_host(norms).tolist(), limits
         for label, norm, limit in zip(*columns, strict=True):
             if norm > limit * _SLACK + noise:
                 return f"its norm of {label!r} is {norm:.4g}, beyond the limit of {limit:.4g}"
@@ -136,54 +159,33 @@ class Limits:
         return self.noise * bound * math.sqrt(clients) * (math.sqrt(size) + 12)
 
     def projected(
-        self, arrays: Arrays, bound: float, whole: bool, clients: int, mass: float
+        self, sums: Mapping[str, Float64], bound: float, whole: bool, clients: int, mass: float
     ) -> dict[str, Float64]:
-        """Return the nearest sum within `mass` bounds, group by group, in float64.
+        """Return the nearest sum within `mass` bounds, group by group.
 
         No two sums are further apart after it than before, whatever some of the clients sent. To
         refuse a sum would move it by the updates of all clients where that of one is beyond.
         """
-        sums = {name: finite_values(array) for name, array in arrays.items()}
+        noise = self._noise(sums, bound, clients)
         groups = self.groups(sums)
-        noise = self._noise(arrays, bound, clients)
-        limits = tuple(limit * mass + noise for limit in self.of(groups, bound, whole))
-        transform = NormClipping(Constant(limits))
-        gradient = prepare(self.called, sums, groups, transform)
+        limits = tuple([limit * mass + noise for limit in self.of(groups, bound, whole)])
+        transform, gradient = self.prepared(sums, groups, limits)
         outcome = take_step(transform, gradient, NoState(), "raise")
         return dict(gradient.result(sums, outcome.outputs))
 
 
-def norms_of(arrays: Arrays, groups: Groups, called: str, ord: Order = 2) -> list[float] | None:
-    """Return the norms of the groups of an update; None if an array holds NaN or infinity."""
-    transform = NormClipping(Constant((math.inf,)), ord, dry=True)
-    gradient = prepare(called, arrays, groups, transform)
+def norm_of(arrays: Arrays, called: str, ord: Order = 2) -> float | None:
+    """Return the norm of a whole update; None if an array holds NaN or infinity."""
+    transform = NormClipping(Constant((math.inf,)), ord, only_measures=True)
+    gradient = prepare(called, arrays, resolve("global", None, tuple(arrays)), transform)
     try:
         norms = take_step(transform, gradient, NoState(), "raise").norms
     except NotFiniteError:
         return None
-    return [float(norm) for norm in on_host(norms)]
+    return sum(on_host(norms).tolist(), 0.0)
 
 
 # -- arrays of updates --------------------------------------------------------------------------
-
-
-def host_values(array: Array) -> HostView:
-    """Return an array's values on the host, dense."""
-    backend = backend_of(array)
-    return backend.to_host(backend.dense(array))
-
-
-def finite_values(array: Array) -> Float64:
-    """Return an array in float64, with the ends of its dtype instead of infinity."""
-    return np.asarray(np.nan_to_num(host_values(array)), np.float64)
-
-
-def rounded(means: Mapping[str, Float64], like: Arrays) -> dict[str, Array]:
-    """Return averages as arrays like those of an update, but dense."""
-    return {
-        name: narrowed(mean, backend_of(like[name]).dense(like[name]))
-        for name, mean in means.items()
-    }
 
 
 def zeros(arrays: Arrays) -> dict[str, Array]:
@@ -193,12 +195,8 @@ def zeros(arrays: Arrays) -> dict[str, Array]:
 
 def peaks(arrays: Arrays, limit: float) -> dict[str, float]:
     """Return the tensors that hold a value beyond ±limit, or NaN, and their largest values."""
-    beyond = {}
-    for name, array in arrays.items():
-        peak = peak_of(bits(backend_of(array).to_host(array)))
-        if not peak <= limit:
-            beyond[name] = peak
-    return beyond
+    tops = {n: peak_of(bits(backend_of(a).to_host(a))) for n, a in arrays.items()}
+    return {name: peak for name, peak in tops.items() if not peak <= limit}
 
 
 # -- running statistics, such as those of BatchNorm ---------------------------------------------
@@ -230,9 +228,8 @@ def refuse_statistics(model: Arrays) -> None:
     if names := statistics_of(model):
         named = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
         raise ValueError(
-            f"the model holds running statistics ({named:.300}), and noise is for weights only: a "
-            "variance with noise turns negative. Keep them at the clients (personal layers; or "
-            "leave them out of the exchanged arrays), or use a layer without them, as GroupNorm"
+            f"the model holds running statistics ({named:.300}), and noise is for weights only: "
+            "keep them at the clients (personal layers), or use GroupNorm"
         )
 
 

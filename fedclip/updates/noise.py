@@ -19,7 +19,6 @@ own and new noise. So it does not matter where, or how often, a server dies.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ from fedclip.privacy.accounting import Accountant, Release, covers
 from fedclip.privacy.correlated import Stream
 from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
 from fedclip.privacy.noise import Normals, add_noise, insecure_normals, noised, secure_normals
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Participation
 
 MANY_ROUNDS = 10**6
 UNIT = "the updates of a client"
@@ -124,9 +123,8 @@ class Budget:
         if first > max_epsilon:
             enough = accounting.noise_multiplier(max_epsilon, delta, 1, relation=relation)
             raise ValueError(
-                f"one round with noise_multiplier={noise_multiplier!r} costs epsilon = "
-                f"{first:.4g} at delta={delta!r}, above max_epsilon={max_epsilon!r}: take "
-                f"noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
+                f"one round costs epsilon = {first:.4g} at delta={delta!r}, above max_epsilon="
+                f"{max_epsilon!r}: take noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
             )
 
     def _begin(self) -> None:
@@ -235,8 +233,8 @@ class Budget:
     def resume(self, spent: list[Release], state: Mapping[str, object]) -> None:
         """Remember what a state says was spent, and in which ledger; begin another schedule."""
         self._before.set_state(spent)
-        # A state that was saved before there were ledgers names none.
-        self._origins.append(str(state["ledger"]) if "ledger" in state else f"\n{dict(state)!r}")
+        # No ledger has the second name: a state without a ledger goes nowhere.
+        self._origins.append(str(state.get("ledger") or "no ledger"))
         self._begin()
 
     def _take_over(self) -> str:
@@ -244,20 +242,11 @@ class Budget:
         for origin in self._origins:
             if self.path is None and origin in _OF_THIS_PROCESS:
                 self.ledger.join(_OF_THIS_PROCESS[origin])
-            if origin.startswith("\n"):
-                name = hashlib.sha256(origin.encode()).hexdigest()[:32]
-                if not self.ledger.knows(name):
-                    # The round, or the turn of each client, that may have followed the state.
-                    least = min([self.noise_multiplier, *(z for z, *_ in self._before.spent)])
-                    self.ledger.add([*self._before.spent, Release(least)], name)
-            elif not self.ledger.knows(origin) or not covers(
-                self.ledger.accountant.spent, self._before.spent
-            ):
+            known = self.ledger.knows(origin)
+            if not known or not covers(self.ledger.accountant.spent, self._before.spent):
                 ledger = f"the ledger {self.path} lacks" if self.path else "there is no ledger of"
-                return (
-                    f"this state comes from a server with noise, and {ledger} what that server "
-                    "spent: set ledger of update-clip-server to the file that it wrote"
-                )
+                text = f"this state comes from a server with noise, and {ledger} what it spent"
+                return f"{text}: set ledger of update-clip-server to the file that it wrote"
         self._before, self._origins = Accountant(self._before.delta, self._before.relation), []
         return ""
 
@@ -269,11 +258,9 @@ class Budget:
         if after <= self.max_epsilon:
             return ""
         what = "rounds" if self.separation == 1 else "turns of each client"
-        return (
-            f"the privacy budget is spent; epsilon is {self.epsilon:.4g} after "
-            f"{self.accountant.rounds} {what}, and one more would make it {after:.4g}, above "
-            f"max_epsilon = {self.max_epsilon:g}"
-        )
+        spent = f"epsilon is {self.epsilon:.4g} after {self.accountant.rounds} {what}"
+        more = f"one more would make it {after:.4g}, above max_epsilon = {self.max_epsilon:g}"
+        return f"the privacy budget is spent; {spent}, and {more}"
 
     def noised_counts(self, counts: Float64, round_: int) -> Float64:
         """Return the counts of the votes of a round with noise."""
@@ -303,10 +290,9 @@ class Budget:
 
         `exact` is the average before it was rounded to the dtypes of the model.
         """
-        std = self.update_noise * bound / self.clients
+        std, normals = self.update_noise * bound / self.clients, self._next(average, round_)
         # What a round takes back must be of the same values, whatever their order.
         names = sorted(average)
-        normals = self._next(average, round_)
         result = add_noise({name: average[name] for name in names}, std, normals, exact)
         return {name: result[name] for name in average}
 

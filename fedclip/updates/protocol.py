@@ -1,97 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a round of update clipping: plain objects, and the same as flat tables.
+"""The messages of a round of update clipping, also as flat tables; and whose turn it is.
 
 ::
 
     message     server -> client                     bound_to, bound_from
     vote        client -> server, next to the arrays reply_to, reply_from
+
+A `Schedule` is fixed before the run::
+
+    b      = ceil(clients / per_round)
+    groups = every b-th of the clients, in the order of their names: from the first, the second...
+    round t is the turn of group t mod b
+
+Who is due depends on no data and on no reply, so that a client can be charged for its own turns
+only: at most ``ceil(rounds / b)``. That holds as long as nobody takes the place of a client that
+does not reply, and no reply counts in a later round.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+from uuid import uuid4
 
-import numpy as np
-
-from fedclip.arrays import Array, Float64
+from fedclip.arrays import Array
 from fedclip.core import parameters
 from fedclip.core.plugins import VERSION
 from fedclip.core.scopes import Scope, check_scope
+from fedclip.errors import Unchecked
+from fedclip.updates.votes import BINS
 
 Arrays = Mapping[str, Array]
-
-EDGES = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0)
-"""Between the bins of votes, in octaves: log2(norm / bound). The first and the last are open."""
-BINS = len(EDGES) + 1
-WITHIN = EDGES.index(0.0) + 1
-"""The number of bins that are within the bound."""
-
-VOTES = ((0, 0), (1, 0), (1, 1))
-"""What one client may say: it does not vote, its update was above the bound, it was within it."""
-COUNTS = ((0, 0), (1, 0), (0, 1))
-"""Whether one client has clipped its update, and whether it has replaced it by zeros."""
-
-
-def is_one_of(known: Sequence[tuple[int, ...]], numbers: Sequence[object]) -> bool:
-    """Whether a client's numbers are ints, and known ones; 1.0 and True do not count."""
-    return all(type(n) is int for n in numbers) and tuple(numbers) in known
-
-
-def one_hot(times: float, clipped: bool) -> tuple[int, ...]:
-    """Return a client's vote: 1 for the bin of an update whose norm is `times` the bound.
-
-    Whether the update was clipped decides at the bound, where rounding may differ.
-
-    Examples
-    --------
-    >>> one_hot(1.5, clipped=True)
-    (0, 0, 0, 0, 0, 0, 1, 0, 0, 0)
-    """
-    octaves = math.log2(times) if times > 0.0 else -math.inf
-    place = sum(octaves > edge for edge in EDGES)
-    place = max(place, WITHIN) if clipped else min(place, WITHIN - 1)
-    return tuple(int(i == place) for i in range(BINS))
-
-
-def is_vote(votes: object, within: object, bins: object) -> bool:
-    """Whether one client may vote so: for one bin, which fits, or for none; () is no bins."""
-    if not is_one_of(VOTES, (votes, within)) or not isinstance(bins, (tuple, list)):
-        return False
-    if len(bins) == 0:
-        return True
-    right = len(bins) == BINS and all(type(n) is int and n in (0, 1) for n in bins)
-    return right and (sum(bins), sum(bins[:WITHIN])) == (votes, within)
-
-
-def counts_of(votes: int, within: int, bins: Sequence[float]) -> Float64:
-    """Return votes as one count for each bin.
-
-    An older client does not say which: its vote counts as half for each of the two bins next to the
-    bound on its side.
-
-    Examples
-    --------
-    >>> counts_of(1, 0, ())
-    array([0. , 0. , 0. , 0. , 0. , 0.5, 0.5, 0. , 0. , 0. ])
-    """
-    counts = np.zeros(BINS)
-    if len(bins):
-        counts += bins
-    else:
-        counts[WITHIN - 2 : WITHIN] = within / 2
-        counts[WITHIN : WITHIN + 2] = (votes - within) / 2
-    return counts
-
-
-WITHOUT_BINS = (
-    "a vote without bins, as an older fedclip sends it, is not counted with noise: install the "
-    "server's version on that client"
-)
-"""Why a vote of an older client counts as an abstention."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +152,24 @@ def bound_to(sent: SentBound) -> dict[str, str | int | float | bool]:
     return {**asdict(sent), "scope": json.dumps(sent.scope)}
 
 
+def _text(**values: object) -> str:
+    return "" if "" in values.values() else parameters.name(**values)
+
+
+def _scope(**values: Unchecked) -> Scope:
+    return check_scope(json.loads(_text(**values)), limits=True)
+
+
+_FIELDS: Mapping[str, Callable[..., Any]] = {
+    "bound": parameters.positive,
+    "scope": _scope,
+    "round": partial(parameters.integer, 1),
+    "bins": partial(parameters.integer, 0),
+    **dict.fromkeys(("adaptive", "private", "steps", "only_votes"), parameters.boolean),
+    **dict.fromkeys(("stop", "fedclip", "schedule"), _text),
+}
+
+
 def bound_from(message: Mapping[str, object]) -> SentBound:
     """Return the message of a server.
 
@@ -218,32 +178,15 @@ def bound_from(message: Mapping[str, object]) -> SentBound:
     ValueError
         If it is not a message of `bound_to`.
     """
+    # An older server sends neither of these.
+    content = {"only_votes": False, "bins": 0, **message}
     try:
-        return SentBound(
-            parameters.positive(bound=message.get("bound")),
-            scope=check_scope(json.loads(_text(message, "scope")), limits=True),
-            round=parameters.integer(1, round=message.get("round")),
-            adaptive=parameters.boolean(adaptive=message.get("adaptive")),
-            private=parameters.boolean(private=message.get("private")),
-            stop=_text(message, "stop"),
-            steps=parameters.boolean(steps=message.get("steps")),
-            fedclip=_text(message, "fedclip"),
-            schedule=_text(message, "schedule"),
-            only_votes=parameters.boolean(only_votes=message.get("only_votes", False)),
-            bins=parameters.integer(0, bins=message.get("bins", 0)),
-        )
+        return SentBound(**{n: check(**{n: content.get(n)}) for n, check in _FIELDS.items()})
     except (TypeError, ValueError) as exc:
         raise ValueError(
             f"the server's message is not that of update clipping ({exc!s:.200}): both need the "
             "same version of fedclip"
         ) from None
-
-
-def _text(message: Mapping[str, object], name: str) -> str:
-    text = message.get(name)
-    if not isinstance(text, str):
-        raise TypeError(f"{name} must be a text, got {type(text).__name__}")
-    return text
 
 
 def reply_to(reply: Reply) -> dict[str, int]:
@@ -270,12 +213,105 @@ def reply_from(arrays: Arrays, table: object, sender: str = "") -> Reply:
     table = dict[str, Any](table) if isinstance(table, Mapping) else {}
     counts: dict[str, Any] = {name: table.get(name) for name in _COUNTS}
     place = table.get("bin", 0)
-    if not all(type(count) is int for count in [*counts.values(), place]) or set(table) - {
-        *counts,
-        "steps",
-        "bin",
-    }:
+    kinds, others = (
+        {*map(type, [*counts.values(), place])},
+        table.keys() - {*_COUNTS, "steps", "bin"},
+    )
+    if kinds != {int} or others:
         fault = "it says nothing that update clipping does: the client has no update clipping, "
         return Reply(arrays, sender=sender, fault=f"{fault}or another one")
-    bins = tuple(int(i == place) for i in range(BINS)) if "bin" in table else ()
+    bins = tuple([int(i == place) for i in range(BINS)]) if "bin" in table else ()
     return Reply(arrays, **counts, sender=sender, steps=table.get("steps"), bins=bins)
+
+
+# -- turns --------------------------------------------------------------------------------------
+
+
+class Participation(NamedTuple):
+    """The place of a round in a schedule.
+
+    Attributes
+    ----------
+    separation
+        The number of rounds from one turn of a client to its next.
+    clients
+        How many clients take turns.
+    schedule
+        An identity that no other schedule has; "" for the only one that an object will serve.
+    round
+        The round of the schedule, from 0 on.
+    """
+
+    separation: int
+    clients: int
+    schedule: str = ""
+    round: int = 0
+
+    def follows(self, other: Participation) -> bool:
+        """Whether this is the next round of the same schedule."""
+        expected = other.round + bool(self.schedule)
+        return (self.schedule, self.round) == (other.schedule, expected)
+
+    @classmethod
+    def of(cls, clients: int, per_round: int) -> Participation:
+        """Return how far turns are apart with at most `per_round` of the clients in a round."""
+        return cls(-(-clients // per_round), clients)
+
+    def refusal(self, separation: int, per_round: int) -> str:
+        """Return why these turns are closer than accounting has them; "" if they are not."""
+        if self.separation >= separation:
+            return ""
+        text = (
+            f"{self.clients} clients have a turn every {self.separation} rounds, below separation="
+        )
+        needed = f"with expected_clients={per_round}, that takes more than"
+        return f"{text}{separation}: {needed} {(separation - 1) * per_round} clients"
+
+
+class Schedule:
+    """Groups of clients that take turns.
+
+    Parameters
+    ----------
+    clients
+        Their names, all different.
+    per_round
+        The largest number of clients in a round, at least 1.
+
+    Attributes
+    ----------
+    turns : Participation
+        How far a client's turns are from each other, and how many clients take them.
+    identity : str
+        A name that no other schedule has.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is not as above, or there is no client.
+
+    Examples
+    --------
+    >>> schedule = Schedule(["a", "b", "c", "d", "e"], per_round=2)
+    >>> schedule.at(0).separation, [schedule.due(t) for t in range(4)]
+    (3, [['a', 'd'], ['b', 'e'], ['c'], ['a', 'd']])
+    """
+
+    def __init__(self, clients: Iterable[str], per_round: int) -> None:
+        self.clients: Sequence[str] = sorted(clients)
+        per_round = parameters.integer(1, per_round=per_round)
+        if not self.clients:
+            raise ValueError("a schedule needs at least one client, got none")
+        if len(set(self.clients)) < len(self.clients):
+            raise ValueError("a schedule needs different names: a client would have two turns")
+        self.turns = Participation.of(len(self.clients), per_round)
+        self.identity = uuid4().hex
+
+    def at(self, round_: int) -> Participation:
+        """Return what `AdaptiveBound.open` has to know of a round, from 0 on."""
+        return self.turns._replace(schedule=self.identity, round=round_)
+
+    def due(self, round_: int) -> Sequence[str]:
+        """Return who has a turn in a round, from 0 on."""
+        separation = self.turns.separation
+        return self.clients[round_ % separation :: separation]

@@ -21,23 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.arrays import Float64
+from fedclip.arrays import Float64, rounded
 from fedclip.core.scopes import Scope, check_exclude, check_scope
 from fedclip.updates.aggregation import Aggregation, Combining, RunningAverage
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SITES_ELSEWHERE
-from fedclip.updates.limits import Limits, check_whole, refuse_statistics, rounded, zeros
-from fedclip.updates.protocol import (
-    BINS,
-    WITHOUT_BINS,
-    Arrays,
-    Reply,
-    RoundResult,
-    SentBound,
-    counts_of,
-    is_vote,
-)
-from fedclip.updates.schedule import Participation
+from fedclip.updates.limits import Limits, check_whole, refuse_statistics, zeros
+from fedclip.updates.protocol import Arrays, Participation, Reply, RoundResult, SentBound
+from fedclip.updates.votes import BINS, WITHOUT_BINS, counts_of, is_vote
 from fedclip.updates.weights import Shares
 
 
@@ -95,11 +86,9 @@ class UpdateServer:
         self._running: RunningAverage | None = None
         self._counts = np.zeros(BINS)
         why = self.aggregation.unfit_for_noise() if bound.budget else ""
-        if bound.site is not None:
-            why = SITES_ELSEWHERE
         if bound.evaluation_share:
             why = "evaluation_share is for declearn's protocol fedclip-websockets: leave it out"
-        if why:
+        if why := SITES_ELSEWHERE if bound.site else why:
             raise ValueError(why)
 
     def check_model(self, model: Arrays) -> None:
@@ -148,20 +137,12 @@ class UpdateServer:
         ValueError
             If a secure sum is not to become a mean; see `check_model`.
         """
-        bound, sent = self.bound, self.bound.sent
-        if sent is None or sent.stop:
-            raise RuntimeError(sent.stop if sent else "no round is open: call open() first")
-        if why := self.aggregation.unfit_for_sums([reply]):
+        if why := self.aggregation.combining.unfit(secure=reply.clients > 1):
             raise ValueError(why)
-        if self._running is None:
-            self.check_model(like)
-            # With noise, divide by the clients that were asked, whoever replies.
-            clients = bound.budget.clients if bound.budget else None
-            self._counts = np.zeros(BINS)
-            self._running = self.aggregation.start(like, sent.bound, bound.warn, clients=clients)
-        before = self._running.clients
-        fault = self._running.add(reply)
-        if self._running.clients > before:
+        running = self._current(like)
+        before = running.clients
+        fault = running.add(reply)
+        if running.clients > before:
             self._counts += self._votes(reply)
         return fault
 
@@ -182,32 +163,39 @@ class UpdateServer:
         ValueError
             As `add`.
         """
-        if like is not None:
-            self.check_model(like)
-        bound = self.bound
-        if bound.sent is None or bound.sent.stop:
-            raise RuntimeError(
-                bound.sent.stop if bound.sent else "no round is open: call open() first"
-            )
         for reply in replies:
             self.add(reply, like or {})
-        running, self._running = self._running, None
-        if running is None:
-            if like is None:
-                raise ValueError("nobody has replied: give close() the model as `like`")
-            self._counts = np.zeros(BINS)
-            running = self.aggregation.start(like, bound.sent.bound, bound.warn)
+        bound, running = self.bound, self._current(like)
+        self._running = None
         exact = running.finish()
         if why := bound.unheard(running.void):
             bound.halt(why)
             raise RuntimeError(why)
-        record = bound.count(self._counts, running.clients)
-        record |= {"clipped": running.clipped, "zeroed": running.zeroed}
-        refused = sum(map(bool, running.faults))
-        record |= {"replies": running.clients, "refused": refused}
+        record = bound.count(self._counts, running.clients) | {
+            "clipped": running.clipped,
+            "zeroed": running.zeroed,
+            "replies": running.clients,
+            "refused": sum(map(bool, running.faults)),
+        }
         average = rounded(exact, running.like) if exact else zeros(running.like)
         released = dict(bound.release(average, exact))
         return RoundResult(released, bound.withheld, running.faults, record)
+
+    def _current(self, like: Arrays | None) -> RunningAverage:
+        """Return the average so far of the round that is open."""
+        bound, sent = self.bound, self.bound.sent
+        if sent is None or sent.stop:
+            raise RuntimeError(sent.stop if sent else "no round is open: call open() first")
+        if self._running is None:
+            if like is None:
+                raise ValueError("nobody has replied: give close() the model as `like`")
+            self.check_model(like)
+            self._counts = np.zeros(BINS)
+            # With noise, divide by the clients that were asked, whoever replies.
+            clients = bound.budget.clients if bound.budget else None
+            of = self.aggregation
+            self._running = RunningAverage(of, like, sent.bound, bound.warn, clients=clients)
+        return self._running
 
     def _votes(self, reply: Reply) -> Float64:
         """Return the counts of a reply; none if no honest client votes so."""

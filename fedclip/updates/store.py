@@ -30,14 +30,12 @@ from typing import Any, NamedTuple
 from fedclip.core.plugins import VERSION
 from fedclip.core.records import SERVED, RoundRecord
 from fedclip.errors import StateError, nearest
-from fedclip.privacy.ledger import FILE
-from fedclip.privacy.locks import locked
+from fedclip.privacy.ledger import FILE, locked
 from fedclip.updates.aggregation import Combining
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.client_noise import SITES_ELSEWHERE
-from fedclip.updates.protocol import Arrays, Reply, RoundResult, SentBound
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Arrays, Participation, Reply, RoundResult, SentBound
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares
 
@@ -174,8 +172,8 @@ def read(path: Path) -> StoredState:
             raise TypeError("settings must be a table, and rounds tables")
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise StateError(
-            f"{path} is not a server's file of update clipping, or is damaged ({exc!r:.200}): "
-            "name the folder of this federation, or another one if nothing was spent in it"
+            f"{path} is not a server's file of update clipping, or is damaged ({exc!r:.200}): name "
+            "the folder of this federation"
         ) from exc
     return stored
 
@@ -197,10 +195,8 @@ def absolute(folder: str | Path | None) -> Path | None:
     """
     path = None if folder is None else Path(folder)
     if path is not None and not path.is_absolute():
-        raise ValueError(
-            f"folder must be an absolute path on the server, got {str(folder)!r}: a relative one "
-            "would be a new budget in each folder that a server is started in"
-        )
+        text = f"folder must be an absolute path, got {str(folder)!r}"
+        raise ValueError(f"{text}: a relative one is a new budget wherever the server starts")
     return path
 
 
@@ -259,18 +255,16 @@ class PersistentServer:
         self.path = None if place is None else place / SERVED
         self.leave: Callable[[], object] = lambda: None
         """Release the file to others; the end of this object does so, too."""
-        if folder is None and self.server.bound.budget is not None:
-            text = "noise without a folder: a restart spends the budget again; give folder"
-            self.server.bound.logger.warning(text)
+        bound = self.server.bound
+        if folder is None and bound.budget is not None:
+            bound.logger.warning("noise without a folder: a restart spends the budget again")
         if self.path is None:
             return
         try:
             lock = locked(self.path.with_name(f"{SERVED}.lock"), wait=False)
         except OSError as exc:
-            raise OSError(
-                f"no state can be kept in {place} ({exc}): a server is running there, or this "
-                "process may not write; give each federation its own folder"
-            ) from exc
+            text = f"no state can be kept in {place} ({exc})"
+            raise OSError(f"{text}: give another federation another folder") from exc
         self.leave = weakref.finalize(self, lock.close)
         if self.path.exists():
             stored = read(self.path)
@@ -305,13 +299,13 @@ class PersistentServer:
         Norms stay on the clients. With noise the number of clipped ones does, too; the share
         replaces it.
         """
-        adaptive = self.server.bound.follows
-        for round_ in self.rounds:
-            bound, share, steps = round_["bound"], round_["share"], round_["replies"]
-            limit = {"limit": bound, "limit_min": bound, "limit_max": bound}
-            by = {"learnt" if adaptive else "fixed": steps}
-            over = round_["clipped"] if share is None else round((1.0 - share) * steps)
-            yield asdict(RoundRecord(round_["round"], steps=steps, clipped=over, **limit, **by))
+        kind = "learnt" if self.server.bound.follows else "fixed"
+        for row in self.rounds:
+            bound, share, steps = row["bound"], row["share"], row["replies"]
+            clipped = row["clipped"] if share is None else round((1.0 - share) * steps)
+            record = RoundRecord(row["round"], steps=steps, clipped=clipped, **{kind: steps})
+            record.limit = record.limit_min = record.limit_max = bound
+            yield asdict(record)
 
     def _write(self) -> None:
         if self.path is None:

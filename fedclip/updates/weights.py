@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from fedclip.core import parameters
-from fedclip.errors import Unchecked
 from fedclip.updates.protocol import Reply
 
 Weights = Literal["equal", "steps"] | Mapping[str, float]
@@ -29,9 +28,8 @@ Weights = Literal["equal", "steps"] | Mapping[str, float]
 _MOST_STEPS = 2**53
 
 WITH_NOISE = (
-    "weights do not go with noise: equal ones are best or tied there, as noise is sized on the "
-    "largest share, and a divisor over those who replied would double the sensitivity; leave "
-    "weights out of clipped-averaging"
+    "weights do not go with noise, which is sized on the largest share: leave weights out of "
+    "clipped-averaging"
 )
 
 SUM_AND_REPLIES = "it is a secure sum together with other replies"
@@ -51,8 +49,7 @@ def shares_of(weights: Sequence[float], max_share: float | None = None) -> list[
     """
     most, top = max_share or 1.0, max(weights, default=0.0)
     open_ = {i: weight / top for i, weight in enumerate(weights) if weight > 0}
-    shares = [0.0] * len(weights)
-    remaining = 1.0
+    shares, remaining = [0.0] * len(weights), 1.0
     while open_:
         total = sum(open_.values())
         over = [i for i, weight in open_.items() if weight * remaining / total > most]
@@ -93,18 +90,16 @@ class Shares:
         max_steps: int | None = None,
     ) -> None:
         self.table: dict[str, float] = {}
-        if isinstance(weights, Mapping):
+        if not isinstance(weights, Mapping):
+            parameters.choice(("equal", "steps"), weights=weights)
+        elif not weights:
+            raise ValueError("weights must name at least one client, got an empty table")
+        else:
             for name, weight in weights.items():
                 checked = parameters.positive(**{f"weights[{name!r}]": weight})
                 self.table[parameters.name(weights=name)] = checked
-            if not self.table:
-                raise ValueError("weights must name at least one client, got an empty table")
-        else:
-            parameters.choice(("equal", "steps"), weights=weights)
         self.kind = "table" if self.table else str(weights)
-        self.max_share = parameters.optional(
-            parameters.number, "in (0, 1]", 0.0, 1.0, open_low=True, max_share=max_share
-        )
+        self.max_share = parameters.optional(parameters.up_to, 1.0, max_share=max_share)
         self.max_steps = parameters.optional(parameters.integer, 1, max_steps=max_steps)
         if self.max_steps is not None and self.kind != "steps":
             raise ValueError(f"max_steps goes with weights='steps', got {max_steps!r}")
@@ -112,10 +107,7 @@ class Shares:
             raise ValueError(f"max_share goes with weights, got {max_share!r} and equal ones")
         size = len(self.table)
         if self.table and size * (self.max_share or 1.0) < 1 - 1e-9:
-            raise ValueError(
-                f"max_share={max_share!r} is less than 1 / {size}: the {size} clients of weights "
-                "would have less than the whole together"
-            )
+            raise ValueError(f"max_share must be at least 1 / {size}, got {max_share!r}")
         # Capped over the whole table, and relative to the largest: what a client knows beforehand.
         shares = shares_of(list(self.table.values()), self.max_share)
         self.factors = {n: part / max(shares) for n, part in zip(self.table, shares, strict=True)}
@@ -124,17 +116,15 @@ class Shares:
         """Return why these weights cannot be those of a secure sum; "" if they can."""
         if not secure or self.kind != "steps" or (self.max_steps and self.max_share is None):
             return ""
-        return (
-            "under secure aggregation, weights = 'steps' needs max_steps, and takes no max_share: "
-            "nobody sees the steps of other clients there; a table of weights takes max_share"
-        )
+        text = "under secure aggregation, weights = 'steps' needs max_steps, and takes no max_share"
+        return f"{text}, as nobody sees the steps of other clients"
 
     def strangers(self, names: Collection[str]) -> str:
         """Return that clients are not in the table; "" if all are."""
-        if missing := sorted(set(names) - self.table.keys()) if self.table else []:
-            named = ", ".join(map(repr, missing[:5]))
-            return f"weights of clipped-averaging does not name {named}: give each client a weight"
-        return ""
+        missing = sorted(set(names) - self.table.keys()) if self.table else []
+        named = ", ".join(map(repr, missing[:5]))
+        text = f"weights of clipped-averaging does not name {named}: give each client a weight"
+        return text if missing else ""
 
     def factor(self, name: str | None, steps: int) -> float | None:
         """Return by what a client multiplies its update in a secure sum; None if that is unknown.
@@ -152,43 +142,31 @@ class Shares:
         if self.kind == "equal":
             # Their sum is divided by the number of clients.
             return [Share(1.0, reply.clients) for reply in replies]
-        if len(replies) == 1 and replies[0].clients > 1:
-            return [self._of_sum(replies[0])]
-        faults, weights, seen = list[str](), list[float](), set[str]()
-        for reply in replies:
-            faults.append(fault := self._fault(reply, seen))
-            seen.add(reply.sender)
-            known = 0.0 if fault else self.table.get(reply.sender)
-            weights.append(self.counted(reply.steps or 0) if known is None else known)
+        is_only = len(replies) == 1
+        parts = [self.weight_of(reply, is_only or reply.clients == 1) for reply in replies]
+        if is_only and replies[0].clients > 1:
+            return parts
+        pairs = zip(replies, parts, strict=True)
+        weights = [0.0 if p.fault else self.table.get(r.sender, p.factor) for r, p in pairs]
         shares = shares_of(weights, self.max_share)
-        return [Share(share, 1.0, fault) for share, fault in zip(shares, faults, strict=True)]
+        return [p._replace(factor=share) for p, share in zip(parts, shares, strict=True)]
 
     def weight_of(self, reply: Reply, alone: bool = True) -> Share:
         """Return what a reply is multiplied by before the sum is divided by that of the weights.
 
+        The weights are not equal.
         `alone`: no secure sum is next to other replies. Without `max_share` that is what `of` says.
         """
-        if self.kind == "equal":
-            return Share(1.0, reply.clients)
         if reply.clients > 1 and alone:
             return self._of_sum(reply)
-        if fault := self._fault(reply, ()) or ("" if alone else SUM_AND_REPLIES):
+        fault = "" if alone else SUM_AND_REPLIES
+        if self.table and reply.sender not in self.table:
+            fault = fault or "weights does not name its sender"
+        elif not (self.table or (type(reply.steps) is int and reply.steps >= 0)):
+            fault = fault or "its number of steps is not valid"
+        if fault:
             return Share(0.0, 0.0, fault)
         return Share(self.factors.get(reply.sender, self.counted(reply.steps or 0)), 1.0)
-
-    def divisor_of(self, reply: Reply, share: Share) -> float:
-        """Return what a reply adds to the divisor: its weight; of a secure sum, 1."""
-        return 1.0 if reply.clients > 1 and not share.fault else share.factor
-
-    def _fault(self, reply: Reply, seen: Collection[str]) -> str:
-        if reply.clients != 1:
-            return SUM_AND_REPLIES
-        if not self.table:
-            claimed = type(reply.steps) is int and reply.steps >= 0
-            return "" if claimed else "its number of steps is not valid"
-        if reply.sender in seen:
-            return "its sender has replied already"
-        return "" if reply.sender in self.table else "weights does not name its sender"
 
     def _of_sum(self, reply: Reply) -> Share:
         """Return the part of a secure sum: the average is the sum over the sum of the factors."""
@@ -203,7 +181,7 @@ class Shares:
             least = max(self.factors[name] for name in names) / (self.max_share or 1.0)
             return Share(1.0 / max(mass, least), mass)
         most = reply.clients * (self.max_steps or 1)
-        steps: Unchecked = reply.steps
+        steps = reply.steps
         if type(steps) is not int or not 0 <= steps <= most:
             return Share(0.0, 0.0, f"it claims {steps!s:.30} steps, and there are {most} at most")
         mass = steps / (self.max_steps or 1)

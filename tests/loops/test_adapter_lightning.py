@@ -21,7 +21,7 @@ torch = require("torch")
 lightning = pytest.importorskip("lightning.pytorch")
 
 from fedclip import AGC, EmaNormClip, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
-from fedclip.loops.lightning import ClipCallback, LightningClipping  # noqa: E402
+from fedclip.loops.lightning import ClipCallback  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,23 +82,15 @@ def norm_of(optimizer: Any) -> float:
     return float(torch.stack([g.double().norm() for g in held]).norm()) if held else 0.0
 
 
-class Mixed(LightningClipping, Model):
-    """The mixin before the module."""
+class Configured(Model):
+    """A module that adds the callback."""
 
-    def __init__(self, clipper: Any, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.clipper = clipper
-
-
-class Reversed(Model, LightningClipping):
-    """The mixin after the module, whose methods come first."""
-
-    def __init__(self, clipper: Any, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.clipper = clipper
+    def __init__(self, clipper: Any) -> None:
+        super().__init__()
+        self.clip = ClipCallback(clipper)
 
     def configure_callbacks(self) -> list[Any]:
-        return [lightning.callbacks.Timer()]
+        return [self.clip]
 
 
 def batches(count: int = 8) -> Any:
@@ -197,28 +189,10 @@ def test_several_optimizers_have_a_clipper_each(tmp_path: Path) -> None:
         fit(tmp_path, Model(), ClipCallback([NormClip(), NormClip()]))
 
 
-# -- the mixin -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(("kind", "manual"), [(Mixed, "step"), (Reversed, "")])
-def test_the_mixin_clips_in_either_order_of_the_bases(
-    tmp_path: Path, kind: type[Any], manual: str
-) -> None:
-    model = kind(ZScoreClip(max_norm=LIMIT), manual=manual, optimizers=2 if manual else 1)
-    for fits in (1, 2):
-        found = fit(tmp_path, model)
-        (callback,) = (c for c in found.callbacks if isinstance(c, ClipCallback))
-        # The clippers of further optimizers are kept, too.
-        for clipper, norms in zip(callback.clippers, model.norms, strict=True):
-            assert sum(r.steps for r in clipper.rounds) == len(norms) == 8 * fits
-            assert max(norms) <= LIMIT
-    assert callback.clippers[0] is model.clipper
-    timers = [c for c in found.callbacks if isinstance(c, lightning.callbacks.Timer)]
-    assert len(timers) == (kind is Reversed)
-
-
 # -- what is refused -----------------------------------------------------------------------------
 def test_clipping_twice_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    for model, callbacks in ((Model(), [ClipCallback(NormClip())]), (Mixed(NormClip()), [])):
-        with pytest.raises(ValueError, match=r"gradient_clip_val=1\.0 and ClipCallback"):
+    for model, callbacks in ((Model(), [ClipCallback(NormClip())]), (Configured(NormClip()), [])):
+        with pytest.raises(ValueError, match=r"gradient_clip_val=1\.0: ClipCallback"):
             fit(tmp_path, model, *callbacks, gradient_clip_val=1.0)
         assert model.norms == [[]]
 

@@ -146,7 +146,7 @@ def test_the_logs_show_norm_limit_and_what_was_clipped(tmp_path: Path) -> None:
 def test_clipping_twice_is_refused_before_the_first_step(tmp_path: Path) -> None:
     trainer = make(tmp_path, ClipCallback(NormClip()), max_grad_norm=1.0)
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    with pytest.raises(ValueError, match="max_grad_norm=0 in the TrainingArguments"):
+    with pytest.raises(ValueError, match="would clip too: give max_grad_norm=0"):
         trainer.train()
     assert all(map(torch.equal, before, trainer.model.parameters()))
     deepspeed = type("DeepSpeedOptimizerWrapper", (), {})()
@@ -162,7 +162,7 @@ def test_an_optimizer_that_keeps_no_gradients_is_refused(tmp_path: Path) -> None
     for parameter in trainer.model.parameters():
         # What GaLore, APOLLO and others do layer by layer, in hooks of their own.
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with pytest.raises(RuntimeError, match="norm-clip found no gradient before the step"):
+    with pytest.raises(RuntimeError, match="norm-clip found no gradient"):
         trainer.train()
 
 

@@ -216,16 +216,10 @@ def test_a_state_that_is_loaded_before_attach_warns(optimizer: str) -> None:
 def test_steps_that_are_none_teach_nothing() -> None:
     torch = require("torch")
     state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
-    from fedclip.loops.torch import attach_update
-
-    for make in (None, attach_update):
-        model, optimizer, handle = build(clipper=EmaClip())
-        if make is not None:
-            handle.remove()
-            handle = make(optimizer, EmaClip(), model)
-        state_dict.get_optimizer_state_dict(model, optimizer)
-        assert handle.last is None
-        assert not handle.get_state()["rounds"]
+    model, optimizer, handle = build(clipper=EmaClip())
+    state_dict.get_optimizer_state_dict(model, optimizer)
+    assert handle.last is None
+    assert not handle.get_state()["rounds"]
     # A rate of zero alone, as at the begin of a warm-up, is a step.
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from helpers import require
 
-from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.step import SampleClipping
 from fedclip.engines.declearn.persample import clipped_sum, part
 
 C = 0.3

@@ -14,7 +14,7 @@ from fedclip.cli.check.settings import as_count, part_of
 from fedclip.core.parameters import Config
 from fedclip.errors import nearest
 from fedclip.updates.bound import AdaptiveBound
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Participation
 from fedclip.updates.store import server_of, settings_in
 
 # Above this epsilon, a guarantee is one in name only. Ponomareva et al. (2023, "How to DP-fy ML")

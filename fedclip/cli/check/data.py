@@ -18,8 +18,8 @@ from declearn.quickrun import DataSourceConfig, parse_data_folder
 from fedclip.cli.check.findings import Check, Finding, Section, note, problem, text_of
 from fedclip.cli.check.settings import part_of, registered
 from fedclip.dpsgd.persons import numbered
+from fedclip.engines.declearn.personal import trained
 from fedclip.engines.declearn.quickrun import PERSONS
-from fedclip.engines.declearn.trained import trained
 from fedclip.errors import shown
 from fedclip.report.rows import listed
 

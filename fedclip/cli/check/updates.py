@@ -13,12 +13,11 @@ from fedclip.core.toml import toml_value
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
 from fedclip.engines.declearn.members import quorum_problems
 from fedclip.engines.declearn.messages import DECLEARN_RANGE
-from fedclip.engines.declearn.update_client import UpdateClipClient
-from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.engines.declearn.update_modules import UpdateClipClient, UpdateClipServer
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.updates.aggregation import Combining, num_shortened
 from fedclip.updates.client_noise import UNSURE_MASKS, UNSURE_PEERS
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Participation
 from fedclip.updates.weights import WITH_NOISE, Shares, shares_of
 
 # With more noise on the count of a bin, as a share of the clients, the votes say too little.

@@ -5,27 +5,28 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 from declearn.aggregator import Aggregator
 from declearn.model.api import Vector
 
-from fedclip.arrays import backend_of
+from fedclip.arrays import rounded
 from fedclip.core import parameters
-from fedclip.core.measures import Order
-from fedclip.core.plugins import VERSION, Versioned
-from fedclip.core.scopes import Scope
-from fedclip.engines.declearn.context import ROUND, under_way
-from fedclip.engines.declearn.members import UPDATES, blank, sender_of, senders_of
+from fedclip.core.parameters import parameter
+from fedclip.core.plugins import Versioned
+from fedclip.engines.declearn.context import ROUND, UPDATES, Sender, blank, senders_of, under_way
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
-from fedclip.updates.aggregation import Aggregation, Combining
+from fedclip.updates.aggregation import Aggregation, Combining, RunningAverage
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.limits import check_whole, refuse_statistics, rounded, signature
+from fedclip.updates.limits import OTHER_TENSORS, check_whole, refuse_statistics
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.weights import Shares, Weights
 
+_SUMMED = attrgetter("summed")
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 RAISES = (
@@ -135,49 +136,27 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     """
 
     name: ClassVar[str] = "clipped-averaging"
-    called: ClassVar[str] = name
     logger: ClassVar[logging.Logger] = logging.getLogger("declearn.client.fedclip")
     updates_cls = ClippedUpdates
 
-    def __init__(
-        self,
-        max_norm: float | None = None,
-        *,
-        scope: Scope = "global",
-        exclude: str | Sequence[str] | None = None,
-        zeroing_norm: float | None = None,
-        zeroing_factor: float | None = None,
-        zeroing_ord: Order = "inf",
-        secagg_range: float | None = None,
-        on_nonfinite: str = "skip",
-        weights: Weights = "equal",
-        max_share: float | None = None,
-        max_steps: int | None = None,
-        combine: str = "mean",
-        n_hostile: int | None = None,
-        client: str | None = None,
-        fedclip: str = VERSION,
-    ) -> None:
-        self.max_norm = parameters.optional(parameters.limit, max_norm=max_norm)
-        UpdateClient.__init__(
-            self,
-            scope,
-            exclude,
-            zeroing_norm=zeroing_norm,
-            zeroing_factor=zeroing_factor,
-            zeroing_ord=zeroing_ord,
-            on_nonfinite=on_nonfinite,
-        )
+    max_norm: float | None = parameter(parameters.limit, default=None, kw_only=False)
+    secagg_range: float | None = parameter(parameters.positive, default=None)
+    weights: Weights = parameter(default="equal")
+    max_share: float | None = parameter(default=None)
+    max_steps: int | None = parameter(default=None)
+    combine: str = parameter(default="mean")
+    n_hostile: int | None = parameter(default=None)
+    client: str | None = parameter(parameters.name, default=None)
+
+    def __post_init__(self) -> None:
+        """Check what must go together."""
+        super().__post_init__()
         if self.max_norm is None:
             check_whole(self.scope)
-        self.secagg_range = parameters.optional(parameters.positive, secagg_range=secagg_range)
-        self.shares = Shares(weights, max_share, max_steps)
-        self.weights = self.shares.table or weights
-        self.max_share, self.max_steps = self.shares.max_share, self.shares.max_steps
-        self.combining = Combining(combine, n_hostile)
-        self.combine, self.n_hostile = combine, n_hostile
+        self.shares = Shares(self.weights, self.max_share, self.max_steps)
+        self.weights = self.shares.table or self.weights
+        self.combining = Combining(self.combine, self.n_hostile)
         self.aggregation = Aggregation(self.limits, self.shares, self.combining)
-        self.client = parameters.optional(parameters.name, client=client)
 
     def get_config(self) -> dict[str, Any]:
         """Return the name and the parameters, as they would be written in a TOML file."""
@@ -190,16 +169,10 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     def unfit(self, modules: bool) -> str:
         """Return why there is no bound, or two, with `modules` that bring one; "" if there is."""
         if self.max_norm is None and not modules:
-            return (
-                "clipped-averaging has no bound: give it max_norm, or put update-clip-client into "
-                "client_opt and update-clip-server into server_opt"
-            )
-        if self.max_norm is not None and modules:
-            return (
-                f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
-                "another bound from the server: leave max_norm out, or the modules"
-            )
-        return ""
+            return "clipped-averaging has no bound: give it max_norm, or set up update-clip-client"
+        bound = f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
+        text = f"{bound}another bound: leave one of them out"
+        return text if modules and self.max_norm is not None else ""
 
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
@@ -207,27 +180,25 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         round_ = ROUND.get().client
         why = self.unfit(modules=round_ is not None)
         sent = round_.sent if round_ else SentBound(self.max_norm or 0.0)
-        if why := why or (self.aggregation.unfit_for_noise() if sent.private else ""):
-            raise ValueError(why)
         if sent.private:
+            why = why or self.aggregation.unfit_for_noise()
             refuse_statistics(updates.coefs)
+        if why:
+            raise ValueError(why)
         outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
-        reply = outcome.reply(sent)
-        same = reply.arrays is updates.coefs
-        vector = updates if same else type(updates)(dict(reply.arrays))
-        site = round_.site if round_ else None
+        reply, site = outcome.reply(sent), None
+        arrays = reply.arrays
         if round_ is not None:
-            round_.outcome = outcome
+            round_.outcome, round_.reply, site = outcome, reply, round_.site
             if site is not None:
-                shared = site.shared(vector.coefs, sent.bound, round_.step, round_.encrypter)
-                vector = type(vector)(shared)
+                arrays = site.shared(arrays, sent.bound, round_.step, round_.encrypter)
+        vector = updates if arrays is updates.coefs else type(updates)(dict(arrays))
         weight = self.shares.counted(n_steps) if self.shares.kind == "steps" else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
-        result.secagg_range = self.secagg_range
-        result.noised = bool(site)
-        result.factor = self.shares.factor(self.client, n_steps)
-        limit = None if site else self.secagg_range
-        if limit is not None and (why := result.beyond(limit)):
+        result.secagg_range, result.noised = self.secagg_range, bool(site)
+        if self.shares.kind != "equal":
+            result.factor = self.shares.factor(self.client, n_steps)
+        if not site and self.secagg_range and (why := result.beyond(self.secagg_range)):
             raise ValueError(why)
         return result
 
@@ -235,89 +206,86 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     def finalize_updates(self, updates: Any) -> Vector[Any]:
         """Return the average of the replies; those that are not valid count as zeros."""
         if not isinstance(updates, ClippedUpdates):
-            raise TypeError(
-                f"clipped-averaging averages ClippedUpdates, got {type(updates).__name__}: "
-                "no client has replied, or clients have another aggregator"
-            )
+            raise TypeError(f"got {type(updates).__name__}: give clients clipped-averaging")
         round_, module = under_way(counted=True) or (None, None)
-        parts, model = updates.parts, blank()
+        model, known = blank(), senders_of(UPDATES)
+        parts = updates.parts or (updates,)
         bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
         # Without the sampler, assume that most replies have the tensors of the model.
-        like = _most([p.updates for p in parts], _kind) if model is None else model
-        replies = self._replies(parts, like)
+        like = _most([p.updates for p in parts], "shape") if model is None else model
+        replies = self._replies(parts, type(like), known)
+        aggregation, site, budget = self.aggregation, None, None
         if module is not None:
             # Not an error: declearn's server would wait for its clients for ever.
-            module.halt(self.aggregation.unfit_for_sums(replies))
-        budget = None if module is None else module.budget
-        site, aggregation = None if module is None else module.site, self.aggregation
+            if why := self.combining.unfit(secure=updates.n_clients > len(parts)):
+                module.halt(why)
+            site, budget = module.site, module.budget
         if site is not None:
             limits = replace(aggregation.limits, noise=site.std(1.0))
             aggregation = replace(aggregation, limits=limits)
-        together, clients = round_ is not None, budget.clients if budget else None
-        tensors: Any = getattr(like, "coefs", {})
-        running = aggregation.start(tensors, bound, self._warn, whole=together, clients=clients)
+        clients = budget.clients if budget else None
+        warn, tensors = partial(_LOGGER.warning, f"{self.name}: %s"), getattr(like, "coefs", {})
+        running = RunningAverage(
+            aggregation, tensors, bound, warn, whole=round_ is not None, clients=clients
+        )
         for reply in replies:
             running.add(reply)
         exact = running.finish()
-        self._report(updates, running.faults, counted=budget is None)
+        # With noise, clients do not send these counts.
+        counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
+        text = f"{updates.n_clients} updates, {'' if budget else counts}"
+        _LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, running.faults)))
         if like is None:
             named = "; ".join(running.faults)
             raise ValueError(f"clipped-averaging: no reply holds an update ({named})")
         if exact is None:
             average = zeros_like(like)
         else:
-            pairs = zip(parts, running.faults, strict=True)
-            valid = [part.updates for part, fault in pairs if not fault]
-            like = _most(valid, _dtypes) if model is None else model
+            if model is None:
+                pairs = zip(parts, running.faults, strict=True)
+                like = _most([part.updates for part, fault in pairs if not fault], "dtype")
             average = type(like)(rounded(exact, like.coefs))
         if round_ is not None and module is not None:
             round_.average, round_.exact = average, exact
-            round_.trouble = self.aggregation.unfit_for_noise() or module.unheard(running.void)
-            if site is not None:
-                counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed
-                round_.trouble = round_.trouble or site.void(running.valid, bool(counted))
+            if budget is not None:
+                trouble = self.aggregation.unfit_for_noise() or module.unheard(running.void)
+                counted = bool(len(parts) == 1 and updates.n_clipped + updates.n_zeroed)
+                round_.trouble = trouble or (site.void(running.valid, counted) if site else "")
         return average
 
-    def _replies(self, parts: Sequence[ClippedUpdates], like: Any) -> list[Reply]:
+    def _replies(
+        self, parts: Sequence[ClippedUpdates], kind: type[object], known: Sequence[Sender]
+    ) -> list[Reply]:
         """Return the replies and who has sent them, which a table of weights needs."""
-        names = [sender_of(UPDATES, i, len(parts)) for i in range(len(parts))]
+        senders = [sender.name for sender in known]
+        named = len(known) == len(parts) and not any(map(_SUMMED, known))
+        names = senders if named else [""] * len(parts)
         if self.shares.table and parts[0].n_clients == 1 and not any(names):
             raise ValueError(
                 "clipped-averaging has a table of weights, and does not know who has sent which "
                 "reply: set client_sampler = {'strategy': 'named-clients'}"
             )
-        senders = senders_of(UPDATES)
-        return [
-            replace(part.reply(type(like)), sender=name, senders=senders)
-            for part, name in zip(parts, names, strict=True)
-        ]
-
-    @staticmethod
-    def _warn(what: str) -> None:
-        _LOGGER.warning("clipped-averaging: %s", what)
-
-    @staticmethod
-    def _report(updates: ClippedUpdates, faults: Sequence[str], counted: bool) -> None:
-        counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
-        # With noise, clients do not send these counts.
-        text = f"{updates.n_clients} updates, {counts if counted else ''}"
-        _LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, faults)))
+        replies = []
+        for part, name in zip(parts, names, strict=True):
+            arrays: Any = getattr(part.updates, "coefs", None)
+            fault = part.fault or (OTHER_TENSORS if type(part.updates) is not kind else "")
+            reply = Reply(arrays, sender=name, senders=senders, fault=fault)
+            steps: Any = part.weights
+            replies.append(replace(reply, clients=max(1, part.n_clients), steps=steps))
+        return replies
 
 
-def _most(vectors: Sequence[Any], key: Callable[[Any], Any]) -> Any:
-    """Return one of the vectors whose key is the most common one; None if none has a key."""
-    keys = [key(vector) for vector in vectors]
-    common = Counter(k for k in keys if k is not None).most_common(1)
+def _most(vectors: Sequence[Any], what: str) -> Any:
+    """Return one of the vectors with the most common "shape" or "dtype"; None if none has any."""
+    keys = [_forms(vector, what) for vector in vectors]
+    common = Counter(filter(None, keys)).most_common(1)
     return vectors[keys.index(common[0][0])] if common else None
 
 
-def _kind(vector: Any) -> Any:
-    """Return types, names and shapes of a client's update; None if it has none."""
+def _forms(vector: Any, what: str) -> Any:
+    """Return type, names, and shapes or dtypes of a client's update; None if it has none."""
     try:
-        return (type(vector), signature(vector.coefs)) if isinstance(vector, Vector) else None
+        forms = map(attrgetter(what), vector.coefs.values())
+        return (type(vector), frozenset(zip(vector.coefs, forms, strict=True)))
     except Exception:  # it may be anything, and must not end the run
         return None
-
-
-def _dtypes(vector: Vector[Any]) -> Any:
-    return tuple((name, backend_of(a).dtype(a)) for name, a in vector.coefs.items())

@@ -16,26 +16,32 @@ thread has its own context, and so has every client, even if all of them share a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
+
+from declearn.model.api import Model, Vector
+from declearn.optimizer.modules import OptiModule
 
 from fedclip.arrays import Float64
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import Outcome
 from fedclip.updates.client_noise import SiteNoise
-from fedclip.updates.protocol import SentBound
-from fedclip.updates.schedule import Participation
+from fedclip.updates.protocol import Participation, Reply, SentBound
 
-if TYPE_CHECKING:
-    from fedclip.engines.declearn.generics import AnyModel, AnyVector
+AnyModel: TypeAlias = Model[Any]
+AnyModule: TypeAlias = OptiModule[Any]
+AnyVector: TypeAlias = Vector[Any]
+
+UPDATES = "updates"
+"""The key of the updates, next to the names of auxiliary variables."""
 
 
 @dataclass
 class ClientPart:
-    """One round of a client; the outcome is None until the aggregator has clipped the update.
+    """One round of a client; `outcome` and `reply` follow when the aggregator clips the update.
 
     Attributes
     ----------
@@ -52,6 +58,7 @@ class ClientPart:
     encrypter: object = None
     step: float = 0.0
     outcome: Outcome | None = None
+    reply: Reply | None = None
 
 
 @dataclass
@@ -78,6 +85,51 @@ class ServerPart:
     trouble: str = ""
 
 
+class Sender(NamedTuple):
+    """A client whose message has arrived.
+
+    Attributes
+    ----------
+    faulty
+        Whether the message was found to be invalid.
+    summed
+        Whether only the sum of several messages is known, which is nobody's.
+    """
+
+    name: str
+    faulty: bool = False
+    summed: bool = False
+
+
+class Expected(NamedTuple):
+    """The message that a module of the server expects.
+
+    Attributes
+    ----------
+    abstention
+        Makes the replacement for a message of another kind.
+    """
+
+    kind: type[Any]
+    abstention: Callable[[], Any]
+
+
+class Senders(NamedTuple):
+    """Who sent what, for each key in the order in which replies are added up.
+
+    Attributes
+    ----------
+    reply
+        One of the replies: when it is gone, the round is over.
+    blank
+        Returns an update of zeros, of the model's shapes.
+    """
+
+    reply: ref[object]
+    by_key: Mapping[str, Sequence[Sender]]
+    blank: Callable[[], AnyVector] | None
+
+
 @dataclass(frozen=True)
 class RoundContext:
     """The current round of a node; a part that is not under way is None.
@@ -102,8 +154,8 @@ class RoundContext:
     sharing: tuple[AnyModel, object] | None = None
     participation: Participation | None = None
     members: Any = None
-    expected: Any = None
-    senders: Any = None
+    expected: Mapping[str, Expected] | None = None
+    senders: Senders | None = None
     evaluations: Any = None
 
 
@@ -133,3 +185,51 @@ def under_way(counted: bool) -> tuple[ServerPart, AdaptiveBound] | None:
     if round_ is None or module is None or round_.counted != counted:
         return None
     return round_, module
+
+
+# -- on the server: which messages to expect, and who sent which one ------------------------------
+def expect(key: str, kind: type[Any], abstention: Callable[[], Any]) -> None:
+    """Note which message is expected under the name of an auxiliary variable."""
+    change(expected={**(ROUND.get().expected or {}), key: Expected(kind, abstention)})
+
+
+def expected() -> Mapping[str, Expected]:
+    """Return the expected messages, and forget them: the next round notes them again."""
+    messages = ROUND.get().expected
+    change(expected=None)
+    return messages or {}
+
+
+def note(
+    reply: object,
+    senders: Mapping[str, Sequence[Sender]],
+    blank: Callable[[], AnyVector] | None = None,
+) -> None:
+    """Note who sent what, until the `reply`, one of the round, is gone; None forgets the notes.
+
+    `blank` returns an update of zeros, of the model's shapes.
+    """
+    change(senders=None if reply is None else Senders(ref(reply), senders, blank))
+
+
+def senders_of(key: str | None) -> Sequence[Sender]:
+    """Return the known senders of the messages, or of those in a secure sum."""
+    known = ROUND.get().senders
+    if known is None or known.reply() is None:
+        return ()
+    return known.by_key.get(key or "", ())
+
+
+def names_of(key: str | None, total: int) -> list[str]:
+    """Return who sent each of `total` messages, in the order of the sum; "" where not known."""
+    senders = senders_of(key)
+    known = len(senders) == total
+    return [s.name if not s.summed else "" for s in senders] if known else [""] * total
+
+
+def blank() -> AnyVector | None:
+    """Return an update of zeros, of the model's shapes; None if the shapes are not known."""
+    known = ROUND.get().senders
+    if known is None or known.reply() is None or known.blank is None:
+        return None
+    return known.blank()

@@ -40,7 +40,7 @@ from fedclip.core import parameters
 from fedclip.dpsgd.calibrate import evaluation_noise
 from fedclip.dpsgd.persample.base import Data, Failed, Float64, retry_halving
 from fedclip.dpsgd.persons import Persons
-from fedclip.engines.declearn.generics import AnyModel
+from fedclip.engines.declearn.context import AnyModel
 from fedclip.engines.declearn.members import one_line
 from fedclip.engines.declearn.persample import Records, part
 from fedclip.errors import Problem, Unchecked

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients of a run: which are present, which have left and why, and who sent which reply.
+"""The clients of a run: which are present, and which have left and why.
 
 ::
 
@@ -13,16 +13,10 @@ the replies that came, noise and its cost are those of the clients that were ask
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
 
-from fedclip.engines.declearn.context import ROUND, change
 from fedclip.errors import Problem
-
-if TYPE_CHECKING:
-    from fedclip.engines.declearn.generics import AnyVector
 
 WHO = "{client}"
 """Where the names go in a sentence about clients."""
@@ -66,13 +60,11 @@ def summary(reasons: Mapping[str, str]) -> str:
     alike: dict[str, list[str]] = {}
     for name, why in sorted(reasons.items()):
         alike.setdefault(why, []).append(name)
-    sentences = [
-        # A sentence may end with what a client has written.
-        why.replace(WHO, ", ".join(map(repr, names)), 1)
-        for why, names in list(alike.items())[:5]
-    ]
-    more = len(alike) - len(sentences)
-    return "; ".join(sentences) + (f"; and {more} more" if more else "")
+    # A sentence may end with what a client has written.
+    pairs = list(alike.items())[:5]
+    sentences = [why.replace(WHO, ", ".join(map(repr, names)), 1) for why, names in pairs]
+    more = [f"and {len(alike) - 5} more"] if len(alike) > 5 else []
+    return "; ".join(sentences + more)
 
 
 class Members:
@@ -106,8 +98,7 @@ class Members:
 
     def leave(self, name: str, why: str) -> bool:
         """Note that a client is gone, for good, in a sentence; return whether that is news."""
-        news = name in self.present
-        if news:
+        if news := name in self.present:
             self.gone[name] = why
         return news
 
@@ -127,104 +118,5 @@ def quorum_problems(*, secagg: bool, fairness: bool, aggregator: str) -> list[Pr
         "fairness, which needs the replies of all": fairness,
         "the aggregator 'sum', whose steps would get shorter": aggregator == "sum",
     }
-    return [
-        Problem(f"min_replies does not go with {what}: remove one of them")
-        for what, applies in reasons.items()
-        if applies
-    ]
-
-
-UPDATES = "updates"
-"""The key of the updates, next to the names of auxiliary variables."""
-
-
-class Sender(NamedTuple):
-    """A client whose message has arrived.
-
-    Attributes
-    ----------
-    faulty
-        Whether the message was found to be invalid.
-    summed
-        Whether only the sum of several messages is known, which is nobody's.
-    """
-
-    name: str
-    faulty: bool = False
-    summed: bool = False
-
-
-class Expected(NamedTuple):
-    """The message that a module of the server expects.
-
-    Attributes
-    ----------
-    abstention
-        Makes the replacement for a message of another kind.
-    """
-
-    kind: type[Any]
-    abstention: Callable[[], Any]
-
-
-class _Round(NamedTuple):
-    # One of the replies: when it is gone, the round is over.
-    reply: ref[object]
-    senders: dict[str, list[Sender]]
-    blank: Callable[[], AnyVector] | None
-
-
-def expect(key: str, kind: type[Any], abstention: Callable[[], Any]) -> None:
-    """Note which message is expected under the name of an auxiliary variable."""
-    change(expected={**(ROUND.get().expected or {}), key: Expected(kind, abstention)})
-
-
-def expected() -> Mapping[str, Expected]:
-    """Return the expected messages, and forget them: the next round notes them again."""
-    messages = ROUND.get().expected
-    change(expected=None)
-    return messages or {}
-
-
-def note(
-    reply: object, senders: dict[str, list[Sender]], blank: Callable[[], AnyVector] | None = None
-) -> None:
-    """Note, for each key, the senders in the order in which replies are added up.
-
-    The note lasts until the `reply`, one of the round, is gone; without a reply, it goes at once.
-    `blank` returns an update of zeros, of the model's shapes.
-    """
-    change(senders=None if reply is None else _Round(ref(reply), senders, blank))
-
-
-def _round() -> _Round | None:
-    round_ = ROUND.get().senders
-    return None if round_ is None or round_.reply() is None else round_
-
-
-def _senders(key: str | None) -> list[Sender]:
-    round_ = _round()
-    return [] if key is None or round_ is None else round_.senders.get(key, [])
-
-
-def blank() -> AnyVector | None:
-    """Return an update of zeros, of the model's shapes; None if the shapes are not known."""
-    round_ = _round()
-    return None if round_ is None or round_.blank is None else round_.blank()
-
-
-def sender_of(key: str | None, position: int, total: int) -> str:
-    """Return who sent one of `total` replies, by its position in the sum; "" if not known."""
-    senders = _senders(key)
-    known = len(senders) == total and not senders[position].summed
-    return senders[position].name if known else ""
-
-
-def senders_of(key: str) -> Sequence[str]:
-    """Return the known senders of the replies, or of those in a secure sum."""
-    return [sender.name for sender in _senders(key)]
-
-
-def faulty_senders(key: str) -> Sequence[str]:
-    """Return the known senders of messages that were found to be invalid on arrival."""
-    return [sender.name for sender in _senders(key) if sender.faulty]
+    chosen = [what for what, applies in reasons.items() if applies]
+    return [Problem(f"min_replies does not go with {what}: remove one of them") for what in chosen]

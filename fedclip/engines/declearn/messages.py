@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from declearn.aggregator import ModelUpdates
@@ -20,11 +20,11 @@ from declearn.model.api import Vector
 
 from fedclip.arrays import Float64
 from fedclip.core.messages import FromServer, Message
-from fedclip.engines.declearn.generics import AnyVector
+from fedclip.engines.declearn.context import AnyVector
 from fedclip.engines.declearn.secagg import inside
 from fedclip.errors import Unchecked
-from fedclip.updates.limits import OTHER_TENSORS, peaks, zeros
-from fedclip.updates.protocol import BINS, COUNTS, Reply, counts_of, is_one_of, is_vote
+from fedclip.updates.limits import peaks, zeros
+from fedclip.updates.votes import BINS, COUNTS, counts_of, is_one_of, is_vote
 
 AUX_NAME = "update-clip"
 """Name under which bound and votes are exchanged."""
@@ -33,9 +33,8 @@ DECLEARN_RANGE = 1e5
 """The default `clipval` of declearn's secure aggregation."""
 
 UNWEIGHED = (
-    "under secure aggregation a client weighs its own update, and this one does not know how: a "
-    "table of weights needs the server's protocol 'fedclip-websockets', which gives each client "
-    "its name; 'steps' needs max_steps there, and takes no max_share"
+    "a client weighs its own update under secure aggregation: a table of weights needs the "
+    "server's protocol 'fedclip-websockets', and 'steps' needs max_steps without max_share"
 )
 """Why a client sends zeros instead of an update."""
 
@@ -127,15 +126,10 @@ class UpdateClipVotes(Message):
             return self._coarse
         return (self.n_votes, self.n_within) if self.n_bins is None else (0, 0)
 
-    def counts(self) -> Float64:
-        """Return the number of votes for each bin."""
-        bins = () if self.n_bins is None else self.n_bins
-        return (counts_of(0, 0, bins) if len(bins) else 0) + counts_of(*self.coarse, ())
-
-    def with_bins_only(self) -> UpdateClipVotes:
-        """Return these votes without those that say no bin."""
-        bins = self.n_bins or [0] * BINS
-        return UpdateClipVotes(self.n_clients, n_faults=self.n_faults, n_bins=bins)
+    def counts(self, coarse: bool = True) -> Float64:
+        """Return the number of votes for each bin; `coarse`: of those that say no bin, too."""
+        counts = counts_of(*(self.coarse if coarse else (0, 0)), ())
+        return counts if self.n_bins is None else counts + self.n_bins
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields that are sent."""
@@ -157,29 +151,24 @@ class UpdateClipVotes(Message):
         data = data if isinstance(data, Mapping) else {}
         votes, within = (data.get(key) for key in ("n_votes", "n_within"))
         noised, bins = data.get("n_noised"), data.get("n_bins")
-        right = noised is None or (
-            _are_integers(noised) and (votes, within) == (0, 0) and bins is None
-        )
-        right = right and is_vote(votes, within, () if bins is None else bins)
-        if right and is_one_of(((1,),), [data.get("n_clients")]):
+        lists = [numbers for numbers in (noised, bins) if numbers is not None]
+        right = all(map(_are_integers, lists)) and is_one_of(((1,),), [data.get("n_clients")])
+        # Noise takes the place of the other votes.
+        right = right and (noised is None or (votes, within, bins) == (0, 0, None))
+        if right and is_vote(votes, within, () if bins is None else bins):
             return cls(1, votes, within, n_noised=noised, n_bins=bins)
         return cls(n_faults=1)
 
     def aggregate(self, other: object) -> UpdateClipVotes:
         """Return the sum; an object of another type counts as an invalid reply."""
-        if isinstance(other, Message) and hasattr(other, "parts"):
-            # A message that keeps others side by side, in the wrong place: it keeps this one, too.
-            raise TypeError(f"votes are added to {type(other).__name__}")
         other = other if isinstance(other, UpdateClipVotes) else UpdateClipVotes(n_faults=1)
-        counts = ("n_clients", "n_votes", "n_within", "n_faults")
-        result = UpdateClipVotes(*(getattr(self, n) + getattr(other, n) for n in counts))
+        result = UpdateClipVotes(*_sums(self, other, "n_clients n_votes n_within n_faults"))
         result._side = self.noised + other.noised
+        pairs = zip(self.coarse, other.coarse, strict=True)
+        votes, within = map(sum, pairs)
+        result._coarse = votes, within
         bins = [votes.n_bins for votes in (self, other) if votes.n_bins is not None]
-        result.n_bins = [sum(column) for column in zip(*bins, strict=True)] if bins else None
-        result._coarse = (
-            self.coarse[0] + other.coarse[0],
-            self.coarse[1] + other.coarse[1],
-        )
+        result.n_bins = [*map(sum, zip(*bins, strict=True))] if bins else None
         return result
 
     @classmethod
@@ -188,15 +177,23 @@ class UpdateClipVotes(Message):
         votes = [message if isinstance(message, cls) else cls(n_faults=1) for message in messages]
         return sum(votes[1:], start=votes[0])
 
+    def __add__(self, other: object) -> UpdateClipVotes:
+        # A message that keeps others side by side, in the wrong place, keeps this one, too.
+        is_other = isinstance(other, Message) and hasattr(other, "parts")
+        return NotImplemented if is_other else self.aggregate(other)
+
     def __radd__(self, other: object) -> UpdateClipVotes:
         """Add to 0, as declearn does, or to a client's object of another type."""
         return self if isinstance(other, int) and not other else self.aggregate(other)
 
 
-def _are_integers(numbers: object) -> bool:
-    if not isinstance(numbers, list) or len(numbers) != BINS:
-        return False
-    return all(type(n) is int for n in numbers)
+def _sums(first: object, second: object, names: str) -> list[Any]:
+    return [getattr(first, name) + getattr(second, name) for name in names.split()]
+
+
+def _are_integers(numbers: Unchecked) -> bool:
+    fits = isinstance(numbers, list) and len(numbers) == BINS
+    return fits and {*map(type, numbers)} == {int}
 
 
 @dataclass
@@ -206,7 +203,7 @@ class ClippedUpdates(ModelUpdates):
     Attributes
     ----------
     updates
-        The clipped update. None in what `aggregate` returns: see `parts`.
+        The clipped update. None in what `aggregate` returns, which has the replies as `parts`.
     weights
         1 for each client; or its number of steps, if these are the weights, and below 0 if that
         is not valid.
@@ -224,27 +221,14 @@ class ClippedUpdates(ModelUpdates):
     secagg_range: float | None = field(default=None, init=False, repr=False, compare=False)
     factor: float | None = field(default=1.0, init=False, repr=False, compare=False)
     noised: bool = field(default=False, init=False, repr=False, compare=False)
-    _gathered: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
-
-    @property
-    def parts(self) -> tuple[ClippedUpdates, ...]:
-        """The replies in this sum."""
-        return self._gathered or (self,)
-
-    def reply(self, kind: type[object]) -> Reply:
-        """Return this reply, of a kind of vector, as that of any engine; or a secure sum."""
-        coefs: Unchecked = getattr(self.updates, "coefs", None)
-        fault = self.fault or (OTHER_TENSORS if type(self.updates) is not kind else "")
-        steps: Unchecked = self.weights
-        return Reply(coefs, fault=fault, clients=max(1, self.n_clients), steps=steps)
+    parts: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def beyond(self, limit: float) -> str:
         """Return which values are beyond a range of secure aggregation; "" for none."""
         values = peaks(self.updates.coefs, limit)
         named = ", ".join(f"{name!r} ({peak:.4g})" for name, peak in values.items())
-        text = f"values beyond secagg_range=±{limit:g} in {named}: lower the bound of clipped-"
-        text += "averaging, or raise clipval on the server and secagg_range with it"
-        return text if values else ""
+        advice = "lower the bound, or raise clipval on the server and secagg_range with it"
+        return f"values beyond secagg_range=±{limit:g} in {named}: {advice}" if values else ""
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, without copying them as declearn's own method does."""
@@ -257,14 +241,10 @@ class ClippedUpdates(ModelUpdates):
         An exception here would be in the server's loop, which would then never end.
         """
         data = data if isinstance(data, Mapping) else {}
-        counts = [data.get(key) for key in ("n_clipped", "n_zeroed")]
-        vector = data.get("updates")
-        tensors = getattr(vector, "coefs", None)
+        vector, counts = data.get("updates"), [data.get(key) for key in ("n_clipped", "n_zeroed")]
         fault = ""
-        if not isinstance(vector, Vector):
-            fault = f"the update is {type(vector).__name__}, not a Vector"
-        elif not isinstance(tensors, dict):
-            fault = f"the update is of {type(tensors).__name__}, not of tensors"
+        if not isinstance(vector, Vector) or not isinstance(vector.coefs, dict):
+            fault = f"the update is {type(vector).__name__}, not a Vector of tensors"
         elif not is_one_of(((1,),), [data.get("n_clients")]) or not is_one_of(COUNTS, counts):
             fault = "its counts are not of one client"
         result = cls.refused(vector, fault) if fault else cls(vector, 1, 1, *counts)
@@ -288,21 +268,14 @@ class ClippedUpdates(ModelUpdates):
         """Return both replies, side by side, with the counts added up."""
         if not isinstance(other, ClippedUpdates):
             other = ClippedUpdates.stranger(other)
-        total = ClippedUpdates(
-            None,
-            self.weights + other.weights,
-            self.n_clients + other.n_clients,
-            self.n_clipped + other.n_clipped,
-            self.n_zeroed + other.n_zeroed,
-        )
-        total._gathered = self.parts + other.parts
+        total = ClippedUpdates(None, *_sums(self, other, "weights n_clients n_clipped n_zeroed"))
+        total.parts = (*(self.parts or (self,)), *(other.parts or (other,)))
         return total
 
     def __radd__(self, other: object) -> ClippedUpdates:
         """Add to 0, as `sum` does, or to a reply of another type."""
-        if isinstance(other, int) and not other:
-            return self
-        return ClippedUpdates.stranger(other).aggregate(self)
+        is_start = isinstance(other, int) and not other
+        return self if is_start else ClippedUpdates.stranger(other).aggregate(self)
 
     def prepare_for_secagg(self) -> tuple[dict[str, object], None]:
         """Return all fields, for encryption; replace an update that is out of range by zeros.

@@ -6,25 +6,31 @@
     server:  shares the trained weights that no pattern of `personal` matches, and never changes
              its values of the others
     client:  trains all weights (`PersonalFederatedClient`), and shares the same ones
+
+`trained` counts the values that a model trains and shares; only these get noise. `label` writes a
+file next to a server's checkpoints about values that no client uses.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import runpy
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
-from typing import ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
 
 from declearn.model.api import Model
 from declearn.typing import Batch
-from declearn.utils import DevicePolicy
+from declearn.utils import DevicePolicy, make_importable
 
 from fedclip.arrays import HostView
-from fedclip.arrays.frozen import hold_statistics, tied
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import check_exclude, matched, within
-from fedclip.engines.declearn.generics import AnyModel, AnyVector
+from fedclip.engines.declearn.context import AnyModel, AnyVector
 from fedclip.errors import Problem
 
 BATCHNORM = "batchnorm"
@@ -84,9 +90,8 @@ def statistics_problems(model: AnyModel) -> list[Problem]:
     return [
         Problem(
             f"running statistics are never sent ({listed([layer[:-1] for layer in layers])}): each "
-            "client computes different ones, and the server's model keeps the initial ones, so its "
-            "checkpoints are wrong. Keep these layers at each site, PersonalModel(model, "
-            f"'batchnorm'); for frozen ones, {advice}"
+            "client computes different ones, and the server none. Keep these layers at "
+            f"each site, PersonalModel(model, 'batchnorm'); for frozen ones, {advice}"
         )
     ]
 
@@ -97,15 +102,8 @@ def frozen_problems(model: AnyModel) -> list[Problem]:
         return []
     names, trained = (model.get_weights(trainable=only).coefs for only in (False, True))
     frozen = [n for n in names if n not in trained and not STATISTICS.match(n)]
-    if not frozen:
-        return []
-    return [
-        Problem(
-            f"{listed(frozen)} are frozen, and declearn sends Keras' and Haiku's models without "
-            "their weights: each client would have random ones. Wrap the model, "
-            "PersonalModel(model)"
-        )
-    ]
+    text = f"{listed(frozen)} are frozen, and Keras' and Haiku's models are sent without weights"
+    return [Problem(f"{text}: wrap the model, PersonalModel(model)")] if frozen else []
 
 
 def part(vector: AnyVector, names: Iterable[str]) -> AnyVector:
@@ -128,10 +126,8 @@ def merged(model: AnyModel, own: Collection[str], shared: AnyVector) -> AnyVecto
     if personal := shared.coefs.keys() & own:
         raise ValueError(f"weights for {listed(personal)} were sent, which stay on each client")
     if differing := shared.coefs.keys() ^ (weights.coefs.keys() - own):
-        raise ValueError(
-            f"what is shared and what was sent differ in {listed(differing)}: is a layer "
-            "frozen, or named otherwise, on one side only?"
-        )
+        what = f"what is shared and what was sent differ in {listed(differing)}"
+        raise ValueError(f"{what}: freeze and name layers alike on both sides")
     return type(weights)({**weights.coefs, **shared.coefs})
 
 
@@ -196,10 +192,7 @@ class PersonalModel(AnyModel):
         if not self.personal and self.frozen_batchnorm is None and not self.bare:
             raise ValueError("personal names no tensor: use the model without this wrapper")
         if model.typekey == "tensorflow" and model.required_data_info:
-            raise ValueError(
-                "the Keras model has no shapes yet, and its tensors would be named otherwise on "
-                "clients: begin it with keras.Input(shape)"
-            )
+            raise ValueError("the Keras model has no shapes yet: begin it with keras.Input(shape)")
         super().__init__(model.get_wrapped_model())
         self.model = model
         self.held = self._hold()
@@ -213,8 +206,7 @@ class PersonalModel(AnyModel):
         held = hold_statistics(network) if hasattr(network, "named_modules") else []
         if not held:
             raise ValueError(
-                "frozen_batchnorm='eval' is for frozen BatchNorm in a network of torch, which this "
-                "model has not: freeze it first, or leave it out (Keras needs no option)"
+                "frozen_batchnorm='eval' needs frozen BatchNorm of torch: freeze it first"
             )
         return held
 
@@ -235,10 +227,8 @@ class PersonalModel(AnyModel):
             raise ValueError(f"personal={self.personal} {text}: {how}")
         for name, other in tied(self.get_wrapped_model()):
             if (name in self.own) != (other in self.own):
-                raise ValueError(
-                    f"{name!r} and {other!r} are one tensor, and personal={self.personal} matches "
-                    "one name only: it would be shared under the other; name both, or neither"
-                )
+                text = f"{name!r} and {other!r} are one tensor, and personal={self.personal}"
+                raise ValueError(f"{text} matches one name only: name both, or neither")
 
     def shared(self, vector: AnyVector) -> AnyVector:
         """Return the arrays of a vector that do not stay."""
@@ -295,7 +285,7 @@ class PersonalModel(AnyModel):
     def compute_batch_gradients(self, batch: Batch, max_norm: float | None = None) -> AnyVector:
         """Refuse: all weights are trained, and declearn would share what it trains."""
         raise RuntimeError(
-            "a model with personal layers is trained by fedclip.PersonalFederatedClient, or "
+            "personal layers are trained by fedclip.PersonalFederatedClient, or "
             "fedclip.PrivateFederatedClient: use it instead of FederatedClient"
         )
 
@@ -320,3 +310,115 @@ class PersonalModel(AnyModel):
     def update_device_policy(self, policy: DevicePolicy | None = None) -> None:
         """Move the model."""
         self.model.update_device_policy(policy)
+
+
+LABEL = "about_these_models.txt"
+"""A file next to a server's checkpoints, about values in them that no client uses."""
+
+
+class Trained(NamedTuple):
+    """The values of a model; made by `trained`.
+
+    Attributes
+    ----------
+    shared
+        How many are trained and shared.
+    values
+        How many it holds, with running statistics.
+    wrong
+        The problem with running statistics; "" without one.
+    lacking
+        Which weights clients would not have; "" if they have all.
+    """
+
+    shared: int
+    values: int
+    wrong: str
+    lacking: str
+
+    def __str__(self) -> str:
+        return f"{self.shared:,} of the model's {self.values:,} values are trained and shared"
+
+
+def trained(file: Path, name: str = "model") -> Trained:
+    """Return what the model of a file trains and shares; the file is run.
+
+    Raises
+    ------
+    ValueError
+        If there is no such model, or its shapes come from the clients' data.
+    Exception
+        Whatever the file raises.
+    """
+    with make_importable(str(file.resolve().parent)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whether there is a GPU here is of no interest
+        model: object = runpy.run_path(str(file)).get(name)
+    if not isinstance(model, Model) or model.required_data_info:
+        why = "or one that takes its shapes from the clients' data"
+        raise ValueError(f"{str(file)!r} has no model of declearn called {name!r}, {why}")
+    sizes = [model.get_weights(trainable=trainable).shapes() for trainable in (True, False)]
+    shared, values = (sum(map(math.prod, shapes.values())) for shapes in sizes)
+    wrong, lacking = statistics_problems(model), frozen_problems(model)
+    return Trained(shared, values, "".join(map(str, wrong)), "".join(map(str, lacking)))
+
+
+def label(folder: str | Path, model: AnyModel) -> str:
+    """Write which values of a server's checkpoints no client uses, and return the text."""
+    sentences = [*map(str, statistics_problems(model))]
+    if isinstance(model, PersonalModel) and model.own:
+        text = f"{listed(model.own)} have the values with which all sites began"
+        sentences.append(f"{text}: each site trains its own, which are in the site's checkpoints")
+    text, file = "; ".join(filter(None, sentences)), Path(folder, LABEL)
+    file.unlink(missing_ok=True)
+    if text:
+        file.write_text(f"The server's models: {text}.\n", encoding="utf-8")
+    return text
+
+
+# -- networks of torch ---------------------------------------------------------------------------
+def hold_statistics(network: Any) -> list[str]:
+    """Make frozen BatchNorm normalise by its statistics, and keep them, in training too.
+
+    A layer is frozen if it has weights and none of them is trained. The network may be pickled.
+
+    Returns
+    -------
+    names
+        The layers for which this is so from now on.
+    """
+    names = []
+    for name, layer in network.named_modules():
+        weights = [*layer.parameters(recurse=False)]
+        keeps = getattr(layer, "running_mean", None) is not None
+        if keeps and weights and not any(weight.requires_grad for weight in weights):
+            names.append(name)
+            if _evaluate not in layer._forward_pre_hooks.values():
+                layer.register_forward_pre_hook(_evaluate)
+    return names
+
+
+def _evaluate(layer: Any, inputs: Any) -> None:
+    # declearn sets all layers to training before each step.
+    layer.training = False
+
+
+def unused(network: Any) -> list[str]:
+    """Return the names of trained weights that the last step gave no gradient, if others have one.
+
+    Networks of other frameworks have none.
+    """
+    weights: Any = getattr(network, "named_parameters", tuple)()
+    grads = {name: weight.grad for name, weight in weights if weight.requires_grad}
+    lacking = [name for name, grad in grads.items() if grad is None]
+    return lacking if len(lacking) < len(grads) else []
+
+
+def tied(network: Any) -> list[tuple[str, str]]:
+    """Return the pairs of names of weights that have two; trained is the first one."""
+    if not hasattr(network, "named_modules"):
+        return []
+    first: dict[int, str] = {}
+    names = (
+        (first.setdefault(id(w), n), n) for n, w in network.named_parameters(remove_duplicate=False)
+    )
+    return [(trained, other) for trained, other in names if trained != other]

@@ -31,13 +31,11 @@ from declearn.model.api import Vector
 from declearn.training import TrainingManager
 from declearn.utils.serialize import msgpack_dump, msgpack_load
 
-from fedclip.arrays.frozen import unused
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import check_exclude, resolve
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
-from fedclip.engines.declearn.context import change
+from fedclip.engines.declearn.context import AnyModel, AnyVector, change
 from fedclip.engines.declearn.evaluation import beyond_range
-from fedclip.engines.declearn.generics import AnyModel, AnyVector
 from fedclip.engines.declearn.members import untold
 from fedclip.engines.declearn.personal import (
     PersonalModel,
@@ -47,10 +45,10 @@ from fedclip.engines.declearn.personal import (
     merged,
     part,
     statistics_problems,
+    unused,
 )
 from fedclip.engines.declearn.site import GatedNetwork
-from fedclip.engines.declearn.update_client import UpdateClipClient
-from fedclip.engines.declearn.update_norms import UpdateNorms
+from fedclip.engines.declearn.update_modules import UpdateClipClient, UpdateNorms
 from fedclip.errors import StateError
 from fedclip.privacy.guarantees import Plugin
 from fedclip.site.gate import Gate
@@ -58,6 +56,7 @@ from fedclip.site.policy import Policy
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
 
 Request: TypeAlias = messaging.TrainRequest | messaging.EvaluationRequest
+Run: TypeAlias = Callable[[Request], Message]
 
 FILE = "personal_layers.mpk"
 """The file of a client's personal layers, in its folder of checkpoints."""
@@ -123,9 +122,7 @@ class PersonalFederatedClient(FederatedClient):
         self._gated: GatedNetwork | None = None
         if gate is not None:
             if self.secagg is not None:
-                raise ValueError(
-                    "secagg hides what leaves from the site's policy: leave one of them out"
-                )
+                raise ValueError("secagg hides what leaves from a policy: leave one of them out")
             self.netwk = self._gated = GatedNetwork(self.netwk, gate)
         self.layers = None if layers is None else Path(layers)
         if self.layers is None and self.ckptr is not None:
@@ -175,16 +172,12 @@ class PersonalFederatedClient(FederatedClient):
         """Refuse a server that sets up other noise than this site's."""
         set_up = [module.noise for module in modules if isinstance(module, UpdateClipClient)]
         if set_up != [noise] or not isinstance(aggregator, ClippedAveraging):
-            raise ValueError(
-                f"this site shares updates with noise = {noise} only, by 'clipped-averaging' and "
-                f"one update-clip-client; the server sets up {set_up}"
-            )
+            needed = f"noise = {noise} only, by 'clipped-averaging' and one update-clip-client"
+            raise ValueError(f"this site shares updates with {needed}; the server has {set_up}")
         for module in modules:
             if module.aux_name not in (None, UpdateClipClient.aux_name):
-                raise ValueError(
-                    f"this site shares updates with noise, and {module.name!r} would share "
-                    "statistics without: leave it out of client_opt"
-                )
+                text = f"this site adds noise, and {module.name!r} would share statistics without"
+                raise ValueError(f"{text}: leave it out of client_opt")
 
     def _refused(self, why: str) -> Error:
         """Log why a round is refused, and return the message for the server."""
@@ -194,17 +187,12 @@ class PersonalFederatedClient(FederatedClient):
     def _check_covered(self) -> None:
         """Refuse a round in which this client's noise would not cover all that it shares."""
         assert self._manager is not None
-        aggregator = _aggregator_of(self._manager)
+        of = _aggregator_of(self._manager)
         if not _adds_noise(self._manager.optim.modules):
             return
-        if not isinstance(aggregator, ClippedAveraging):
+        if not isinstance(of, ClippedAveraging):
             raise ValueError("noise from the clients needs the aggregator 'clipped-averaging'")
-        why = (
-            RAISES
-            if aggregator.on_nonfinite == "raise"
-            else aggregator.aggregation.unfit_for_noise()
-        )
-        if why:
+        if why := RAISES if of.on_nonfinite == "raise" else of.aggregation.unfit_for_noise():
             raise ValueError(why)
 
     def _measure(self, manager: TrainingManager) -> None:
@@ -232,15 +220,12 @@ class PersonalFederatedClient(FederatedClient):
         names = chosen(self.personal, model.get_weights().coefs)
         inner: AnyModel = model.model if isinstance(model, PersonalModel) else model
         if self.personal and not names & inner.get_weights(trainable=True).coefs.keys():
-            raise ValueError(
-                f"the server's model trains none of {listed(names)}, which this client keeps: "
-                "give personal the names that the server's model has"
-            )
+            text = f"the server's model trains none of {listed(names)}, which this client keeps"
+            raise ValueError(f"{text}: give personal the names that the server's model has")
         if shared := names & model.get_weights(trainable=True).coefs.keys():
-            raise ValueError(
-                f"the server's model shares {listed(shared)}, which this client keeps for itself: "
-                f"the server has to wrap it, fedclip.PersonalModel(model, {self.personal})"
-            )
+            text = f"the server's model shares {listed(shared)}, which this client keeps"
+            wrapped = f"fedclip.PersonalModel(model, {self.personal})"
+            raise ValueError(f"{text}: the server has to wrap it, {wrapped}")
         if not isinstance(model, PersonalModel):
             return None
         patterns = [*dict.fromkeys([*model.personal, *self.personal])]
@@ -249,8 +234,8 @@ class PersonalFederatedClient(FederatedClient):
         if agreed.own:
             self.logger.info("Personal layers, which stay on this client: %s.", listed(agreed.own))
         if agreed.own and self.layers is None:
-            why = "neither layers nor checkpoint is given"
-            self.logger.warning("The personal layers are lost when the process ends: %s.", why)
+            text = "The personal layers are lost when the process ends: give layers or checkpoint."
+            self.logger.warning(text)
         return agreed
 
     @staticmethod
@@ -261,10 +246,8 @@ class PersonalFederatedClient(FederatedClient):
             groups = resolve(module.scope, module.exclude, names)
             for label, members in zip(groups.labels, groups.members, strict=True):
                 if model.own.issuperset(groups.names[i] for i in members):
-                    raise ValueError(
-                        f"{module.name} has shared = true and a group {label!r}, which stays on "
-                        'each client: give it scope = "global", or exclude that group'
-                    )
+                    text = f"{module.name} is shared, and its group {label!r} stays on each client"
+                    raise ValueError(f'{text}: give it scope = "global", or exclude that group')
 
     def _restore(self, model: PersonalModel) -> None:
         """Load the personal layers of an earlier run, if there are any."""
@@ -277,10 +260,8 @@ class PersonalFederatedClient(FederatedClient):
         except Exception as exc:  # a damaged file may hold anything
             raise StateError(f"{self.layers} cannot be read as layers: {exc!r:.200}") from None
         if not isinstance(saved, type(weights)) or shapes != expected:
-            raise StateError(
-                f"{self.layers} holds {shapes}, and this model's personal layers are {expected}: "
-                "if it belongs to another model, give another file as layers"
-            )
+            text = f"{self.layers} holds {shapes}, and this model has {expected}"
+            raise StateError(f"{text}: if it belongs to another model, give another file as layers")
         model.set_weights(type(weights)({**weights.coefs, **saved.coefs}))
         self.logger.info("Going on with the personal layers of %s.", self.layers)
 
@@ -298,9 +279,7 @@ class PersonalFederatedClient(FederatedClient):
                 os.fsync(file.fileno())
             fresh.replace(self.layers)
 
-    def _round(
-        self, model: AnyModel, run: Callable[[Request], Message], message: Request
-    ) -> Message:
+    def _round(self, model: AnyModel, run: Run, message: Request) -> Message:
         """Run a round with the server's weights and this client's personal layers."""
         personal = frozenset() if self._model is None else self._model.own
         try:
@@ -317,15 +296,15 @@ class PersonalFederatedClient(FederatedClient):
         finally:
             change(sharing=None)
         if isinstance(reply, EvaluationReply) and self._encrypter is not None:
-            shared = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
             limit = self._encrypter.quantizer.val_range
+            shared = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
             try:
-                beyond = beyond_range(shared, limit)
+                beyond = listed(beyond_range(shared, limit))
             except ValueError as exc:
                 return self._refused(str(exc))
             if beyond:
                 text = "Sums over records of %s are clipped to the range ±%g of secure aggregation."
-                self.logger.warning(text, listed(beyond), limit)
+                self.logger.warning(text, beyond, limit)
         if isinstance(reply, Error):
             if idle := unused(model.get_wrapped_model()):
                 what = f"{listed(idle)} of the model are trained, and not used by it: freeze them"

@@ -32,12 +32,12 @@ from declearn.typing import Batch
 from declearn.utils import LOGGING_LEVEL_MAJOR, make_importable, set_device_policy, setup_logger
 
 import fedclip
-from fedclip.engines.declearn.generics import AnyModel, AnyVector
+from fedclip.engines.declearn.context import AnyModel, AnyVector
 from fedclip.engines.declearn.members import Members
 from fedclip.engines.declearn.persample import clipped_sum, vector
+from fedclip.engines.declearn.personal import label
 from fedclip.engines.declearn.samplers import guarded, watchful
-from fedclip.engines.declearn.trained import label
-from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.errors import ToolError
 from fedclip.privacy.ledger import FILE
 from fedclip.report import Reader, ReportError

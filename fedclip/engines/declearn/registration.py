@@ -16,29 +16,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedclip.core.messages import Message
 from fedclip.core.plugins import PLUGINS, OptiModule, Plugin, Regularizer, register_with
 
-if TYPE_CHECKING:
-    from importlib.abc import Loader
-
 __all__ = ["enter", "register_when_possible"]
-
-
-def _bases() -> dict[str, Any]:
-    """Return declearn's base classes, by group."""
-    from declearn.optimizer import modules, regularizers
-
-    return {
-        "OptiModule": modules.OptiModule,
-        "Regularizer": regularizers.Regularizer,
-        "AuxVar": modules.AuxVar,
-    }
 
 
 def _enter(cls: type[Plugin]) -> None:
@@ -69,20 +56,19 @@ def _serialize(cls: type[Message]) -> None:
 def enter() -> None:
     """Register with declearn what waits for it, and from now on each class when it is defined."""
     register_with(_enter)
-    stand_ins = {"OptiModule": OptiModule, "Regularizer": Regularizer, "AuxVar": Message}
-    for group, base in _bases().items():
-        base.register(stand_ins[group])
+    from declearn.optimizer import modules, regularizers
+
+    bases: tuple[Any, ...] = modules.OptiModule, regularizers.Regularizer, modules.AuxVar
+    for base, stand_in in zip(bases, (OptiModule, Regularizer, Message), strict=True):
+        base.register(stand_in)
     for cls in list(PLUGINS.values()):
         try:
             _enter(cls)
         except KeyError as error:
             # Not an error: it would keep declearn from being imported.
-            warnings.warn(
-                f"{cls.__module__}.{cls.__qualname__} is not registered with declearn: "
-                f"{error.args[0]} Give it another name",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            who = f"{cls.__module__}.{cls.__qualname__} is not registered with declearn"
+            text = f"{who}: {error.args[0]} Give it another name"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def register_when_possible(register: Callable[[], None]) -> None:
@@ -112,7 +98,7 @@ class _Watch:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what the next finder finds, with a loader that tells when the module has run."""
+        """Return what the next finder finds, whose loader calls `run` when the module has run."""
         finders = list(sys.meta_path)
         # Another thread may have registered in the meantime.
         if self not in finders or (name != "declearn" and name.partition(".")[0] != "fedclip"):
@@ -120,14 +106,16 @@ class _Watch:
         for finder in finders[finders.index(self) + 1 :]:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                loader: Any = spec.loader and _Watched(spec.loader, self)
-                spec.loader = loader
+                loader: Any = spec.loader
+                if loader is not None:
+                    loader.exec_module = partial(self.run, loader)
                 return spec
         return None
 
-    def run(self, loader: Loader, module: ModuleType) -> None:
+    def run(self, loader: Any, module: ModuleType) -> None:
         """Run a module; then register, if declearn is imported and no other import is under way."""
         name = module.__name__
+        del loader.exec_module  # the real one is that of its class
         if name != "declearn":
             self.under_way.add(name)
         try:
@@ -149,21 +137,3 @@ class _Watch:
             if not self.under_way:
                 raise
             sys.meta_path.insert(0, self)
-
-
-class _Watched:
-    """The loader of one module, which stands aside as soon as that module runs."""
-
-    def __init__(self, loader: Loader, watch: _Watch) -> None:
-        self._loader = loader
-        self._watch = watch
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Give the module its real loader, and run it."""
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._watch.run(self._loader, module)
-
-    def __getattr__(self, name: str) -> object:
-        # The module itself, its source, path and resources come from the real loader.
-        return getattr(self._loader, name)

@@ -18,7 +18,7 @@ import msgpack
 from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
 
-from fedclip.engines.declearn.generics import AnyModel
+from fedclip.engines.declearn.context import AnyModel
 from fedclip.errors import StateError, Unchecked
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")

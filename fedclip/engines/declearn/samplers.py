@@ -24,13 +24,21 @@ from declearn.optimizer.modules import AuxVar
 from fedclip.core import parameters
 from fedclip.core.messages import FromServer
 from fedclip.core.parameters import Config
-from fedclip.engines.declearn.context import ROUND, change
-from fedclip.engines.declearn.generics import AnyModel, AnyVector
-from fedclip.engines.declearn.members import UPDATES, Expected, Sender, expected, note
+from fedclip.engines.declearn.context import (
+    ROUND,
+    UPDATES,
+    AnyModel,
+    AnyVector,
+    Expected,
+    Sender,
+    change,
+    expected,
+    note,
+)
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
-from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.statistics.counts import FedclipSharedCounts
-from fedclip.updates.schedule import Schedule
+from fedclip.updates.protocol import Schedule
 
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,7 @@ _KINDS = ("masking", "joye-libert")
 _BITS = (8, 16, 24, 32, 40, 48, 56, 64)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Settings of a secure aggregation, and their effect on a clipped update.
 
     Attributes
@@ -72,13 +71,14 @@ class Plan:
         return self.limit - self.norm_added
 
     def __str__(self) -> str:
+        share = self.norm_added / self.limit
         return (
             f"{self.kind} over {self.clients} clients, {self.dimension:,} values, bound "
             f"{self.limit:g}:\n"
             f"  clipval {self.clipval:g}, bitsize {self.bitsize}, step {self.step:.3g}\n"
             f"  a value of the average is off by at most {self.error:.3g}\n"
             f"  rounding adds at most {self.norm_added:.3g} to the norm of an update "
-            f"({self.norm_added / self.limit:.2g} of the bound)"
+            f"({share:.2g} of the bound)"
         )
 
 
@@ -135,27 +135,20 @@ def plan(
     if clipval is None:
         clipval = 2.0 ** math.ceil(math.log2(limit))
     if parameters.positive(clipval=clipval) < limit:
-        got = f"got {clipval!r} < {limit!r}"
-        raise ValueError(
-            f"clipval must be at least the bound, {got}: what is beyond it would be clipped"
-        )
-    settings = None
-    for bits in _BITS if bitsize is None else (parameters.integer(1, bitsize=bitsize),):
-        usable = bits - (math.ceil(math.log2(clients)) if kind == "masking" else 0)
-        if usable < 1:
-            continue
-        step = 2 * clipval / (2**usable - 1)
+        raise ValueError(f"clipval must be at least the bound {limit!r}, got {clipval!r}")
+    lost = math.ceil(math.log2(clients)) if kind == "masking" else 0
+    sizes = _BITS if bitsize is None else (parameters.integer(1, bitsize=bitsize),)
+    if not (usable := [bits for bits in sizes if bits > lost]):
+        raise ValueError(f"bitsize={bitsize} leaves no bit for the values of {clients} clients")
+    for bits in usable:
+        step = 2 * clipval / (2 ** (bits - lost) - 1)
         error = step / 2 + clipval * 2.0**-46
         added = error * math.sqrt(dimension)
-        settings = Plan(limit, clients, dimension, kind, clipval, bits, step, 2 * error, added)
         if added <= tolerance * limit:
-            return settings
-    if settings is None:
-        raise ValueError(f"bitsize={bitsize} leaves no bit for the values of {clients} clients")
+            return Plan(limit, clients, dimension, kind, clipval, bits, step, 2 * error, added)
     raise ValueError(
-        f"with clipval={clipval:g} and bitsize={settings.bitsize}, rounding adds up to "
-        f"{settings.norm_added / limit:.3g} of a norm, above the tolerance: lower clipval, raise "
-        "bitsize, or clip to tight_limit with a larger tolerance"
+        f"with clipval={clipval:g} and bitsize={bits}, rounding adds up to {added / limit:.3g} of "
+        "a norm, above the tolerance: lower clipval, or raise bitsize or tolerance"
     )
 
 

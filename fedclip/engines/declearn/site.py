@@ -121,10 +121,8 @@ class GatedNetwork(NetworkClient, register=False):
             known = "a site's policy knows the aggregators 'averaging' and 'clipped-averaging'"
             raise Refused(f"{known}, not {type(aggregator).__name__}")
         elif self._gate.policy.noise_multiplier:
-            raise Refused(
-                "this site's noise takes updates beyond the bound of clipped-averaging, where "
-                f"they count as zeros: set {_AVERAGING}"
-            )
+            what = "this site's noise takes updates beyond the bound of clipped-averaging"
+            raise Refused(f"{what}: set {_AVERAGING}")
         else:
             equal = aggregator.shares.kind != "steps"
         if not equal:
@@ -162,14 +160,9 @@ class GatedNetwork(NetworkClient, register=False):
         return messaging.EvaluationReply(**numbers, metrics=means if complete else {})
 
     def _metadata(self, reply: messaging.MetadataReply) -> messaging.MetadataReply:
-        named = self._gate.policy.allow_metrics
-        if others := [name for name in reply.data_info if name not in named]:
-            raise Refused(
-                f"the server asks for {', '.join(others)}, which its policy does not name"
-            )
-        return messaging.MetadataReply(
-            {name: _described(value) for name, value in reply.data_info.items()}
-        )
+        if others := reply.data_info.keys() - {*self._gate.policy.allow_metrics}:
+            raise Refused(f"the server asks for {sorted(others)}, which its policy does not name")
+        return messaging.MetadataReply({n: _described(x) for n, x in reply.data_info.items()})
 
     def _numbers(self, reply: messaging.Message, *names: str) -> dict[str, Any]:
         """Return those fields of a reply that the policy names, and 0 for the others."""

@@ -21,19 +21,13 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip.errors import nearest
-from fedclip.privacy.guarantees import Plugin, Shapes
-from fedclip.privacy.norm_conversions import COARSEST, number
+from fedclip.privacy.guarantees import COARSEST, Plugin, Shapes, number
 from fedclip.privacy.sensitivity import Analysis, analyse_plugins
 
 __all__ = ["analyse", "before_noise", "in_words", "warnings"]
 
 
-def analyse(
-    pipeline: object,
-    shapes: Shapes | None = None,
-    *,
-    finite: bool = False,
-) -> Analysis:
+def analyse(pipeline: object, shapes: Shapes | None = None, *, finite: bool = False) -> Analysis:
     """Return what a clipper, a list of them, or an optimizer guarantees.
 
     Parameters
@@ -72,16 +66,17 @@ def analyse(
 
 def _plugins(pipeline: object) -> tuple[list[Plugin], float | None, float | None]:
     """Return the plug-ins in the order in which they act, the learning rate, the weight decay."""
+    if isinstance(pipeline, Mapping):
+        pipeline = Optimizer(**pipeline)
     if isinstance(pipeline, Optimizer):
         config = pipeline.get_config()
         rates = (config[key] for key in ("lrate", "w_decay"))
         lrate, decay = (r if isinstance(r, float) else None for r in rates)
         return [*pipeline.regularizers, *pipeline.modules], lrate, decay
-    if isinstance(pipeline, Mapping):
-        return _plugins(Optimizer(**pipeline))
-    if isinstance(pipeline, Sequence) and not isinstance(pipeline, str) and not _is_spec(pipeline):
-        return [_plugin(item) for item in pipeline], None, 0.0
-    return [_plugin(pipeline)], None, 0.0
+    items: Sequence[object] = [pipeline]
+    if isinstance(pipeline, Sequence) and not (isinstance(pipeline, str) or _is_spec(pipeline)):
+        items = pipeline
+    return [*map(_plugin, items)], None, 0.0
 
 
 def _is_spec(value: Sequence[object]) -> bool:
@@ -96,8 +91,8 @@ def _plugin(value: object) -> Plugin:
         name, config = value
     if not name:
         raise TypeError(
-            "a pipeline is a module, a regularizer, a name, [name, {parameter = value}], a list "
-            f"of these, an Optimizer or its configuration; got {value!r}"
+            "a pipeline is a plug-in, a name, [name, {parameter = value}], a list of these, or an "
+            f"Optimizer or its configuration; got {value!r}"
         )
     known: dict[str, Plugin] = {**list_optim_regularizers(), **list_optim_modules()}
     if name not in known:
@@ -136,14 +131,13 @@ def _noised(client: Sequence[Plugin], privacy: Mapping[str, object], unit: str) 
     weighted = [p for p in client if isinstance(p, Regularizer)]
     modules = [p for p in client if not isinstance(p, Regularizer)]
     names = [p.name for p in modules]
-    if "sample-clip" in names:
-        i = names.index("sample-clip")
-        text = str(modules[i].in_words(shown, unit))
-        if i:
-            text += f" Before that, each {unit} goes through {', '.join(names[:i])}."
-        after = [*weighted, *modules[i + 1 :]]
+    place = names.index("sample-clip") if "sample-clip" in names else -1
+    after = [*weighted, *modules[place + 1 :]] if place >= 0 else modules
+    if place >= 0:
+        text = str(modules[place].in_words(shown, unit))
+        if place:
+            text += f" Before that, each {unit} goes through {', '.join(names[:place])}."
     else:
-        after = modules
         text = (
             f"declearn clips each tensor of each sample to {shown}, a sample of k tensors to "
             f"{shown}·√k, and adds noise of z·{shown} to the mean of the batch, which has no "
@@ -181,16 +175,15 @@ def _round(analysis: Analysis, steps: object) -> str:
         return ""
     if analysis.w_decay != 0.0:
         return "A round's update has no bound: weight decay adds a multiple of the weights."
-    known = None
-    if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
-        known = steps
+    known = steps if type(steps) is int and steps > 0 else None
     rate = "the learning rate" if analysis.lrate is None else number(analysis.lrate)
-    if known is None or analysis.lrate is None or analysis.l2_bound is None:
+    total = None
+    if known and analysis.lrate is not None and analysis.l2_bound is not None:
+        total = analysis.round_bound(known)
+    if total is None:
         count = "the number of steps" if known is None else str(known)
         return f"A round's update is at most {rate} times {count} times that."
-    total = analysis.round_bound(known)
-    shown = "" if total is None else number(total)
-    return f"A round's update is at most {rate} times {steps} steps times that, {shown}."
+    return f"A round's update is at most {rate} times {steps} steps times that, {number(total)}."
 
 
 def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
@@ -241,28 +234,22 @@ def warnings(plugins: Sequence[Plugin]) -> list[str]:
         before = analyse(plugins[:i], finite=True)
         if not map_.noise and before.formula and map_.growth > 1.0 + COARSEST:
             clip = next(m.name for m in reversed(before.guarantees) if m.formula)
-            why = map_.expands or map_.unbounded
-            texts.append(
-                f"{map_.name} comes after {clip} and can exceed its bound ({why}): put the clipper "
-                "last if you need a bound on the result"
-            )
-    return texts + [
-        f"l2-clipping limits each tensor separately, all k together to {number(p.max_norm)}·√k: "
-        "for one limit on the whole gradient, use norm-clip"
-        for p in plugins
-        if p.name == "l2-clipping"
-    ]
+            text = f"{map_.name} comes after {clip} and can exceed its bound"
+            advice = "put the clipper last if you need a bound on the result"
+            texts.append(f"{text} ({map_.expands or map_.unbounded}): {advice}")
+    for bound in (number(p.max_norm) for p in plugins if p.name == "l2-clipping"):
+        text = f"l2-clipping limits each tensor separately, all k together to {bound}·√k"
+        texts.append(f"{text}: for one limit on the whole gradient, use norm-clip")
+    return texts
 
 
 def before_noise(plugins: Sequence[Plugin]) -> list[str]:
     """Return why noise among the plug-ins of an optimizer gives no guarantee."""
-    plugins = _after_records(plugins)
-    return [
-        text
-        for i, map_ in enumerate(analyse(plugins).guarantees)
-        if map_.noise
-        for text in _unsized(analyse(plugins[:i], finite=True), map_.name)
-    ]
+    plugins, texts = _after_records(plugins), list[str]()
+    for i, map_ in enumerate(analyse(plugins).guarantees):
+        if map_.noise:
+            texts += _unsized(analyse(plugins[:i], finite=True), map_.name)
+    return texts
 
 
 def _after_records(plugins: Sequence[Plugin]) -> Sequence[Plugin]:
@@ -277,14 +264,12 @@ def _unsized(before: Analysis, noise: str) -> list[str]:
     if not before.formula:
         return [f"nothing bounds what {noise} is added to: no amount of it gives a guarantee"]
     texts = [
-        f"{m.name} is an adaptive rule before {noise} ({m.shared}): it bounds no sensitivity per "
-        "record; use a fixed limit"
+        f"{m.name} is an adaptive rule before {noise} ({m.shared}): it bounds no "
+        "sensitivity per record; use a fixed limit"
         for m in before.guarantees
         if m.shared and m.lipschitz > 1.0 and m.formula
     ]
     if before.l2_bound is None and "√k" in before.formula:
-        texts.append(
-            f"{noise} must be sized on {before.formula}, not on the limit of one of them: for one "
-            "limit, use scope = 'global'"
-        )
+        text = f"{noise} must be sized on {before.formula}, not on the limit of one of them"
+        texts.append(f"{text}: for one limit, use scope = 'global'")
     return texts

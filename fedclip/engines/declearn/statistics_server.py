@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counterparts of shared clippers, in the server's optimizer.
+"""The counterparts of shared clippers, in the server's optimizer: one small class each.
 
-One class serves all of them; the clipper's rule derives the state from counts.
+One class serves all of them; the clipper's rule derives the state from counts::
+
+    Round start:
+        send the state, the same to every client
+    Replies:
+        exclude impossible counts, and log them
+        counts = sum of the others
+        state  = rule.merge(state, counts)
+    Step:
+        nothing: the server's gradients pass unchanged
 """
 
 from __future__ import annotations
@@ -13,12 +22,16 @@ from typing import Any, ClassVar
 
 from declearn.optimizer.modules import AuxVar, OptiModule
 
+from fedclip.clippers.adaptive_clip import AdaptiveClip
+from fedclip.clippers.auto_clip import AutoClip
+from fedclip.clippers.ema_clip import EmaClip
+from fedclip.clippers.mad_clip import MadClip
+from fedclip.clippers.percentile_norm_clip import PercentileNormClip
+from fedclip.clippers.zscore_clip import ZScoreClip
 from fedclip.core import parameters, states
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import resolve
-from fedclip.engines.declearn.context import under_way
-from fedclip.engines.declearn.generics import AnyVector
-from fedclip.engines.declearn.members import expect, sender_of
+from fedclip.engines.declearn.context import AnyVector, expect, names_of, under_way
 from fedclip.errors import StateError, Unchecked
 from fedclip.privacy import guarantees as kinds
 from fedclip.privacy.guarantees import Plugin
@@ -29,43 +42,29 @@ from fedclip.statistics.server import SharedState
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 _OWN = ("max_steps", "shared_name")
-# The docstring of all counterparts, around the summary and notes of each.
-_DOC = """{summary}
-
-It belongs in the server's optimizer, and does not change the server's steps.
-
-Parameters
-----------
-max_steps : int, default=10000
-    Norms of a group that one client may count in a round, 1 to 2^31; the server excludes higher
-    claims. Set it to a client's number of steps, to bound the weight of a malicious client.
-shared_name : str or None, default=None
-    The clipper's `shared_name`, if it has one.
-**settings
-    Those parameters of `{clipper}` that affect its statistics, equal on both sides.
-
-Notes
------
-{notes}
-
-State: the message to the clients, and the counts; a restarted server resumes from its
-checkpoint without a difference. The server excludes invalid counts, and logs them.
-"""
 
 
 class SharedServer(OptiModule[Any], register=False):
     """Server module of a shared clipper: merges the clients' counts, and sends the state back.
 
-    ::
+    It belongs in the server's optimizer, and does not change the server's steps.
 
-        Round start:
-            send the state, the same to every client
-        Replies:
-            exclude impossible counts, and log them
-            counts = sum of the others
-            state  = rule.merge(state, counts)
-        Step:
-            nothing: the server's gradients pass unchanged
+    Parameters
+    ----------
+    max_steps : int, default=10000
+        Norms of a group that one client may count in a round, 1 to 2^31; the server excludes higher
+        claims. Set it to a client's number of steps, to bound the weight of a malicious client.
+    shared_name : str or None, default=None
+        The clipper's `shared_name`, if it has one.
+    **settings
+        Those parameters of `{clipper}` that affect its statistics, equal on both sides.
+
+    Notes
+    -----
+    {notes}
+
+    State: the message to the clients, and the counts; a restarted server resumes from its
+    checkpoint without a difference. The server excludes invalid counts, and logs them.
     """
 
     clipper: ClassVar[Plugin]
@@ -78,16 +77,13 @@ class SharedServer(OptiModule[Any], register=False):
         """Give the class its signature and its docstring."""
         super().__init_subclass__(register=register, **kwargs)
         summary, _, notes = (inspect.getdoc(cls) or "").partition("\n\n")
-        cls.__doc__ = _DOC.format(summary=summary, clipper=cls.clipper.name, notes=notes)
+        common = (inspect.getdoc(SharedServer) or "").partition("\n\n")[2]
+        cls.__doc__ = f"{summary}\n\n{common}\n".format(clipper=cls.clipper.name, notes=notes)
         of_clipper = inspect.signature(cls.clipper).parameters
         of_server = inspect.signature(SharedServer.__init__).parameters
-        chosen = [of_clipper[name] for name in cls.clipper._shared_settings()] + [
-            of_server[n] for n in _OWN
-        ]
+        known = [*map(of_clipper.get, cls.clipper._shared_settings()), *map(of_server.get, _OWN)]
         keyword = inspect.Parameter.KEYWORD_ONLY
-        cls.__signature__ = inspect.Signature(
-            [chosen_one.replace(kind=keyword) for chosen_one in chosen]
-        )
+        cls.__signature__ = inspect.Signature([p.replace(kind=keyword) for p in known if p])
 
     def __init__(
         self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: object
@@ -102,7 +98,8 @@ class SharedServer(OptiModule[Any], register=False):
         vars(self)["aux_name"] = clipper.aux_name
         self.settings: Config = clipper._sharing.settings
         self.shared_state = SharedState(clipper._sharing.rule.rule, self.max_steps)
-        self._refused = 0
+        # How many of the clients' messages were left out so far.
+        self.refused = 0
         if self.settings["scope"] == "global":
             self.shared_state.begin(("all",))
 
@@ -144,8 +141,8 @@ class SharedServer(OptiModule[Any], register=False):
         round_ = self.shared_state.version + 1
         messages: list[tuple[Unchecked, Unchecked] | str] = []
         for part in getattr(aux_var, "parts", None) or [aux_var]:
-            known = isinstance(part, FedclipSharedCounts)
-            messages.append((part.members, part.counts) if known else f"a {type(part).__name__}")
+            counted = isinstance(part, FedclipSharedCounts)
+            messages.append((part.members, part.counts) if counted else f"a {type(part).__name__}")
         self._report(self.shared_state.merge(messages), round_)
 
     def get_config(self) -> dict[str, object]:
@@ -154,7 +151,7 @@ class SharedServer(OptiModule[Any], register=False):
 
     def get_state(self) -> dict[str, object]:
         """Return the shared state by group, as plain numbers, strings and lists."""
-        return {"clipper": self.name, **self.shared_state.get_state(), "refused": self._refused}
+        return {"clipper": self.name, **self.shared_state.get_state(), "refused": self.refused}
 
     def set_state(self, state: Mapping[str, object]) -> None:
         """Take over a state that `get_state` of the same module returned.
@@ -172,29 +169,90 @@ class SharedServer(OptiModule[Any], register=False):
             raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
         refused = states.check_count("refused", state["refused"])
         self.shared_state.set_state(state)
-        self._refused = refused
-
-    @property
-    def refused(self) -> int:
-        """Number of clients' messages left out so far."""
-        return self._refused
+        self.refused = refused
 
     def _report(self, faults: Sequence[str], round_: int) -> None:
         reasons: dict[str, list[str]] = {}
-        for position, fault in enumerate(faults):
+        for fault, sender in zip(faults, names_of(self.aux_name, len(faults)), strict=True):
             if fault:
-                sender = sender_of(self.aux_name, position, len(faults))
                 reasons.setdefault(fault, []).append(repr(sender) if sender else "")
         if not reasons:
             return
         refused = sum(map(len, reasons.values()))
-        self._refused += refused
+        self.refused += refused
         sentences = []
         # Name at most five clients, with reasons.
         for fault, senders in list(reasons.items())[:5]:
-            names = ", ".join([sender for sender in senders if sender][:5])
+            names = ", ".join([*filter(None, senders)][:5])
             sentences.append(f"{fault} ({len(senders)}×{': ' if names else ''}{names})")
-        text = f"left out what {refused} of {len(faults)} messages say, round {round_}"
-        _LOGGER.warning(
-            "%s: %s: %s (%d so far)", self.name, text, "; ".join(sentences), self._refused
-        )
+        left_out = f"left out what {refused} of {len(faults)} messages say, round {round_}"
+        text = f"{left_out}: {'; '.join(sentences)} ({self.refused} so far)"
+        _LOGGER.warning("%s: %s", self.name, text)
+
+
+class ZScoreClipServer(SharedServer):
+    """Keep mean and variance of all clients, for a shared `zscore-clip`.
+
+    A round has N norms with mean m and population variance V; ``D = decay^N``. Before `warmup`
+    norms, counted in whole rounds, the state is mean and variance of all norms. Afterwards ``mean
+    <- D mean + (1-D) m`` and ``variance <- D variance + (1-D) (V + (m - mean)^2)``, exact to 1e-12
+    for any number of clients.
+    """
+
+    name = "zscore-clip-server"
+    clipper = ZScoreClip
+
+
+class EmaClipServer(SharedServer):
+    """Keep the average of all clients' norms, for a shared `ema-clip`.
+
+    A round has N norms with mean m. Before `warmup` norms, counted in whole rounds, the mean is the
+    smallest m. Afterwards ``mean <- decay^N mean + (1 - decay^N) m``, exact to 1e-12.
+    """
+
+    name = "ema-clip-server"
+    clipper = EmaClip
+
+
+class AutoClipServer(SharedServer):
+    """Keep median and deviation of all clients, for a shared `auto-clip`.
+
+    Mean and variance are those of all norms, exact to 1e-12. A sketch estimates the median, of all
+    norms or of the last rounds with `window` norms, within 3 %.
+    """
+
+    name = "auto-clip-server"
+    clipper = AutoClip
+
+
+class PercentileNormClipServer(SharedServer):
+    """Keep a percentile of all norms, for a shared `percentile-norm-clip`.
+
+    A sketch estimates the percentile, of all norms or of the last rounds with `window` norms:
+    within 3 % for norms between 1e-8 and 2e5.
+    """
+
+    name = "percentile-norm-clip-server"
+    clipper = PercentileNormClip
+
+
+class MadClipServer(SharedServer):
+    """Keep median and deviation of all clients, for a shared `mad-clip`.
+
+    A sketch estimates both from the last rounds with `window` norms: the median within 3 %, the
+    deviation within 3 % of its norms.
+    """
+
+    name = "mad-clip-server"
+    clipper = MadClip
+
+
+class AdaptiveClipServer(SharedServer):
+    """Keep one limit for all clients, for a shared `adaptive-clip`.
+
+    The limit changes once a round, by the number of all clients' norms that were at most the limit,
+    as soon as there are `every` norms.
+    """
+
+    name = "adaptive-clip-server"
+    clipper = AdaptiveClip

@@ -6,36 +6,26 @@ gradients), after ``scaler.unscale_(optimizer)`` under AMP, and before ``optimiz
 `attach` clips at the right moment automatically.
 """
 
-from typing import TYPE_CHECKING
-
-from fedclip.errors import imported_when_used, needing, public_names
+from fedclip.errors import needing, public_names
 
 with needing(__name__, "PyTorch: pip install torch"):
     import torch as torch
 
-from fedclip.loops.torch.clip import clip_, clip_grad_norm_
+from fedclip.loops.torch.clip import Parameters, clip_, clip_grad_norm_
 from fedclip.loops.torch.handle import (
     ClipHandle,
-    UpdateHandle,
     attach,
-    attach_update,
     get_state,
     handles,
     set_state,
 )
-from fedclip.loops.torch.names import Parameters
-from fedclip.loops.torch.pure import PureClipping
-
-if TYPE_CHECKING:
-    from fedclip.loops.torch.private import private_gradients
+from fedclip.loops.torch.pure import PureClipping, private_gradients
 
 __all__ = [
     "ClipHandle",
     "Parameters",
     "PureClipping",
-    "UpdateHandle",
     "attach",
-    "attach_update",
     "clip_",
     "clip_grad_norm_",
     "get_state",
@@ -43,9 +33,5 @@ __all__ = [
     "private_gradients",
     "set_state",
 ]
-
-# DP-SGD, which most loops have no use for.
-if not TYPE_CHECKING:
-    __getattr__ = imported_when_used(__name__, {"private_gradients": "private"})
 
 __dir__ = public_names(__name__)

@@ -1,29 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping of gradients in place, once."""
+"""Clipping of gradients in place, once, under the names of parameters.
+
+==========================  ===============================================================
+parameters are given as     names
+==========================  ===============================================================
+a module                    those of ``named_parameters()``
+pairs, or a mapping         those names; repeated ones are numbered: ``w``, ``w#1``
+parameters                  ``0``, ``1``, ... by position, whether they have a gradient or not
+==========================  ===============================================================
+
+Statistics are kept by name, the same under every wrapper. Prefixes of wrappers are taken off:
+``module.`` (DistributedDataParallel) and ``_forward_module.`` (Lightning's Fabric) where all names
+have it, ``_orig_mod.`` (torch.compile) and ``_checkpoint_wrapped_module.`` anywhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, wraps
-from itertools import pairwise
 from operator import attrgetter, le, methodcaller
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_ as _torchs_own
 
 from fedclip.arrays.torch import TorchInPlace
-from fedclip.clippers.agc import AGC, Outputs
+from fedclip.clippers.agc import AGC, Axes, Outputs
 from fedclip.clippers.base import Clipper
 from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
-from fedclip.loops.clippers import skipped, skips
-from fedclip.loops.torch.names import Parameters, selected
+from fedclip.loops.clippers import (
+    check_clipper,
+    check_free,
+    check_members,
+    shapes_of,
+    skipped,
+    skips,
+    unique,
+    use_of,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Parameters: TypeAlias = (
+    "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | "
+    "Iterable[torch.Tensor] | torch.Tensor"
+)
+"""A model, ``model.named_parameters()``, a dict, or ``model.parameters()``."""
+
 _IN_PLACE, _PLAIN = TorchInPlace(), {torch.Tensor}
+_FIRST = ("module.", "_forward_module.")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -91,9 +119,7 @@ def clip_(parameters: Parameters, clipper: Clipper | AGC | float) -> StepRecord:
 # The clipper measures through NumPy, and counts in Python.
 @uncompiled
 def clip_named(
-    parameters: Mapping[str, torch.Tensor],
-    clipper: Clipper | AGC,
-    outputs: Outputs | None = None,
+    parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC, outputs: Outputs | None
 ) -> StepRecord | None:
     """Clip the gradients of parameters that have been checked, each under one name."""
     gradients = {name: g for name, p in parameters.items() if (g := p.grad) is not None}
@@ -101,13 +127,13 @@ def clip_named(
         return None
     if next(iter(gradients.values())).is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{clipper.name} learns and counts in Python, which a CUDA graph does not replay: clip "
-            "outside of the graph, or use PureClipping, whose state is tensors"
+            f"{clipper.name} counts in Python, which a CUDA graph does not replay: clip outside it"
         )
     if share_memory([*gradients.values()]):
-        unalias(parameters, gradients)
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradients[name] = gradient.clone()
     backend = _IN_PLACE
-    if {*map(type, gradients.values())} != _PLAIN and _are_sharded(gradients.values()):
+    if {*map(type, gradients.values())} != _PLAIN and are_sharded(gradients.values()):
         backend = _sharded(parameters, gradients)
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
     with torch.no_grad(), clipper.lock:
@@ -123,32 +149,21 @@ def clip_named(
             # A sparse gradient that becomes dense is a new tensor.
             if output is not gradient:
                 parameters[name].grad = output
-    # The host names the tensors of a step that is not finite; a device does not wait.
-    on_host = record is None or isinstance(record.norms, np.ndarray)
-    if not on_host or getattr(clipper, "on_spike", "clip") == "skip":
-        _unset_skipped(parameters, gradients, clipper, record)
+    # On the host, the norms of a step that is not finite are no array; a device does not wait.
+    norms = None if record is None else record.norms
+    if isinstance(norms, np.ndarray):
+        may_skip = getattr(clipper, "on_spike", "clip") == "skip"
+    else:
+        may_skip = skips(clipper) and not getattr(norms, "is_meta", False)
+    if record is not None and may_skip:
+        # With a gradient of zero an optimizer would still decay, count, and move by its momentum.
+        for name in skipped(clipper, record, shapes_of(gradients)):
+            parameters[name].grad = None
     return record
 
 
-def _unset_skipped(
-    parameters: Mapping[str, torch.Tensor],
-    gradients: Mapping[str, torch.Tensor],
-    clipper: Clipper | AGC,
-    record: StepRecord | None,
-) -> None:
-    """Remove the gradients of a step that the clipper skips.
-
-    With a gradient of zero an optimizer would still decay, count, and move by its momentum.
-    """
-    if record is None or not skips(clipper):
-        return
-    if isinstance(record.norms, torch.Tensor) and record.norms.is_meta:
-        return
-    for name in skipped(clipper, record, {n: tuple(g.shape) for n, g in gradients.items()}):
-        parameters[name].grad = None
-
-
-def _are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
+def are_sharded(gradients: Iterable[torch.Tensor]) -> bool:
+    """Return whether some are DTensors."""
     return any(cls.__name__ == "DTensor" for cls in {*map(type, gradients)})
 
 
@@ -210,8 +225,7 @@ def clip_grad_norm_(
         clipper = make(clipper, norm_type, error_if_nonfinite)
     elif norm_type != 2.0 or error_if_nonfinite:
         raise TypeError(
-            f"norm_type and error_if_nonfinite go with a number: give {clipper.name} its own "
-            "parameters ord and on_nonfinite"
+            f"norm_type and error_if_nonfinite go with a number: set them in {clipper.name} instead"
         )
     if isinstance(parameters, Iterator):
         parameters = [*parameters]
@@ -226,7 +240,7 @@ def clip_grad_norm_(
     if not isinstance(record.norms, torch.Tensor):
         return torch.scalar_tensor(float(record), dtype=dtype)
     norm: torch.Tensor = torch.linalg.vector_norm(record.norms).to(dtype)
-    if not _are_sharded(gradients):
+    if not are_sharded(gradients):
         return norm
     from fedclip.arrays.sharded import replicated
 
@@ -240,6 +254,168 @@ def _fixed(max_norm: float, norm_type: float | str, error_if_nonfinite: bool) ->
     return NormClip(max_norm, ord=norm_type, on_nonfinite=policy)
 
 
+# -- names ---------------------------------------------------------------------------------------
+def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Tensor]:
+    """Return parameters by name, each once: tied ones under the first of their names.
+
+    Raises
+    ------
+    TypeError
+        If the clipper distinguishes parameters by name, and they have no names.
+    """
+    items: Any = parameters
+    if isinstance(parameters, torch.nn.Module):
+        items = parameters.named_parameters()
+    elif isinstance(parameters, Mapping):
+        items = parameters.items()
+    elif isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
+        items = [parameters]
+    pairs = [*items]
+    if not pairs and isinstance(parameters, Iterator):
+        raise ValueError(
+            "there are no parameters: an iterator has none the second time, so give the model"
+        )
+    if pairs and isinstance(pairs[0], torch.Tensor):
+        if getattr(clipper, "scope", "tensor") not in ("global", "tensor") or clipper.exclude:
+            raise TypeError(
+                f"{clipper.name} distinguishes parameters by name: give model.named_parameters()"
+            )
+        pairs = [(str(place), tensor) for place, tensor in enumerate(pairs)]
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+            raise TypeError(
+                f"got {type(pair).__name__} among {type(parameters).__name__}: give a model"
+            )
+        first.setdefault(id(pair[1]), pair)
+    names = _plain(tuple(name for name, _ in first.values()))
+    return dict(zip(names, (tensor for _, tensor in first.values()), strict=True))
+
+
+class _Selection(NamedTuple):
+    """The parameters of the last call: with the user's names, and those of the clipper."""
+
+    user_names: list[object] | None
+    ids: list[int]
+    names: tuple[str, ...]
+
+
+def selected(
+    source: Parameters, clipper: Clipper | AGC
+) -> tuple[dict[str, torch.Tensor], Outputs | None]:
+    """Return the parameters of a call by name, and the axes of their outputs, checked.
+
+    The same parameters as at the last call are not checked again.
+    """
+    names: list[object] | None = None
+    tensors: list[Any] = []
+    # An iterator that is used up stays, and is refused below.
+    source = ([*source] or source) if isinstance(source, Iterator) else source
+    pairs = dict(source.named_parameters()) if isinstance(source, torch.nn.Module) else source
+    if type(pairs) is dict:
+        names, tensors = [*pairs], [*pairs.values()]
+    elif type(pairs) is list and pairs and isinstance(pairs[0], torch.Tensor):
+        tensors = pairs
+    use, ids = getattr(clipper, "use", None), [*map(id, tensors)]
+    last = None if use is None else use.selection
+    if ids and last is not None and ids == last.ids and names == last.user_names:
+        return dict(zip(last.names, tensors, strict=True)), None
+    clipper = check_clipper(clipper)
+    parameters = named(source, clipper)
+    check_free(clipper)
+    check_sharding(parameters.values())
+    outputs = outputs_of(source, parameters, clipper)
+    # Loops that make their tensors at each step have no Parameters.
+    a_model = isinstance(next(iter(parameters.values()), None), torch.nn.Parameter)
+    check_members(clipper, parameters, fixed=False, new_model=a_model)
+    # Of AGC the layers of the model count too, and one parameter may have several names.
+    if len(parameters) == len(ids) and not isinstance(clipper, AGC):
+        use_of(clipper).selection = _Selection(names, ids, tuple(parameters))
+    return parameters, outputs
+
+
+# A loop has the same names at each step.
+@lru_cache(maxsize=64)
+def _plain(wrapped: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names without the prefixes of wrappers, all different."""
+    if not all(isinstance(name, str) for name in wrapped):
+        raise TypeError(f"names of parameters must be strings, got {list(wrapped)!r:.200}")
+    names = unique(wrapped)
+    while names and any(all(n.startswith(prefix) for n in names) for prefix in _FIRST):
+        names = [name.partition(".")[2] for name in names]
+    for wrapper in _WRAPPERS:
+        names = [name.replace(wrapper, "") for name in names]
+    # Keep names that are different only with their prefixes.
+    return tuple(names) if len(set(names)) == len(wrapped) else tuple(unique(wrapped))
+
+
+def check_sharding(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise a TypeError for pieces of flat parameters, which hide whose pieces they are."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    for parameter in parameters:
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise TypeError(
+                "FullyShardedDataParallel (FSDP1) gives each process a piece of the model, with "
+                "another norm: use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+
+
+def outputs_of(
+    source: Parameters | None, parameters: Mapping[str, torch.Tensor], clipper: Clipper | AGC
+) -> Outputs | None:
+    """Return the axes of the outputs of parameters, by name; None if the clipper needs none.
+
+    ==========================================  ====================================================
+    layer                                       axis
+    ==========================================  ====================================================
+    linear, convolution (grouped or not),       0
+    attention, recurrent, bilinear
+    embedding                                   1
+    transposed convolution                      1; of several groups refused
+    ``Conv1D`` of Transformers                  1
+    any other module                            0
+    ==========================================  ====================================================
+
+    A parameter of two layers (tied weights) is that of the first.
+
+    Raises
+    ------
+    ValueError
+        If the clipper asks for them, and `source` is not the model; or if one output of a layer
+        is not along an axis.
+    """
+    if not isinstance(clipper, AGC) or not clipper.asks_layers:
+        return None
+    shapes = shapes_of(parameters)
+    names = [name for name in clipper.groups(shapes).names if len(shapes[name]) > 1]
+    if not names:
+        return None
+    if not isinstance(source, torch.nn.Module):
+        raise ValueError(
+            "agc needs the outputs of layers: give the model, or set axis, such as AGC(axis=0)"
+        )
+    layers: dict[int, torch.nn.Module] = {}
+    for path, module in source.named_modules():
+        # A parametrization's tensors are its layer's.
+        layer = source.get_submodule(path.split(".parametrizations.")[0])
+        for parameter in module.parameters(recurse=False):
+            layers.setdefault(id(parameter), layer)
+    return {name: _axes(name, layers.get(id(parameters[name]))) for name in names}
+
+
+def _axes(name: str, layer: Any) -> Axes:
+    transposed = isinstance(layer, torch.nn.modules.conv._ConvTransposeNd)
+    if transposed and layer.groups > 1:
+        raise ValueError(
+            f"agc: {name!r} belongs to a {type(layer).__name__} with groups={layer.groups}, whose "
+            'outputs are along no axis: put it in exclude, or use unit="tensor"'
+        )
+    of_transformers = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+    is_embedding = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+    return (1,) if transposed or of_transformers or is_embedding else (0,)
+
+
 # -- gradients that share memory -----------------------------------------------------------------
 # A change in place would change them twice. Views of one flat buffer, as DistributedDataParallel
 # makes them, lie side by side: these may stay.
@@ -249,52 +425,36 @@ _nbytes = attrgetter("nbytes")
 
 def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
     """Return whether two are one or may share memory, or an element is there twice."""
+    placed = gradients
     try:
-        spans = sorted(zip(map(_start, gradients), map(_nbytes, gradients), strict=True))
-        if all(map(_is_contiguous, gradients)):
-            starts = [start for start, _ in spans]
-            if all(map(le, map(sum, spans[:-1]), starts[1:])):
-                return False
+        spans = sorted(zip(map(_start, placed), map(_nbytes, placed), strict=True))
     except RuntimeError:
         # Some are sparse, or on a device that shows no address.
-        pass
-    # Meta tensors, DTensors and empty ones are at 0.
-    spans = sorted(span for span in map(_span, gradients) if span[0])
-    return (
-        len({*map(id, gradients)}) < len(gradients)
-        or any(start + size > after for (start, size), (after, _) in pairwise(spans))
-        or any(map(_folds, gradients))
-    )
-
-
-def unalias(parameters: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
-    """Give each parameter a separate gradient."""
-    for name, gradient in gradients.items():
-        parameters[name].grad = gradients[name] = gradient.clone()
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor begins, and its bytes up to the end of its last element.
-
-    It begins at 0 if it is sparse, or on a device that shows no address.
-    """
-    try:
-        start = tensor.data_ptr()
-    except RuntimeError:
-        return 0, 0
-    if tensor.is_contiguous():
-        return start, tensor.nbytes
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return start, (1 + sum((number - 1) * step for step, number in pairs)) * tensor.itemsize
-
-
-def _folds(tensor: torch.Tensor) -> bool:
-    """Return whether an element of memory may be there twice, as after ``expand``."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        placed = [g for g in gradients if _has_address(g)]
+        spans = sorted((g.data_ptr(), g.nbytes) for g in placed)
+    if spans and not spans[0][0]:
+        # Meta tensors, DTensors and empty ones are at 0.
+        spans = [span for span in spans if span[0]]
+    starts = [start for start, _ in spans]
+    if not all(map(le, map(sum, spans[:-1]), starts[1:])):
+        return True
+    if len(spans) == len(gradients) and all(map(_is_contiguous, gradients)):
         return False
+    return len({*map(id, gradients)}) < len(gradients) or not all(map(_is_dense, placed))
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    try:
+        return bool(tensor.data_ptr())
+    except RuntimeError:
+        return False
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements lie one after the other in memory, in any order."""
     reach = 1
     for step, number in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if number > 1 and step < reach:
-            return True
-        reach += (number - 1) * step
-    return False
+        if number > 1 and step != reach:
+            return False
+        reach *= number
+    return True

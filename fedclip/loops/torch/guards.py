@@ -4,51 +4,46 @@
 ==========================================================  ======================================
 loop                                                        guard
 ==========================================================  ======================================
-``scaler.step(optimizer, closure)``                         `check_unscaled`
 an optimizer that steps in ``backward()``: LOMO             `check_step`
 a step that calls another step, or fails                    `Steps`
-weights that learn without a step of the optimizer          `Watch`
+another optimizer that steps with the same parameters       `watch_others`
 wrappers: Accelerate, SAM, Lookahead                        `levels_of`
 optimizers that save without torch's hooks: bitsandbytes    `Saving`
-copies and pickles of an optimizer                          `keep_in_copies`
 ==========================================================  ======================================
 """
 
 from __future__ import annotations
 
-import copy
-import copyreg
 import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from traceback import walk_stack
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fedclip.core.states import Fields
 from fedclip.errors import FedclipWarning
-from fedclip.loops.owner import is_held
+from fedclip.loops.torch.clip import uncompiled
 
 MARK = "fedclip"
 """In the first group of parameters of a state: it was saved together with a clipper's."""
 _STEPS_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
-# Called by a GradScaler that is enabled; one that is not calls the optimizer's step itself.
-_SCALED_STEP = torch.amp.GradScaler._maybe_opt_step.__code__
-# DTensors and other subclasses may not be read.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Of each parameter that is watched: some of its weights, and of their gradient.
-_NOTED: Any = WeakIdKeyDictionary()
 
 
 # -- any optimizer -------------------------------------------------------------------------------
 def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def warn(text: str, stacklevel: int) -> None:
+    """Warn of a loop that would not be clipped as its user expects."""
+    warnings.warn(text, FedclipWarning, stacklevel=stacklevel)
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
@@ -60,37 +55,13 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-# -- a GradScaler's step -------------------------------------------------------------------------
-def _is_within(code: CodeType) -> bool:
-    """Return whether this code is among the callers."""
-    return any(frame.f_code is code for frame, _ in walk_stack(None))
-
-
-def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error in a GradScaler's step, whose closure would compute scaled gradients.
-
-    The scaler unscales before the step, and itself refuses only closures that are passed by name.
-    It marks fused optimizers; for others, only the call stack shows it.
-    """
-    if _is_within(_SCALED_STEP) or hasattr(optimizer, "found_inf"):
-        # The scaler would leave its marks on a fused optimizer.
-        for mark in ("grad_scale", "found_inf"):
-            vars(optimizer).pop(mark, None)
-        raise RuntimeError(
-            f"scaler.step(optimizer, closure) makes {type(optimizer).__name__} step with "
-            "gradients that are still scaled by the GradScaler: call closure(), then "
-            "scaler.unscale_(optimizer) and scaler.step(optimizer)"
-        )
-
-
 # -- an optimizer that steps in backward() -------------------------------------------------------
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise a TypeError for an optimizer that has no step, such as LOMO."""
     code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
     if code is not None and code.co_names == ("NotImplementedError",):
         raise TypeError(
-            f"{type(optimizer).__name__} has no step() in which a clipper could act: it uses up "
-            "each gradient in backward(). Take its own clipping, or another optimizer"
+            f"{type(optimizer).__name__} has no step() in which a clipper could act: use another"
         )
 
 
@@ -106,110 +77,38 @@ class Steps:
 
     def begin(self) -> bool:
         """Return whether the step that begins is the outermost one."""
-        self._forget_failed()
+        callers = [frame for frame, _ in walk_stack(None)]
+        self._running = [frame for frame in self._running if frame in callers]
         outermost = not self._running
-        for frame, _ in walk_stack(None):
-            if frame.f_code.co_filename == _STEPS_FILE:
-                self._running.append(frame)
-                break
+        self._running += [f for f in callers if f.f_code.co_filename == _STEPS_FILE][:1]
         return outermost
 
-    def end(self) -> bool:
-        """Return whether the step that ends is the outermost one."""
-        if len(self._running) > 1:
-            self._forget_failed()
+    def end(self, *_: object) -> None:
+        """Note that the innermost step has ended."""
         del self._running[-1:]
-        return not self._running
-
-    def _forget_failed(self) -> None:
-        if self._running:
-            callers = {id(frame) for frame, _ in walk_stack(None)}
-            self._running = [frame for frame in self._running if id(frame) in callers]
 
 
-# -- weights that learn without a step of the optimizer ------------------------------------------
-class Watch:
-    """Warns if weights learn before the first step of their optimizer.
+# -- another optimizer that steps instead of the one with a clipper ------------------------------
+ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+"""The handles of each optimizer."""
 
-    ::
 
-        first gradient     note a few weights, and their gradient
-        next gradient      weights that have moved down the slope since then were in a step
+@cache
+def watch_others() -> None:
+    """Warn, from now on, if another optimizer steps with the parameters of one with a clipper."""
+    register_optimizer_step_post_hook(uncompiled(_look))
 
-    Weights that stay were in no step, however many gradients come: they accumulate, were not
-    finite, or another model is trained. SAM and adversarial attacks move weights up the slope.
-    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        # Another watch may have noted them, long ago.
-        forget(optimizer)
-        # A parameter is saved without its hook, and without a warning.
-        unsaved: Any = torch.utils.hooks.unserializable_hook
-        self._hooks = [
-            p.register_hook(unsaved(partial(self._look, weakref.ref(p))))
-            for p in parameters
-            if type(p) in _PLAIN and p.requires_grad
-        ]
-
-    @property
-    def is_on(self) -> bool:
-        """Whether it still watches."""
-        return bool(self._hooks)
-
-    def end(self) -> None:
-        """Stop watching."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _look(self, known: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
-        optimizer, parameter = self._optimizer(), known()
-        if optimizer is None or parameter is None:
-            self.end()
-            return
-        gradients = [g for g in (gradient, parameter.grad) if g is not None]
-        if any(g.layout is not torch.strided for g in gradients) or _is_recorded(gradient):
-            return
-        weights = _some(parameter)
-        slope = torch.stack([_some(g) for g in gradients]).sum(0)
-        before, past = _NOTED.get(parameter, (weights, slope))
-        if _kind(before) != _kind(weights) or _stays(before, weights):
-            _NOTED[parameter] = weights, slope
-        elif ((weights - before) * past.conj()).real.sum() < 0:
-            self.end()
-            warnings.warn(
-                f"the weights change, but no step of the optimizer ({type(optimizer).__name__}) "
-                "was seen, so the clipper attached to it clips nothing. Attach it to the optimizer "
-                "that steps; if your loop changes the weights, call clip_",
-                FedclipWarning,
-                stacklevel=2,
+def _look(stepping: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    unseen = [] if stepping in ATTACHED else [x for x in ATTACHED.items() if not x[1].seen]
+    for optimizer, attached in unseen:
+        if not {*map(id, held(stepping))}.isdisjoint(map(id, held(optimizer))):
+            attached.seen = True
+            warn(
+                f"{type(stepping).__name__} steps with parameters of "
+                f"{type(optimizer).__name__}, which has the clipper: attach it to the other",
+                4,
             )
-
-
-def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Forget what was noted of an optimizer's parameters: they are in a clipped step."""
-    for parameter in held(optimizer) if _NOTED else ():
-        _NOTED.pop(parameter, None)
-
-
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].clone()
-
-
-def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.device, tensor.dtype, tensor.shape
-
-
-def _stays(before: torch.Tensor, now: torch.Tensor) -> bool:
-    # Adding and subtracting the same leaves a rounding error.
-    return torch.allclose(before, now, rtol=4 * torch.finfo(now.dtype).eps, atol=0.0)
-
-
-def _is_recorded(tensor: torch.Tensor) -> bool:
-    """Return whether a graph is recorded, where numbers cannot be read."""
-    return torch.compiler.is_compiling() or (
-        tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    )
 
 
 # -- wrappers ------------------------------------------------------------------------------------
@@ -225,8 +124,7 @@ def levels_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
             return [optimizer, *levels_of(inner)]
     if not hooked:
         raise TypeError(
-            f"{type(optimizer).__name__} has no hooks of torch.optim.Optimizer: attach to each "
-            "optimizer inside it"
+            f"{type(optimizer).__name__} has no hooks of torch: attach to each optimizer inside it"
         )
     return [optimizer]
 
@@ -261,21 +159,21 @@ class Saving:
     ) -> None:
         self._save, self._load = save, load
         self._loaded: dict[str, Fields] | None = None
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Save and load with an optimizer too."""
+        """Save and load with an optimizer too; it is not copied or pickled without its clipper."""
+        self._optimizers.add(optimizer)
+        replaced = {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}
         ref = weakref.ref(optimizer)
-        self._optimizers.append(ref)
-        vars(optimizer)["state_dict"] = partial(self._state_dict, ref)
-        vars(optimizer)["load_state_dict"] = partial(self._load_state_dict, ref)
+        vars(optimizer).update({name: partial(call, ref) for name, call in replaced.items()})
+        vars(optimizer)["__reduce_ex__"] = _refuse_copy
 
     def end(self) -> None:
         """Give the optimizers their methods back."""
-        for ref in self._optimizers:
-            if (optimizer := ref()) is not None:
-                vars(optimizer).pop("state_dict", None)
-                vars(optimizer).pop("load_state_dict", None)
+        for optimizer in self._optimizers:
+            for name in ("state_dict", "load_state_dict", "__reduce_ex__"):
+                vars(optimizer).pop(name, None)
 
     def _state_dict(self, ref: Any, *args: Any, **kwargs: Any) -> Any:
         states = self._save()
@@ -308,32 +206,8 @@ def is_in(saved: object, keys: Iterable[str]) -> bool:
     )
 
 
-# -- copies and pickles of an optimizer: torch leaves out hooks, so a copy would clip nothing ------
-ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-"""The handles of each optimizer; `parts` makes those of a copy."""
-
-
-def keep_in_copies(optimizer: torch.optim.Optimizer) -> None:
-    """Copy and pickle an optimizer with what is attached to it."""
-    copyreg.pickle(type(optimizer), _reduced)
-
-
-def _reduced(optimizer: torch.optim.Optimizer) -> Any:
-    reduced: Any = optimizer.__reduce_ex__(4)
-    attached = ATTACHED.get(optimizer)
-    if attached is None:
-        return reduced
-    make, args, state, *_ = reduced
-    return _again, (make, args, state, attached.parts(optimizer))
-
-
-def _again(
-    make: Callable[..., torch.optim.Optimizer], args: Any, state: Any, parts: Any
-) -> torch.optim.Optimizer:
-    optimizer = make(*args)
-    optimizer.__setstate__(state)
-    for handle, clipper, *settings in parts:
-        # A shallow copy comes with the clipper of the original.
-        free = copy.deepcopy(clipper) if is_held(clipper) else clipper
-        handle(optimizer, free, *settings)
-    return optimizer
+def _refuse_copy(protocol: object) -> None:
+    # Torch leaves out hooks, so that a copy would clip nothing.
+    raise TypeError(
+        "an optimizer with a clipper cannot be copied or pickled: call handle.remove() first"
+    )

@@ -1,63 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clipper that acts in every step of an optimizer, on the gradients or on the update.
+"""A clipper that acts in every step of an optimizer.
 
 ::
 
     step()           clip, then the optimizer's step
     step(closure)    the optimizer's step; each time it calls the closure: closure, then clip
-    of an update     note the weights, the optimizer's step, clip the change of the weights
 
 It uses torch's hooks, and replaces no method of the optimizer's class.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from operator import is_
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
+import numpy as np
 import torch
 
-from fedclip.clippers.agc import AGC, Outputs
+from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
 from fedclip.core import states
 from fedclip.core.records import StepRecord
 from fedclip.core.states import Fields
-from fedclip.errors import FedclipWarning
-from fedclip.loops.clippers import Spec, clipped, clipper_of, unique
-from fedclip.loops.owner import (
-    begin,
-    check_free,
-    configuration,
-    fitting,
-    has_learnt,
-    hold,
-    learns,
-    owner_of,
-    release,
-    shapes_of,
+from fedclip.loops import clippers
+from fedclip.loops.clippers import Spec
+from fedclip.loops.torch import guards
+from fedclip.loops.torch.clip import (
+    Parameters,
+    check_sharding,
+    clip_named,
+    named,
+    outputs_of,
+    uncompiled,
 )
-from fedclip.loops.torch.clip import clip_named, uncompiled
-from fedclip.loops.torch.guards import (
-    ATTACHED,
-    MARK,
-    Saving,
-    Steps,
-    Watch,
-    check_step,
-    check_unscaled,
-    forget,
-    has_stepped,
-    held,
-    is_hooked,
-    is_in,
-    keep_in_copies,
-    levels_of,
-)
-from fedclip.loops.torch.names import Parameters, check_sharding, named, outputs_of
+from fedclip.loops.torch.guards import held
 
 
 # -- statistics ------------------------------------------------------------------------------------
@@ -75,9 +54,7 @@ def get_state(clipper: Clipper | AGC) -> Fields:
 
 
 def set_state(
-    clipper: Clipper | AGC,
-    state: Mapping[str, Any] | None,
-    owner: Mapping[str, str] | None = None,
+    clipper: Clipper | AGC, state: Mapping[str, Any] | None, owner: clippers.Owner | None = None
 ) -> None:
     """Take over what `get_state` returned; None, as in a checkpoint without clipper, starts anew.
 
@@ -85,7 +62,7 @@ def set_state(
     ----------
     owner
         For a clipper that is attached: the model, optimizer and configuration that the state
-        must belong to (see `fedclip.loops.owner`).
+        must belong to (see `fedclip.loops.clippers`).
 
     Raises
     ------
@@ -96,23 +73,16 @@ def set_state(
     if isinstance(clipper, AGC):
         return
     if state is None:
-        warnings.warn(
-            f"the checkpoint has no state of {clipper.name}, which starts anew",
-            FedclipWarning,
-            stacklevel=3,
-        )
+        guards.warn(f"the checkpoint has no state of {clipper.name}, which starts anew", 4)
         clipper.reset()
         return
     if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
-        state = {**state, "arrays": states.each(state["arrays"], _array)}
-    if owner is not None and fitting(clipper, state, dict(owner)) is None:
+        arrays = states.each(state["arrays"], lambda a: np.asarray(torch.as_tensor(a).cpu()))
+        state = {**state, "arrays": arrays}
+    if owner is None or clippers.fitting(clipper, state, owner):
+        clipper.set_state(dict(state))
+    else:
         clipper.reset()
-        return
-    clipper.set_state(dict(state))
-
-
-def _array(value: object) -> object:
-    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
 # -- handles -------------------------------------------------------------------------------------
@@ -123,37 +93,32 @@ class ClipHandle:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        clipper: Spec,
-        parameters: Parameters | None,
-        outputs: Outputs | None = None,
+        self, optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None
     ) -> None:
-        self.clipper = clipper_of(clipper)
+        self.clipper = clippers.clipper_of(clipper)
         if parameters is not None and not isinstance(parameters, torch.nn.Module):
             parameters = named(parameters, self.clipper)
         self._source = parameters
-        self._outputs = outputs
         self._parameters: dict[str, torch.Tensor] = {}
         self._held: list[torch.Tensor] = []
+        self._key = ""
         self._resolve(optimizer)
-        check_step(optimizer)
-        check_free(self.clipper)
-        shapes = shapes_of(self._parameters)
-        begin(self.clipper, shapes, type(optimizer).__name__, self._held)
-        late = optimizer.param_groups[0].pop(MARK, False) or has_stepped(optimizer)
-        if late and learns(self.clipper, shapes) and not has_learnt(self.clipper):
-            warnings.warn(
-                f"{type(optimizer).__name__} stepped or loaded a state before {self.clipper.name} "
-                "was attached, so the clipper has no statistics of these steps: attach first, and "
-                "then call load_state_dict",
-                FedclipWarning,
-                stacklevel=4,
+        guards.check_step(optimizer)
+        clippers.check_free(self.clipper)
+        shapes, kind = clippers.shapes_of(self._parameters), type(optimizer).__name__
+        clippers.begin(self.clipper, shapes, kind, self._held)
+        late = optimizer.param_groups[0].pop(guards.MARK, False) or guards.has_stepped(optimizer)
+        if late and clippers.learns(self.clipper, shapes) and not clippers.has_learnt(self.clipper):
+            guards.warn(
+                f"{kind} stepped or loaded a state before {self.clipper.name} was attached, "
+                "which has no statistics: attach first, and then call load_state_dict",
+                4,
             )
-        hold(self.clipper, optimizer, f"attached to {_kind(optimizer)}")
-        self._others: _Attached = ATTACHED.get(optimizer) or _Attached(optimizer)
+        self._kind = f"an optimizer ({kind})"
+        clippers.hold(self.clipper, optimizer, f"attached to {self._kind}")
+        self._others: _Attached = guards.ATTACHED.get(optimizer) or _Attached(optimizer)
         keys = [handle._key for handle in self._others.handles]
-        self._key: str = unique([*keys, f"fedclip:{self.clipper.name}"])[-1]
+        self._key = clippers.unique([*keys, f"fedclip:{self.clipper.name}"])[-1]
         self._others.handles.append(self)
 
     def remove(self) -> None:
@@ -163,19 +128,17 @@ class ClipHandle:
     def _release(self) -> None:
         """Release the clipper for other use: this optimizer takes no more steps."""
         if (optimizer := self._others.optimizer()) is not None:
-            release(self.clipper, optimizer)
+            clippers.release(self.clipper, optimizer)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._others.clips:
-            warnings.warn(
-                f"{self.clipper.name} has clipped nothing: no step of {self._others.kind} was "
-                "seen. If your loop steps in another way, as inner loops of higher do, call clip_ "
-                "or PureClipping in the loop",
-                FedclipWarning,
-                stacklevel=2,
+            guards.warn(
+                f"{self.clipper.name} has clipped nothing: no step of {self._kind} was seen. "
+                "If your loop steps in another way, call clip_ in it",
+                3,
             )
         self.remove()
 
@@ -193,7 +156,7 @@ class ClipHandle:
         return get_state(self.clipper)
 
     def set_state(self, state: Mapping[str, object] | None) -> None:
-        """Restore statistics of this model and optimizer; see `fedclip.loops.owner`."""
+        """Restore statistics of this model and optimizer; see `fedclip.loops.clippers`."""
         optimizer = self._others.optimizer()
         if optimizer is None or isinstance(self.clipper, AGC):
             set_state(self.clipper, state)
@@ -201,9 +164,9 @@ class ClipHandle:
         # Until an optimizer has loaded its state, it may hold other parameters.
         with suppress(ValueError):
             self._resolve(optimizer)
-        shapes, kind = shapes_of(self._parameters), type(optimizer).__name__
-        set_state(self.clipper, state, owner_of(self.clipper, shapes, kind))
-        begin(self.clipper, shapes, kind, [*self._parameters.values()])
+        shapes, kind = clippers.shapes_of(self._parameters), type(optimizer).__name__
+        set_state(self.clipper, state, clippers.owner_of(self.clipper, shapes, kind))
+        clippers.begin(self.clipper, shapes, kind, [*self._parameters.values()])
 
     def reset(self) -> None:
         """Forget all statistics and records."""
@@ -217,25 +180,6 @@ class ClipHandle:
         optimizer = type(self._others.optimizer()).__name__
         return f"{type(self).__name__}({optimizer}, {self.clipper!r})"
 
-    def __eq__(self, other: object) -> bool:
-        """Return whether the other has an equal clipper, for parameters of the same names."""
-        if type(self) is not type(other):
-            return NotImplemented
-        return self.clipper == other.clipper and [*self._parameters] == [*other._parameters]
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Return how to make the handle again: from its optimizer, or that one's copy."""
-        optimizer = self._others.optimizer()
-        places = [place for place, h in enumerate(self._others.handles) if h is self]
-        if optimizer is None or not places:
-            raise TypeError(
-                f"the handle of {self.clipper.name} was removed from its optimizer, and cannot be "
-                "copied or pickled: keep handle.get_state(), or the clipper"
-            )
-        return _handle_of, (optimizer, places[0])
-
     def _resolve(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters that the optimizer holds now, by name."""
         now = held(optimizer)
@@ -248,64 +192,31 @@ class ClipHandle:
         chosen = {n: p for n, p in source.items() if nameless.pop(id(p), None) is not None}
         if not chosen:
             raise ValueError(
-                "the optimizer holds no parameter of those given to attach: give the model that "
-                "the optimizer trains"
+                "the optimizer holds no parameter of those given: give the model that it trains"
             )
         if nameless:
             shapes = ", ".join(str(tuple(p.shape)) for p in list(nameless.values())[:5])
             raise ValueError(
                 f"the optimizer holds {len(nameless)} parameters without a name (of shape "
-                f"{shapes}), which would not be clipped: give attach the model that has them, or "
-                "names for all. To exclude some, name them in the clipper's exclude"
+                f"{shapes}): give attach the model that has them, or names for all"
             )
         check_sharding(now)
-        if self._outputs is None or isinstance(self._source, torch.nn.Module):
-            self._outputs = outputs_of(self._source, chosen, self.clipper)
+        self._outputs = outputs_of(self._source, chosen, self.clipper)
         self._held, self._parameters = now, chosen
-        if hasattr(self, "_key") and isinstance(self.clipper, Clipper) and self.clipper.owner:
+        if self._key and isinstance(self.clipper, Clipper) and self.clipper.owner:
             # Parameters were added: it is the same model still.
-            kind = type(optimizer).__name__
-            self.clipper.owner = owner_of(self.clipper, shapes_of(chosen), kind)
+            shapes_now, kind = clippers.shapes_of(chosen), type(optimizer).__name__
+            self.clipper.owner = clippers.owner_of(self.clipper, shapes_now, kind)
         return chosen
-
-    # What is done in a step: at its begin, with each new gradient, and at its end.
-    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: gradients may come in the step only."""
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradients."""
         # A GradScaler sets `grad_scale` on optimizers that unscale the gradients in their step.
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
-                "the gradients are still scaled by the GradScaler, so the limit would not fit: "
-                "call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                "the gradients are still scaled by the GradScaler: call scaler.unscale_(optimizer)"
             )
         clip_named(self._resolve(optimizer), self.clipper, self._outputs)
-
-    def _end(self) -> None:
-        """Do nothing: the gradients are used up."""
-
-
-class UpdateHandle(ClipHandle):
-    """A clipper of updates; made by `attach_update`."""
-
-    _before: Mapping[str, torch.Tensor] = {}
-
-    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the weights."""
-        self._before = {n: p.detach().clone() for n, p in self._resolve(optimizer).items()}
-
-    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the gradients are the optimizer's."""
-
-    def _end(self) -> None:
-        """Clip the change of the weights."""
-        before, self._before = self._before, {}
-        with torch.no_grad():
-            change = {name: self._parameters[name] - weight for name, weight in before.items()}
-            outputs = clipped(self.clipper, change, lambda: before, None, self._outputs)
-            for name, weight in before.items() if outputs is not change else ():
-                self._parameters[name].copy_(weight + outputs[name])
 
 
 class _Attached:
@@ -313,10 +224,10 @@ class _Attached:
 
     ::
 
-        a step begins, and no other of this optimizer is running:    begin
-            it was given a closure:           clip after each call, unless a clip was in the call
-            or nothing was clipped so far:    clip
-        it ends, and no other of this optimizer is running:          end
+        a step begins
+            it was given a closure:            clip after each call, unless a clip was in the call
+            or the outermost step that is
+            running has not clipped so far:    clip
 
     A class and those it comes from may all have a ``step`` with hooks, of which one calls the
     next; the outermost is the user's.
@@ -325,37 +236,32 @@ class _Attached:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.handles: list[ClipHandle] = []
         self.optimizer = weakref.ref(optimizer)
-        self.kind = _kind(optimizer)
-        self.clips = 0
-        self._clips_before = 0
-        self._is_step = True
-        self._steps = Steps()
+        self.clips = self._clips_before = 0
+        self.seen, self._is_step = False, True
+        self._steps = guards.Steps()
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
         self._hooks = [
             optimizer.register_step_pre_hook(uncompiled(self._begin)),
-            optimizer.register_step_post_hook(uncompiled(self._end)),
+            optimizer.register_step_post_hook(uncompiled(self._steps.end)),
         ]
-        self.saving = Saving(self._states, self._load)
+        self.saving = guards.Saving(self._states, self._load)
         self.saving.add(optimizer)
-        self._watch = Watch(optimizer, held(optimizer))
-        keep_in_copies(optimizer)
-        ATTACHED[optimizer] = self
+        guards.watch_others()
+        guards.ATTACHED[optimizer] = self
 
     def leave(self, handle: ClipHandle) -> None:
         """Forget a handle, and with the last one the optimizer."""
         optimizer = self.optimizer()
-        others = [other for other in self.handles if other is not handle]
-        if len(others) == len(self.handles) or optimizer is None:
+        if handle not in self.handles or optimizer is None:
             return
-        self.handles = others
+        self.handles.remove(handle)
         handle._release()
         if not self.handles:
             for hook in self._hooks:
                 hook.remove()
             self.saving.end()
-            self._watch.end()
-            del ATTACHED[optimizer]
+            del guards.ATTACHED[optimizer]
 
     def _begin(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -363,16 +269,12 @@ class _Attached:
         if self._steps.begin():
             self._is_step = not _is_dummy(optimizer)
             self._clips_before = self.clips
-            forget(optimizer)
-            for handle in self.handles if self._is_step else ():
-                handle._begin(optimizer)
         by_name = kwargs.get("closure")
         compute = by_name or (args[1] if len(args) > 1 else None)
         if not callable(compute):
             if self.clips == self._clips_before and self._is_step:
                 self._clip(optimizer)
             return None
-        check_unscaled(optimizer)
 
         def closure() -> object:
             clips = self.clips
@@ -387,20 +289,9 @@ class _Attached:
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self.clips += 1
-        forget(optimizer)
-        if self._watch.is_on and any(p.grad is not None for p in held(optimizer)):
-            self._watch.end()
+        self.seen = True
         for handle in self.handles:
             handle._clip(optimizer)
-
-    def _end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if self._steps.end() and self._is_step:
-            for handle in self.handles:
-                handle._end()
-
-    def parts(self, optimizer: torch.optim.Optimizer) -> list[tuple[object, ...]]:
-        """Return what makes each handle again, for a copy of the optimizer."""
-        return [(type(h), h.clipper, h._resolve(optimizer), h._outputs) for h in self.handles]
 
     def _states(self) -> dict[str, Fields]:
         # AGC has no state to save.
@@ -411,7 +302,7 @@ class _Attached:
         unused = dict(sorted(saved.items(), key=lambda item: (len(item[0]), item[0])))
         chosen = []
         for handle in self.handles:
-            config = configuration(handle.clipper)
+            config = clippers.configuration(handle.clipper)
             same = (key for key, state in unused.items() if _configuration_in(state) == config)
             chosen.append(unused.pop(next(same, ""), None))
         for handle, state in zip(self.handles, chosen, strict=True):
@@ -421,10 +312,6 @@ class _Attached:
 def _configuration_in(state: object) -> object:
     owner = state.get("owner") if isinstance(state, Mapping) else None
     return owner.get("clipper") if isinstance(owner, Mapping) else None
-
-
-def _kind(optimizer: object) -> str:
-    return f"an optimizer ({type(optimizer).__name__})"
 
 
 def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
@@ -438,10 +325,6 @@ def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
     return not any(p.grad is not None and bool(p.grad.any()) for p in held(optimizer))
 
 
-def _handle_of(optimizer: torch.optim.Optimizer, place: int) -> ClipHandle:
-    return handles(optimizer)[place]
-
-
 def _with_names(optimizer: torch.optim.Optimizer) -> Parameters:
     """Return the parameters of an optimizer, with the names that it was given, if it was."""
     groups = optimizer.param_groups
@@ -451,48 +334,13 @@ def _with_names(optimizer: torch.optim.Optimizer) -> Parameters:
 
 
 def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
-    """Return the handles of an optimizer, in the order in which they clip; also of a copy."""
-    attached = ATTACHED.get(levels_of(optimizer)[-1])
+    """Return the handles of an optimizer, in the order in which they clip."""
+    attached = guards.ATTACHED.get(guards.levels_of(optimizer)[-1])
     return list(attached.handles) if attached else []
 
 
-H = TypeVar("H", bound=ClipHandle)
-
-
-def _attach(
-    kind: type[H], optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None
-) -> H:
-    """Return a handle of this kind, whose clipper is saved with the optimizer, or warn."""
-    levels = levels_of(optimizer)
-    handle = kind(levels[-1], clipper, parameters)
-    for level in filter(is_hooked, levels[:-1]):
-        ATTACHED[levels[-1]].saving.add(level)
-    if len(levels) > 1 and handle.get_state() and not _saves(levels[0], handle):
-        warnings.warn(
-            f"the state_dict() of {type(levels[0]).__name__} lacks the statistics of "
-            f"{handle.clipper.name}: save handle.get_state() too, and restore it with "
-            "handle.set_state()",
-            FedclipWarning,
-            stacklevel=3,
-        )
-    return handle
-
-
-def _saves(optimizer: object, handle: ClipHandle) -> bool:
-    """Return whether the statistics are in an optimizer's state, or it has no state to read."""
-    if not hasattr(optimizer, "state_dict"):
-        return True
-    try:
-        return is_in(optimizer.state_dict(), [handle._key])
-    except (RuntimeError, NotImplementedError):
-        # It cannot be saved yet, such as ZeRO before it has gathered its parts.
-        return True
-
-
 def attach(
-    optimizer: torch.optim.Optimizer,
-    clipper: Spec,
-    parameters: Parameters | None = None,
+    optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None = None
 ) -> ClipHandle:
     """Clip in every ``optimizer.step()``, until you call ``remove()`` of the returned handle.
 
@@ -507,11 +355,11 @@ def attach(
     Several handles clip one after the other.
 
     ``optimizer.state_dict()`` includes the clipper's state. If you load a state without one, the
-    clipper starts from the beginning, with a warning. A copied or pickled optimizer clips with a
-    copy of the clipper (see `handles`).
+    clipper starts from the beginning, with a warning. An optimizer with a clipper cannot be copied
+    or pickled: remove the clipper first.
 
-    A `FedclipWarning` reports weights that change before the first step is seen, and a wrapper with
-    a state that cannot hold the clipper's.
+    A `FedclipWarning` reports another optimizer that steps with the same parameters, and a wrapper
+    with a state that cannot hold the clipper's.
 
     Parameters
     ----------
@@ -535,7 +383,7 @@ def attach(
         neither torch's hooks nor one inner optimizer, and for an optimizer without a step, such as
         LOMO.
     RuntimeError
-        At a step, if the gradients are still scaled by a GradScaler, or a closure would scale them.
+        At a step, if the gradients are still scaled by a GradScaler.
 
     Examples
     --------
@@ -550,31 +398,18 @@ def attach(
     1.732
     >>> handle.remove()
     """
-    return _attach(ClipHandle, optimizer, clipper, parameters)
-
-
-def attach_update(
-    optimizer: torch.optim.Optimizer,
-    clipper: Spec,
-    parameters: Parameters | None = None,
-) -> UpdateHandle:
-    """Clip the change of the weights in every ``optimizer.step()``.
-
-    `attach` clips the gradients that enter the optimizer; this clips the resulting change. It
-    includes momentum, adaptive step sizes, weight decay and the learning rate, and limits are in
-    units of the weights. It copies the weights during each step. Otherwise it works like `attach`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from fedclip import NormClip
-    >>> layer = torch.nn.Linear(2, 1, bias=False)
-    >>> optimizer = torch.optim.Adam(layer.parameters(), lr=10.0)
-    >>> before = layer.weight.detach().clone()
-    >>> with attach_update(optimizer, NormClip(0.5), layer) as handle:
-    ...     layer(torch.ones(1, 2)).sum().backward()
-    ...     optimizer.step()
-    >>> f"{float(handle.last):.2f} {float(torch.dist(layer.weight.detach(), before)):.2f}"
-    '14.14 0.50'
-    """
-    return _attach(UpdateHandle, optimizer, clipper, parameters)
+    levels = guards.levels_of(optimizer)
+    handle = ClipHandle(levels[-1], clipper, parameters)
+    for level in filter(guards.is_hooked, levels[:-1]):
+        guards.ATTACHED[levels[-1]].saving.add(level)
+    save: Any = getattr(levels[0], "state_dict", None)
+    # Some cannot be saved yet, such as ZeRO before it has gathered its parts.
+    with suppress(RuntimeError, NotImplementedError):
+        has_state = len(levels) > 1 and save is not None and handle.get_state()
+        if has_state and not guards.is_in(save(), [handle._key]):
+            guards.warn(
+                f"the state_dict() of {type(levels[0]).__name__} lacks the clipper's statistics: "
+                "save handle.get_state() too",
+                4,
+            )
+    return handle

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clippers as pure functions of tensors, for compiled code."""
+"""Pure functions of tensors: clippers for compiled code, and the gradients of DP-SGD."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,12 +13,17 @@ import torch
 from fedclip.arrays.torch import TorchBackend, TorchRecorded, recorded
 from fedclip.core.scopes import Groups
 from fedclip.loops import compiled
-from fedclip.loops.clippers import Spec, clipper_of
+from fedclip.loops.clippers import Spec, check_owner, clipper_of, shapes_of
 from fedclip.loops.compiled import ClipState, Kind
-from fedclip.loops.owner import check_owner, shapes_of
+from fedclip.loops.torch.clip import are_sharded
 from fedclip.transforms import clip_on_device
 
+if TYPE_CHECKING:
+    from fedclip.dpsgd.step import PrivateMean
+
 _PLAIN, _RECORDED = TorchBackend(), TorchRecorded()
+# Modules whose gradients were compared with those of a plain backward.
+_TRIED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class PureClipping:
@@ -54,8 +61,8 @@ class PureClipping:
         first = compiled.first_state(self.clipper, groups, gradients, _PLAIN)
         like = next(iter(gradients.values()), None)
         norm, limit = (_PLAIN.asarray(np.full(len(groups), x), like=like) for x in (0.0, np.inf))
-        steps, clipped, nonfinite = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
-        return ClipState(first, norm, limit, norm > 0, steps, clipped, nonfinite)
+        counts = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
+        return ClipState(first, norm, limit, norm > 0, *counts)
 
     def update(
         self,
@@ -69,13 +76,12 @@ class PureClipping:
             known = self._looked_up(gradients)
         # torch.compile cannot trace how a first state, and with it its kind, is made.
         groups, kind = known or (self._groups(gradients), None)
-        compiled.check_state(state, kind, self.clipper.name)
+        compiled.check_state(state, len(groups), kind, self.clipper.name)
         backend, clipper = _backend(gradients, state, weights or {}), self.clipper
         transform = compiled.transform_of(clipper, groups, weights, backend)
         if backend.partial and not transform.runs_on_parts:
             raise NotImplementedError(
-                f"{clipper.name} needs whole arrays, but a DTensor is split over processes: use "
-                "clip_, which gathers them, or a clipper by norms or by values"
+                f"{clipper.name} needs whole arrays, and a DTensor is a part: use clip_"
             )
         clipped, step = clip_on_device(
             transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
@@ -116,13 +122,91 @@ def _backend(
     numbers, arrays = compiled.parts(state.statistics)
     past = [value for fields in arrays.values() for value in fields.values()]
     records = recorded([*gradients.values(), *weights.values(), *numbers, *past])
-    if all(type(gradient).__name__ != "DTensor" for gradient in gradients.values()):
+    if not are_sharded(gradients.values()):
         return _RECORDED if records else _PLAIN
     if records:
         raise NotImplementedError(
-            "DTensors are clipped without derivatives only: clip under torch.no_grad(), or detach "
-            "the gradients, the state and the weights"
+            "DTensors are clipped without derivatives only: clip under torch.no_grad()"
         )
     from fedclip.arrays.sharded import ShardedBackend
 
     return ShardedBackend(gradients.values())
+
+
+def _like(record: torch.Tensor) -> torch.Tensor:
+    """Return a record that nobody protects."""
+    if not record.is_floating_point():
+        return torch.zeros_like(record)
+    return torch.linspace(0.1, 1.0, record.numel()).reshape(record.shape).to(record)
+
+
+def private_gradients(
+    module: torch.nn.Module,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    targets: torch.Tensor,
+    mean: PrivateMean,
+    *,
+    micro_batch: int = 128,
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of one DP-SGD step, by the names of the trained parameters.
+
+    ::
+
+        (Σ min(1, max_norm / n_i) g_i  +  noise_multiplier max_norm normal) / expected_batch_size
+
+    Each record passes the module separately; layers that remember records are refused. Draw Poisson
+    samples (`fedclip.dpsgd.step.PoissonSampler`), call it for empty samples too, and account
+    for each call with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
+
+    Parameters
+    ----------
+    module
+        In training mode, on the device of the records.
+    loss
+        A function of the module's output and the targets, for one record in a batch of size 1. It
+        returns a tensor; its mean is the loss. Parameters that the loss uses directly get no
+        gradient: add the gradients of penalties afterwards.
+    inputs, targets
+        Tensors with the records along the first axis; there may be no record.
+    mean
+        How records are clipped, the noise, and the divisor. Use one for all steps.
+    micro_batch
+        Largest number of records in memory at once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a parameter is invalid, or a layer mixes records (its name is in the message). Also if
+        the gradient of a parameter differs from that of a plain backward pass.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fedclip.dpsgd.step import PrivateMean
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> mean = PrivateMean(max_norm=1.0, noise_multiplier=1.1, expected_batch_size=3)
+    >>> found = private_gradients(
+    ...     layer, torch.nn.MSELoss(), torch.randn(3, 2), torch.zeros(3, 1), mean
+    ... )
+    >>> layer.weight.grad = found["weight"]
+    """
+    # DP-SGD, which most loops have no use for.
+    from fedclip.dpsgd.persample import torch_check, torch_records
+
+    torch_check.check(module)
+    arguments = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+
+    def of(run: Any, record: Sequence[torch.Tensor]) -> torch.Tensor:
+        *batch_of_one, target = (x.unsqueeze(0) for x in record)
+        return loss(run(tuple(batch_of_one)), target).mean()
+
+    if module not in _TRIED and len(targets):
+        torch_records.check_tracked(module, of, [_like(x[:1]) for x in (*arguments, targets)])
+        _TRIED.add(module)
+    weights = torch_records.trained(module)
+    gradients = mean(
+        torch_records.record_stacks(module, of, (*arguments, targets), micro_batch),
+        {name: tuple(weight.shape) for name, weight in weights.items()},
+    )
+    return torch_records.restored(gradients, weights)

@@ -19,7 +19,7 @@ from report_runs import call
 
 from fedclip import PersonalModel
 from fedclip.cli.check.configuration import check_config
-from fedclip.engines.declearn.trained import LABEL, label
+from fedclip.engines.declearn.personal import LABEL, label
 
 
 def frozen_bn() -> Any:
@@ -80,7 +80,7 @@ def test_a_layer_that_is_frozen_on_one_client_is_named(personal: Any) -> None:
     trained.model.get_wrapped_model().module.body.bias.requires_grad_(False)
     reply = trained.training_round(sent)
     assert isinstance(reply, Error)
-    assert "differ in 'module.body.bias': is a layer frozen, or named otherwise," in reply.message
+    assert "differ in 'module.body.bias': freeze and name layers alike" in reply.message
 
 
 def frozen(framework: str) -> tuple[Any, list[str]]:
@@ -102,7 +102,7 @@ def test_frozen_weights_that_declearn_does_not_send_come_with_the_wrapper(
 ) -> None:
     require({"jax": "haiku"}.get(framework, framework))
     plain, names = frozen(framework)
-    with pytest.raises(ValueError, match="are frozen, and declearn sends Keras' and Haiku's"):
+    with pytest.raises(ValueError, match="are frozen, and Keras' and Haiku's"):
         manager(client(), plain)
     server = PersonalModel(plain)
     trained = manager(client(), server)

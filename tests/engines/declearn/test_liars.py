@@ -27,8 +27,7 @@ from federation_liars import anything, forge
 
 import fedclip
 from fedclip.engines.declearn.evaluation import counted
-from fedclip.updates.bound import FIRST_VARIANCE, BoundRule
-from fedclip.updates.protocol import BINS, counts_of, one_hot
+from fedclip.updates.votes import BINS, FIRST_VARIANCE, BoundRule, counts_of, one_hot
 
 N = 4
 CLIPPED = {"name": "clipped-averaging"}

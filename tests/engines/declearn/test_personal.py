@@ -73,7 +73,7 @@ def test_a_wildcard_keeps_what_only_wrappers_hide_from_it() -> None:
         ("*", "matches all of what is trained, .*nothing would be shared"),
         ("*.running_*", "matches none of what is trained, .* never shared"),
         ([], "personal names no tensor"),
-        (["head", ""], "an empty pattern"),
+        (["head", ""], "not empty"),
         ("tail", "'module.body.weight' and 'module.tail.weight' are one tensor, and personal="),
     ],
 )
@@ -96,7 +96,7 @@ def test_patterns_that_match_nothing_everything_or_half_are_refused(
         ({"personal": "batchnorm"}, ValueError, "no layer of the model keeps running statistics"),
         ({"personal": 3}, TypeError, "personal must be a name pattern"),
         ({"model": "x", "personal": "x"}, TypeError, "must be a model of declearn, got str"),
-        ({"frozen_batchnorm": "eval"}, ValueError, "for frozen BatchNorm in a network of torch"),
+        ({"frozen_batchnorm": "eval"}, ValueError, "needs frozen BatchNorm of torch"),
         ({"frozen_batchnorm": "train"}, ValueError, "must be one of 'eval', got 'train'"),
     ],
 )
@@ -329,7 +329,7 @@ def test_norms_of_own_layers_alone_are_not_counted_for_the_server(scope: Any) ->
     require("torch")
     model = PersonalModel(torch_model(), "head")
     shared = {"shared": True, "scope": scope}
-    with pytest.raises(ValueError, match=r"zscore-clip has shared = true and a group '.*head"):
+    with pytest.raises(ValueError, match=r"zscore-clip is shared, and its group '.*head"):
         manager(client(), model, modules=[["zscore-clip", shared]])
     for fine in ({"scope": "tensor", "exclude": "head"}, {"scope": ["*bias"]}, {}):
         manager(client(), model, modules=[["zscore-clip", {"shared": True, **fine}]])

@@ -20,7 +20,7 @@ from report_runs import call
 
 from benchmarks import dpsgd_evaluation as benchmark
 from benchmarks.audit import estimate
-from fedclip.cli.spent import in_words, read_spent
+from fedclip.cli.privacy import in_words, read_spent
 from fedclip.dpsgd.calibrate import calibrate, evaluation_noise
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn import evaluation as evaluations
@@ -135,7 +135,7 @@ def test_steps_and_evaluations_together_cost_the_budget(share: float) -> None:
     assert account([Release(plan.noise_multiplier, 60, plan.rate)], 1e-5).epsilon < 3.0
     half = noise_multiplier(3.0, 1e-5, 10, besides=(Release(noise_multiplier(1.5, 1e-5, 5), 5),))
     assert account([Release(half, 10)], 1e-5).epsilon < 2.9
-    with pytest.raises(ValueError, match="no number is large enough"):
+    with pytest.raises(ValueError, match="no noise is enough"):
         noise_multiplier(3.0, 1e-5, 10, besides=(Release(1.0, 10),))
 
 

@@ -17,12 +17,11 @@ from declearn.optimizer.modules import AuxVar as _AuxVar
 from federation_helpers import Server
 
 import fedclip
-from fedclip.engines.declearn import members as replies
-from fedclip.engines.declearn.clipper_servers import ZScoreClipServer
+from fedclip.engines.declearn import context as replies
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
+from fedclip.engines.declearn.statistics_server import ZScoreClipServer
 from fedclip.statistics.counts import FedclipSharedCounts
-from fedclip.updates.bound import FIRST_VARIANCE, BoundRule
-from fedclip.updates.protocol import counts_of
+from fedclip.updates.votes import FIRST_VARIANCE, BoundRule, counts_of
 
 
 class AuxVar(_AuxVar, register=False):

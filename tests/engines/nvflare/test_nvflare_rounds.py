@@ -17,7 +17,7 @@ from nvflare.app_common.abstract.fl_model import ParamsType
 from nvflare_rounds import Federation, contexts, result, task
 
 from fedclip.engines.nvflare import ClipUpdate, CloseRound, ReceiveBound, SendBound
-from fedclip.engines.nvflare.client import KEY
+from fedclip.engines.nvflare.clipping import KEY
 from fedclip.errors import FedclipWarning
 from fedclip.updates.store import client_of, server_of
 
@@ -193,7 +193,7 @@ def test_state_is_kept_over_jobs(tmp_path: Path) -> None:
     first = Federation(tmp_path, **settings)
     first.round(updates(0))
     spent = first.rounds[-1]
-    with pytest.raises(OSError, match="a server is running there"):
+    with pytest.raises(OSError, match="give another federation another folder"):
         Federation(tmp_path, **settings).closing.reset_stats()
     first.closing._served.leave()
     again = Federation(tmp_path, **settings)

@@ -27,7 +27,6 @@ from fedclip import (
     ZScoreClip,
     to_toml,
 )
-from fedclip.loops.loggers import log
 
 NORMS = [1.0, 1.2, 0.8, 1.1, 0.9, 1.0, 30.0, 1.0, 0.5, 40.0]
 
@@ -107,7 +106,6 @@ def test_what_is_no_norm_is_refused() -> None:
         (lambda: ValueClip().clip(np.ones(2)), r"got ndarray: write clip\({\"w\": array}\)"),
         (lambda: AGC().clip({"w": np.ones(2)}, [np.ones(2)]), "got list: write clip"),
         (lambda: NormClip().clip({"w": [1.0]}), "got builtins.list: convert it"),
-        (lambda: log(NormClip(), None, 1), "got NormClip: give it clipper.last"),
         (lambda: to_toml("zscore-clip"), "got 'zscore-clip': make one first"),
         (lambda: to_toml(ZScoreClip), "make one first, as in to_toml"),
         (lambda: ZScoreClip(scope="head*"), r"a pattern goes in a list, scope = \['head\*'\]"),
@@ -229,7 +227,7 @@ def test_a_function_is_checked_and_never_written_down() -> None:
         OwnLimit(to_the_mean, ValueClip())
     clip = OwnLimit(to_the_mean, ZScoreClip())
     for write in (clip.get_config, lambda: to_toml(clip)):
-        with pytest.raises(TypeError, match="no configuration can"):
+        with pytest.raises(TypeError, match="own-limit holds a function"):
             write()
     again = pickle.loads(pickle.dumps(clip))
     assert again.observe(1.0).limit == (math.inf,)

@@ -26,8 +26,8 @@ from helpers import require
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample.base import UnsupportedModelError
+from fedclip.dpsgd.step import SampleClipping
 from fedclip.engines.declearn.persample import check, clipped_sum, vector
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedclip import NormClip, ValueClip, ZScoreClip, analyse
 from fedclip.privacy import GUARANTEES, Context, Guarantee
-from fedclip.privacy.norm_conversions import l2_of, stretch
+from fedclip.privacy.guarantees import l2_of, stretch
 
 SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
 
@@ -34,7 +34,7 @@ def test_a_clipper_answers_for_itself() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((3,), TypeError, "a pipeline is a module"),
+        ((3,), TypeError, "a pipeline is a plug-in"),
         (("norm-clp",), ValueError, "did you mean 'norm-clip'"),
         (("norm-clip", {"w": "ab"}), TypeError, "got 'ab' for 'w'"),
         (("norm-clip", {"w": (3, -1)}), ValueError, "shapes['w'] must be an int >= 0"),

@@ -17,20 +17,17 @@ from dpsgd_wire import seeded
 from quickruns import write_config, write_sites
 from report_runs import call
 
-from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.dpsgd.step import IndependentNoise, PoissonSampler, SampleClipping
 from fedclip.engines.local import audit as attack
 from fedclip.engines.local.audit import Audit, audit
 from fedclip.errors import ToolError
+from fedclip.privacy.accounting import epsilon_of
 from fedclip.privacy.audit import guess, lower_bound
-from fedclip.privacy.gaussian import epsilon_of
 from fedclip.privacy.noise import insecure_normals
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import Limits
 from fedclip.updates.noise import Budget
-from fedclip.updates.protocol import Reply
-from fedclip.updates.schedule import Schedule
+from fedclip.updates.protocol import Reply, Schedule
 
 pytestmark = [
     pytest.mark.slow,
@@ -183,7 +180,6 @@ def test_no_fault_is_found_where_there_is_none(write: Any, more: str, rate: str)
     assert found.audited
     assert found.claimed < found.most
     assert found.claimed / 4 < found.least
-    assert found.membership.low < 0.6
 
 
 @pytest.mark.parametrize("clip", ['"sample-clip"', '["sample-clip", {mode = "adaptive"}]'])
@@ -255,7 +251,6 @@ def test_the_command_prints_what_was_found(write: Any, monkeypatch: pytest.Monke
     result = json.loads(done.stdout)
     assert result["fault"] is result["audited"] is False
     assert result["most"] < result["claimed"]
-    assert result["membership"]["low"] < result["membership"]["auc"]
     nowhere = call("privacy", "audit", "nowhere.toml")
     assert nowhere.exit_code == 2
     assert "nowhere.toml" in nowhere.output

@@ -204,7 +204,7 @@ def test_an_audit_finds_the_faults_and_no_others(
         ({"loss_bound": None}, "go together"),
         ({"evaluation_share": 0.0}, "go together"),
         ({"noise_multiplier": 0.0}, "evaluation_share goes with noise_multiplier > 0"),
-        ({"separation": 2}, "evaluations ask all clients"),
+        ({"separation": 2}, "evaluation_share does not go with"),
         ({"noise_at": "clients", "honest": 0.75}, "goes with evaluation_share=0.0"),
     ],
 )

@@ -13,7 +13,7 @@ from declearn.optimizer import Optimizer
 from fedclip import UpdateClipServer
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.check.findings import Check
-from fedclip.engines.declearn.clipper_servers import ZScoreClipServer
+from fedclip.engines.declearn.statistics_server import ZScoreClipServer
 
 # The noise of each file that is checked is accounted for.
 pytestmark = [
@@ -102,7 +102,7 @@ def private(old: str, new: str) -> dict[str, str]:
 CENTRAL: list[tuple[dict[str, str], str, str]] = [
     (
         {"server": ', "scaffold-server"', "client": ', "scaffold-client"'},
-        *("problem", "scaffold-server sends statistics of the clients"),
+        *("problem", "scaffold-server sends statistics without noise"),
     ),
     ({"more": ', unnoised = "z"'}, "note", "unnoised names 'z', which is not in server_opt"),
     ({"more": ', generator = "insecure"'}, "problem", "from a generator that can be predicted"),
@@ -215,9 +215,7 @@ SHARED = ', ["zscore-clip", {shared = true}]'
 def test_shared_statistics_unfit_for_noise_are_refused_unless_it_is_written(check: Any) -> None:
     found = central(check, server=', "zscore-clip-server"', client=SHARED)
     assert not found.ok
-    assert "zscore-clip-server sends statistics of the clients without noise" in said(
-        found, "problem"
-    )
+    assert "zscore-clip-server sends statistics without noise" in said(found, "problem")
     assert "unnoised = ['zscore-clip-server']" in said(found, "problem")
     found = central(
         check, ', unnoised = ["zscore-clip-server"]', ', "zscore-clip-server"', client=SHARED

@@ -30,11 +30,11 @@ from personal_runs import client, linear, manager, request, weights
 
 import fedclip
 from benchmarks.audit import estimate
-from fedclip.cli.spent import in_words, read_spent
+from fedclip.cli.privacy import in_words, read_spent
 from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.messages import UpdateClipBound, UpdateClipVotes
 from fedclip.engines.declearn.site import GatedNetwork
-from fedclip.engines.declearn.update_server import UpdateClipServer
+from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.audit import guess, lower_bound
 from fedclip.privacy.discrete import draws
@@ -43,9 +43,9 @@ from fedclip.site.policy import Policy
 from fedclip.updates import client_noise as site_noise
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
-from fedclip.updates.protocol import BINS
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.store import client_of, server_of
+from fedclip.updates.votes import BINS
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
@@ -457,7 +457,7 @@ def test_a_sum_whose_masks_do_not_cancel_is_not_released() -> None:
 
 def test_no_noise_no_message_where_it_is_not_known_what_encrypts() -> None:
     (optim,) = clients_with(1).optimizers
-    with pytest.raises(ValueError, match=r"which a fedclip\.PersonalFederatedClient knows"):
+    with pytest.raises(ValueError, match=r"only a PersonalFederatedClient knows"):
         optim.process_aux_var(server_with().start())
 
 
@@ -506,7 +506,7 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
     ("aggregator", "text"),
     [
         ({"on_nonfinite": "raise"}, "reveals that client without noise: take 'skip'"),
-        ({"exclude": "w"}, "noise cannot be sized on what exclude="),
+        ({"exclude": "w"}, "noise cannot be sized on exclude="),
         ({"weights": "steps", "max_steps": 9}, "weights do not go with noise"),
         ({"combine": "arc", "n_hostile": 1}, "combine = 'arc' does not go with noise"),
         ({"name": "averaging"}, "needs the aggregator 'clipped-averaging'"),
@@ -537,9 +537,9 @@ def test_a_policy_would_clip_the_noise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"honest": None}, "needs noise_multiplier, and honest"),
+        ({"honest": None}, "needs noise_multiplier and honest"),
         ({"honest": 1.5}, r"honest must be a number in \(0, 1\]"),
-        ({"noise_multiplier": 0.0, "expected_clients": None}, "needs noise_multiplier, and honest"),
+        ({"noise_multiplier": 0.0, "expected_clients": None}, "needs noise_multiplier and honest"),
         ({"noise_at": "server"}, "honest goes with noise_at='clients'"),
         ({"separation": 2}, "goes with separation=1, got 2"),
         ({"noise": "banded", "separation": 2, "rounds": 9}, "goes with separation=1, got 2"),

@@ -18,22 +18,21 @@ from benchmarks.bound_speed import Federation
 from fedclip.errors import StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon
 from fedclip.privacy.planning import plan
-from fedclip.updates.bound import FIRST, AdaptiveBound, BoundRule, projected
+from fedclip.updates.bound import FIRST, AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.noise import Budget, draws_of
 from fedclip.updates.protocol import (
-    BINS,
+    Participation,
     Reply,
+    Schedule,
     SentBound,
     bound_from,
     bound_to,
-    is_vote,
-    one_hot,
     reply_from,
     reply_to,
 )
-from fedclip.updates.schedule import Participation, Schedule
 from fedclip.updates.server import UpdateServer
+from fedclip.updates.votes import BINS, BoundRule, is_vote, one_hot, projected
 
 RULE = BoundRule(0.5, 1e-6, 1e4)
 MODEL = {"w": np.zeros(1)}
@@ -203,7 +202,7 @@ def test_votes_without_bins_count_as_two_bins_or_not_at_all(
     replies.append(Reply(MODEL, votes=7, within=7, sender="eve"))
     share = server.close(replies, MODEL).record["share"]
     if noise:
-        assert caplog.text.count("install the server's version on that client") == 4
+        assert caplog.text.count("install the server's version") == 4
         assert "c0: a vote without bins" in caplog.text
         return
     assert share == 0.25
@@ -309,9 +308,8 @@ def test_the_budget_counts_a_first_round_of_votes() -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"start_norm": "search"}, "is what happens without it: remove start_norm"),
         ({"start_norm": "serach"}, "start_norm must be"),
-        ({"learning_rate": 0.5}, "has no meaning any more.*remove learning_rate"),
+        ({"learning_rate": 0.5}, "must be 0, which fixes the bound, or left out"),
         ({"learning_rate": 0}, "fixes the bound: give start_norm a number"),
         ({"min_norm": 2.0, "max_norm": 1.0}, "within"),
     ],

@@ -27,11 +27,12 @@ from fedclip.errors import NonFiniteError, StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon, split_noise
 from fedclip.privacy.noise import insecure_normals
 from fedclip.updates.aggregation import averaged
-from fedclip.updates.bound import FIRST_VARIANCE, AdaptiveBound, BoundRule
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.noise import Budget, draws_of
-from fedclip.updates.protocol import BINS, Reply, one_hot
+from fedclip.updates.protocol import Reply
 from fedclip.updates.server import UpdateServer
+from fedclip.updates.votes import BINS, FIRST_VARIANCE, BoundRule, one_hot
 
 CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
@@ -207,7 +208,7 @@ def test_far_out_of_range_is_zeroed(config: dict[str, Any], zeroed: int) -> None
 
 def test_no_reply_at_all_is_a_sentence() -> None:
     server = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
-    with pytest.raises(TypeError, match="no client has replied"):
+    with pytest.raises(TypeError, match="give clients clipped-averaging"):
         server.finalize_updates(sum([]))
 
 
@@ -216,7 +217,7 @@ def test_no_reply_at_all_is_a_sentence() -> None:
     [
         ({"max_norm": 0}, ValueError, "max_norm must be a finite number > 0"),
         ({"max_nrom": 1.0}, TypeError, "did you mean 'max_norm'"),
-        ({"scope": {"a": 1.0}}, ValueError, "the table scope=.* in proportion to which"),
+        ({"scope": {"a": 1.0}}, ValueError, "the table scope=.* in proportion to"),
         ({"zeroing_factor": 1.0}, ValueError, "zeroing_factor must be a finite number > 1"),
         ({"on_nonfinite": "propagate"}, ValueError, "on_nonfinite"),
     ],
@@ -454,7 +455,7 @@ def test_a_budget_is_spent_to_its_very_end(rounds: int, relation: str) -> None:
     least = float(str(told.value).rpartition(">= ")[2])
     half: dict[str, Any] = {"max_epsilon": enough * 0.5, "relation": relation, "bits_noise": 1.0}
     budget_of(noise_multiplier=least, **half)
-    with pytest.raises(ValueError, match="one round with"):
+    with pytest.raises(ValueError, match="one round costs"):
         budget_of(noise_multiplier=least - 0.02, **half)
 
 
@@ -491,15 +492,15 @@ def test_the_budget_ends_the_training_before_it_is_passed(caplog: pytest.LogCapt
         ({"noise_multiplier": 1.0}, "needs expected_clients"),
         (
             {"noise_multiplier": 1.0, "expected_clients": 9, "bits_noise": 0.5},
-            r"bits_noise > 0\.5 .*noise_multiplier < 1",
+            r"bits_noise > 0\.5, or noise_multiplier < 1",
         ),
         ({"max_epsilon": 3.0}, "max_epsilon goes with noise_multiplier > 0"),
         ({"bits_noise": 3.0}, "bits_noise goes with noise_multiplier > 0"),
         (
             {"noise_multiplier": 1.0, "expected_clients": 9, "max_epsilon": 1.0},
-            r"one round .* costs epsilon = 4\.3.*take noise_multiplier >= 3\.7",
+            r"one round costs epsilon = 4\.3.*take noise_multiplier >= 3\.7",
         ),
-        ({"seed": 3}, "a seed goes with generator='insecure' only"),
+        ({"seed": 3}, "seed goes with generator='insecure' only"),
         ({"start_norm": 3.0, "max_norm": 2.0}, "start_norm must be within"),
         ({"relation": "replace"}, "did you mean 'replace-one'"),
     ],
@@ -549,7 +550,7 @@ SENT = UpdateClipBound(1.0)
     ("modules", "aggregator", "sent", "error", "text"),
     [
         (ADAPTIVE, CLIPPED, None, RuntimeError, "put update-clip-server into server_opt"),
-        (ADAPTIVE * 2, CLIPPED, SENT, RuntimeError, "once only"),
+        (ADAPTIVE * 2, CLIPPED, SENT, RuntimeError, "once each"),
         (ADAPTIVE, {"name": "averaging"}, SENT, RuntimeError, "set aggregator = 'clipped-avera"),
         (ADAPTIVE, {**CLIPPED, "max_norm": 1.0}, SENT, ValueError, "brings another bound"),
         ([], CLIPPED, None, ValueError, "has no bound"),
@@ -710,6 +711,7 @@ def test_groups_that_reach_the_bound_each_by_itself_are_refused(scope: Any) -> N
         {"n_bins": [0] * 8 + [2, -1]},
         {"n_bins": [0] * 8 + [1]},
         {"n_bins": 8},
+        {"n_bins": []},
         "other type",
     ],
     ids=str,
