@@ -49,6 +49,12 @@ def test_the_rate_in_use_is_never_above_the_one_accounted_for() -> None:
     assert len(whole.draw()) == whole.expected == 5
 
 
+@pytest.mark.parametrize(("records", "expected"), [(0, 1), (3, 0), (2.5, 1), (3, True)])
+def test_sampler_refuses(records: object, expected: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="must be an int"):
+        PoissonSampler(records, expected)  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_a_calibrated_run_costs_its_budget_and_no_more() -> None:
     found = calibrate(3.0, 1e-5, 400, 64, 60)
@@ -351,6 +357,31 @@ def test_several_plans_are_counted_at_the_order_of_the_first(tmp_path: Path) -> 
     assert epsilon([first, second], 1e-6) < found < 1.2 * epsilon([first, second], 1e-6)
     (found,) = read_spent(path)
     assert [*found.cost()["epsilons"]] == [f"rdp at order {order:.4g}"]
+
+
+def test_a_ledger_of_version_0_1_0_is_read_as_then(tmp_path: Path) -> None:
+    """Its numbers, counted by the package that has written it."""
+    pytest.importorskip("dp_accounting")
+    path = tmp_path / "privacy_spent.json"
+    every = (
+        '"delta": 1e-05, "relation": "add-remove", "sampling": "Poisson", "data": '
+        '"400 records, features (4,)", "time": "2026-11-26T13:48:12+00:00", "fedclip": "0.1.0"'
+    )
+    lines = [
+        '{"spent": [], "order": null, %s, "id": "2e61"}',
+        '{"spent": [[2.0, 30, 0.16]], "order": 6.2, "plan": [[9.0, 10, 1.0]], %s, "id": "63e3"}',
+        '{"spent": [[9.0, 1]], "order": null, "evaluation": true, %s, "id": "323d"}',
+        '{"spent": [[3.0, 20, 0.1]], "order": null, %s, "id": "2a78"}',
+    ]
+    path.write_text("".join(f"{line % every}\n" for line in lines))
+    (found,) = read_spent(path)
+    assert found.cost()["epsilons"] == {"rdp at order 6.2": pytest.approx(2.6191280225606333)}
+    ledger = Ledger(3.0, 1e-5, path, data="400 records, features (4,)")
+    assert ledger.spent == pytest.approx(2.6191280225606333)
+    assert ledger.reserve(2.0, 0.16, 1) == 1
+    path.write_text("".join(f"{line % every}\n" for line in (lines[0], lines[1])))
+    (found,) = read_spent(path)
+    assert found.cost()["epsilons"] == {"pld": pytest.approx(2.132066725188051)}
 
 
 def test_a_link_is_no_other_ledger(tmp_path: Path) -> None:
