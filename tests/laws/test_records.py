@@ -41,19 +41,6 @@ def feed(clipper: NormClip | NoOp, *norms: float) -> None:
         clipper.run(to_vector({"w": np.array([norm])}))
 
 
-def test_rounds() -> None:
-    clip = NormClip(1.0)
-    clip.on_round_start()
-    feed(clip, 0.5, 2.0, 3.0)
-    clip.on_round_start()
-    feed(clip, 0.25)
-    first, second = clip.rounds
-    assert (first.round, first.steps, first.clipped, first.nonfinite) == (1, 3, 2, 0)
-    assert (first.norm_min, first.norm_max, first.limit) == (0.5, 3.0, 1.0)
-    assert first.clipped_share == pytest.approx(2 / 3)
-    assert (second.round, second.steps, second.clipped, second.norm_max) == (2, 1, 0, 0.25)
-
-
 def test_numbers_for_loggers_have_names_that_stay() -> None:
     clip = NormClip(1.0)
     clip.on_round_start()

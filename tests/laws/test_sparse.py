@@ -96,31 +96,6 @@ def test_unsupported_layouts_are_named() -> None:
         NormClip(1.0).run(TorchVector({"w": table}))
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_torch_rounds_products_once(dtype: str, in_place: bool) -> None:
-    torch = require("torch")
-    from fedclip.arrays.torch import TorchBackend, TorchInPlace
-
-    kind = getattr(torch, dtype)
-    wide = torch.float64 if dtype == "float64" else torch.float32
-    values = torch.from_numpy(np.random.default_rng(4).standard_normal(1000)).to(kind)
-    once = values.to(wide) * torch.tensor(0.3217, dtype=wide)
-    if dtype == "float16":
-        once = torch.trunc(once * 2.0**24) * 2.0**-24
-    once = once.to(kind)
-    dense, single = values.clone(), values[0].clone()
-    table = torch.sparse_coo_tensor(torch.arange(1000)[None], values.clone(), check_invariants=True)
-    backend = TorchInPlace() if in_place else TorchBackend()
-    factor = torch.tensor(0.3217, dtype=torch.float64)
-    outputs = backend.scale([dense, table, single], [factor] * 3)
-    found = [outputs[0], outputs[1].to_dense(), outputs[2]]
-    for output, expected in zip(found, [once, once, once[0]], strict=True):
-        assert output.dtype == kind
-        assert torch.equal(output, expected)
-    assert all((a is b) == in_place for a, b in zip(outputs, [dense, table, single], strict=True))
-
-
 @pairwise(
     framework=["torch", "tensorflow"], dtype=["float16", "bfloat16", "float32"], seed=range(3)
 )

@@ -286,7 +286,7 @@ import tensorflow as tf
 (cpu,) = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 import keras, numpy as np
-from fedclip import AGC, NormClip, ZScoreClip
+from fedclip import AGC, Centralize, EmaValueClip, NormClip, ValueClip, ZScoreClip
 from fedclip.loops.keras import ClippedOptimizer
 
 def run(strategy, make):
@@ -306,6 +306,14 @@ makers = {
     "scaled": lambda: Scaled(ClippedOptimizer(SGD(0.1), NormClip(0.1))),
     "keras": lambda: SGD(0.1, global_clipnorm=0.1),
 }
+# Outside of fit: a gradient whose tensors lie on two devices.
+gradient = {}
+for place, value in enumerate((3.0, 4.0)):
+    with tf.device(f"CPU:{place}"):
+        gradient[str(place)] = tf.constant([value])
+for clipper in (ZScoreClip(), ValueClip(), EmaValueClip(), Centralize()):
+    clipper.clip(gradient)
+np.testing.assert_allclose([*NormClip(1.0).clip(gradient).values()], [[0.6], [0.8]], rtol=1e-5)
 two = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 for name, make in makers.items():
     one, both = (run(s, make).get_weights() for s in (tf.distribute.get_strategy(), two))
