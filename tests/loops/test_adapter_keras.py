@@ -355,19 +355,6 @@ def test_gradients_are_clipped_in_steps_only():
         optimizer._clip_gradients(list(stream())[1])
 
 
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="sparse arrays of JAX")
-def test_sparse_gradients_of_jax_are_clipped_as_dense_ones():
-    from jax.experimental import sparse
-
-    found, expected = ([keras.Variable(np.ones((5, 2), "float32"))] for _ in range(2))
-    dense = np.zeros((5, 2), "float32")
-    dense[1], dense[3] = 3.0, -2.0
-    for held, gradient in ((found, sparse.BCOO.fromdense(dense, n_dense=1)), (expected, dense)):
-        optimizer = ClippedOptimizer(optimizers.SGD(0.1), NormClip(LIMIT))
-        optimizer.apply([gradient], held)
-    close([v.numpy() for v in found], [v.numpy() for v in expected])
-
-
 def test_the_optimizer_inside_does_not_step_before_the_clipper_is_built():
     inner, held = optimizers.SGD(0.1), variables()
     outer = ClippedOptimizer(inner, NormClip(LIMIT))

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -256,3 +257,31 @@ def test_uses_of_a_clipper_that_are_one_after_the_other():
     assert gone() is None
     assert again.clipper is handle.clipper
     assert _attach("zscore-clip")[1].clipper is not _attach("zscore-clip")[1].clipper
+
+
+# -- public reports, by project and number --------------------------------------------------------
+def test_lvsm_19_weathergenerator_356_slime_1762_a_scaler_goes_on_after_a_skipped_step():
+    model = torch.nn.Linear(2, 1)
+    optimizer, scaler = SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    clipper = ZScoreClip(warmup=2, on_spike="skip")
+    for factor in (1.0, 1.1, 0.9, 1.0, 1.0, 1.1, 0.9, 1e6, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model.weight.sum() * factor).backward()
+        scaler.unscale_(optimizer)
+        before = model.weight.detach().clone()
+        assert math.isfinite(float(clip_(model, clipper)))
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model.weight, before) == (factor > 2)
+
+
+def test_pytorch_67590_a_step_that_the_scaler_skips_is_none():
+    model = torch.nn.Linear(2, 1)
+    optimizer, scaler = SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    handle = attach(optimizer, ZScoreClip(), model)
+    for factor in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model.weight.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert handle.metrics()["round/steps"] == 2
