@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from fedclip.arrays import Array, Backend, Memory
 from fedclip.core import states
@@ -273,7 +273,7 @@ class Core(Documented):
 
     def _resolve(self, arrays: Mapping[str, Array]) -> Groups:
         names = tuple(arrays)
-        groups = self.groups({n: getattr(a, "shape", ()) for n, a in arrays.items()})
+        groups = self.groups({name: _shape(array) for name, array in arrays.items()})
         fresh, statistics = self._transform.init(groups), self.known(groups)
         self._state, self._on_device = states.load(fresh, statistics, groups.labels), False
         # Keep the statistics of a tensor that has no gradient for some steps.
@@ -373,3 +373,11 @@ def check_mapping(arrays: object) -> None:
     if not isinstance(arrays, Mapping):
         got = f'{type(arrays).__name__}: write clip({{"w": array}}), or run(vector) in declearn'
         raise TypeError(f"clip takes a dict of arrays by name, got {got}")
+
+
+def _shape(array: Any) -> Sequence[int]:
+    """Return the shape of an array; () of one without, which is then refused by name."""
+    try:
+        return cast("Sequence[int]", array.shape)
+    except (AttributeError, RuntimeError):  # torch's nested tensors raise
+        return ()

@@ -62,7 +62,7 @@ def one(clipper: Any, values: Any, dtype: Any = np.float64) -> np.ndarray:
 def test_pieces_may_be_cut_anywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = gradient_stream(8)
     wanted = run(ALL[name](), stream)
-    monkeypatch.setattr("fedclip.arrays.numpy.CHUNK", 7)
+    monkeypatch.setattr("fedclip.arrays.blocks.CHUNK", 7)
     for got, expected in zip(run(ALL[name](), stream), wanted, strict=True):
         for key in expected:
             np.testing.assert_array_equal(got[key], expected[key])
