@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import SPECIMENS, Specimen, gradient, needs, require, specimens
+from helpers import SPECIMENS, Specimen, gradient, needs, require
 
 import fedclip.rules
 from fedclip import AGC, NormClip, ZScoreClip
@@ -185,28 +185,6 @@ def test_compiled_code_does_what_the_host_does(specimen: Specimen, way: str) -> 
     if way == "torch.compile":
         counters = require("torch")._dynamo.utils.counters
         assert counters["stats"]["unique_graphs"] == 1
-
-
-@specimens(label=False)
-def test_rows_of_a_sparse_tensor_are_clipped_as_on_the_host(specimen: Specimen) -> None:
-    needs("torch")
-    import torch
-
-    table = {"scope": {"enc.*": 0.3}} if isinstance(specimen.config.get("scope"), dict) else {}
-    compiled, host = Compiled(specimen, "torch", **table), specimen.make(**table)
-    state, rng = compiled.start(), np.random.default_rng(4)
-    for step in range(4):
-        given = {name: MAKE["torch"](value) for name, value in float32_steps()[step].items()}
-        rows = torch.tensor(rng.standard_normal((4, 5)), dtype=torch.float32)
-        given["enc.weight"] = torch.sparse_coo_tensor(
-            [[1, 5, 1, 2]], rows, (7, 5), check_invariants=False
-        )
-        weights = compiled.weights
-        wanted = host.clip(given, weights) if isinstance(host, AGC) else host.clip(given)
-        outputs, state = compiled(given, state)
-        for name, value in wanted.items():
-            found, right = outputs[name].to_dense(), value.to_dense()
-            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {

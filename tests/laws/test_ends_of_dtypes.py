@@ -91,20 +91,6 @@ def test_subnormals_of_one_dtype_leave_no_more_to_the_others_of_a_group(framewor
         assert length(on_device(NormClip(1e-3), arrays, framework)) <= 1e-3
 
 
-@each_framework(oracle=False)
-def test_several_dtypes_in_a_group_are_clipped_on_a_device_as_on_the_host(framework: str) -> None:
-    needs(framework)
-    scope = {"[hw]": 0.5, "[fx]": 0.3}
-    rng = np.random.default_rng(3)
-    dtypes = {"h": np.float16, "w": np.float32, "f": np.float32, "x": np.float64}
-    arrays = {name: rng.standard_normal(300).astype(kind) for name, kind in dtypes.items()}
-    wanted = NormClip(0.5, scope=scope).clip(arrays)
-    output = on_device(NormClip(0.5, scope=scope), arrays, framework)
-    for name in arrays:
-        digits = 1e-3 if name == "h" else 1e-6
-        np.testing.assert_allclose(output[name], wanted[name], rtol=digits, atol=2e-7)
-
-
 @given(st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=30), st.floats(1e-8, 1e3))
 def test_half_precision_keeps_to_any_limit(values: list[float], limit: float) -> None:
     output = NormClip(limit).run(to_vector({"w": np.array(values)}, dtype="float16"))

@@ -44,7 +44,7 @@ def stream(steps=7, scale=1.0):
 
 
 def trained(optimizer, *, exclude=(), scale=1.0):
-    """Return the variables after some steps, and all variables of the optimizer."""
+    """Return the variables after some steps."""
     held = variables()
     if exclude:
         optimizer.exclude_from_weight_decay(var_names=list(exclude))
@@ -143,30 +143,25 @@ def test_what_would_clip_twice_or_not_at_all_is_refused():
     optimizer.inner_optimizer.clipnorm = 0.1
     with pytest.raises(ValueError, match="clipnorm of the inner optimizer would clip twice"):
         optimizer.build(variables())
-    for option in ("clipnorm", "global_clipnorm", "clipvalue"):
-        inner = optimizers.SGD(0.1, **{option: 1.0})
-        with pytest.raises(ValueError, match=f"{option} of the inner optimizer"):
-            ClippedOptimizer(inner, NormClip(1.0))
-        with pytest.raises(ValueError, match=f"{option} of the inner optimizer"):
-            ClippedOptimizer(optimizers.LossScaleOptimizer(inner), NormClip(1.0))
     inner = optimizers.SGD(0.1)
     ClippedOptimizer(inner, NormClip(1.0))
-    with pytest.raises(ValueError, match="already in another ClippedOptimizer"):
-        ClippedOptimizer(inner, NormClip(1.0))
-    several = optimizers.MultiOptimizer(lambda variable: optimizers.SGD(0.1))
-    with pytest.raises(ValueError, match="a ClippedOptimizer around each"):
-        ClippedOptimizer(several, NormClip(1.0))
-    with pytest.raises(TypeError, match="does not step as Keras' optimizers do"):
-        ClippedOptimizer(object(), NormClip(1.0))
 
-
-def test_optimizers_of_ones_own_clip_or_are_refused():
     class Applying(optimizers.SGD):
         def apply(self, grads, trainable_variables=None):
             raise NotImplementedError
 
-    with pytest.raises(TypeError, match="do not override apply"):
-        ClippedOptimizer(Applying(0.1), NormClip(1.0))
+    scaled = optimizers.LossScaleOptimizer(optimizers.SGD(0.1, clipvalue=1.0))
+    several = optimizers.MultiOptimizer(lambda variable: optimizers.SGD(0.1))
+    for given, error, words in (
+        (optimizers.SGD(0.1, global_clipnorm=1.0), ValueError, "global_clipnorm of the inner"),
+        (scaled, ValueError, "clipvalue of the inner optimizer"),
+        (inner, ValueError, "already in another ClippedOptimizer"),
+        (several, ValueError, "a ClippedOptimizer around each"),
+        (object(), TypeError, "does not step as Keras' optimizers do"),
+        (Applying(0.1), TypeError, "do not override apply"),
+    ):
+        with pytest.raises(error, match=words):
+            ClippedOptimizer(given, NormClip(1.0))
 
     class Forgetting(optimizers.SGD):
         def _backend_apply_gradients(self, grads, trainable_variables):
@@ -349,15 +344,11 @@ def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
     assert all(float(difference) < 1e-6 for difference in found.values()), found
 
 
-def test_gradients_are_clipped_in_steps_only():
-    optimizer = ClippedOptimizer("sgd", NormClip(LIMIT))
-    with pytest.raises(RuntimeError, match="norm-clip clips in steps only: call apply"):
-        optimizer._clip_gradients(list(stream())[1])
-
-
 def test_the_optimizer_inside_does_not_step_before_the_clipper_is_built():
     inner, held = optimizers.SGD(0.1), variables()
     outer = ClippedOptimizer(inner, NormClip(LIMIT))
+    with pytest.raises(RuntimeError, match="norm-clip clips in steps only: call apply"):
+        outer._clip_gradients(list(stream())[1])
     with pytest.raises(ValueError, match="inside of a ClippedOptimizer that was not built"):
         inner.apply(list(stream())[1], held)
     outer.build(held)
@@ -366,13 +357,8 @@ def test_the_optimizer_inside_does_not_step_before_the_clipper_is_built():
 
 
 def test_several_optimizers_may_each_be_clipped_and_share_nothing():
-    clipper, learnt = ZScoreClip(), ZScoreClip()
-    learnt.clip({"w": np.ones(3)})
+    clipper = ZScoreClip()
     clipped = {name: ClippedOptimizer("sgd", clipper) for name in ("kernel", "rest")}
-    clipped["rest"].set_state(learnt.get_state())
-    assert clipped["rest"].get_state()["groups"]
-    assert not clipped["kernel"].get_state()["groups"]
-    clipped["rest"].reset()
     choose = lambda v: clipped["kernel" if v.name == "kernel" else "rest"]  # noqa: E731
     optimizer = optimizers.MultiOptimizer(choose)
     held = variables()

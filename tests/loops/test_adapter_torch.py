@@ -138,19 +138,6 @@ def test_with_raise_what_lies_on_a_device_is_measured_there(scope):
         NormClip(1.0, scope=scope, on_nonfinite="raise").clip(gradient, backend=Half())
 
 
-def test_pure_clipping_gives_each_group_its_own_statistics():
-    pure = PureClipping(ZScoreClip(warmup=1, scope="tensor"))
-    small, large = torch.ones(2), torch.full((2,), 50.0)
-    state = pure.init({"a": small, "b": large})
-    for order in ("ab", "ab", "ba"):
-        found, state = pure.update({n: {"a": small, "b": large}[n] for n in order}, state)
-        assert [*found] == [*order]
-        assert torch.equal(found["b"], large)
-    for others in ({"b": large}, {"a": small, "b": large, "c": small}):
-        with pytest.raises(ValueError, match="the state is of 2 groups of tensors"):
-            pure.update(others, state)
-
-
 # -- what is attached is seen to act -------------------------------------------------------------
 
 

@@ -183,18 +183,6 @@ def test_gradients_that_share_memory_are_clipped_once(kind):
         assert torch.equal(parameter.grad.to_dense(), alone[name].grad.to_dense())
 
 
-def test_views_of_a_flat_buffer_stay_in_it():
-    flat = torch.full((2, 24), 3.0)
-    # Channels last, and side by side.
-    own = [flat[0].view(1, 2, 3, 4).permute(0, 3, 1, 2), flat[1, :4].view(2, 2).T, flat[1, 4:]]
-    parameters = {f"w{i}": torch.nn.Parameter(torch.ones(g.shape)) for i, g in enumerate(own)}
-    for parameter, gradient in zip(parameters.values(), own, strict=True):
-        parameter.grad = gradient
-    clip_(parameters, NormClip(1.0))
-    # The norm below is of float32, and the margin 9e-7.
-    assert float(flat.norm()) == pytest.approx(1.0, rel=3e-6)
-
-
 @pytest.mark.parametrize("by_name", [False, True])
 def test_lbfgs_sees_clipped_gradients_only(by_name):
     model, optimizer = build(optimizer=torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")

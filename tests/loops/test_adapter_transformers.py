@@ -199,20 +199,6 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
         assert run["clipped"] == clipper.rounds[-1].clipped == 2
 
 
-def test_a_checkpoint_from_before_there_was_a_clipper_starts_it_anew(tmp_path: Path) -> None:
-    options = {"save_strategy": "steps", "save_steps": 4}
-    make(tmp_path, **options).train()
-    callback = ClipCallback(ZScoreClip())
-    with pytest.warns(FedclipWarning, match="zscore-clip, which starts anew") as said:
-        make(tmp_path, callback, **options).train(
-            resume_from_checkpoint=str(tmp_path / "checkpoint-8")
-        )
-    assert len([w for w in said if issubclass(w.category, FedclipWarning)]) == 1
-    assert callback.clipper.rounds[-1].steps == 8
-    saved = json.loads((tmp_path / "checkpoint-16" / "trainer_state.json").read_text())
-    assert saved["stateful_callbacks"]["ClipCallback"][-1]["args"]["clipper"][0] == "zscore-clip"
-
-
 def test_a_clipper_acts_in_one_trainer_at_a_time(tmp_path: Path) -> None:
     clipper = ZScoreClip()
     make(tmp_path, ClipCallback(clipper)).train()
