@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,12 +129,8 @@ def tensorflow_compiled(clipper: Any) -> Loop:
     variables = [tf.Variable(w, name=n) for n, w in WEIGHTS.items()]
     run = tf.function(lambda *g: [o for o, _ in clip(zip(g, variables, strict=True), clipper)])
     made = CompiledClipper.of(clipper)
-    return Loop(
-        lambda g: dict(zip(g, run(*map(tf.constant, g.values())), strict=True)),
-        lambda: made.metrics("clip/"),
-        made.on_round_start,
-        made.get_state,
-    )
+    step = lambda g: dict(zip(g, run(*map(tf.constant, g.values())), strict=True))  # noqa: E731
+    return Loop(step, partial(made.metrics, "clip/"), made.on_round_start, made.get_state)
 
 
 def keras_optimizer(clipper: Any) -> Loop:
@@ -151,12 +148,8 @@ def keras_optimizer(clipper: Any) -> Loop:
         pairs = zip(WEIGHTS.items(), variables, strict=True)
         return {n: w - v.numpy() for (n, w), v in pairs}
 
-    return Loop(
-        step,
-        lambda: optimizer.metrics("clip/"),
-        optimizer.on_round_start,
-        optimizer.get_state,
-    )
+    metrics = partial(optimizer.metrics, "clip/")
+    return Loop(step, metrics, optimizer.on_round_start, optimizer.get_state)
 
 
 def jax_jit(clipper: Any, compiled: bool = True) -> Loop:
@@ -268,13 +261,11 @@ def test_a_loop_does_what_the_clipper_does(loop: str, name: str) -> None:
     state = made.get_state()
     if name == "agc":
         return
-    for label, fields in reference.get_state()["groups"].items():
-        label = label.replace("/", "_") if loop == "keras" else label
-        assert state["groups"][label] == pytest.approx(fields, rel=1e-4)
-    for label, arrays in reference.get_state()["arrays"].items():
-        label = label.replace("/", "_") if loop == "keras" else label
-        for field, value in arrays.items():
-            np.testing.assert_allclose(state["arrays"][label][field], value, rtol=1e-4, atol=1e-5)
+    for kind in ("groups", "arrays"):
+        for label, fields in reference.get_state()[kind].items():
+            found = state[kind][label.replace("/", "_") if loop == "keras" else label]
+            for field, value in fields.items():
+                np.testing.assert_allclose(found[field], value, rtol=1e-4, atol=1e-5)
     # Another loop continues from the state.
     clipper = CLIPPERS[name]()
     clipper.set_state(state)
