@@ -138,19 +138,3 @@ def test_the_largest_element_may_be_too_large_for_half_precision_beside_it() -> 
         assert outputs["single"].tolist() == pytest.approx(
             [2.0, -6e-6] if isinstance(clipper, NormClip) else [2.0, -2.0], rel=1e-5
         )
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_skipped_step_is_zero_and_another_one_is_kept_to_the_bit(
-    in_place: bool, kept: bool
-) -> None:
-    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    given = [torch.tensor([-0.0, 3.0, -torch.inf, torch.nan], dtype=d) for d in dtypes]
-    given += [torch.tensor(5.0), torch.empty(0), torch.ones(3, 2).T]
-    outputs = BACKENDS[in_place].keep_if(torch.tensor(kept), [t.clone() for t in given])
-    for output, tensor in zip(outputs, given, strict=True):
-        wanted = tensor if kept else torch.zeros_like(tensor)
-        assert output.dtype == tensor.dtype
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-        assert torch.equal(output.view(bits), wanted.view(bits))

@@ -29,6 +29,7 @@ UNREADABLE: list[tuple[str, str, Any]] = [
     ("tensorflow", DTYPE, lambda tf: tf.cast(tf.ones(3), tf.dtypes.experimental.float8_e5m2)),
     ("jax", DTYPE, lambda jax: jax.numpy.ones(3, jax.numpy.float8_e4m3fn)),
     ("numpy", CONTAINER, lambda np: np.ma.masked_array([1.0, 2.0], mask=[True, False])),
+    ("torch", "sparse COO tensors, got one of layout", lambda torch: torch.eye(2).to_sparse_csr()),
     ("torch", CONTAINER, lambda torch: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
     ("tensorflow", CONTAINER, lambda tf: tf.ragged.constant([[1.0, 2.0], [3.0]])),
     ("tensorflow", CONTAINER, lambda tf: tf.sparse.from_dense(tf.eye(3))),
@@ -37,6 +38,7 @@ UNREADABLE: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize(("module", "text", "make"), UNREADABLE)
 def test_what_can_not_be_read_is_refused_by_name(module: str, text: str, make: Any) -> None:
     array = make(require(module))

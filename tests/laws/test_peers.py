@@ -17,7 +17,7 @@ from declearn.optimizer.regularizers import Regularizer
 from helpers import require
 from recordings import ALL
 
-from fedclip import FedclipWarning, OwnLimit, translate
+from fedclip import FedclipWarning, translate
 
 torch = require("torch")
 
@@ -85,20 +85,6 @@ def test_drytorch_warm_up_by_any_operation(warmup: str) -> None:
         return other.clip(step)
 
     compare(ops.HistClipper(ops.EMACriterion(0.9, 1.2), getattr(ops, warmup)(), 4), clip)
-
-
-def test_torchzero_warm_up_of_the_limit() -> None:
-    package = pytest.importorskip("torchzero")
-    limits = (0.01 + 0.99 * t / 5 if t <= 5 else math.inf for t in range(99))
-    ours = OwnLimit(lambda norm, past: next(limits))
-    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer = package.Optimizer([parameter], package.m.WarmupNormClip(5, 0.01, 1.0))
-    for t in range(9):
-        parameter.data.zero_()
-        parameter.grad = torch.full((3,), 1.0 + t, dtype=torch.float64)
-        optimizer.step()
-        clipped = ours.clip({"w": np.full(3, 1.0 + t)})["w"]
-        np.testing.assert_allclose(clipped, -parameter.detach().numpy(), rtol=1e-9)
 
 
 def test_smartclip_keys_gates_and_state() -> None:

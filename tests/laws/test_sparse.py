@@ -10,17 +10,10 @@ import pytest
 from helpers import SPECIMENS, Specimen, apply, needs, norm, pairwise, require
 
 from fedclip import NormClip
-from fedclip.errors import FedclipWarning
 from fedclip.testing import to_vector
 
 ROWS = np.array([1, 3, 1, 0])
 VALUES = np.array([[3.0, 4.0], [0.0, 12.0], [1.0, -1.0], [0.5, 0.5]])
-
-
-def dense_values() -> np.ndarray:
-    dense = np.zeros((5, 2))
-    np.add.at(dense, ROWS, VALUES)
-    return dense
 
 
 def indexed_slices() -> Any:
@@ -74,26 +67,6 @@ def test_every_clipper_treats_it_as_the_dense_tensor(specimen: Specimen, framewo
         got = to_dense(apply(sparse_clipper, given, dense).coefs["emb.table"])
         wanted = to_dense(apply(dense_clipper, dense, dense).coefs["emb.table"])
         np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12)
-
-
-def test_an_excluded_sum_of_repeated_rows_that_overflows_is_skipped() -> None:
-    tf = require("tensorflow")
-    rows = tf.constant([[65504.0], [65504.0]], tf.float16)
-    slices = tf.IndexedSlices(rows, tf.constant([1, 1]), tf.constant([5, 1], tf.int64))
-    given = {"w": tf.constant([1.0]), "v": slices}
-    with pytest.warns(FedclipWarning, match="infinity in 'v'"):
-        outputs = NormClip(0.5, exclude="v").clip(given)
-    assert not outputs["w"].numpy().any()
-
-
-def test_unsupported_layouts_are_named() -> None:
-    torch = require("torch")
-    from declearn.model.torch import TorchVector
-
-    with pytest.warns(UserWarning, match="CSR"):
-        table = torch.tensor(VALUES).to_sparse_csr()
-    with pytest.raises(TypeError, match=r"sparse COO tensors, got one of layout torch\.sparse_csr"):
-        NormClip(1.0).run(TorchVector({"w": table}))
 
 
 @pairwise(
