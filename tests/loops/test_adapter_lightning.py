@@ -17,6 +17,7 @@ from helpers import require
 
 torch = require("torch")
 lightning = pytest.importorskip("lightning.pytorch")
+from torch_loops import total  # noqa: E402
 
 from fedclip import AGC, EmaNormClip, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.loops.lightning import ClipCallback  # noqa: E402
@@ -48,15 +49,12 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         if self.automatic_optimization:
             return self.loss(batch, self.layers[0])
         found = self.optimizers(use_pl_optimizer=self.manual != "torch's own")
-        for layer, optimizer in zip(
-            self.layers, found if isinstance(found, list) else [found], strict=True
-        ):
+        optimizers = found if isinstance(found, list) else [found]
+        for layer, optimizer in zip(self.layers, optimizers, strict=True):
 
-            def closure(optimizer: Any = optimizer, layer: Any = layer) -> Any:
+            def closure(optimizer: Any = optimizer, layer: Any = layer) -> None:
                 optimizer.zero_grad()
-                loss = self.loss(batch, layer)
-                self.manual_backward(loss)
-                return loss
+                self.manual_backward(self.loss(batch, layer))
 
             if self.manual == "closure":
                 optimizer.step(closure)
@@ -66,18 +64,14 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         return None
 
     def configure_optimizers(self) -> Any:
-        made = [
-            torch.optim.SGD(layer.parameters(), lr=0.01, fused=self.fused) for layer in self.layers
-        ]
-        for optimizer, norms in zip(made, self.norms, strict=True):
-            optimizer.register_step_post_hook(lambda o, *_, norms=norms: norms.append(norm_of(o)))
+        made = []
+        for layer, norms in zip(self.layers, self.norms, strict=True):
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, fused=self.fused)
+            optimizer.register_step_post_hook(
+                lambda *_, layer=layer, norms=norms: norms.append(total(layer))
+            )
+            made.append(optimizer)
         return made if len(made) > 1 else made[0]
-
-
-def norm_of(optimizer: Any) -> float:
-    """Return the norm of all gradients; 0 where there are none."""
-    held = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    return float(torch.stack([g.double().norm() for g in held]).norm()) if held else 0.0
 
 
 def batches() -> Any:
@@ -86,19 +80,13 @@ def batches() -> Any:
     return torch.utils.data.DataLoader(data, batch_size=4)
 
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "max_epochs": 1,
-}
+QUIET = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
 
 
 def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
-    common = {**QUIET, "default_root_dir": folder}
-    return lightning.Trainer(callbacks=list(callbacks), **{**common, **options})
+    common = {**dict.fromkeys(QUIET, False), "accelerator": "cpu", "max_epochs": 1}
+    common |= {"default_root_dir": folder, "callbacks": [*callbacks]}
+    return lightning.Trainer(**{**common, **options})
 
 
 def fit(folder: Path, model: Any, *callbacks: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ def backward(model, scale=100.0, **options):
 
 def total(model):
     gradients = [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
-    return float(torch.cat(gradients).detach().double().norm())
+    return float(torch.cat(gradients).detach().double().norm()) if gradients else 0.0
 
 
 def closure_of(model, optimizer, norms=None):
