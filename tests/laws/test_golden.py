@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from declearn.optimizer.regularizers import Regularizer
 from recordings import ALL, FOLDER, INDEX, arrays_of
 
 from fedclip import translate
-from fedclip.testing import to_numpy, to_vector
+from fedclip.testing import apply, to_numpy, to_vector
 
 # The one without gradients holds counts and bounds: see test_adaptive_bound.
 GRADIENTS = [r for r in INDEX if r["kinds"]]
@@ -41,13 +42,18 @@ def each(*, match: bool) -> Any:
     return pytest.mark.parametrize("record", rows)
 
 
-def build(record: dict[str, Any]) -> OptiModule | Regularizer:
-    kind, name, config = translate.translate(record["peer"], record["cls"], record["config"])
-    if record.get("first_clip_step") is not None and "warmup" in config:
+def translated(peer: str, cls: str, config: dict[str, Any], first: int | None = None) -> Any:
+    kind, name, ours = translate.translate(peer, cls, config)
+    if first is not None and "warmup" in ours:
         # The peer's gate counts observations over all groups, ours counts calls.
-        config["warmup"] = record["first_clip_step"] + 1
+        ours["warmup"] = first + 1
     base: Any = OptiModule if kind == "module" else Regularizer
-    return base.from_specs(name, config)
+    return base.from_specs(name, ours)
+
+
+def build(record: dict[str, Any]) -> Any:
+    first = record.get("first_clip_step")
+    return translated(record["peer"], record["cls"], record["config"], first)
 
 
 def expected(record: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -66,10 +72,7 @@ def run(record: dict[str, Any], framework: str = "numpy") -> dict[str, np.ndarra
     outputs: dict[str, list[np.ndarray]] = {name: [] for name in record["kinds"]}
     for t in range(STEPS):
         grads = to_vector({n: GRADS[n][t].astype(dtype) for n in record["kinds"]}, framework)
-        out = (
-            clipper.run(grads, weights) if isinstance(clipper, Regularizer) else clipper.run(grads)
-        )
-        for name, value in to_numpy(out).items():
+        for name, value in to_numpy(apply(clipper, grads, weights)).items():
             assert value.dtype == dtype
             assert value.shape == GRADS[name][t].shape
             outputs[name].append(value.astype(float))
@@ -94,7 +97,7 @@ def test_reproduced(record: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("record", BOUNDS, ids=lambda record: record["file"])
 def test_adaptive_bound(record: dict[str, Any]) -> None:
-    clipper: Any = build(record)
+    clipper = build(record)
     size = record["config"]["sample_size"]
     data = arrays_of(record)
     bound = record["config"]["initial"]
@@ -112,7 +115,7 @@ def test_gamma_of_adagc(scope: str) -> None:
     if record is None:
         pytest.skip("a source archive")
     gamma = arrays_of(record)["aux/gamma"].reshape(STEPS, -1)
-    clipper: Any = build(record)
+    clipper = build(record)
     for t in range(STEPS):
         clipper.run(to_vector({n: GRADS[n][t] for n in record["kinds"]}))
         means = [group["mean"] for group in clipper.get_state()["groups"].values()]
@@ -132,3 +135,83 @@ def test_defect_not_shared(record: dict[str, Any]) -> None:
     )
     clips = any(not np.array_equal(wanted[n], GRADS[n]) for n in wanted)
     assert apart > 1e-3 or not clips
+
+
+# -- awkward inputs -----------------------------------------------------------------------------
+CASES = json.loads((FOLDER / "edge_cases.json").read_text())
+OPERATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "drytorch.GradNormClipper(1)": ("drytorch", "GradNormClipper", {}),
+    "drytorch.GradValueClipper(1)": ("drytorch", "GradValueClipper", {}),
+    "drytorch.GradParamNormalizer": ("drytorch", "GradParamNormalizer", {}),
+    "drytorch.GradZScoreNormalizer": ("drytorch", "GradZScoreNormalizer", {}),
+    "torchzero.ClipNorm(1) per tensor": ("torchzero", "ClipNorm", {"max_norm": 1}),
+    "torchzero.ClipNorm(1,global)": ("torchzero", "ClipNorm", {"max_norm": 1, "dim": "global"}),
+    "torchzero.Normalize(1) per tensor": ("torchzero", "Normalize", {"norm_value": 1}),
+    "torchzero.Normalize(1,global)": ("torchzero", "Normalize", {"dim": "global"}),
+    "torchzero.Centralize per tensor": ("torchzero", "Centralize", {}),
+    "torchzero.Centralize(global)": ("torchzero", "Centralize", {"dim": "global"}),
+    "torchzero.ClipValue(1)": ("torchzero", "ClipValue", {"value": 1}),
+    "declearn.L2Clipping(1)": ("declearn", "L2Clipping", {}),
+    "declearn.L2GlobalClipping(1)": ("declearn", "L2GlobalClipping", {}),
+    "optax.clip(1)": ("optax", "clip", {"max_delta": 1}),
+    "optax.clip_by_global_norm(1)": ("optax", "clip_by_global_norm", {"max_norm": 1}),
+    "optax.clip_by_block_rms(1)": ("optax", "clip_by_block_rms", {"threshold": 1}),
+    "optax.adaptive_grad_clip(.1) w=1": ("optax", "adaptive_grad_clip", {"clipping": 0.1}),
+    "optax.adaptive_grad_clip(.1) w=0": ("optax", "adaptive_grad_clip", {"clipping": 0.1}),
+    "tf.clip_by_norm(1)": ("tensorflow", "clip_by_norm", {"clip_norm": 1}),
+    "tf.clip_by_global_norm(1)": ("tensorflow", "clip_by_global_norm", {"clip_norm": 1}),
+    "tf.clip_by_value(-1,1)": (
+        "tensorflow",
+        "clip_by_value",
+        {"clip_value_min": -1, "clip_value_max": 1},
+    ),
+}
+UNIT = {"a": [0.6, 0.8], "b": [0.0]}
+HALF = 0.5**0.5
+# Where a peer's answer is not ours, and none of those is right.
+OURS: dict[tuple[str, str], dict[str, list[float]]] = {
+    # Squares overflow in the peer, which returns zeros or NaN.
+    **{
+        (name, "huge"): UNIT
+        for name in OPERATIONS
+        if "Norm" in name or "norm" in name or "L2" in name
+    },
+    ("drytorch.GradZScoreNormalizer", "huge"): {"a": [-HALF, HALF], "b": [0.0]},
+    ("optax.clip_by_block_rms(1)", "huge"): {"a": [0.6 * 2**0.5, 0.8 * 2**0.5], "b": [0.0]},
+    ("optax.adaptive_grad_clip(.1) w=1", "huge"): {"a": [0.06 * 2**0.5, 0.08 * 2**0.5], "b": [0.0]},
+    ("optax.adaptive_grad_clip(.1) w=0", "huge"): {"a": [6e-5, 8e-5], "b": [0.0]},
+    # Norms of 1e-12 and less are not taken for 1, and a zero gradient has no direction.
+    ("torchzero.Normalize(1) per tensor", "tiny"): UNIT,
+    ("torchzero.Normalize(1,global)", "tiny"): UNIT,
+    ("torchzero.Normalize(1,global)", "zero"): {"a": [0.0, 0.0], "b": [0.0]},
+}
+
+
+def arrays(name: str) -> dict[str, np.ndarray]:
+    return {
+        key: np.array([float(x) for x in row["v"]]).reshape(row["shape"])
+        for key, row in CASES["inputs"][name].items()
+    }
+
+
+def test_every_operation_is_here() -> None:
+    assert set(OPERATIONS) == set(CASES["results"])
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_finite_input(operation: str) -> None:
+    for name in CASES["inputs"].keys() - {"nan", "inf", "nodict"}:
+        given = arrays(name)
+        weights = {k: np.full(v.shape, float("w=0" not in operation)) for k, v in given.items()}
+        clipper = translated(*OPERATIONS[operation])
+        out = apply(clipper, to_vector(given), to_vector(weights)).coefs
+        for (key, value), row in zip(given.items(), CASES["results"][operation][name], strict=True):
+            wanted = np.array([float(x) for x in row["v"]]).reshape(row["shape"])
+            if (operation, name) in OURS:
+                wanted = np.array(OURS[operation, name][key]).reshape(value.shape)
+            elif operation == "drytorch.GradZScoreNormalizer" and value.size == 1:
+                # The deviation of one element is unknown: it is left alone; the peer has NaN.
+                assert np.isnan(wanted).all()
+                wanted = value
+            np.testing.assert_allclose(out[key], wanted, rtol=1e-9, atol=1e-300, err_msg=name)
+            assert out[key].shape == value.shape
