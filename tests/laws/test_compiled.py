@@ -155,7 +155,6 @@ def _torch_both(tree: Any) -> Any:
 def _torch_compile(step: Any) -> Any:
     torch = require("torch")
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     return torch.compile(step.__call__, fullgraph=True, backend="eager")
 
 
@@ -182,9 +181,6 @@ def test_compiled_code_does_what_the_host_does(specimen: Specimen, way: str) -> 
     assert_as_on_the_host(
         specimen, framework, wrap, both, **dict(zip(["on_nonfinite"], policy, strict=False))
     )
-    if way == "torch.compile":
-        counters = require("torch")._dynamo.utils.counters
-        assert counters["stats"]["unique_graphs"] == 1
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {

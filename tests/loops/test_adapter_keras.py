@@ -318,23 +318,6 @@ for name, make in makers.items():
 
 @only_tensorflow
 @pytest.mark.slow
-def test_sparse_gradients_of_an_embedding():
-    def table(optimizer):
-        keras.utils.set_random_seed(0)
-        embedding = keras.layers.Embedding(200, 4)
-        flat = keras.layers.Flatten()
-        net = keras.Sequential([keras.layers.Input((3,)), embedding, flat, keras.layers.Dense(1)])
-        net.compile(optimizer, "mse", jit_compile=True)
-        # Keras' own clip measures rows that come twice one by one.
-        x = np.random.default_rng(0).permutation(200)[:192].reshape(64, 3)
-        net.fit(x, x.sum(axis=1), epochs=2, batch_size=16, verbose=0, shuffle=False)
-        return net.get_weights()
-
-    close(table(norm_clipped()), table(optimizers.Adam(0.01, global_clipnorm=0.1)))
-
-
-@only_tensorflow
-@pytest.mark.slow
 def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
     said = ended("-c", MIRRORED).stdout.splitlines()
     found = dict(line.split("=") for line in said if "=" in line)

@@ -149,16 +149,6 @@ def test_wrappers_of_pytorch_optimizer():
     # It asks for two gradients a step, at weights with noise.
     clips_and_comes_back(lambda m: package.BSAM(m.parameters(), num_data=10), both, clips=6)
 
-    def surrogate(model):
-        base = AdamW(model.parameters(), lr=0.01)
-        rate = torch.optim.lr_scheduler.ConstantLR(base)
-        rho = package.ProportionScheduler(rate, max_lr=0.01)
-        optimizer = package.GSAM(model.parameters(), base, model, rho)
-        optimizer.set_closure(torch.nn.functional.mse_loss, torch.ones(2, 8), torch.ones(2, 4))
-        return optimizer
-
-    clips_and_comes_back(surrogate)
-
     def muon(model):
         matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
         groups = {"params": matrices, "use_muon": True}, {"params": vectors, "use_muon": False}
