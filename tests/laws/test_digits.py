@@ -101,16 +101,10 @@ def compiled(framework: str, dtype: str, size: tuple[int, ...], **config: Any) -
 ON_DEVICES = [framework for framework in FRAMEWORKS if framework != "numpy"]
 
 
-@pairwise(framework=ON_DEVICES, dtype=[*TIE], size=[100, 512, 16_384, 100_003])
-def test_on_devices(framework: str, dtype: str, size: int) -> None:
-    with compiled(framework, dtype, (size,)) as step:
+@pairwise(framework=ON_DEVICES, jit=[False, True], dtype=[*TIE], size=[100, 512, 16_384, 100_003])
+def test_on_devices(framework: str, jit: bool, dtype: str, size: int) -> None:
+    with compiled(framework, dtype, (size,), jit=jit) as step:
         assert_bound(step, size, dtype)
-
-
-@pytest.mark.parametrize("dtype", TIE)
-def test_graphs_of_tensorflow_that_xla_compiles(dtype: str) -> None:
-    with compiled("tensorflow", dtype, (16_384,), jit=True) as step:
-        assert_bound(step, 16_384, dtype)
 
 
 @pytest.mark.parametrize("dtype", TIE)

@@ -94,27 +94,15 @@ ROWS = np.array([1, 3, 1, 0])
 VALUES = np.array([[3.0, 4.0], [0.0, 12.0], [1.0, -1.0], [0.5, 0.5]])
 
 
-def indexed_slices() -> Any:
-    tf = require("tensorflow")
-    return tf.IndexedSlices(tf.constant(VALUES), tf.constant(ROWS), tf.constant([5, 2], tf.int64))
-
-
-def sparse_coo() -> Any:
-    torch = require("torch")
-    return torch.sparse_coo_tensor(
-        torch.tensor(ROWS)[None], torch.tensor(VALUES), (5, 2), check_invariants=True
+def vector(framework: str) -> Any:
+    """Return a gradient of an embedding, in which a row repeats."""
+    module, found = require(framework), to_vector({}, framework)
+    found.coefs["emb.table"] = (
+        module.sparse_coo_tensor(ROWS[None], module.tensor(VALUES), (5, 2), check_invariants=True)
+        if framework == "torch"
+        else module.IndexedSlices(module.constant(VALUES), ROWS, module.constant([5, 2], "int64"))
     )
-
-
-def vector(framework: str, **arrays: Any) -> Any:
-    needs(framework)
-    if framework == "torch":
-        from declearn.model.torch import TorchVector
-
-        return TorchVector({"emb.table": sparse_coo(), **arrays})
-    from declearn.model.tensorflow import TensorflowVector
-
-    return TensorflowVector({"emb.table": indexed_slices(), **arrays})
+    return found
 
 
 def to_dense(value: Any) -> np.ndarray:

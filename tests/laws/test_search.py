@@ -17,7 +17,6 @@ from fedclip import Centralize, FedclipWarning, NormClip, Standardize
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.search import trials as search
-from benchmarks.search.__main__ import main
 from benchmarks.search.gradients import Tensor, held
 from benchmarks.search.promises import Trial, size
 from fedclip import EmaNormClip, EmaValueClip
@@ -153,9 +152,3 @@ def test_a_state_with_a_tensor_of_no_dimensions_can_be_saved_after_a_change_of_d
     for value in (np.array(1e300), np.array(2.0, np.float32)):
         clip.clip({"s": value})
     assert isinstance(clip.get_state()["arrays"]["s"]["past"], np.ndarray)
-
-
-def test_a_trial_can_be_run_again() -> None:
-    assert main(["--seed", "5", "--trial", "3", "--frameworks", "numpy"]) == 0
-    one, other = ([b.kind for b in search.trial(5, 3, ["numpy"])] for _ in range(2))
-    assert one == other

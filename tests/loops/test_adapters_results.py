@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import require
 
-from fedclip import AGC, EmaNormClip, FedclipWarning, NormClip, ValueClip, ZScoreClip
+from fedclip import AGC, EmaNormClip, EmaValueClip, FedclipWarning, NormClip, ValueClip, ZScoreClip
 
 SHAPES = {"enc/w": (4, 3), "enc/b": (3,), "scale": ()}
 Arrays = Mapping[str, Any]
@@ -216,6 +216,16 @@ ROWS = [
     # Each clipper in half of the loops, or all; operations of JAX that are not compiled are slow.
     if (name == "norm by table" if loop == "as_optax" else (i + j) % 2 or name in EVERYWHERE)
 ]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("make", [partial(ZScoreClip, scope="tensor"), EmaValueClip, EmaNormClip])
+def test_a_state_of_other_tensors_is_refused(make: Any, loop: str) -> None:
+    learnt, clipper = make(), make()
+    learnt.clip({"v": np.ones(2)})
+    clipper.set_state(learnt.get_state())
+    with pytest.raises(ValueError, match=r"is of .*'v'.*also has \[.*\]: load the state of this"):
+        LOOPS[loop](clipper).step(next(stream()))
 
 
 @pytest.mark.parametrize(("loop", "name"), ROWS)
