@@ -152,7 +152,7 @@ def keras_optimizer(clipper: Any) -> Loop:
     return Loop(step, metrics, optimizer.on_round_start, optimizer.get_state)
 
 
-def jax_jit(clipper: Any, compiled: bool = True) -> Loop:
+def jax_jit(clipper: Any) -> Loop:
     jax = require("jax")
     from fedclip.loops.jax import as_optax, metrics, on_round_start, set_state
 
@@ -164,12 +164,12 @@ def jax_jit(clipper: Any, compiled: bool = True) -> Loop:
         traces.append(1)
         return transform.update(*args)
 
-    update = jax.jit(traced) if compiled else transform.update
+    update = jax.jit(traced)
 
     def step(gradient: Arrays) -> Arrays:
         gradient = {n: jax.numpy.asarray(a) for n, a in gradient.items()}
         clipped, state = update(gradient, states[-1], params)
-        assert len(traces) == compiled
+        assert len(traces) == 1
         states.append(state)
         return clipped
 
@@ -192,7 +192,6 @@ LOOPS = {
     "tensorflow": tensorflow_eager,
     "tf.function": tensorflow_compiled,
     "keras": keras_optimizer,
-    "as_optax": lambda clipper: jax_jit(clipper, compiled=False),
     "jax.jit": jax_jit,
 }
 EAGER = ("clip_", "on a device", "tensorflow")
@@ -213,8 +212,8 @@ ROWS = [
     pytest.param(loop, name, id=f"{loop}, {name}")
     for i, loop in enumerate(LOOPS)
     for j, name in enumerate(CLIPPERS)
-    # Each clipper in half of the loops, or all; operations of JAX that are not compiled are slow.
-    if (name == "norm by table" if loop == "as_optax" else (i + j) % 2 or name in EVERYWHERE)
+    # Each clipper in half of the loops, or all.
+    if (i + j) % 2 or name in EVERYWHERE
 ]
 
 
