@@ -94,14 +94,26 @@ ROWS = np.array([1, 3, 1, 0])
 VALUES = np.array([[3.0, 4.0], [0.0, 12.0], [1.0, -1.0], [0.5, 0.5]])
 
 
+def dense_values() -> np.ndarray:
+    dense = np.zeros((5, 2))
+    np.add.at(dense, ROWS, VALUES)
+    return dense
+
+
+def sparse_coo() -> Any:
+    torch = require("torch")
+    return torch.sparse_coo_tensor(ROWS[None], torch.tensor(VALUES), (5, 2), check_invariants=True)
+
+
+def indexed_slices() -> Any:
+    tf = require("tensorflow")
+    return tf.IndexedSlices(tf.constant(VALUES), ROWS, tf.constant([5, 2], tf.int64))
+
+
 def vector(framework: str) -> Any:
     """Return a gradient of an embedding, in which a row repeats."""
-    module, found = require(framework), to_vector({}, framework)
-    found.coefs["emb.table"] = (
-        module.sparse_coo_tensor(ROWS[None], module.tensor(VALUES), (5, 2), check_invariants=True)
-        if framework == "torch"
-        else module.IndexedSlices(module.constant(VALUES), ROWS, module.constant([5, 2], "int64"))
-    )
+    found = to_vector({}, framework)
+    found.coefs["emb.table"] = sparse_coo() if framework == "torch" else indexed_slices()
     return found
 
 

@@ -1,13 +1,15 @@
 """PyTorch loops: pure functions, clippers of one model, and steps that are seen to act."""
 
+import gc
 import math
+import pickle
 
 import pytest
 from helpers import require
 
 torch = require("torch")
 
-from torch_loops import backward, build  # noqa: E402
+from torch_loops import backward, build, closure_of, total  # noqa: E402
 
 from fedclip import (  # noqa: E402
     AGC,
@@ -143,16 +145,42 @@ def test_with_raise_what_lies_on_a_device_is_measured_there(scope):
 # -- what is attached is seen to act -------------------------------------------------------------
 
 
-def test_another_optimizer_that_steps_with_the_parameters_is_seen():
+@torch.no_grad()
+def _by_hand(model):
+    for p in model.parameters():
+        p -= 1e-3 * p.grad
+        p.grad = None
+
+
+def _pasts_hooks(model, optimizer):
+    optimizer.step = lambda: _by_hand(model)
+    return lambda: (backward(model), optimizer.step())
+
+
+def _without_grad(model, optimizer):
+    @torch.no_grad()
+    def round_():
+        with torch.enable_grad():
+            loss = model(torch.ones(3, 5)).square().sum()
+        for p, g in zip(
+            model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+        ):
+            p -= 1e-3 * g
+
+    return round_
+
+
+@pytest.mark.parametrize("past", [_pasts_hooks, _without_grad])
+def test_weights_that_learn_past_the_steps_are_seen_in_the_second_round(past):
     model = build()
-    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer = type("Own", (SGD,), {})(model.parameters(), lr=0.1)
     handle = attach(optimizer, ZScoreClip(), model)
-    stepping = torch.optim.Adam(model.parameters(), lr=1e-3)
-    backward(model)
-    with pytest.warns(FedclipWarning, match="Adam steps with parameters of SGD") as said:
-        stepping.step()
-    stepping.step()
+    one_round = past(model, optimizer)
+    one_round()
+    with pytest.warns(FedclipWarning, match=r"no step of the optimizer \(Own\).* was seen") as said:
+        one_round()
     assert len(said) == 1
+    one_round()
     assert handle.last is None
 
 
@@ -166,10 +194,7 @@ def test_a_block_without_a_step_is_told():
         raise KeyError
 
 
-def test_a_loop_whose_scaler_skips_many_steps_raises_no_alarm():
-    model = build()
-    optimizer = SGD(model.parameters(), lr=1e-3)
-    handle = attach(optimizer, ZScoreClip(), model)
+def _skipping(model, optimizer):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
     for _ in range(130):
         optimizer.zero_grad()
@@ -177,7 +202,83 @@ def test_a_loop_whose_scaler_skips_many_steps_raises_no_alarm():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+
+def _adversary(model, optimizer):
+    # Frees the critic many times before the other side has its turn.
+    critic = torch.nn.Linear(2, 1)
+    other = SGD(critic.parameters(), lr=0.01)
+    with attach(other, ZScoreClip(), critic):
+        for _ in range(10):
+            other.zero_grad()
+            critic(model(torch.ones(3, 5))).sum().backward()
+            other.step()
+            optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+def _two_phases(model, optimizer):
+    first = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with attach(first, ZScoreClip(), model):
+        for _ in range(3):
+            first.zero_grad()
+            backward(model)
+            first.step()
+    optimizer.step()
+
+
+def _tried_and_moved(model, optimizer):
+    backward(model)
+    optimizer.zero_grad()
+    model.double()
+    model(torch.ones(3, 5).double()).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [_skipping, _adversary, _two_phases, _tried_and_moved])
+def test_ordinary_loops_raise_no_alarm(loop):
+    model = build()
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    handle = attach(optimizer, ZScoreClip(), model)
+    loop(model, optimizer)
     assert handle.metrics()["round/steps"] > 0
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_a_closure_that_the_step_brings_itself_is_clipped():
+    class Brings(SGD):
+        def step(self, closure=None):
+            return super().step(self.own)
+
+    model, norms = build(), []
+    optimizer = Brings(model.parameters(), lr=0.1)
+    optimizer.own = closure_of(model, optimizer, norms)
+    handle = attach(optimizer, NormClip(1e-3), model)
+    optimizer.step()
+    assert float(handle.last) == pytest.approx(norms[0])
+    assert total(model) <= 1e-3
+
+
+def test_an_optimizer_that_is_gone_raises_no_alarm():
+    model = build()
+    attach(SGD(model.parameters(), lr=0.1), ZScoreClip(), model)
+    gc.collect()
+    for _ in range(3):
+        backward(model)
+        _by_hand(model)
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_tensors_that_are_watched_are_saved_without_a_word():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = SGD([weight], lr=0.1)
+    attach(optimizer, NormClip())
+    for twin, other in (pickle.loads(pickle.dumps((weight, optimizer))), (weight, optimizer)):
+        other.zero_grad()
+        (100 * twin).sum().backward()
+        other.step()
+        assert float(twin.grad.norm()) <= 1.0
 
 
 @pytest.mark.slow

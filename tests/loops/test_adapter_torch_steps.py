@@ -18,6 +18,7 @@ from torch_loops import backward, build, closure_of  # noqa: E402
 from fedclip import FedclipWarning, NormClip, ZScoreClip  # noqa: E402
 from fedclip.loops.torch import (  # noqa: E402
     attach,
+    attach_update,
     clip_,
     clip_grad_norm_,
     get_state,
@@ -100,14 +101,35 @@ def test_a_step_is_clipped_once_however_many_steps_it_calls(kind, closure, sched
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kind", [SGD, Twice, Fails])
+def test_an_update_is_that_of_the_outermost_step(kind):
+    model = build()
+    optimizer = kind(model.parameters(), lr=0.1)
+    handle = attach_update(optimizer, NormClip(0.01), model)
+    for step in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.fails = step == 1
+        if kind is Fails and step == 1:
+            with pytest.raises(RuntimeError, match="memory"):
+                optimizer.step()
+            continue
+        optimizer.step()
+        moved = [(p - b).detach().reshape(-1) for p, b in zip(model.parameters(), before)]  # noqa: B905
+        assert 0 < float(torch.cat(moved).norm()) <= 0.01001
+    assert handle.metrics()["round/steps"] == (2 if kind is Fails else 3)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-def test_a_compiled_step_does_what_an_eager_one_does():
+@pytest.mark.parametrize("how", [attach, attach_update])
+def test_a_compiled_step_does_what_an_eager_one_does(how):
     found = []
     for compiled in (False, True):
         model, clipper = build(), ZScoreClip(max_norm=0.5)
         optimizer = Twice(model.parameters(), lr=0.1)
-        attach(optimizer, clipper, model)
+        how(optimizer, clipper, model)
         step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
         for _ in range(3):
             optimizer.zero_grad()
@@ -200,10 +222,10 @@ def test_a_wrapper_that_does_not_save_what_is_inside_is_told():
 
 
 # -- one clipper, one place ----------------------------------------------------------------------
-def _attach(clipper):
+def _attach(clipper, how=attach):
     model = build()
     optimizer = SGD(model.parameters(), lr=0.1)
-    return optimizer, attach(optimizer, clipper, model)
+    return optimizer, how(optimizer, clipper, model)
 
 
 def _clip(clipper, how=clip_):
@@ -212,10 +234,13 @@ def _clip(clipper, how=clip_):
     how(model, clipper)
 
 
-@pytest.mark.parametrize("second", [_attach, _clip, partial(_clip, how=clip_grad_norm_)])
-def test_a_clipper_that_is_attached_acts_nowhere_else(second):
+@pytest.mark.parametrize(
+    ("how", "second"),
+    [(attach, _attach), (attach, _clip), (attach_update, partial(_clip, how=clip_grad_norm_))],
+)
+def test_a_clipper_that_is_attached_acts_nowhere_else(how, second):
     clipper = ZScoreClip()
-    optimizer, handle = _attach(clipper)
+    optimizer, handle = _attach(clipper, how)
     sentence = rf"{clipper.name} is already attached to an optimizer \(SGD\).*copy.deepcopy"
     with pytest.raises(ValueError, match=sentence):
         second(clipper)
@@ -230,6 +255,10 @@ def test_a_clipper_that_is_attached_acts_nowhere_else(second):
 def test_uses_of_a_clipper_that_are_one_after_the_other():
     clipper = ZScoreClip()
     optimizer, handle = _attach(clipper)
+    (twin,) = handles(copy.copy(optimizer))
+    assert twin.clipper is not clipper
+    assert twin.get_state() == handle.get_state()
+    del twin
     gone = weakref.ref(optimizer)
     # As where a notebook runs its cell again: the handle is still known.
     optimizer.itself = optimizer
