@@ -155,7 +155,7 @@ def _torch_both(tree: Any) -> Any:
 def _torch_compile(step: Any) -> Any:
     torch = require("torch")
     torch._dynamo.reset()
-    return torch.compile(step.__call__, fullgraph=True, backend="eager")
+    return torch.compile(step, fullgraph=True, backend="eager")
 
 
 WAYS: dict[str, Any] = {
@@ -163,7 +163,7 @@ WAYS: dict[str, Any] = {
     "torch, passed on": ("torch", lambda f: f, None, "propagate"),
     "jax.vmap": ("jax", lambda f: require("jax").jit(require("jax").vmap(f)), _jax_both),
     "tf.function": ("tensorflow", lambda f: require("tensorflow").function(f.__call__), None),
-    "torch.compile": ("torch", _torch_compile, None),
+    "torch.compile": ("torch", lambda f: _torch_compile(f.__call__), None),
 }
 # Each clipper in every second way, of which other rows of its are in one.
 ROWS = [
@@ -181,6 +181,21 @@ def test_compiled_code_does_what_the_host_does(specimen: Specimen, way: str) -> 
     assert_as_on_the_host(
         specimen, framework, wrap, both, **dict(zip(["on_nonfinite"], policy, strict=False))
     )
+
+
+@pytest.mark.slow
+def test_torch_compiles_once() -> None:
+    torch = require("torch")
+    from fedclip.loops.torch import PureClipping
+
+    torch._dynamo.utils.counters.clear()
+    pure = PureClipping(ZScoreClip(warmup=4, scope="layer"))
+    update = _torch_compile(pure.update)
+    state = pure.init({"0.w": torch.ones(7, 5), "1.w": torch.ones(2)})
+    for scale in (1, 1, 20) * 4:
+        arrays = {"0.w": scale * torch.randn(7, 5), "1.w": scale * torch.randn(2)}
+        _, state = update(arrays, state)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {

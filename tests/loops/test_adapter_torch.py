@@ -281,23 +281,6 @@ def test_tensors_that_are_watched_are_saved_without_a_word():
         assert float(twin.grad.norm()) <= 1.0
 
 
-@pytest.mark.slow
-def test_compiled_once_without_graph_breaks():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    pure, reference = (
-        PureClipping(ZScoreClip(warmup=4, scope="layer")),
-        ZScoreClip(warmup=4, scope="layer"),
-    )
-    update = torch.compile(pure.update, fullgraph=True, backend="eager")
-    gradients = [{"0.w": s * torch.randn(7, 5), "1.w": s * torch.randn(2)} for s in (1, 1, 20) * 4]
-    state = pure.init(gradients[0])
-    for gradient in gradients:
-        clipped, state = update(gradient, state)
-        torch.testing.assert_close(clipped, reference.clip(gradient), rtol=1e-5, atol=1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
 # -- what torch expects of its own functions, written anew: docs/developers/peers-tests.md ---------
 ORDERS = [0.5, 1.5, 2, 4, math.inf, "inf"]
 
