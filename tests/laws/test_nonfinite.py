@@ -142,7 +142,7 @@ def test_a_warning_points_to_the_caller_and_tells_a_norm_beyond_float64() -> Non
         (np.full(9, 1.7e308), "norm-clip: a norm beyond float64; the gradient is set"),
     ):
         with pytest.warns(FedclipWarning, match=words) as caught:
-            NormClip(1.0).clip({"w": values})
+            NormClip(1.0).run(to_vector({"w": values}))
         assert caught[0].filename == __file__
 
 
