@@ -25,7 +25,6 @@ LONG = (
     "test_adapter_keras",
     "test_federated",
     "test_examples",
-    "test_dpsgd_benchmarks",
     "test_adapter_torch_sharded",
     "test_adapter_jax_loops",
     "test_registration",
