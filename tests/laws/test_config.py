@@ -12,31 +12,11 @@ from typing import Any
 import mypy.api
 import numpy as np
 import pytest
-from declearn.optimizer import Optimizer, list_optim_modules
-from declearn.optimizer.modules import OptiModule
+from declearn.optimizer import list_optim_modules
 from helpers import SPECIMENS, Specimen, apply, gradient, specimens
 
 import fedclip
-from fedclip import (
-    AGC,
-    AdaptiveClip,
-    AutoClip,
-    Centralize,
-    Clipper,
-    EmaClip,
-    EmaNormClip,
-    EmaValueClip,
-    GrowthClip,
-    GrowthValueClip,
-    Normalize,
-    NormClip,
-    PercentileClip,
-    PercentileNormClip,
-    Standardize,
-    ValueClip,
-    ZScoreClip,
-    to_toml,
-)
+from fedclip import Clipper, NormClip, ZScoreClip, to_toml
 from fedclip.cli.catalogue import is_ours
 from fedclip.clippers.families import Exact
 from fedclip.core.docstrings import docstring_of
@@ -44,23 +24,6 @@ from fedclip.core.parameters import integer, parameter, positive
 from fedclip.rules.constant import Constant
 from fedclip.testing import to_vector
 from fedclip.transforms import NormClipping, Transform
-
-ABOVE_0 = "a finite number > 0"
-INSIDE_0_1 = "a number strictly between 0 and 1"
-# Parameters that are a number: what is allowed, and whether None is.
-NUMBERS = [
-    ("norm-clip", "max_norm", ABOVE_0, False),
-    ("norm-clip", "min_norm", ABOVE_0, True),
-    ("value-clip", "max_value", ABOVE_0, False),
-    ("zscore-clip", "max_norm", ABOVE_0, True),
-    ("zscore-clip", "decay", INSIDE_0_1, False),
-    ("ema-clip", "ratio", ABOVE_0, False),
-    ("percentile-norm-clip", "decay", INSIDE_0_1, False),
-    ("adaptive-clip", "start_norm", ABOVE_0, True),
-    ("adaptive-clip", "rate", "a number > 0 and <= 10", False),
-    ("ema-norm-clip", "decay", INSIDE_0_1, False),
-    ("agc", "ratio", ABOVE_0, False),
-]
 
 
 def make(name: str, **config: Any) -> Any:
@@ -80,94 +43,70 @@ def test_a_typo_is_answered_with_the_nearest_name(specimen: Specimen) -> None:
         apply(clipper, to_vector(gradient()))
 
 
-def test_a_typo_through_declearns_optimizer() -> None:
-    with pytest.raises(Exception, match=r"'maxnorm'; did you mean 'max_norm'\?"):
-        Optimizer(lrate=0.1, modules=[("norm-clip", {"maxnorm": 1.0})])
-
-
-@pytest.mark.parametrize(("name", "parameter", "allowed", "optional"), NUMBERS)
-def test_what_is_no_such_number(name: str, parameter: str, allowed: str, optional: bool) -> None:
-    for value in (0, -1, math.nan, math.inf, True, "1", *[None] * (not optional)):
-        with pytest.raises((TypeError, ValueError)) as caught:
-            make(name, **{parameter: value})
-        assert str(caught.value).startswith(f"{parameter} must be {allowed}, got {value!r}")
-    if optional:
-        assert make(name, **{parameter: None}).get_config()[parameter] is None
-
-
-def test_a_warm_up_that_is_no_count() -> None:
-    for value in (-1, 2.0, True, "3", None):
-        with pytest.raises((TypeError, ValueError), match="warmup must be an int >= ") as caught:
-            make("zscore-clip", warmup=value)
-        assert repr(value) in str(caught.value)
-
-
 def test_unknown_scope() -> None:
     for value in ("globl", "", 3, None, [], [1], [""], ["a", "a"]):
         with pytest.raises((TypeError, ValueError), match="scope"):
             NormClip(scope=value)
     with pytest.raises(ValueError, match=r"'global'.*did you mean 'global'\?"):
         NormClip(scope="globl")
-
-
-def test_pattern_of_a_scope_that_matches_nothing() -> None:
     with pytest.raises(ValueError, match=r"scope pattern 'encoder\.\*' matches no tensor"):
         NormClip(scope=["encoder.*"]).run(to_vector(gradient()))
 
 
 @pytest.mark.parametrize(
-    ("cls", "config", "words"),
+    ("name", "config", "words"),
     [
-        (NormClip, {"max_norm": 1.0, "min_norm": 2.0}, "min_norm must be <= max_norm"),
-        (NormClip, {"ord": "sum"}, "ord must be"),
-        (NormClip, {"ord": 0}, "ord must be a number > 0"),
-        (NormClip, {"eps": -1e-6}, "eps must be a finite number >= 0"),
-        (NormClip, {"dims": [0, 0]}, "different ints"),
-        (NormClip, {"dims": 0, "scope": "layer"}, "scope must be 'tensor'"),
-        (NormClip, {"inverse_dims": True}, "inverse_dims=True needs dims"),
-        (NormClip, {"inverse_dims": 1, "dims": 0}, "inverse_dims must be True or False"),
-        (NormClip, {"min_size": 0}, "min_size must be an int >= 1"),
-        (NormClip, {"scope": {"a": 0}}, r"scope\['a'\] must be a finite number > 0"),
-        (ValueClip, {"max_value": 1.0, "min_value": 2.0}, "min_value must be <= max_value"),
-        (ZScoreClip, {"include_current": True}, "needs feedback='raw'"),
-        (ZScoreClip, {"factor": 2.0, "action": "max"}, "factor goes with"),
-        (ZScoreClip, {"action": "recip"}, "did you mean 'reciprocal'"),
-        (Normalize, {"norm": 0}, "norm must be a finite number > 0, got 0"),
-        (Normalize, {"min_size": 3}, "min_size=3 needs dims or scope='tensor'"),
-        (Standardize, {"eps": -1}, "eps must be a finite number >= 0"),
-        (Centralize, {"inverse_dims": True}, "inverse_dims=True needs dims"),
-        (PercentileClip, {"percentile": 101}, r"percentile must be a number in \[0, 100\]"),
-        (PercentileClip, {"method": "linaer"}, "did you mean 'linear'"),
-        (EmaValueClip, {"decay": 1.0}, "decay must be a number strictly between 0 and 1"),
-        (EmaValueClip, {"init": 1.0, "debias": True}, "debias=True is for averages"),
-        (EmaNormClip, {"init": "frist"}, "did you mean 'first'"),
-        (EmaNormClip, {"max_growth": 0.9}, "max_growth must be a finite number >= 1"),
-        (GrowthValueClip, {"max_decay": 0.5}, "max_decay must be a finite number >= 1"),
-        (EmaClip, {"include_current": True}, "needs feedback='raw'"),
-        (EmaClip, {"ratio": 0.9}, "ratio < 1 needs feedback='raw'"),
-        (EmaClip, {"warmup_scope": "global", "ord": "inf"}, "needs ord=2.*got ord=.inf.$"),
-        (AutoClip, {"include_current": True}, "needs feedback='raw'"),
-        (PercentileNormClip, {"include_current": True}, "needs feedback='raw'"),
-        (AutoClip, {"median": "p2", "window": 9}, "window goes with median='window'"),
-        (AutoClip, {"median": "window", "window": 4}, "window must be an int >= 5"),
-        (PercentileNormClip, {"window": 65_537}, "window must be an int <= 65536"),
-        (PercentileNormClip, {"percentile": 0}, "percentile must be a number > 0 and <= 100"),
-        (PercentileNormClip, {"percentile": 100, "history": "p2"}, "needs history='window'"),
-        (PercentileNormClip, {"rate": 0.1}, "rate goes with history='stream'"),
-        (PercentileNormClip, {"history": "p2", "window": 9}, "window goes with history='window'"),
-        (AdaptiveClip, {"start_norm": 2.0, "max_norm": 1.0}, "between min_norm and max_norm"),
-        (GrowthClip, {"mul": 0.9}, "mul must be a finite number >= 1"),
-        (AGC, {"ratio": 0}, "ratio must be a finite number > 0"),
-        (AGC, {"unit": "ouput"}, "did you mean 'output'"),
-        (AGC, {"axis": 0, "dims": [1]}, "give axis or dims, not both"),
-        (AGC, {"axis": 0, "unit": "tensor"}, "axis and dims go with unit='output'"),
-        (AGC, {"min_norm": 0}, "min_norm must be a finite number > 0"),
-        (AGC, {"on_nonfinite": "ignore"}, "on_nonfinite must be one of"),
+        ("norm-clip", {"max_norm": 1.0, "min_norm": 2.0}, "min_norm must be <= max_norm"),
+        ("norm-clip", {"max_norm": 0}, "^max_norm must be a finite number > 0, got 0"),
+        ("norm-clip", {"max_norm": math.nan}, "must be a finite number > 0, got nan"),
+        ("value-clip", {"max_value": True}, "^max_value must be a finite number > 0, got True"),
+        ("zscore-clip", {"max_norm": "1"}, "must be a finite number > 0, got '1'"),
+        ("zscore-clip", {"decay": 1}, "^decay must be a number strictly between 0 and 1, got 1"),
+        ("ema-clip", {"ratio": None}, "^ratio must be a finite number > 0, got None"),
+        ("adaptive-clip", {"rate": -1}, "^rate must be a number > 0 and <= 10, got -1"),
+        ("agc", {"ratio": math.inf}, "^ratio must be a finite number > 0, got inf"),
+        ("norm-clip", {"max_norm": 10**400}, "max_norm must be .*, got"),
+        ("norm-clip", {"ord": 10**5000}, "ord must be .*, got"),
+        ("norm-clip", {"ord": "sum"}, "ord must be"),
+        ("norm-clip", {"ord": 0}, "ord must be a number > 0"),
+        ("norm-clip", {"eps": -1e-6}, "eps must be a finite number >= 0"),
+        ("norm-clip", {"dims": [0, 0]}, "different ints"),
+        ("norm-clip", {"dims": 0, "scope": "layer"}, "scope must be 'tensor'"),
+        ("norm-clip", {"inverse_dims": True}, "inverse_dims=True needs dims"),
+        ("norm-clip", {"inverse_dims": 1, "dims": 0}, "inverse_dims must be True or False"),
+        ("norm-clip", {"min_size": 0}, "min_size must be an int >= 1"),
+        ("norm-clip", {"scope": {"a": 0}}, r"scope\['a'\] must be a finite number > 0"),
+        ("value-clip", {"max_value": 1.0, "min_value": 2.0}, "min_value must be <= max_value"),
+        ("zscore-clip", {"include_current": True}, "needs feedback='raw'"),
+        ("zscore-clip", {"factor": 2.0, "action": "max"}, "factor goes with"),
+        ("zscore-clip", {"action": "recip"}, "did you mean 'reciprocal'"),
+        ("normalize", {"min_size": 3}, "min_size=3 needs dims or scope='tensor'"),
+        ("percentile-clip", {"percentile": 101}, r"percentile must be a number in \[0, 100\]"),
+        ("percentile-clip", {"method": "linaer"}, "did you mean 'linear'"),
+        ("ema-value-clip", {"init": 1.0, "debias": True}, "debias=True is for averages"),
+        ("ema-norm-clip", {"max_growth": 0.9}, "max_growth must be a finite number >= 1"),
+        ("ema-clip", {"ratio": 0.9}, "ratio < 1 needs feedback='raw'"),
+        ("ema-clip", {"warmup_scope": "global", "ord": "inf"}, "needs ord=2.*got ord=.inf.$"),
+        ("auto-clip", {"median": "p2", "window": 9}, "window goes with median='window'"),
+        ("auto-clip", {"median": "window", "window": 4}, "window must be an int >= 5"),
+        ("percentile-norm-clip", {"window": 65_537}, "window must be an int <= 65536"),
+        ("percentile-norm-clip", {"percentile": 0}, "percentile must be a number > 0 and <= 100"),
+        ("percentile-norm-clip", {"percentile": 100, "history": "p2"}, "needs history='window'"),
+        ("percentile-norm-clip", {"rate": 0.1}, "rate goes with history='stream'"),
+        (
+            "percentile-norm-clip",
+            {"history": "p2", "window": 9},
+            "window goes with history='window'",
+        ),
+        ("adaptive-clip", {"start_norm": 2.0, "max_norm": 1.0}, "between min_norm and max_norm"),
+        ("agc", {"axis": 0, "dims": [1]}, "give axis or dims, not both"),
+        ("agc", {"axis": 0, "unit": "tensor"}, "axis and dims go with unit='output'"),
     ],
 )
-def test_what_does_not_go_together(cls: Any, config: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        cls(**config)
+def test_what_does_not_go_together(name: str, config: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words) as caught:
+        make(name, **config)
+    assert len(str(caught.value)) < 500
 
 
 def test_numpy_numbers_are_numbers() -> None:
@@ -252,16 +191,16 @@ def test_a_clipper_of_ones_own_declares_its_parameters_or_writes_an_init() -> No
     assert "limit : float, default=1.0\n    Limit, > 0.\nfloor" in str(Declares.__doc__)
     assert "more : int\nscope" in docstring_of(Derived, "Sum.")
     assert (Writes("b.*").exclude, Writes("b.*").get_config()) == (["b.*"], {"skipped": "b.*"})
-    with pytest.raises(TypeError, match="no parameter 'ords'; did you mean 'ord'"):
-        Declares(ords=1)
-    with pytest.raises(TypeError, match="no parameter 'exclude'; its parameters are skipped"):
-        Writes(exclude="b")
-    with pytest.raises(TypeError, match="floor must be a finite number > 0, got '1'"):
-        Declares(floor="1")
-    with pytest.raises(TypeError, match="missing a required argument: 'more'"):
-        Derived()
-    with pytest.raises(TypeError, match="too many positional arguments"):
-        Declares(1.0, 2.0)
+    refused: list[tuple[Any, tuple[float, ...], dict[str, Any], str]] = [
+        (Declares, (), {"ords": 1}, "no parameter 'ords'; did you mean 'ord'"),
+        (Writes, (), {"exclude": "b"}, "no parameter 'exclude'; its parameters are skipped"),
+        (Declares, (), {"floor": "1"}, "floor must be a finite number > 0, got '1'"),
+        (Derived, (), {}, "missing a required argument: 'more'"),
+        (Declares, (1.0, 2.0), {}, "too many positional arguments"),
+    ]
+    for cls, args, config, words in refused:
+        with pytest.raises(TypeError, match=words):
+            cls(*args, **config)
 
 
 @pytest.mark.slow
@@ -300,21 +239,3 @@ def test_clippers_are_shown_and_compared_by_their_configuration(specimen: Specim
     assert (one == "x") is (one == None) is False  # noqa: E711
     with pytest.raises(TypeError, match="unhashable"):
         hash(one)
-
-
-@pytest.mark.parametrize(
-    ("name", "parameter", "digits"),
-    [
-        ("norm-clip", "max_norm", 400),
-        ("norm-clip", "ord", 5000),
-        ("percentile-norm-clip", "window", 400),
-        ("percentile-norm-clip", "history", 5000),
-        ("norm-clip", "keep_memory", 5000),
-    ],
-)
-def test_a_number_of_thousands_of_digits_is_refused_in_words(
-    name: str, parameter: str, digits: int
-) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"{parameter} must be .*, got") as caught:
-        OptiModule.from_specs(name, {parameter: 10**digits})
-    assert len(str(caught.value)) < 500

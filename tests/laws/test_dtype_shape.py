@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import Specimen, require, specimens
+from helpers import SPECIMENS, Specimen, needs, norm, pairwise, require, specimens
 
 from fedclip import NormClip, Standardize, ValueClip
-from fedclip.testing import apply, to_vector
+from fedclip.testing import FRAMEWORKS, apply, to_vector
 
 
 @pytest.mark.parametrize("values", [[1], [True], [1j], np.array([1.0], np.longdouble)])
@@ -29,6 +29,7 @@ UNREADABLE: list[tuple[str, str, Any]] = [
     ("tensorflow", DTYPE, lambda tf: tf.cast(tf.ones(3), tf.dtypes.experimental.float8_e5m2)),
     ("jax", DTYPE, lambda jax: jax.numpy.ones(3, jax.numpy.float8_e4m3fn)),
     ("numpy", CONTAINER, lambda np: np.ma.masked_array([1.0, 2.0], mask=[True, False])),
+    ("torch", "sparse COO tensors, got one of layout", lambda torch: torch.eye(2).to_sparse_csr()),
     ("torch", CONTAINER, lambda torch: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
     ("tensorflow", CONTAINER, lambda tf: tf.ragged.constant([[1.0, 2.0], [3.0]])),
     ("tensorflow", CONTAINER, lambda tf: tf.sparse.from_dense(tf.eye(3))),
@@ -37,6 +38,7 @@ UNREADABLE: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize(("module", "text", "make"), UNREADABLE)
 def test_what_can_not_be_read_is_refused_by_name(module: str, text: str, make: Any) -> None:
     array = make(require(module))
@@ -66,6 +68,18 @@ def test_nothing_to_clip(specimen: Specimen) -> None:
         assert not any(s.get("count") for s in clipper.get_state()["groups"].values())
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS[1:])
+def test_arrays_of_two_frameworks_are_refused(framework: str) -> None:
+    needs(framework)
+    (alien,) = to_vector({"b": np.ones(3)}, framework).coefs.values()
+    own = np.ones(3)
+    clipper = NormClip()
+    clipper.clip({"a": own, "b": own})
+    for arrays in ({"a": own, "b": alien}, {"a": alien, "b": own}):
+        with pytest.raises(TypeError, match=r"one framework: 'a' is of [a-z]+, 'b'"):
+            clipper.clip(arrays)
+
+
 def test_tensors_that_are_negated_when_they_are_read() -> None:
     torch = require("torch")
     given = {"w": torch._neg_view(torch.tensor([3.0, 4.0]))}
@@ -73,3 +87,94 @@ def test_tensors_that_are_negated_when_they_are_read() -> None:
         found = clipper.clip(given)["w"].resolve_neg()
         right = clipper.clip({"w": given["w"].resolve_neg()})["w"]
         assert torch.equal(found, right)
+
+
+# -- sparse gradients: rows that repeat are added up before they are measured ---------------------
+ROWS = np.array([1, 3, 1, 0])
+VALUES = np.array([[3.0, 4.0], [0.0, 12.0], [1.0, -1.0], [0.5, 0.5]])
+
+
+def dense_values() -> np.ndarray:
+    dense = np.zeros((5, 2))
+    np.add.at(dense, ROWS, VALUES)
+    return dense
+
+
+def sparse_coo() -> Any:
+    torch = require("torch")
+    return torch.sparse_coo_tensor(ROWS[None], torch.tensor(VALUES), (5, 2), check_invariants=True)
+
+
+def indexed_slices() -> Any:
+    tf = require("tensorflow")
+    return tf.IndexedSlices(tf.constant(VALUES), ROWS, tf.constant([5, 2], tf.int64))
+
+
+def vector(framework: str) -> Any:
+    """Return a gradient of an embedding, in which a row repeats."""
+    found = to_vector({}, framework)
+    found.coefs["emb.table"] = sparse_coo() if framework == "torch" else indexed_slices()
+    return found
+
+
+def to_dense(value: Any) -> np.ndarray:
+    if type(value).__module__.startswith("torch"):
+        return np.asarray(value.to_dense() if value.is_sparse else value)
+    import tensorflow as tf
+
+    return np.asarray(tf.convert_to_tensor(value))
+
+
+# A percentile is documented to be that of the rows that are there.
+@pytest.mark.parametrize(
+    ("specimen", "framework"),
+    [
+        (specimen, ("torch", "tensorflow")[i % 2])
+        for i, specimen in enumerate(SPECIMENS)
+        if specimen.name != "percentile-clip"
+    ],
+    ids=str,
+)
+def test_every_clipper_treats_it_as_the_dense_tensor(specimen: Specimen, framework: str) -> None:
+    given = vector(framework)
+    dense = to_vector({name: to_dense(value) for name, value in given.coefs.items()}, framework)
+    if isinstance(specimen.config.get("scope"), dict):
+        specimen = Specimen(specimen.name)
+    sparse_clipper, dense_clipper = specimen.make(), specimen.make()
+    for _ in range(3):
+        got = to_dense(apply(sparse_clipper, given, dense).coefs["emb.table"])
+        wanted = to_dense(apply(dense_clipper, dense, dense).coefs["emb.table"])
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pairwise(
+    framework=["torch", "tensorflow"], dtype=["float16", "bfloat16", "float32"], seed=range(3)
+)
+def test_the_sum_of_repeated_rows_keeps_the_bound(framework: str, dtype: str, seed: int) -> None:
+    rng, module = np.random.default_rng(seed), require(framework)
+    rows = rng.integers(0, 3, 64)
+    # Much of it cancels, so that the rounding of single rows would count.
+    values = rng.standard_normal((64, 2)) * 10.0 ** rng.uniform(0, 2, (64, 1))
+    (narrow,) = to_vector({"w": values}, framework, dtype).coefs.values()
+    if framework == "torch":
+        given = module.sparse_coo_tensor(rows[None], narrow, (5, 2), check_invariants=True)
+        found = NormClip(0.1).clip({"w": given})["w"].double().to_dense()
+    else:
+        given = module.IndexedSlices(narrow, rows, module.constant([5, 2], "int64"))
+        output = NormClip(0.1).clip({"w": given})["w"]
+        wide = module.cast(output.values, "float64")
+        # Added up in float64, as nobody rounds.
+        found = to_dense(module.IndexedSlices(wide, output.indices, output.dense_shape))
+    assert np.linalg.norm(found) <= 0.1 * (1 + 1e-12)
+    assert NormClip(1e6).clip({"w": given})["w"] is given
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_slices_that_do_not_know_their_shape_keep_to_tiny_limits(dtype: str) -> None:
+    """The gradients of embeddings in a `tf.function` are such."""
+    tf = require("tensorflow")
+    values = tf.cast(tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]), dtype)
+    gradient = tf.IndexedSlices(values, tf.constant([0, 1, 0]))
+    limit = 1e-5 if dtype == "float16" else 1e-30
+    clipped = NormClip(limit).clip({"w": gradient})["w"]
+    assert 0.0 < norm([tf.cast(clipped.values, "float64").numpy()]) <= limit

@@ -24,7 +24,7 @@ from helpers import (
     specimens_by_framework,
 )
 
-from fedclip import FedclipWarning, NonFiniteError, NoOp, NormClip
+from fedclip import FedclipWarning, NonFiniteError, NormClip
 from fedclip.testing import FRAMEWORKS, check_nonfinite, gradient_stream, to_numpy, to_vector
 
 
@@ -58,12 +58,6 @@ def test_skip_gives_zero(specimen: Specimen, value: float, framework: str) -> No
     for name, array in to_numpy(out).items():
         assert not array.any(), name
     assert clipper.last.nonfinite == ("enc.bias",)
-
-
-def test_the_warning_points_to_the_caller() -> None:
-    with pytest.warns(FedclipWarning) as caught:
-        NormClip().run(to_vector(poisoned(3, np.nan), "numpy"))
-    assert caught[0].filename == __file__
 
 
 @specimens_by_framework()
@@ -101,12 +95,6 @@ def test_one_warning_a_round(specimen: Specimen) -> None:
         with pytest.warns(FedclipWarning, match=f"round {round_}") as caught:
             run(clipper, [poisoned(3, np.nan), poisoned(4, np.inf), poisoned(3, np.nan)])
         assert len(caught) == 1
-
-
-def test_no_op_lets_it_through() -> None:
-    vector = to_vector(poisoned(0, np.nan))
-    with pytest.warns(FedclipWarning, match="passed on"):
-        assert NoOp().run(vector) is vector
 
 
 def test_a_nonfinite_first_step_leaves_no_trace() -> None:
@@ -148,11 +136,14 @@ def test_nan_in_what_is_left_alone_is_nan_in_the_gradient(
         loud.run(to_vector(step, framework))
 
 
-def test_a_norm_beyond_float64_is_told_as_one() -> None:
-    with pytest.warns(
-        FedclipWarning, match="norm-clip: a norm beyond float64; the gradient is set"
+def test_a_warning_points_to_the_caller_and_tells_a_norm_beyond_float64() -> None:
+    for values, words in (
+        (np.array([np.nan]), "NaN or infinity in 'w'"),
+        (np.full(9, 1.7e308), "norm-clip: a norm beyond float64; the gradient is set"),
     ):
-        NormClip(1.0).clip({"w": np.full(9, 1.7e308)})
+        with pytest.warns(FedclipWarning, match=words) as caught:
+            NormClip(1.0).run(to_vector({"w": values}))
+        assert caught[0].filename == __file__
 
 
 def test_large_numbers_and_integers_that_are_left_alone_are_no_infinity() -> None:
@@ -160,13 +151,6 @@ def test_large_numbers_and_integers_that_are_left_alone_are_no_infinity() -> Non
     output = NormClip(1.0, exclude=["b", "n"]).clip(step)
     assert output["b"] is step["b"]
     assert output["n"] is step["n"]
-
-
-def test_all_bad_tensors_are_named() -> None:
-    arrays = poisoned(0, np.nan)
-    arrays["head.scale"] = np.array(np.inf)
-    with pytest.raises(NonFiniteError, match=r"in 'enc\.bias', 'head\.scale'$"):
-        NormClip(on_nonfinite="raise").run(to_vector(arrays))
 
 
 @each_framework()
@@ -180,9 +164,3 @@ def test_nan_in_complex_numbers_that_are_excluded(framework: str) -> None:
     step["c"] = np.array([3e38 + 3e38j, 0], np.complex64)
     output = to_numpy(NormClip(1.0, exclude="c").run(to_vector(step, framework)))
     np.testing.assert_allclose(output["w"], [0.6, 0.8], rtol=2e-6)
-
-
-def test_nan_in_a_long_double_that_is_excluded() -> None:
-    step = {"w": np.array([3.0, 4.0]), "c": np.array([np.nan], np.longdouble)}
-    with pytest.warns(FedclipWarning, match="NaN or infinity in 'c'"):
-        assert not NormClip(1.0, exclude="c").clip(step)["w"].any()

@@ -9,18 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.model.sklearn import NumpyVector
 from helpers import BACKENDS, each_framework, needs
 
 from fedclip import Centralize, FedclipWarning, NormClip, Standardize
-from fedclip.testing import to_vector
 
 # The benchmarks are no part of the package.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.search import trials as search
-from benchmarks.search.__main__ import main
-from benchmarks.search.gradients import LAYOUTS, RANGES, SHAPES, Tensor, build, draw, held, merged
+from benchmarks.search.gradients import Tensor, held
 from benchmarks.search.promises import Trial, size
 from fedclip import EmaNormClip, EmaValueClip
 
@@ -104,74 +101,14 @@ def test_what_breaks_a_promise_is_found(fault: Any, values: Any, promises: set[s
     assert not seen(NormClip(1.0), *values)
 
 
-@pytest.mark.slow
-def test_a_breach_is_shown_with_the_smallest_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    loose = each(lambda v: v * (1 + 1e-5))
-    monkeypatch.setattr(search.clippers, "make", lambda name, config: faulty(loose, **config))
-    monkeypatch.setattr(
-        search.clippers, "draw", lambda rng, scale, names: ("norm-clip", {"max_norm": scale / 10})
-    )
-    _, first = search.search(500, 1, ["numpy"])
-    smallest = [sum(t.values.size for t in b.gradient.values()) for b in first.values()]
-    assert min(smallest) == 1
-    assert "one step of a fresh clipper is enough" in search.shown(next(iter(first.values())))
-
-
-# -- the judge and the gradients ---------------------------------------------------------------
-
-
-def test_values_are_those_that_the_dtype_holds() -> None:
-    torch = pytest.importorskip("torch")
-    values = np.random.default_rng(0).standard_normal(1000) * 1e-3
-    for dtype in ("float16", "bfloat16", "float32"):
-        wanted = torch.tensor(values).to(getattr(torch, dtype)).double().numpy()
-        np.testing.assert_array_equal(held(values, dtype), wanted)
-
-
-@each_framework()
-def test_gradients_hold_what_they_say(framework: str) -> None:
-    needs(framework)
-    rng, layouts = np.random.default_rng(1), set()
-    for i in range(100):
-        gradient = draw(rng, framework, 1e-3, SHAPES[i % len(SHAPES)])
-        for name, array in build(gradient, framework).coefs.items():
-            tensor = gradient[name]
-            layouts.add(tensor.layout)
-            found, wanted = merged(array), dense(tensor)
-            assert found.shape == tensor.shape
-            # Frameworks add up repeated rows in the dtype; TensorFlow flushes subnormals there.
-            loose = {"float16": 1e-2, "bfloat16": 1e-1}.get(tensor.dtype, 1e-5)
-            far = loose * np.abs(tensor.values).max(initial=0.0) + RANGES[tensor.dtype][1]
-            sparse = tensor.layout == "sparse"
-            flushed = sparse or framework == "tensorflow"
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=far if flushed else 0)
-    assert layouts == set(LAYOUTS[framework])
-
-
-def dense(tensor: Tensor) -> np.ndarray:
-    if tensor.layout != "sparse":
-        return tensor.values
-    result = np.zeros(tensor.shape)
-    np.add.at(result, list(tensor.rows), tensor.values)
-    return result
-
-
 # -- what it has found -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norms", [(1.7e307, 1.7e307), (1e-309, 0.0), (0.0, 0.0)])
 def test_a_record_of_extreme_norms_needs_no_warning(norms: tuple[float, float]) -> None:
     clip = NormClip(1.0, scope="tensor")
-    clip.run(to_vector({"w": np.array([norms[0]]), "v": np.array([norms[1]])}))
-    (total, *_) = clip.rounds
-    assert total.norm_max == pytest.approx(min(norms[0] * 2**0.5, np.finfo(float).max))
-
-
-def test_nan_in_an_excluded_tensor_is_skipped_beside_an_empty_one() -> None:
-    clip = NormClip(1.0, exclude="v")
-    with pytest.warns(FedclipWarning, match="NaN or infinity in 'v'"):
-        output = clip.run(to_vector({"w": np.zeros(0), "v": np.array([np.nan])}))
-    assert output.coefs["v"].tolist() == [0.0]
+    clip.clip({"w": np.array([norms[0]]), "v": np.array([norms[1]])})
+    assert clip.rounds[0].norm_max == pytest.approx(min(norms[0] * 2**0.5, np.finfo(float).max))
 
 
 @pytest.mark.parametrize("clip", [Standardize(), Centralize(dims=0)], ids=lambda c: c.name)
@@ -184,64 +121,34 @@ def test_the_largest_numbers_have_a_mean(clip: Any) -> None:
 
 def test_a_slice_near_the_largest_float_keeps_its_limit() -> None:
     clip = NormClip(7e-5, scope="tensor", dims=0)
-    output = clip.run(to_vector({"w": np.array([-9.3e307, 1e308])}))
-    assert size([output.coefs["w"]]) <= 7e-5
-    assert clip.run(output) is output
+    output = clip.clip({"w": np.array([-9.3e307, 1e308])})
+    assert size([output["w"]]) <= 7e-5
+    assert clip.clip(output)["w"] is output["w"]
 
 
-def test_an_empty_tensor_of_a_narrow_dtype_costs_nothing() -> None:
+def test_an_excluded_tensor_may_have_another_byte_order_and_nan_is_seen_in_it() -> None:
+    clip = NormClip(1.0, exclude="v")
+    given = {"w": np.array([3.0, 4.0]), "v": np.array([7.0]).astype(">f2")}
+    assert clip.clip(given)["v"] is given["v"]
+    with pytest.warns(FedclipWarning, match="NaN or infinity in 'v'"):
+        output = clip.clip({"w": np.zeros(0), "v": np.array([np.nan])})
+    assert output["v"].tolist() == [0.0]
+
+
+def test_empty_tensors_cost_nothing_and_have_a_record_and_a_state() -> None:
     given = {"w": np.array([1.5e-5]), "empty": np.zeros((0, 1), np.float16)}
-    output = NormClip(8e-6).run(NumpyVector(given)).coefs["w"]
-    assert 8e-6 * (1 - 1e-12) <= size([output]) <= 8e-6
-
-
-@pytest.mark.parametrize(
-    ("values", "ord", "wanted"),
-    [
-        ([3.0, -4.0], 2, 5.0),
-        ([3.0, -4.0], 1, 7.0),
-        ([3.0, -4.0], "inf", 4.0),
-        ([3.0, -4.0], "mad", 3.5),
-        ([1.0, -7.0], "rms", 5.0),
-        ([1.0, 4.0], 0.5, 9.0),
-        ([3e200, 4e200], 2, 5e200),
-        ([], 2, 0.0),
-    ],
-)
-def test_size(values: list[float], ord: Any, wanted: float) -> None:
-    assert size([np.array(values)], ord) == pytest.approx(wanted, rel=1e-15)
-
-
-def test_a_trial_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seed", "5", "--trial", "3", "--frameworks", "numpy"]) == 0
-    assert isinstance(capsys.readouterr().out, str)
-    one, other = ([b.kind for b in search.trial(5, 3, ["numpy"])] for _ in range(2))
-    assert one == other
+    clip = NormClip(8e-6)
+    assert 8e-6 * (1 - 1e-12) <= size([clip.clip(given)["w"]]) <= 8e-6
+    clip.clip({"w": np.zeros(0)})
+    assert clip.last.norm_before == ()
+    first, then = EmaNormClip(), EmaNormClip()
+    first.clip({"w": np.zeros(0)})
+    then.set_state(first.get_state())
+    assert then.clip({"w": np.zeros(0)})["w"].size == 0
 
 
 def test_a_state_with_a_tensor_of_no_dimensions_can_be_saved_after_a_change_of_dtype() -> None:
     clip = EmaValueClip()
-    clip.run(to_vector({"s": np.array(1e300)}))
-    clip.run(to_vector({"s": np.array(2.0)}, dtype="float32"))
+    for value in (np.array(1e300), np.array(2.0, np.float32)):
+        clip.clip({"s": value})
     assert isinstance(clip.get_state()["arrays"]["s"]["past"], np.ndarray)
-
-
-def test_an_excluded_tensor_may_have_another_byte_order() -> None:
-    clip = NormClip(1.0, exclude="v")
-    given = {"w": np.array([3.0, 4.0]), "v": np.array([7.0]).astype(">f2")}
-    output = clip.run(NumpyVector(given)).coefs
-    assert output["v"] is given["v"]
-
-
-def test_an_empty_gradient_is_not_the_step_before_it() -> None:
-    clip = NormClip(1.0)
-    clip.run(to_vector({"w": np.array([3.0, 4.0])}))
-    clip.run(to_vector({"w": np.zeros(0)}))
-    assert clip.last.norm_before == ()
-
-
-def test_a_state_of_empty_tensors_is_taken_back() -> None:
-    first, then = EmaNormClip(), EmaNormClip()
-    first.run(to_vector({"w": np.zeros(0)}))
-    then.set_state(first.get_state())
-    assert then.run(to_vector({"w": np.zeros(0)})).coefs["w"].size == 0

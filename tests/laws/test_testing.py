@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from helpers import BACKENDS, SPECIMENS, Specimen, needs, specimens
 
 from fedclip import Clipper, NormClip, testing
 from fedclip.errors import StateError
-from fedclip.privacy import Context, Guarantee
+from fedclip.privacy import Guarantee
 from fedclip.testing import FRAMEWORKS
 from fedclip.transforms import Transform
 
@@ -63,76 +63,61 @@ class Sound(OptiModule):
 
 
 def test_a_sound_clipper_passes() -> None:
-    for check in CHECKS:
-        check(Sound)
-    testing.check_guarantee(Keeps)
+    for check in CHECKS.split():
+        getattr(testing, f"check_{check}")(Sound)
+    testing.check_guarantee(states(1 + 1e-12))
 
 
-class ForgetsItsConfig(Sound, register=False):
-    def get_config(self) -> dict[str, Any]:
-        return {}
+def broken(**methods: Any) -> Any:
+    """Return `Sound` with other methods."""
+    return type("Broken", (Sound,), methods, register=False)
 
 
-class ChangesInput(Sound, register=False):
-    def scale(self, gradients: Vector[Any], factor: float) -> Vector[Any]:
-        for value in gradients.coefs.values():
-            value *= factor
-        return gradients
+def changes_input(self: Sound, gradients: Vector[Any], factor: float) -> Vector[Any]:
+    for value in gradients.coefs.values():
+        value *= factor
+    return gradients
 
 
-class AlwaysCopies(Sound, register=False):
-    def run(self, gradients: Vector[Any]) -> Vector[Any]:
-        return super().run(gradients) * 1.0
+def widens(self: Sound, gradients: Vector[Any], factor: float) -> Vector[Any]:
+    wide = {k: np.asarray(v * np.float64(factor), "float64") for k, v in gradients.coefs.items()}
+    return type(gradients)(wide)
 
 
-class Widens(Sound, register=False):
-    def scale(self, gradients: Vector[Any], factor: float) -> Vector[Any]:
-        return type(gradients)(
-            {k: np.asarray(v * np.float64(factor), "float64") for k, v in gradients.coefs.items()}
-        )
+def flattens(self: Sound, gradients: Vector[Any], factor: float) -> Vector[Any]:
+    scaled = Sound.scale(self, gradients, factor)
+    return type(gradients)({k: np.atleast_1d(v) for k, v in scaled.coefs.items()})
 
 
-class Flattens(Sound, register=False):
-    def scale(self, gradients: Vector[Any], factor: float) -> Vector[Any]:
-        scaled = super().scale(gradients, factor)
-        return type(gradients)({k: np.atleast_1d(v) for k, v in scaled.coefs.items()})
+def learns_from_nan(self: Sound, gradients: Vector[Any]) -> Vector[Any]:
+    self.max_norm = 0.5
+    return Sound.bad(self, gradients)
 
 
-class LearnsFromNaN(Sound, register=False):
-    def bad(self, gradients: Vector[Any]) -> Vector[Any]:
-        self.max_norm = 0.5
-        return super().bad(gradients)
+def loses_state(self: Sound, state: dict[str, Any]) -> None:
+    Sound.set_state(self, state)
+    self.largest = 0.0
 
 
-class LosesState(Sound, register=False):
-    def set_state(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
-        self.largest = 0.0
+def resumes_otherwise(self: Sound, state: dict[str, Any]) -> None:
+    Sound.set_state(self, state)
+    self.max_norm *= 1.001
 
 
-class ResumesOtherwise(Sound, register=False):
-    def set_state(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
-        self.max_norm *= 1.001
+def accepts_anything(self: Sound, state: dict[str, Any]) -> None:
+    self.largest = state["largest"] if isinstance(state, dict) and state else 0.0
 
 
-class AcceptsAnything(Sound, register=False):
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.largest = state["largest"] if isinstance(state, dict) and state else 0.0
+def half_keeps(self: Sound, state: dict[str, Any]) -> None:
+    self.largest = 0.0
+    Sound.set_state(self, state)
 
 
-class HalfKeeps(Sound, register=False):
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.largest = 0.0
-        super().set_state(state)
-
-
-class RaisesAnything(Sound, register=False):
-    def set_state(self, state: dict[str, Any]) -> None:
-        try:
-            super().set_state(state)
-        except StateError:
-            raise RuntimeError("no such state") from None
+def raises_anything(self: Sound, state: dict[str, Any]) -> None:
+    try:
+        Sound.set_state(self, state)
+    except StateError:
+        raise RuntimeError("no such state") from None
 
 
 class Grows(Sound, register=False):
@@ -148,16 +133,9 @@ class Grows(Sound, register=False):
         return super().run(gradients)
 
 
-class Promises(Sound, register=False):
-    """States half of the bound that it keeps."""
-
-    def guarantee(self, context: Context) -> Guarantee:
-        return Guarantee(self.name, bound=0.5 * self.max_norm)
-
-
-class Keeps(Sound, register=False):
-    def guarantee(self, context: Context) -> Guarantee:
-        return Guarantee(self.name, bound=self.max_norm * (1 + 1e-12))
+def states(share: float) -> Any:
+    """Return `Sound` that states so much of the bound that it keeps."""
+    return broken(guarantee=lambda self, context: Guarantee(self.name, bound=share * self.max_norm))
 
 
 class SaysNothing(Clipper, register=False):
@@ -167,51 +145,40 @@ class SaysNothing(Clipper, register=False):
         return NormClip().build()
 
 
-CHECKS: list[Callable[[Any], None]] = [
-    testing.check_config_round_trip,
-    testing.check_identity,
-    testing.check_dtype_and_shape,
-    testing.check_nonfinite,
-    testing.check_state_round_trip,
-    testing.check_resume,
-    testing.check_state_refusals,
-    testing.check_state_size,
+CHECKS = "config_round_trip identity dtype_and_shape nonfinite state_round_trip resume"
+CHECKS += " state_refusals state_size"
+FAULTS: list[tuple[str, Any, str]] = [
+    ("config_round_trip", partial(broken(get_config=lambda self: {}), 0.3), "get_config"),
+    ("identity", broken(scale=changes_input), "changed in place"),
+    ("identity", broken(run=lambda self, g: Sound.run(self, g) * 1.0), "must be the same object"),
+    ("dtype_and_shape", broken(scale=widens), "the dtype float64, not float16"),
+    ("dtype_and_shape", broken(scale=flattens), r"the shape \(1,\), not \(\)"),
+    ("nonfinite", broken(bad=learns_from_nan), "the steps after one of nan"),
+    ("state_round_trip", broken(set_state=loses_state), "gives back another state"),
+    ("resume", broken(set_state=resumes_otherwise), "a run resumed at step 0"),
+    ("state_refusals", broken(set_state=accepts_anything), "is taken over"),
+    ("state_refusals", broken(set_state=half_keeps), "half kept"),
+    ("state_refusals", broken(set_state=raises_anything), "raises RuntimeError"),
+    ("state_size", Grows, "the state grew"),
+    ("guarantee", states(0.5), "is above the bound that guarantee states"),
+    ("guarantee", SaysNothing, "does not say what it guarantees"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("cls", "check", "words"),
-    [
-        (lambda: ForgetsItsConfig(0.3), testing.check_config_round_trip, "get_config"),
-        (ChangesInput, testing.check_identity, "changed in place"),
-        (AlwaysCopies, testing.check_identity, "must be the same object"),
-        (Widens, testing.check_dtype_and_shape, "the dtype float64, not float16"),
-        (Flattens, testing.check_dtype_and_shape, r"the shape \(1,\), not \(\)"),
-        (LearnsFromNaN, testing.check_nonfinite, "the steps after one of nan"),
-        (LosesState, testing.check_state_round_trip, "gives back another state"),
-        (ResumesOtherwise, testing.check_resume, "a run resumed at step 0"),
-        (AcceptsAnything, testing.check_state_refusals, "is taken over"),
-        (HalfKeeps, testing.check_state_refusals, "half kept"),
-        (RaisesAnything, testing.check_state_refusals, "raises RuntimeError"),
-        (Grows, testing.check_state_size, "the state grew"),
-        (Promises, testing.check_guarantee, "is above the bound that guarantee states"),
-        (SaysNothing, testing.check_guarantee, "does not say what it guarantees"),
-    ],
-)
-def test_a_fault_is_found(cls: Any, check: Callable[[Any], None], words: str) -> None:
+@pytest.mark.parametrize(("check", "cls", "words"), FAULTS)
+def test_a_fault_is_found(check: str, cls: Any, words: str) -> None:
     with pytest.raises(AssertionError, match=words):
-        check(cls)
+        getattr(testing, f"check_{check}")(cls)
 
 
 def test_a_difference_between_frameworks_is_found() -> None:
     needs("torch")
 
-    class OffOnTorch(Sound, register=False):
-        def scale(self, gradients: Vector[Any], factor: float) -> Vector[Any]:
-            return gradients * (factor if "Numpy" in type(gradients).__name__ else 1.01 * factor)
+    def off_on_torch(self: Sound, gradients: Vector[Any], factor: float) -> Vector[Any]:
+        return gradients * (factor if "Numpy" in type(gradients).__name__ else 1.01 * factor)
 
     with pytest.raises(AssertionError, match=r"torch: 'enc\.weight' is off by"):
-        testing.check_equivalence(OffOnTorch, "torch")
+        testing.check_equivalence(broken(scale=off_on_torch), "torch")
 
 
 # -- and none in the package ------------------------------------------------------------------

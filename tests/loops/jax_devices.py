@@ -1,14 +1,21 @@
 """Clip on four devices of one host, and compare with one device; started by a test."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedclip import AGC, EmaNormClip, Normalize, NormClip, ValueClip, ZScoreClip
+from fedclip import (
+    AGC,
+    Centralize,
+    EmaNormClip,
+    EmaValueClip,
+    Normalize,
+    NormClip,
+    ValueClip,
+    ZScoreClip,
+)
 from fedclip.loops.jax import as_optax
 
 SHAPES = {"w": ((8, 6), P("data", None)), "v": ((4, 12), P(None, "data")), "b": ((3,), P())}
@@ -103,19 +110,6 @@ def shard_maps():
             found, state = step(place(gradient), jax.device_put(state, NamedSharding(mesh, P())))
             compare(f"{name}, shard_map", found, expected)
         compare(f"{name}, state", state, expected_state)
-    # Leaves that are all split need no types.
-    split = {"w": GRADS[0]["w"]}
-    unchecked = jax.jit(
-        jax.shard_map(
-            lambda g: as_optax(NormClip(1.0), axis_name="data").update(g, None),
-            mesh=mesh,
-            in_specs=({"w": P("data", None)},),
-            out_specs=({"w": P("data", None)}, P()),
-            check_vma=False,
-        )
-    )
-    found, _ = unchecked({"w": place(GRADS[0])["w"]})
-    compare("unchecked", found, as_optax(NormClip(1.0)).update(jnp_tree(split), None)[0])
     for clipper in (ValueClip(1.0), NormClip(1.0, dims=[0]), AGC(0.1)):
         try:
             as_optax(clipper, axis_name="data").update(jnp_tree(GRADS[0]), None, jnp_tree(PARAMS))
@@ -124,30 +118,25 @@ def shard_maps():
         raise AssertionError(f"{clipper} is not refused")
 
 
-def many():
-    """Four models by vmap, each on a device of its own."""
-    kinds = (AxisType.Explicit, AxisType.Auto)
-    meshes = [jax.make_mesh((4,), ("data",), axis_types=(kind,)) for kind in kinds]
-    for i, name in enumerate(("z-score", "values", "slices", "agc")):
-        clipper = CLIPPERS[name]
-        mesh = meshes[i % 2]
-        place = partial(jax.device_put, device=NamedSharding(mesh, P("data")))
-        transform = as_optax(clipper)
-        step = jax.jit(jax.vmap(transform.update))
-        four = [
-            {n: np.stack([s * x for s in (1, 2, 0.1, 5)]) for n, x in t.items()}
-            for t in (GRADS[0], PARAMS)
-        ]
-        first = jax.vmap(transform.init)(four[1])
-        expected = step(jnp_tree(four[0]), first, jnp_tree(four[1]))
-        with jax.set_mesh(mesh):
-            found = step(*place((four[0], first, four[1])))
-        compare(f"{name}, many", found, expected)
+def eager():
+    """Tensors of one gradient, each on a device of its own, and one tensor over two."""
+    values = {"a": np.array([3.0]), "b": np.array([4.0])}
+    places = dict(zip(values, jax.devices(), strict=False))
+    vector = {name: jax.device_put(value, places[name]) for name, value in values.items()}
+    for clipper in (NormClip(), ZScoreClip(), ValueClip(), EmaValueClip(), Centralize()):
+        found = clipper.clip(clipper.clip(vector))
+        assert all(found[n].devices() == {place} for n, place in places.items()), clipper
+    compare("eager", NormClip(1.0).clip(vector), {"a": [0.6], "b": [0.8]})
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    spread = jax.device_put(np.array([3.0, 4.0]), NamedSharding(mesh, P("x")))
+    found = NormClip(1.0).clip({"w": spread})["w"]
+    assert len(found.sharding.device_set) == 2
+    compare("eager, spread", found, np.array([0.6, 0.8]))
 
 
 if __name__ == "__main__":
     assert jax.device_count() == 4
     meshes()
     shard_maps()
-    many()
+    eager()
     print("all as on one device")

@@ -6,19 +6,18 @@ The oracle is Lightning's own ``gradient_clip_val``, where it clips at all.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import PATIENCE, require
+from helpers import require
 
 torch = require("torch")
 lightning = pytest.importorskip("lightning.pytorch")
+from torch_loops import total  # noqa: E402
 
 from fedclip import AGC, EmaNormClip, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.loops.lightning import ClipCallback  # noqa: E402
@@ -50,15 +49,12 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         if self.automatic_optimization:
             return self.loss(batch, self.layers[0])
         found = self.optimizers(use_pl_optimizer=self.manual != "torch's own")
-        for layer, optimizer in zip(
-            self.layers, found if isinstance(found, list) else [found], strict=True
-        ):
+        optimizers = found if isinstance(found, list) else [found]
+        for layer, optimizer in zip(self.layers, optimizers, strict=True):
 
-            def closure(optimizer: Any = optimizer, layer: Any = layer) -> Any:
+            def closure(optimizer: Any = optimizer, layer: Any = layer) -> None:
                 optimizer.zero_grad()
-                loss = self.loss(batch, layer)
-                self.manual_backward(loss)
-                return loss
+                self.manual_backward(self.loss(batch, layer))
 
             if self.manual == "closure":
                 optimizer.step(closure)
@@ -68,52 +64,29 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         return None
 
     def configure_optimizers(self) -> Any:
-        made = [
-            torch.optim.SGD(layer.parameters(), lr=0.01, fused=self.fused) for layer in self.layers
-        ]
-        for optimizer, norms in zip(made, self.norms, strict=True):
-            optimizer.register_step_post_hook(lambda o, *_, norms=norms: norms.append(norm_of(o)))
+        made = []
+        for layer, norms in zip(self.layers, self.norms, strict=True):
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, fused=self.fused)
+            optimizer.register_step_post_hook(
+                lambda *_, layer=layer, norms=norms: norms.append(total(layer))
+            )
+            made.append(optimizer)
         return made if len(made) > 1 else made[0]
 
 
-def norm_of(optimizer: Any) -> float:
-    """Return the norm of all gradients; 0 where there are none."""
-    held = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    return float(torch.stack([g.double().norm() for g in held]).norm()) if held else 0.0
-
-
-class Configured(Model):
-    """A module that adds the callback."""
-
-    def __init__(self, clipper: Any) -> None:
-        super().__init__()
-        self.clip = ClipCallback(clipper)
-
-    def configure_callbacks(self) -> list[Any]:
-        return [self.clip]
-
-
-def batches(count: int = 8) -> Any:
-    data = torch.utils.data.TensorDataset(torch.tensor(GRID[: 4 * count], dtype=torch.float32))
+def batches() -> Any:
+    values = np.random.default_rng(0).standard_normal((32, 5)).astype(np.float32)
+    data = torch.utils.data.TensorDataset(torch.tensor(values))
     return torch.utils.data.DataLoader(data, batch_size=4)
 
 
-GRID = np.random.default_rng(0).standard_normal((400, 5))
-
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "max_epochs": 1,
-}
+QUIET = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
 
 
 def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
-    common = {**QUIET, "default_root_dir": folder}
-    return lightning.Trainer(callbacks=list(callbacks), **{**common, **options})
+    common = {**dict.fromkeys(QUIET, False), "accelerator": "cpu", "max_epochs": 1}
+    common |= {"default_root_dir": folder, "callbacks": [*callbacks]}
+    return lightning.Trainer(**{**common, **options})
 
 
 def fit(folder: Path, model: Any, *callbacks: Any, **options: Any) -> Any:
@@ -191,10 +164,10 @@ def test_several_optimizers_have_a_clipper_each(tmp_path: Path) -> None:
 
 # -- what is refused -----------------------------------------------------------------------------
 def test_clipping_twice_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    for model, callbacks in ((Model(), [ClipCallback(NormClip())]), (Configured(NormClip()), [])):
-        with pytest.raises(ValueError, match=r"gradient_clip_val=1\.0: ClipCallback"):
-            fit(tmp_path, model, *callbacks, gradient_clip_val=1.0)
-        assert model.norms == [[]]
+    model = Model()
+    with pytest.raises(ValueError, match=r"gradient_clip_val=1\.0: ClipCallback"):
+        fit(tmp_path, model, ClipCallback(NormClip()), gradient_clip_val=1.0)
+    assert model.norms == [[]]
 
 
 def test_a_fused_optimizer_that_unscales_is_refused(tmp_path: Path) -> None:
@@ -214,9 +187,7 @@ def test_deepspeed_is_refused() -> None:
 
 # -- checkpoints ---------------------------------------------------------------------------------
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    def make() -> Any:
-        return EmaNormClip(scope="tensor", decay=0.5)
-
+    make = partial(EmaNormClip, scope="tensor", decay=0.5)
     whole, file = Model(), tmp_path / "one.ckpt"
     fit(tmp_path, whole, ClipCallback(make()), max_epochs=2)
     half = fit(tmp_path, Model(), ClipCallback(make()))
@@ -261,22 +232,6 @@ def test_a_finder_of_the_learning_rate_is_clipped(tmp_path: Path, first: bool) -
     assert max(model.norms[0]) <= LIMIT
     # The checkpoint that the finder restores knows nothing of its steps.
     assert sum(r.steps for r in clipper.rounds) == len(model.norms[0]) - 4
-
-
-# -- processes -----------------------------------------------------------------------------------
-def test_two_processes_clip_the_mean_of_their_gradients_alike(tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("lightning_processes.py"))]
-    subprocess.run([*command, str(tmp_path)], timeout=PATIENCE, check=True, capture_output=True)
-    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert one == other
-    torch.manual_seed(0)
-    # Of (output - 1)^2 and (output - 2)^2, and five parameters with inputs of 1.
-    output = float(torch.nn.Linear(4, 1)(torch.ones(4)))
-    first = abs(2 * (output - 1.5)) * 5**0.5
-    # The oldest of the five norms that are kept is the fourth; each step shortens it to 0.9.
-    assert one["state"]["all"]["start_1"] == pytest.approx(first * 0.9**3, rel=1e-5)
-    assert one["stats"]["round/clipped"] == 1
-    assert one["stats"]["round/norm_max"] > 20 * one["stats"]["round/limit_max"]
 
 
 def test_a_clipper_goes_from_one_trainer_to_the_next(tmp_path: Path) -> None:

@@ -8,42 +8,16 @@ from helpers import require
 
 torch = require("torch")
 
+from torch_loops import backward, closure_of, total  # noqa: E402
+from torch_loops import build as build_model  # noqa: E402
+
 from fedclip import AGC, FedclipWarning, NormClip, ZScoreClip  # noqa: E402
-from fedclip.loops.torch import (  # noqa: E402
-    attach,
-    attach_update,
-    clip_,
-    get_state,
-    handles,
-)
-from fedclip.loops.torch.clip import share_memory  # noqa: E402
+from fedclip.loops.torch import attach, attach_update, clip_, get_state, handles  # noqa: E402
 
 
-def build(seed=0, optimizer=torch.optim.SGD, **settings):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+def build(optimizer=torch.optim.SGD, **settings):
+    model = build_model()
     return model, optimizer(model.parameters(), **{"lr": 0.1, **settings})
-
-
-def loss_of(model):
-    return (100 * model(torch.ones(3, 5))).square().sum()
-
-
-def closure_of(model, optimizer, norms=None):
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        if norms is not None:
-            norms.append(total(model))
-        return loss
-
-    return closure
-
-
-def total(model):
-    gradients = [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
-    return float(torch.cat(gradients).detach().double().norm())
 
 
 # -- looks ---------------------------------------------------------------------------------------
@@ -52,7 +26,7 @@ def test_equal_clippers_and_handles_are_not_confused():
     clipper, twin = ZScoreClip(), ZScoreClip()
     (first, one), (second, other) = build(), build()
     for model in (first, second):
-        loss_of(model).backward()
+        backward(model)
     clip_(first, clipper)
     clip_(second, twin)
     outer = attach(one, clipper, first)
@@ -80,9 +54,7 @@ def test_a_closure_in_the_step_of_a_scaler_is_refused(settings):
 
     def closure():
         optimizer.zero_grad()
-        loss = loss_of(model)
-        scaler.scale(loss).backward()
-        return loss
+        scaler.scale((100 * model(torch.ones(3, 5))).square().sum()).backward()
 
     closure()
     scaler.unscale_(optimizer)
@@ -105,7 +77,7 @@ def test_parameters_without_a_name_are_refused():
     with pytest.raises(ValueError, match="holds no parameter of those given"):
         attach(optimizer, NormClip(1.0), build()[0].named_parameters())
     attach(optimizer, NormClip(1.0), model.named_parameters())
-    loss_of(model).backward()
+    backward(model)
     optimizer.add_param_group({"params": [extra]})
     with pytest.raises(ValueError, match=r"without a name \(of shape \(3, 7\)\)"):
         optimizer.step()
@@ -115,7 +87,7 @@ def test_names_that_the_optimizer_has_or_numbers():
     model, _ = build()
     named = torch.optim.SGD(model.named_parameters(), lr=0.1)
     handle = attach(named, NormClip(1.0, scope="layer"))
-    loss_of(model).backward()
+    backward(model)
     named.step()
     assert handle.last.groups == ("0", "2")
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -155,7 +127,7 @@ def test_a_copy_of_the_optimizer_and_its_handles_clips_too(how):
 @pytest.mark.slow
 def test_wrapped_and_compiled_models_have_the_same_names():
     model, _ = build()
-    loss_of(model).backward()
+    backward(model)
     names = clip_(model, NormClip(1.0, scope="tensor")).groups
     wrapped = torch.nn.Module()
     wrapped.module = torch.compile(model, backend="eager")
@@ -184,7 +156,7 @@ def test_a_state_from_before_is_a_fresh_start_said_once():
     assert {**handle.get_state(), "owner": 0} == {**get_state(ZScoreClip()), "owner": 0}
 
 
-# -- graphs, pure functions, updates -------------------------------------------------------------
+# -- graphs and wrappers -------------------------------------------------------------
 
 
 def test_a_step_that_a_cuda_graph_captures_is_refused(monkeypatch):
@@ -229,7 +201,7 @@ class Wrapper:
 def test_a_wrapper_is_clipped_or_refused():
     model, optimizer = build()
     handle = attach(Wrapper(optimizer), NormClip(1e-3), model)
-    loss_of(model).backward()
+    backward(model)
     optimizer.step()
     assert handle.clipper.rounds[0].steps == 1
     wrapper = Wrapper(optimizer, build()[1])
@@ -239,32 +211,24 @@ def test_a_wrapper_is_clipped_or_refused():
 
 
 # -- gradients over shared memory ----------------------------------------------------------------
-KINDS = ["one twice", "the same view", "overlap", "rows and columns", "two arrays", "other dtype"]
-KINDS += ["expanded", "strides", "beside a sparse one", "interleaved"]
+SHARED = {
+    "one twice": lambda flat: (flat, flat),
+    "overlap": lambda flat: (flat[:4], flat[2:]),
+    "rows and columns": lambda flat: (flat.view(2, 3), flat.view(2, 3)[:, 1]),
+    "two arrays": lambda flat: [torch.from_numpy(flat.numpy()) for _ in range(2)],
+    "other dtype": lambda flat: (flat[:4], flat.view(torch.float64)[1:]),
+    "expanded": lambda flat: (flat[:1].expand(5),),
+    "strides": lambda flat: (torch.as_strided(flat, (3, 3), (1, 1)),),
+    "beside a sparse one": lambda flat: (flat[:4], flat[2:], torch.eye(3).to_sparse()),
+    "interleaved": lambda flat: (flat[::2], flat[1::2]),
+}
 
 
-def _shared(kind):
-    """Return gradients over one memory, of one of the KINDS."""
-    flat = torch.full((6,), 3.0)
-    return {
-        "one twice": (tied := flat[:4], tied),
-        "the same view": (flat[:4], flat[:4]),
-        "overlap": (flat[:4], flat[2:]),
-        "rows and columns": (flat.view(2, 3), flat.view(2, 3)[:, 1]),
-        "two arrays": (torch.from_numpy(flat.numpy()), torch.from_numpy(flat.numpy())),
-        "other dtype": (flat[:4], flat.view(torch.float64)[1:]),
-        "expanded": (torch.full((1,), 3.0).expand(5),),
-        "strides": (torch.as_strided(flat, (3, 3), (1, 1)),),
-        "beside a sparse one": (flat[:4], flat[2:], torch.eye(3).to_sparse()),
-        "interleaved": (flat[::2], flat[1::2]),
-    }[kind]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARED)
 def test_gradients_that_share_memory_are_clipped_once(kind):
     make = {"overlap": ZScoreClip, "expanded": AGC}.get(kind, NormClip)
     alone, together = {}, {}
-    for i, gradient in enumerate(_shared(kind)):
+    for i, gradient in enumerate(SHARED[kind](torch.full((6,), 3.0))):
         weight = torch.ones(gradient.shape, dtype=gradient.dtype)
         for parameters, own in ((alone, gradient.clone()), (together, gradient)):
             parameters[f"w{i}"] = torch.nn.Parameter(weight.clone())
@@ -275,26 +239,12 @@ def test_gradients_that_share_memory_are_clipped_once(kind):
         assert torch.equal(parameter.grad.to_dense(), alone[name].grad.to_dense())
 
 
-def test_views_of_a_flat_buffer_stay_in_it():
-    flat = torch.full((2, 24), 3.0)
-    # Channels last, and side by side.
-    own = [flat[0].view(1, 2, 3, 4).permute(0, 3, 1, 2), flat[1, :4].view(2, 2).T, flat[1, 4:]]
-    parameters = {f"w{i}": torch.nn.Parameter(torch.ones(g.shape)) for i, g in enumerate(own)}
-    for parameter, gradient in zip(parameters.values(), own, strict=True):
-        parameter.grad = gradient
-    clip_(parameters, NormClip(1.0))
-    # The norm below is of float32, and the margin 9e-7.
-    assert float(flat.norm()) == pytest.approx(1.0, rel=3e-6)
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_lbfgs_sees_clipped_gradients_only(by_name):
+def test_lbfgs_sees_clipped_gradients_only():
     model, optimizer = build(optimizer=torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
     norms = []
     handle = attach(optimizer, NormClip(0.1), model)
     closure = closure_of(model, optimizer, norms)
-    loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
-    assert loss.item() > 1
+    assert optimizer.step(closure=closure).item() > 1
     assert len(norms) > 1
     assert handle.metrics()["round/steps"] == len(norms)
     # What a run of its own sees, whose closure clips by hand.
@@ -315,7 +265,7 @@ def test_lbfgs_sees_clipped_gradients_only(by_name):
 def test_a_graph_of_gradients_is_clipped():
     model, optimizer = build()
     attach(optimizer, NormClip(1.0), model)
-    loss_of(model).backward(create_graph=True)
+    backward(model, create_graph=True)
     optimizer.step()
     assert total(model) <= 1.0
     optimizer.zero_grad()
@@ -326,20 +276,9 @@ def test_parameters_added_later_are_clipped():
     model.add_module("late", torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     handle = attach(optimizer, NormClip(1.0, scope="tensor"), model)
-    loss_of(model).backward()
+    backward(model)
     optimizer.step()
     assert handle.last.groups == ("0.weight", "0.bias")
     optimizer.add_param_group({"params": model.late.parameters()})
     optimizer.step()
     assert handle.last.groups == ("0.weight", "0.bias", "late.weight", "late.bias")
-
-
-def test_tensors_without_an_address_are_left_as_they_are():
-    found = []
-
-    def look(x):
-        found.append(share_memory([x, 2 * x]))
-        return x
-
-    torch.func.vmap(look)(torch.ones(2, 3))
-    assert found == [False]

@@ -1,6 +1,5 @@
 """Optimizers and loops of other packages, as they are: clipped once a step, saved, or refused."""
 
-import copy
 import inspect
 import io
 
@@ -10,7 +9,7 @@ from helpers import require
 torch = require("torch")
 
 from fedclip import FedclipWarning, ZScoreClip  # noqa: E402
-from fedclip.loops.torch import attach, handles  # noqa: E402
+from fedclip.loops.torch import attach  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +28,7 @@ def build():
 
 def backward(model):
     loss = (10 * model(torch.ones(2, 8))).square().mean()
-    loss.backward(create_graph=torch.is_grad_enabled() and getattr(model, "twice", False))
+    loss.backward()
     return loss
 
 
@@ -150,41 +149,21 @@ def test_wrappers_of_pytorch_optimizer():
     # It asks for two gradients a step, at weights with noise.
     clips_and_comes_back(lambda m: package.BSAM(m.parameters(), num_data=10), both, clips=6)
 
-    def surrogate(model):
-        base = AdamW(model.parameters(), lr=0.01)
-        rate = torch.optim.lr_scheduler.ConstantLR(base)
-        rho = package.ProportionScheduler(rate, max_lr=0.01)
-        optimizer = package.GSAM(model.parameters(), base, model, rho)
-        optimizer.set_closure(torch.nn.functional.mse_loss, torch.ones(2, 8), torch.ones(2, 4))
-        return optimizer
-
-    clips_and_comes_back(surrogate)
-
     def muon(model):
-        held = [
-            [p for p in model.parameters() if (p.ndim > 1) is matrix] for matrix in (True, False)
-        ]
-        return package.Muon(
-            [{"params": held[0], "use_muon": True}, {"params": held[1], "use_muon": False}]
-        )
+        matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+        groups = {"params": matrices, "use_muon": True}, {"params": vectors, "use_muon": False}
+        return package.Muon([*groups])
 
     clips_and_comes_back(muon)
 
 
-def test_torchzero():
+def test_torchzero_accelerate_and_zero():
     package = pytest.importorskip("torchzero")
+    made = lambda m: package.Optimizer(m.parameters(), package.m.Adam(), package.m.LR(0.01))  # noqa: E731
     for loop in (once, by_closure):
-        clips_and_comes_back(
-            lambda m: package.Optimizer(m.parameters(), package.m.Adam(), package.m.LR(0.01)), loop
-        )
-
-
-def test_accelerate_and_zero():
-    accelerate = pytest.importorskip("accelerate")
-    prepare = accelerate.Accelerator(cpu=True).prepare
+        clips_and_comes_back(made, loop)
+    prepare = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare
     clips_and_comes_back(lambda m: prepare(AdamW(m.parameters(), lr=0.01)))
-    if not torch.distributed.is_gloo_available():
-        pytest.skip("needs gloo")
     distributed = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -207,9 +186,8 @@ def test_adapters_of_peft():
     )
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     handle = attach(optimizer, ZScoreClip(scope="layer"), model)
-    for _ in range(3):
-        once(model, optimizer)
-    assert handle.metrics()["round/steps"] == 3
+    once(model, optimizer)
+    assert handle.metrics()["round/steps"] == 1
     assert len(handle.last.groups) == 4
     # A class of its own, whose step multiplies the gradients and calls that of SGD.
     riemannian = pytest.importorskip("peft.optimizers.riemannian").create_riemannian_optimizer
@@ -227,31 +205,14 @@ def test_adapters_of_peft():
 def test_inner_loops_of_higher():
     package = pytest.importorskip("higher")
     model = build()
-    inner, outer = SGD(model.parameters(), lr=0.01), AdamW(model.parameters(), lr=1e-3)
+    inner = SGD(model.parameters(), lr=0.01)
+    handle = attach(inner, ZScoreClip(), model)
 
-    def round_(**settings):
-        with package.innerloop_ctx(model, inner, **settings) as (fast, steps):
-            for _ in range(2):
-                steps.step((10 * fast(torch.ones(2, 8))).square().mean())
+    def round_():
+        with handle, package.innerloop_ctx(model, inner) as (fast, steps):
+            steps.step((10 * fast(torch.ones(2, 8))).square().mean())
             with pytest.raises(TypeError, match="no hooks of torch"):
                 attach(steps, ZScoreClip())
-            if settings:
-                outer.zero_grad()
-                fast(torch.ones(2, 8)).square().mean().backward()
-                outer.step()
 
-    handle = attach(inner, ZScoreClip(), model)
-    with pytest.warns(FedclipWarning, match="has clipped nothing"), handle:
+    with pytest.warns(FedclipWarning, match="has clipped nothing"):
         round_()
-    handle = attach(inner, ZScoreClip(), model)
-    round_(copy_initial_weights=False)
-    with pytest.warns(FedclipWarning, match=r"no step of the optimizer \(SGD\)"):
-        round_(copy_initial_weights=False)
-    handle.remove()
-    # For one that has stepped before, attach warns.
-    outer = AdamW(model.parameters(), lr=1e-3)
-    handle = attach(outer, ZScoreClip(), model)
-    for _ in range(2):
-        round_(copy_initial_weights=False)
-    assert handle.metrics()["round/steps"] == 2
-    assert handles(copy.deepcopy(outer))[0].get_state() == handle.get_state()

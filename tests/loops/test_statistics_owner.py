@@ -134,10 +134,9 @@ def test_limits_are_of_this_models_steps(loop: Callable[[], Loop]) -> None:
     def run(actions: list[str]) -> None:
         one = loop()
         for action in actions:
-            verb, _, model = action.rpartition(" ") if action[-1].isdigit() else (action, "", "")
+            verb, model = action.rstrip(" 01"), action[-1:] * action[-1].isdigit()
             try:
-                act = getattr(one, verb.replace(" ", "_"), lambda *_: None)
-                act(*map(int, model))
+                getattr(one, verb.replace(" ", "_"), lambda *_: None)(*map(int, model))
             except ValueError as error:
                 if not re.search("each model a clipper|load the state", str(error)):
                     raise

@@ -16,7 +16,7 @@ from declearn.model.sklearn import NumpyVector
 from federation_helpers import Clients, Server, norm
 from federation_runs import running
 from helpers import each_framework, needs
-from laws.test_sparse import dense_values, indexed_slices, sparse_coo
+from laws.test_dtype_shape import dense_values, indexed_slices, sparse_coo
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
