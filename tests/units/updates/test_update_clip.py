@@ -26,7 +26,6 @@ from fedclip.updates.votes import BINS, FIRST_VARIANCE, BoundRule, one_hot
 
 CLIPPED = {"name": "clipped-averaging"}
 ADAPTIVE: list[Any] = ["update-clip-client"]
-NOISE: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 9}
 RULE = BoundRule(0.5, 1e-6, 1e4)
 
 

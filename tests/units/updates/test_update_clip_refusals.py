@@ -17,7 +17,7 @@ from federation_helpers import Clients, Server, norm, sent
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from units.updates.test_update_clip import ADAPTIVE, CLIPPED, NOISE, pair, share, vector
+from units.updates.test_update_clip import ADAPTIVE, CLIPPED, pair, share, vector
 
 import fedclip
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipBound
@@ -25,6 +25,8 @@ from fedclip.errors import NonFiniteError, StateError
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.protocol import Reply
 from fedclip.updates.server import UpdateServer
+
+NOISE: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 9}
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
