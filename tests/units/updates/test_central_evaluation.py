@@ -244,9 +244,8 @@ lrate = 1.0
 modules = ["update-clip-client"]
 [optim.server_opt]
 lrate = 1.0
-[[optim.server_opt.modules]]
-name = "update-clip-server"
-config = {noise_multiplier = 4.0, expected_clients = 100, evaluation_share = 0.2, loss_bound = 3.0}
+modules = [["update-clip-server", {noise_multiplier = 4.0, expected_clients = 100, \
+evaluation_share = 0.2, loss_bound = 3.0}]]
 [run]
 rounds = 4
 register = 100
