@@ -229,55 +229,6 @@ def test_other_engines_refuse_it() -> None:
         UpdateServer(module())
 
 
-OPTIM = """
-[network]
-protocol = "websockets"
-host = "127.0.0.1"
-port = 8765
-[data]
-[experiment]
-metrics = ["accuracy"]
-[optim]
-aggregator = "clipped-averaging"
-[optim.client_opt]
-lrate = 1.0
-modules = ["update-clip-client"]
-[optim.server_opt]
-lrate = 1.0
-modules = [["update-clip-server", {noise_multiplier = 4.0, expected_clients = 100, \
-evaluation_share = 0.2, loss_bound = 3.0}]]
-[run]
-rounds = 4
-register = 100
-training = {batch_size = 15}
-evaluate = {batch_size = 30}
-"""
-
-
-SAMPLED = "[client_sampler]\nstrategy = 'uniform'\nn_samples = 100\n"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said", "refused"),
-    [
-        ("", "", "for each client, against all but the server", False),
-        (", evaluation_share = 0.2, loss_bound = 3.0", "", "evaluation loss and metrics", False),
-        ("websockets", "grpc", "needs protocol = 'fedclip-websockets' on the server", True),
-        ('["accuracy"]', '["accuracy", "mse"]', "asks for mse too", True),
-        ("register = 100\n", "register = 101\n", "evaluations ask all 101 clients", True),
-    ],
-)
-def test_a_check_knows_what_is_covered(
-    old: str, new: str, said: str, refused: bool, checked: Any
-) -> None:
-    more = SAMPLED if "register" in old else ""
-    found = checked(OPTIM.replace(old, new) + more)
-    assert said in " ".join(finding.message for finding in found.findings)
-    assert any(said in finding.message for finding in found.problems) == refused
-    covered = "share" not in old
-    assert any("evaluation loss and metrics" in text for text in map(str, found.leaks)) != covered
-
-
 def test_a_plan_prices_it() -> None:
     asked = ("privacy", "plan", "--epsilon", 8, "--rounds", 100, "--clients", 100)
     share = ("--evaluation-share", 0.2)

@@ -242,39 +242,3 @@ def test_a_server_refuses_before_the_first_round(
     with pytest.raises(RuntimeError, match=text):
         network._begin(request)
     change(evaluations=None)
-
-
-BOUNDED = "max_norm = 1.0\n[client_opt]\nlrate = 0.5"
-
-
-SERVED = "[client_opt]\nlrate = 0.5\nmodules = ['update-clip-client']\n[server_opt]\nlrate = 1.0"
-
-
-QUORUM = "[network]\nprotocol = 'fedclip-websockets'\nkwargs = {min_replies = 2}"
-
-
-NOISED = "['update-clip-server', {noise_multiplier = 1.0, expected_clients = 20}]"
-
-
-@pytest.mark.parametrize(
-    ("rest", "level", "text"),
-    [
-        (BOUNDED, "note", "one client moves the average by at most 2 / n of the bound"),
-        (BOUNDED, "note", "The guarantee of ARC's paper is for robust means"),
-        (f"{BOUNDED}\n[secagg]\nsecagg_type = 'masking'", "problem", "with secure aggregation"),
-        (f"{BOUNDED}\n{QUORUM}", "note", "there are 2 with min_replies, and such a round"),
-        (
-            f"{BOUNDED}\n[run]\nrounds = 3\nregister = 2",
-            "problem",
-            "more than 2 replies in a round",
-        ),
-        (f"{SERVED}\nmodules = ['update-clip-server']", "note", "About 50% of the updates reach"),
-        (f"{SERVED}\nmodules = [{NOISED}]", "problem", "does not go with noise"),
-    ],
-)
-def test_check_says_so_before(checked: Any, rest: str, level: str, text: str) -> None:
-    found = checked(
-        f"[aggregator]\nname = 'clipped-averaging'\ncombine = 'arc'\nn_hostile = 1\n{rest}\n"
-    )
-    assert any(text in f.message and f.level == level for f in found.findings), found.findings
-    assert "by more than 2 / n of that" in str(found.places) or level == "problem"

@@ -7,13 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.model.sklearn import NumpyVector
-from declearn.optimizer import Optimizer
 
-from fedclip import UpdateClipServer
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.check.findings import Check
-from fedclip.engines.declearn.statistics_server import ZScoreClipServer
 
 # The noise of each file that is checked is accounted for.
 pytestmark = [
@@ -109,6 +105,9 @@ SHARED = {
     "client": ', ["zscore-clip", {shared = true}]',
 }
 UNIFORM = '[client_sampler]\nstrategy = "uniform"\nn_samples = 2\n'
+VOTES = '["update-clip-server", {{{{{}}}}}]'
+VOTES_OF_FEW = ("note", "hides where their norms are: fix")
+TEN = "[client_sampler]\nstrategy = 'uniform'\nn_samples = 10\n"
 NOISE_ALONE = 'modules = [["gaussian-noise", {std = 5.0}]]'
 ALONE = "nothing bounds the input of gaussian-noise: put a clipper first"
 SIZE = "batch_size = 8\n"
@@ -135,7 +134,7 @@ CENTRAL: list[tuple[dict[str, Any], str, str]] = [
         {
             "more": ", delta = 0.03",
             "change": ("max_clients = 5", "max_clients = 40"),
-            "run": "[client_sampler]\nstrategy = 'uniform'\nn_samples = 10\n",
+            "run": TEN,
         },
         *("problem", "1 / 40 clients"),
     ),
@@ -160,6 +159,13 @@ CENTRAL: list[tuple[dict[str, Any], str, str]] = [
         *("note", "the update shrinks to 5 / 11"),
     ),
     (SHARED, "problem", "unnoised = ['zscore-clip-server']"),
+    *(
+        ({"aggregator": f'{{name = "clipped-averaging", {keys}}}'}, "problem", words)
+        for keys, words in (
+            ('combine = "arc", n_hostile = 1', "does not go with noise"),
+            ('weights = "steps"', "weights do not go with noise"),
+        )
+    ),
     (
         {**SHARED, "more": ', unnoised = ["zscore-clip-server"]'},
         *("leak", "zscore-clip-server is sent without noise, as unnoised allows"),
@@ -241,6 +247,47 @@ OTHERS: list[tuple[dict[str, Any], str, str]] = [
     (in_integers(8), "problem", "a norm of 1 of a million values: lower"),
     (in_integers(32), "note", "lower clipval, or raise bitsize"),
 ]
+EVALUATED = {"more": ", evaluation_share = 0.2, loss_bound = 3.0"}
+EVALUATIONS: list[tuple[dict[str, Any], str, str]] = [
+    (EVALUATED, "note", "for each client, against all but the server"),
+    ({"noise": VOTES.format("noise_multiplier = 1.0, expected_clients = 9")}, *VOTES_OF_FEW),
+    ({"noise": VOTES.format("quantile = 0.5")}, "note", "vote tells the server the norm"),
+    ({**EVALUATED, "change": ('"websockets"', '"grpc"')}, "problem", "'fedclip-websockets' on the"),
+    ({**EVALUATED, "run": "[experiment]\nmetrics = ['mse']\n"}, "problem", "asks for mse too"),
+    (
+        {**EVALUATED, "change": ("max_clients = 5", "max_clients = 11"), "run": TEN},
+        *("problem", "evaluations ask all 11 clients"),
+    ),
+]
+ARC, PAIR, STEPS = 'combine = "arc", n_hostile = 1', "weights = {a = 3, b = 1}", 'weights = "steps"'
+MASKED = "[secagg]\nsecagg_type = 'masking'\n"
+QUORUM = ('websockets"', 'fedclip-websockets"\nkwargs = {min_replies = 2}')
+
+
+def averaged(keys: str, clients: int = 5, run: str = "") -> dict[str, Any]:
+    return {
+        "aggregator": f'{{name = "clipped-averaging", max_norm = 1.0, {keys}}}',
+        "change": ("max_clients = 5", f"max_clients = {clients}"),
+        "run": run,
+    }
+
+
+AVERAGES: list[tuple[dict[str, Any], str, str]] = [
+    (averaged(ARC), "note", "one client moves the average by at most 2 / n of the bound"),
+    (averaged(ARC), "note", "The guarantee of ARC's paper is for robust means"),
+    (averaged(ARC, run=MASKED), "problem", "does not go with secure aggregation"),
+    (averaged(ARC, clients=2), "problem", "more than 2 replies in a round"),
+    ({**averaged(ARC), "change": QUORUM}, "note", "there are 2 with min_replies, and such a"),
+    (averaged(PAIR, 2), "note", "by at most 0.75 of the bound"),
+    (averaged(PAIR, 2, MASKED), "note", "by up to 3 times"),
+    (averaged(PAIR, 3), "problem", "3 clients, and weights names 2"),
+    (averaged(f"{PAIR}, max_share = 0.6", 2), "note", "by at most 0.6 of the bound"),
+    (averaged("weights = {a = 3}, max_share = 0.5", 1), "problem", "at least 1 / 1"),
+    (averaged(STEPS), "note", "as its weight controls nearly the whole average"),
+    (averaged(f"{STEPS}, max_steps = 9"), "note", "by at most 9 / (9 + the steps of the others)"),
+    (averaged(f"{STEPS}, max_share = 0.3"), "note", "by at most 0.3 of the bound"),
+    (averaged(STEPS, run=MASKED), "problem", "needs max_steps, and takes no max_share"),
+]
 STOP = "[run.early_stop]\ntolerance = 0.1\npatience = 3\n"
 RELEASED = [
     ({"run": STOP}, "leak", "evaluation loss and metrics without noise: set evaluation_share"),
@@ -252,11 +299,13 @@ RELEASED = [
 SAMPLED = 'modules = ["value-clip", ["sample-clip", {{mode = "{}"}}], "adam"]'
 
 
-@pytest.mark.parametrize(("added", "level", "words"), [*CENTRAL, *RELEASED, *OTHERS])
+@pytest.mark.parametrize(
+    ("added", "level", "words"), [*CENTRAL, *RELEASED, *EVALUATIONS, *OTHERS, *AVERAGES]
+)
 def test_what_voids_a_promise_is_said(
     check: Any, added: dict[str, Any], level: str, words: str
 ) -> None:
-    whole = (added, level, words) in (*CENTRAL, *RELEASED)
+    whole = (added, level, words) not in (*OTHERS, *AVERAGES)
     assert words in said(central(check, **added) if whole else check(**added), level)
 
 
@@ -284,31 +333,10 @@ def test_where_nothing_is_wrong_none_of_it_is_said(check: Any) -> None:
             assert words not in said(found, level)
     assert "without noise" not in said(check('modules = ["norm-clip", "adam"]'))
     assert not check().leaks
+    fixed = VOTES.format("noise_multiplier = 1.0, expected_clients = 9, learning_rate = 0")
+    for found in (central(check), central(check, noise=fixed.replace("9,", "9, start_norm = 1,"))):
+        assert "hides where their norms are" not in said(found)
     assert "early_stop" not in said(central(check), "leak")
-
-
-def test_a_server_refuses_them_before_its_first_message() -> None:
-    """One client's norm of 40 would give all others a mean of 14."""
-    config = {"noise_multiplier": 1.0, "expected_clients": 3}
-    server = Optimizer(lrate=1.0, modules=[UpdateClipServer(**config), ZScoreClipServer()])
-    # What a server learnt in another life does not go out, either.
-    aux: Any = server.collect_aux_var()
-    assert "zscore-clip-server sends statistics" in aux["update-clip"].stop
-    assert (aux["zscore-clip-shared"].labels, aux["zscore-clip-shared"].state) == ([], {})
-    client = Optimizer(lrate=1.0, modules=["update-clip-client"])
-    with pytest.raises(RuntimeError, match="zscore-clip-server sends statistics"):
-        client.process_aux_var({"update-clip": aux["update-clip"]})
-    assert "zscore-clip-server" in server.collect_aux_var()["update-clip"].stop  # type: ignore[attr-defined]
-    may = UpdateClipServer(**config, unnoised=["zscore-clip-server"])
-    server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
-    assert set(server.collect_aux_var()) == {"update-clip", "zscore-clip-shared"}
-    # It is allowed by name.
-    may = UpdateClipServer(**config, unnoised=["other"])
-    server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
-    assert "zscore-clip-server" in server.collect_aux_var()["update-clip"].stop  # type: ignore[attr-defined]
-    # Nothing is refused without noise.
-    server = Optimizer(lrate=1.0, modules=[UpdateClipServer(), ZScoreClipServer()])
-    server.collect_aux_var()
 
 
 def test_declearn_clips_each_tensor_of_a_sample_by_itself() -> None:
@@ -387,14 +415,9 @@ def test_delta_is_compared_with_the_records_that_are_there(check: Any, tmp_path:
     assert "1 / 3 persons of the smallest client: a mechanism" in said(found, "problem")
 
 
-def test_a_server_refuses_statistics_that_stand_before_its_noise() -> None:
-    from fedclip.engines.declearn.messages import UpdateClipVotes
-
-    config = {"noise_multiplier": 1.0, "expected_clients": 3}
-    noise, shared = UpdateClipServer(**config), ZScoreClipServer()
-    server = Optimizer(lrate=1.0, modules=[shared, noise])
-    server.collect_aux_var()
-    noise.process_aux_var(UpdateClipVotes(n_clients=3, n_votes=3, n_within=3))
-    with pytest.raises(ValueError, match="stands before the noise: put update-clip-server first"):
-        shared.run(NumpyVector({"w": np.ones(2)}))
-    noise.run(NumpyVector({"w": np.ones(2)}))
+def test_a_table_of_weights_needs_the_names_of_clients(checked: Any) -> None:
+    """In a script: `fedclip run` knows who sends what."""
+    for more, words in (("", "the server who sends which reply"), (MASKED, "clients their names")):
+        table = f"name = 'clipped-averaging'\nmax_norm = 1.0\n{PAIR}\n"
+        found = checked(f"[aggregator]\n{table}[client_opt]\nlrate = 0.5\n{more}")
+        assert f"fedclip-websockets', which tells {words}" in said(found)

@@ -129,20 +129,6 @@ def test_what_was_spent_is_not_forgotten_by_settings_without_noise(tmp_path: Pat
         PersistentServer({"start_norm": 1.0}, tmp_path)
 
 
-@pytest.mark.parametrize("more", [{}, {"noise_multiplier": 2.0, "expected_clients": 2}])
-def test_a_round_with_noise_in_which_nothing_came_ends_the_run(more: dict[str, Any]) -> None:
-    """As where the clients' mod was forgotten; without noise the average is zeros."""
-    served = PersistentServer({"start_norm": 1.0, **more})
-    served.open()
-    replies = [reply_from(MODEL, {}, "a"), reply_from(MODEL, {}, "b")]
-    if not more:
-        assert served.close(replies, MODEL).average["w"].tolist() == [0.0] * 3
-        return
-    with pytest.raises(RuntimeError, match=r"none of the 2 replies .* no update clipping"):
-        served.close(replies, MODEL)
-    assert "none of the 2 replies" in served.open().stop
-
-
 @pytest.mark.parametrize("settings", [NOISE, {"start_norm": 1.0}, {**NOISE, "learning_rate": 0.0}])
 def test_reports_and_accounts_read_the_file(settings: dict[str, Any], tmp_path: Path) -> None:
     served = PersistentServer(settings, tmp_path / "server")

@@ -360,8 +360,8 @@ def test_a_short_audit_finds_the_faults_and_no_others(name: str) -> None:
 
 
 def test_a_guarded_server_draws_by_turns_where_noise_is_accounted_so() -> None:
-    for settings, per_round in ((BANDED, 2), ({}, None)):
-        server = {"lrate": 1.0, "modules": [("update-clip-server", settings)]}
+    for config, per_round in ((BANDED, 2), ({}, None)):
+        server = {"lrate": 1.0, "modules": [("update-clip-server", config)]}
         found = turns(
             FLOptimConfig.from_params(
                 client_opt=0.1, aggregator="clipped-averaging", server_opt=server

@@ -309,30 +309,6 @@ def test_a_restart_mid_run_makes_no_difference(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ("noise_multiplier = 1.0, expected_clients = 9", "hides where their norms are: fix"),
-        ("noise_multiplier = 1.0, expected_clients = 10", ""),
-        ("noise_multiplier = 1.0, expected_clients = 9, start_norm = 1, learning_rate = 0", ""),
-        ("quantile = 0.5", "each client's vote tells the server the norm"),
-        ("start_norm = 1.0, learning_rate = 0", ""),
-    ],
-)
-def test_check_says_what_votes_reveal_and_where_noise_hides_them(
-    settings: str, text: str, checked: Any
-) -> None:
-    check = checked(
-        "aggregator = 'clipped-averaging'\n"
-        "[client_opt]\nlrate = 0.1\nmodules = ['update-clip-client']\n"
-        f"[server_opt]\nlrate = 1.0\nmodules = [['update-clip-server', {{{settings}}}]]\n"
-    )
-    assert check.ok, [f.message for f in check.problems]
-    told = "".join(f.message for f in check.findings)
-    for sentence in ("hides where their norms are: fix", "vote tells the server the norm"):
-        assert (sentence in told) == (bool(text) and sentence in text)
-
-
-@pytest.mark.parametrize(
     ("times", "clipped", "place"),
     [
         *((x, False, place) for x, place in ((0.0, 0), (0.12, 0), (0.3, 2), (0.6, 3), (1.0, 4))),

@@ -288,43 +288,6 @@ def test_noise_refuses_weights() -> None:
     assert "weights do not go with noise" in server.start()["update-clip"].stop
 
 
-SECAGG = "[secagg]\nsecagg_type = 'masking'"
-PAIR = "weights = {a = 3, b = 1}"
-NOISED = "[['update-clip-server', {noise_multiplier = 1.0, expected_clients = 20}]]"
-
-
-@pytest.mark.parametrize(
-    ("weights", "rest", "level", "text"),
-    [
-        (PAIR, "", "note", "by at most 0.75 of the bound"),
-        (PAIR, "", "note", "tells the server who sends which reply"),
-        (PAIR, SECAGG, "note", "tells clients their names"),
-        (PAIR, SECAGG, "note", "by up to 3 times"),
-        (f"{PAIR}\nmax_share = 0.6", "", "note", "by at most 0.6 of the bound"),
-        ("weights = 'steps'", "", "note", "as its weight controls nearly the whole average"),
-        ("weights = 'steps'\nmax_steps = 9", "", "note", "by at most 9 / (9 + the steps of"),
-        ("weights = 'steps'\nmax_share = 0.3", "", "note", "by at most 0.3 of the bound"),
-        ("weights = 'steps'", SECAGG, "problem", "needs max_steps, and takes no max_share"),
-        (PAIR, "[run]\nrounds = 3\nregister = 3", "problem", "3 clients, and weights names 2"),
-        ("weights = {a = 3}\nmax_share = 0.5", "", "problem", "at least 1 / 1"),
-        (
-            "weights = 'steps'",
-            f"modules = ['update-clip-client']\n[server_opt]\nlrate = 1.0\nmodules = {NOISED}",
-            *("problem", "weights do not go with noise"),
-        ),
-    ],
-)
-def test_check_says_what_weights_reveal_and_what_one_site_may_do(
-    weights: str, rest: str, level: str, text: str, checked: Any
-) -> None:
-    bound = "" if NOISED in rest else "max_norm = 1.0"
-    found = checked(
-        f"[aggregator]\nname = 'clipped-averaging'\n{bound}\n{weights}\n"
-        f"[client_opt]\nlrate = 0.5\n{rest}\n"
-    )
-    assert any(text in f.message and f.level == level for f in found.findings), found.findings
-
-
 def test_shares_at_the_ends_of_float64() -> None:
     assert shares_of([]) == []
     assert shares_of([0.0, 0.0], 0.5) == [0.0, 0.0]
