@@ -22,7 +22,6 @@ from federation_helpers import Clients, masked
 from personal_runs import client, linear, manager, request, weights
 from units.updates.test_site_noise import (
     CLIPPED,
-    FIXED,
     NOISE,
     D,
     M,
@@ -43,6 +42,8 @@ from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.store import client_of, server_of
+
+FIXED = {"bits_noise": 0.0}
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
