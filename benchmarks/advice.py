@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from sklearn import datasets
 
-from fedclip.cli.ranking import NONE, Ranking
-from fedclip.cli.suggest import advised
-from fedclip.cli.tune import rewritten
+from fedclip.cli.reporting import NONE, Ranking
+from fedclip.cli.suggest import advised, rewritten
 from fedclip.engines.local.simulate import run
 from fedclip.report import read_report
 from fedclip.report.findings import Advice

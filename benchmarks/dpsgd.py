@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.step import SampleClipping
 from fedclip.engines.declearn.persample import clipped_sum
 from fedclip.privacy.noise import secure_normals
 

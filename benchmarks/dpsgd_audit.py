@@ -28,8 +28,7 @@ from declearn.model.sklearn import SklearnSGDModel
 from declearn.optimizer import Optimizer
 
 from fedclip import SampleClip
-from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.step import IndependentNoise, SampleClipping
 from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.privacy.audit import guess, lower_bound
 from fedclip.privacy.noise import secure_normals

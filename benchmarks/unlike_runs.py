@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import unlike_sites as task
-from fedclip.cli.ranking import interval
+from fedclip.cli.reporting import interval
 
 SHOWN = ("weighted mean", "weighted clip", "weighted clip, at most 25 %", "equal clip")
 PAIRS = (

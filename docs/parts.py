@@ -25,7 +25,7 @@ ALLOWED = {
     "privacy": "arrays core errors",
     "transforms": "arrays core rules",
     "statistics": "arrays core errors rules",
-    "translate": "errors privacy",
+    "translate": "core errors privacy",
     "report": "core errors",
     "clippers": "arrays core errors privacy rules statistics transforms translate",
     "dpsgd": "core privacy rules",
@@ -37,7 +37,7 @@ ALLOWED = {
     ),
     "engines/flower": "errors site updates",
     "engines/nvflare": "errors site updates",
-    "engines/local": "core dpsgd engines/declearn engines/flower errors privacy report updates",
+    "engines/local": "core dpsgd engines/declearn errors privacy report updates",
 }
 """The rooms that each room may import. `cli`, `testing` and the package itself may import all."""
 

@@ -24,7 +24,7 @@ from declearn.optimizer import Optimizer
 from declearn.utils import access_registered
 
 import fedclip  # noqa: F401  (registers the clippers)
-from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.step import SampleClipping
 
 Series: TypeAlias = dict[str, list[float]]
 """The numbers of a picture, by what they are."""

@@ -16,16 +16,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from fedclip import errors
 from fedclip.clippers import by_name
 from fedclip.engines.declearn.registration import enter, register_when_possible
-from fedclip.errors import (
-    DECLEARN,
-    FEDERATIONS,
-    fits,
-    part_of,
-    public_names,
-    require_federations,
-)
 
 if TYPE_CHECKING:
     from fedclip.clippers.adaptive_clip import AdaptiveClip as AdaptiveClip
@@ -78,6 +71,7 @@ _CLIPPERS = (
     "GrowthClip GrowthValueClip MadClip NoOp NormClip Normalize OwnLimit PercentileClip "
     "PercentileNormClip Standardize ValueClip ZScoreClip"
 )
+_WORDS = re.compile("(?<=[a-z])(?=[A-Z])")
 
 # The module of each name. A test compares it with the imports above, which type checkers read.
 _HOMES = {
@@ -93,16 +87,12 @@ _HOMES = {
         "engines.declearn.aggregator": "ClippedAveraging",
         "engines.declearn.update_modules": "UpdateClipClient UpdateClipServer UpdateNorms",
         "clippers.base": "Clipper",
+        **{f"clippers.{_WORDS.sub('_', name).lower()}": name for name in _CLIPPERS.split()},
         "core.records": "RoundRecord StepRecord",
         "core.toml": "to_toml",
     }.items()
     for name in names.split()
 }
-_HOMES |= {
-    name: f"clippers.{re.sub('(?<=[a-z])(?=[A-Z])', '_', name).lower()}"
-    for name in _CLIPPERS.split()
-}
-
 __all__ = sorted([*_HOMES, "__version__"])
 
 
@@ -112,7 +102,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name in _HOMES:
             if name.endswith("FederatedClient") and find_spec("declearn"):
-                require_federations(f"fedclip.{name}")
+                errors.require_federations(f"fedclip.{name}")
             try:
                 if _HOMES[name].startswith("engines.declearn"):
                     # They need declearn. Import it here: two threads that import it from within
@@ -120,36 +110,26 @@ if not TYPE_CHECKING:
                     import_module("declearn")
                 value = getattr(import_module(f"fedclip.{_HOMES[name]}"), name)
             except ImportError as exc:
-                package = (exc.name or "").partition(".")[0]
-                if package == "fedclip":
+                if (exc.name or "").partition(".")[0] == "fedclip":
                     raise
-                raise ImportError(
-                    f"fedclip.{name} needs declearn, which cannot be imported: {exc}; "
-                    f"pip install '{DECLEARN}'",
-                    name=exc.name,
-                ) from exc
+                text = f"fedclip.{name} needs declearn, which cannot be imported: {exc}; "
+                text += f"pip install '{errors.DECLEARN}'"
+                raise ImportError(text, name=exc.name) from exc
             globals()[name] = value
             return value
-        return part_of(__name__, name, __all__)
+        return errors.part_of(__name__, name, __all__)
 
 
-__dir__ = public_names(__name__)
+__dir__ = errors.public_names(__name__)
 
 
 def _register() -> None:
     """Register every plug-in by importing its module; a second call changes nothing."""
-    import fedclip.engines.declearn.aggregator
-    import fedclip.engines.declearn.personal
-    import fedclip.engines.declearn.sample_clip
-    import fedclip.engines.declearn.samplers
-    import fedclip.engines.declearn.statistics_server
-    import fedclip.engines.declearn.update_modules
-
-    if fits(FEDERATIONS):
-        import fedclip.engines.declearn.evaluation
-
-        if find_spec("websockets"):
-            import fedclip.engines.declearn.network  # noqa: F401
+    files = "aggregator personal sample_clip samplers statistics_server update_modules"
+    if errors.fits(errors.FEDERATIONS):
+        files += " evaluation" + " network" * bool(find_spec("websockets"))
+    for file in files.split():
+        import_module(f"fedclip.engines.declearn.{file}")
     by_name()
     enter()
 

@@ -144,17 +144,17 @@ FEDERATIONS = "declearn>=2.9.1,<2.10"
 
 def fits(needed: str) -> bool:
     """Whether the installed declearn is of the versions in `DECLEARN` or `FEDERATIONS`."""
-    installed = declearn_version()
+    installed = version("declearn")
     if installed is None:
         return False
     low, high = (_numbers(limit) for limit in re.findall(r"[\d.]+", needed))
     return low <= _numbers(installed) < high
 
 
-def declearn_version() -> str | None:
-    """Return the version of declearn, or None if it is not installed."""
+def version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
     try:
-        return metadata.version("declearn")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
@@ -165,7 +165,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def requirement(what: str, needed: str) -> str:
     """Return the sentence that says which declearn something needs, and how to install it."""
-    installed = declearn_version()
+    installed = version("declearn")
     other = f", and declearn {installed} is installed" if installed and not fits(needed) else ""
     return f"{what} needs {needed}{other}: pip install '{needed}'"
 

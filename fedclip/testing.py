@@ -17,10 +17,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import cache, reduce
 from importlib import import_module
 from importlib.util import find_spec
-from operator import getitem
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,6 +27,8 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 from numpy.typing import NDArray
 
+from fedclip.arrays import backend_of
+from fedclip.arrays.blocks import decode
 from fedclip.errors import FEDERATIONS, FedclipWarning, Unchecked, needing, public_names
 from fedclip.privacy import Context
 from fedclip.privacy import guarantees as kinds
@@ -36,12 +36,7 @@ from fedclip.privacy.guarantees import Plugin
 from fedclip.privacy.sensitivity import look_up
 
 with needing(__name__, f"{FEDERATIONS}: pip install '{FEDERATIONS}'"):
-    from declearn.utils.serialize import (
-        json_deserialize,
-        json_serialize,
-        msgpack_deserialize,
-        msgpack_serialize,
-    )
+    from declearn.utils import serialize
 
 __all__ = [
     "FRAMEWORKS",
@@ -71,13 +66,14 @@ Arrays: TypeAlias = Mapping[str, Host]
 Gradient: TypeAlias = Vector[Any]
 Factory: TypeAlias = Callable[[], Plugin]
 
-# The Vector of each framework, in the module of `declearn.model` that is called as the package.
+# For each framework, the module of `declearn.model` (called as the package) and the Vector in it,
+# and the module and function that make arrays.
 _VECTORS = {
-    "numpy": ("sklearn", "NumpyVector"),
-    "torch": ("torch", "TorchVector"),
-    "tensorflow": ("tensorflow", "TensorflowVector"),
+    "numpy": ("sklearn", "NumpyVector", "numpy", "array"),
+    "torch": ("torch", "TorchVector", "torch", "tensor"),
+    "tensorflow": ("tensorflow", "TensorflowVector", "tensorflow", "cast"),
     # Importing this one turns on float64 for all of JAX, as for every user of declearn.
-    "jax": ("haiku", "JaxNumpyVector"),
+    "jax": ("haiku", "JaxNumpyVector", "jax.numpy", "asarray"),
 }
 FRAMEWORKS = tuple(_VECTORS)
 """Names of the frameworks."""
@@ -94,34 +90,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 # -- gradients of every framework -------------------------------------------------------------
 def installed() -> list[str]:
     """Return the frameworks that are installed, NumPy first."""
-    return [name for name, (package, _) in _VECTORS.items() if find_spec(package)]
-
-
-@cache
-def _vector_class(framework: str) -> type[Gradient]:
-    module, name = _VECTORS[framework]
-    # Import on demand: each of these imports its framework.
-    cls: type[Gradient] = getattr(import_module(f"declearn.model.{module}"), name)
-    return cls
-
-
-def _array(value: object, framework: str, dtype: str | None) -> object:
-    value = np.asarray(value)
-    dtype = dtype or str(value.dtype)
-    if framework == "torch":
-        import torch
-
-        return torch.tensor(value, dtype=getattr(torch, dtype))
-    if framework == "tensorflow":
-        import tensorflow as tf
-
-        # TensorFlow makes no bfloat16 constant from float64 data: cast it.
-        return tf.cast(tf.constant(value), dtype)
-    if framework == "jax":
-        import jax.numpy as jnp
-
-        return jnp.asarray(value, dtype=dtype)
-    return np.array(value, dtype=dtype)
+    return [name for name, (package, *_) in _VECTORS.items() if find_spec(package)]
 
 
 def to_vector(arrays: Arrays, framework: str = "numpy", dtype: str | None = None) -> Gradient:
@@ -129,28 +98,24 @@ def to_vector(arrays: Arrays, framework: str = "numpy", dtype: str | None = None
 
     All frameworks but NumPy have "bfloat16".
     """
-    cls = _vector_class(framework)
-    return cls({name: _array(value, framework, dtype) for name, value in arrays.items()})
+    module, name, package, function = _VECTORS[framework]
+    # Import on demand: each of these imports its framework.
+    cls: type[Gradient] = getattr(import_module(f"declearn.model.{module}"), name)
+    xp = import_module(package)
+    make, hosts = getattr(xp, function), {k: np.asarray(v) for k, v in arrays.items()}
+    return cls({k: make(v, dtype=getattr(xp, dtype or str(v.dtype))) for k, v in hosts.items()})
 
 
 def to_numpy(gradients: Gradient) -> dict[str, Host]:
     """Return the values of a Vector as NumPy arrays; bfloat16 as float32."""
-    return {name: _as_numpy(value) for name, value in gradients.coefs.items()}
+    return {name: _to_numpy(value) for name, value in gradients.coefs.items()}
 
 
-def _as_numpy(value: object) -> Host:
-    if _dtype(value) != "bfloat16":
+def _to_numpy(value: Unchecked) -> Host:
+    backend = backend_of(value)
+    if backend.dtype(value) != "bfloat16":
         return np.asarray(value)
-    # torch cannot convert bfloat16 to NumPy; a 0-d tensor of TensorFlow needs `.numpy()`.
-    for convert in ("float", "numpy"):
-        if hasattr(value, convert):
-            value = getattr(value, convert)()
-    return np.asarray(value).astype(np.float32)
-
-
-def _dtype(value: Unchecked) -> str:
-    # "torch.float32", "float32", "<dtype: 'float32'>"
-    return str(getattr(value.dtype, "name", value.dtype)).removeprefix("torch.")
+    return decode(backend.to_host(value)).reshape(value.shape)
 
 
 def gradient_stream(steps: int = 20, seed: int = 0) -> list[dict[str, Host]]:
@@ -165,12 +130,6 @@ def gradient_stream(steps: int = 20, seed: int = 0) -> list[dict[str, Host]]:
     ]
 
 
-def _weights(framework: str, dtype: str | None = None) -> Gradient:
-    rng = np.random.default_rng(12345)
-    arrays = {name: np.asarray(rng.normal(0, 1, shape)) for name, shape in SHAPES.items()}
-    return to_vector(arrays, framework, dtype)
-
-
 def apply(clipper: Plugin, gradients: Gradient, weights: Gradient | None = None) -> Any:
     """Return the output of the clipper; only regularizers use the weights."""
     if isinstance(clipper, Regularizer):
@@ -178,11 +137,20 @@ def apply(clipper: Plugin, gradients: Gradient, weights: Gradient | None = None)
     return clipper.run(gradients)
 
 
-def _run(
-    clipper: Plugin, steps: Sequence[Arrays], framework: str = "numpy", dtype: str | None = None
-) -> list[dict[str, Host]]:
-    weights = _weights(framework, dtype)
-    return [to_numpy(apply(clipper, to_vector(s, framework, dtype), weights)) for s in steps]
+def _applied(
+    clipper: Plugin, steps: Iterable[Arrays], framework: str = "numpy", dtype: str | None = None
+) -> Iterator[tuple[Gradient, Any]]:
+    """Yield the gradient of each step, and the output of the clipper."""
+    rng = np.random.default_rng(12345)
+    values = {name: np.asarray(rng.normal(0, 1, shape)) for name, shape in SHAPES.items()}
+    weights = to_vector(values, framework, dtype)
+    for arrays in steps:
+        gradients = to_vector(arrays, framework, dtype)
+        yield gradients, apply(clipper, gradients, weights)
+
+
+def _run(clipper: Plugin, steps: Iterable[Arrays], framework: str = "numpy") -> list[Arrays]:
+    return [to_numpy(output) for _, output in _applied(clipper, steps, framework)]
 
 
 def differences(gradients: Gradient, output: Gradient) -> Iterator[tuple[str, str]]:
@@ -192,10 +160,8 @@ def differences(gradients: Gradient, output: Gradient) -> Iterator[tuple[str, st
         return
     for name, before in gradients.coefs.items():
         after = output.coefs[name]
-        for what, seen, expected in (
-            ("dtype", after.dtype, before.dtype),
-            ("shape", tuple(map(int, after.shape)), tuple(map(int, before.shape))),
-        ):
+        shapes = [tuple(map(int, value.shape)) for value in (after, before)]
+        for what, (seen, expected) in (("dtype", (after.dtype, before.dtype)), ("shape", shapes)):
             if seen != expected:
                 yield f"same {what}", f"{name!r} came back with the {what} {seen}, not {expected}"
 
@@ -221,18 +187,14 @@ def check_clipper(factory: Factory, frameworks: Sequence[str] | None = None) -> 
     >>> from fedclip import NormClip
     >>> check_clipper(NormClip, frameworks=["numpy"])
     """
-    chosen = installed() if frameworks is None else list(frameworks)
-    check_config_round_trip(factory)
-    check_identity(factory)
-    check_nonfinite(factory)
+    checks = [check_config_round_trip, check_identity, check_nonfinite]
     if hasattr(factory(), "guarantee"):
-        check_guarantee(factory)
+        checks += [check_guarantee]
     if hasattr(factory(), "get_state"):
-        check_state_round_trip(factory)
-        check_resume(factory)
-        check_state_refusals(factory)
-        check_state_size(factory)
-    for framework in chosen:
+        checks += [check_state_round_trip, check_resume, check_state_refusals, check_state_size]
+    for check in checks:
+        check(factory)
+    for framework in installed() if frameworks is None else frameworks:
         check_dtype_and_shape(factory, framework)
         check_equivalence(factory, framework)
 
@@ -245,17 +207,15 @@ def check_config_round_trip(factory: Factory) -> None:
     >>> from fedclip import ZScoreClip
     >>> check_config_round_trip(lambda: ZScoreClip(z_max=3.0, scope="tensor"))
     """
-    clipper = factory()
-    config = clipper.get_config()
+    clipper, config = factory(), factory().get_config()
     base: Any = Regularizer if isinstance(clipper, Regularizer) else OptiModule
     for what, copy in _serialised(config):
         assert _same(copy, config), f"the configuration is not the same after {what}: {copy!r}"
         again = base.from_specs(clipper.name, copy)
-        assert _same(again.get_config(), config), (
-            f"a clipper made of get_config() has {again.get_config()!r}, not {config!r}"
-        )
+        made = again.get_config()
+        assert _same(made, config), f"get_config() changes from {config!r} to {made!r}"
         steps = gradient_stream(8)
-        _assert_equal(_run(again, steps), _run(factory(), steps), "a clipper made of get_config()")
+        _assert_close(_run(again, steps), _run(factory(), steps), "a clipper made of get_config()")
 
 
 def check_identity(factory: Factory) -> None:
@@ -266,19 +226,15 @@ def check_identity(factory: Factory) -> None:
     >>> from fedclip import NoOp
     >>> check_identity(NoOp)
     """
-    clipper, weights = factory(), _weights("numpy")
-    zero = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    for arrays in [*gradient_stream(12), zero]:
-        gradients = to_vector(arrays)
-        before = {name: value.copy() for name, value in gradients.coefs.items()}
-        output = apply(clipper, gradients, weights)
+    steps = [*gradient_stream(12), {name: np.zeros(shape) for name, shape in SHAPES.items()}]
+    for before, (gradients, output) in zip(steps, _applied(factory(), steps), strict=True):
         for name, value in gradients.coefs.items():
             assert np.array_equal(value, before[name]), f"the input {name!r} was changed in place"
-        _assert_none(differences(gradients, output))
+        for _, seen in differences(gradients, output):
+            raise AssertionError(seen)
         same = {n: np.array_equal(value, before[n]) for n, value in output.coefs.items()}
-        assert not all(same.values()) or output is gradients, (
-            "an unchanged gradient must be the same object"
-        )
+        changed = output is gradients or not all(same.values())
+        assert changed, "an unchanged gradient must be the same object"
         for name, value in output.coefs.items():
             shared = np.shares_memory(value, gradients.coefs[name])
             assert same[name] or not shared, f"the output {name!r} shares memory with the input"
@@ -292,21 +248,15 @@ def check_guarantee(factory: Factory) -> None:
     >>> from fedclip import NormClip
     >>> check_guarantee(NormClip)
     """
-    clipper, weights = factory(), _weights("numpy")
+    clipper = factory()
     guarantee = look_up(clipper, Context(SHAPES))
-    assert guarantee != kinds.unknown(clipper, Context()), (
-        f"{clipper.name} does not say what it guarantees: write guarantee = kinds.… into its class "
-        "(fedclip.privacy.guarantees)"
-    )
-    for arrays in gradient_stream(20):
-        for scale in (1.0, 1e3):
-            gradients = to_vector({name: scale * value for name, value in arrays.items()})
-            output = apply(clipper, gradients, weights).coefs.values()
-            length = math.hypot(*(float(np.linalg.norm(value)) for value in output))
-            assert length <= guarantee.bound, (
-                f"an output of norm {length!r} is above the bound that guarantee states, "
-                f"{guarantee.bound!r}"
-            )
+    unknown = f"{clipper.name} does not say what it guarantees: see fedclip.privacy.guarantees"
+    assert guarantee != kinds.unknown(clipper, Context()), unknown
+    steps = [{k: s * v for k, v in g.items()} for g in gradient_stream(20) for s in (1.0, 1e3)]
+    for _, output in _applied(clipper, steps):
+        length = math.hypot(*(float(np.linalg.norm(value)) for value in output.coefs.values()))
+        text = f"the norm {length!r} is above the bound that guarantee states, {guarantee.bound!r}"
+        assert length <= guarantee.bound, text
 
 
 def check_dtype_and_shape(factory: Factory, framework: str = "numpy") -> None:
@@ -320,11 +270,9 @@ def check_dtype_and_shape(factory: Factory, framework: str = "numpy") -> None:
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         if dtype == "bfloat16" and framework == "numpy":
             continue
-        clipper, weights = factory(), _weights(framework, dtype)
-        for arrays in gradient_stream(7):
-            gradients = to_vector(arrays, framework, dtype)
-            output = apply(clipper, gradients, weights)
-            _assert_none(differences(gradients, output))
+        for gradients, output in _applied(factory(), gradient_stream(7), framework, dtype):
+            for _, seen in differences(gradients, output):
+                raise AssertionError(seen)
             for name, value in output.coefs.items():
                 kind = type(gradients.coefs[name])
                 assert isinstance(value, kind), f"{name!r} came back as {type(value).__name__}"
@@ -346,22 +294,18 @@ def check_nonfinite(factory: Factory) -> None:
         bad = {name: array.copy() for name, array in steps[3].items()}
         bad["enc.bias"][2] = value
         clipper, undisturbed = factory(), factory()
-        _assert_equal(_run(clipper, steps[:3]), _run(undisturbed, steps[:3]), "a fresh clipper")
+        _assert_close(_run(clipper, steps[:3]), _run(undisturbed, steps[:3]), "a fresh clipper")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FedclipWarning)
             try:
                 (output,) = _run(clipper, [bad])
             except ValueError:
                 output = None
+        wrong = f"a step with {value} must become zero, stay non-finite, or raise"
         if output is not None and all(np.isfinite(array).all() for array in output.values()):
-            assert not any(array.any() for array in output.values()), (
-                f"a step with {value} must become zero, stay non-finite, or raise"
-            )
-        _assert_equal(
-            _run(clipper, steps[4:]),
-            _run(undisturbed, steps[4:]),
-            f"the steps after one of {value}",
-        )
+            assert not any(array.any() for array in output.values()), wrong
+        later, expected = _run(clipper, steps[4:]), _run(undisturbed, steps[4:])
+        _assert_close(later, expected, f"the steps after one of {value}")
 
 
 def check_equivalence(factory: Factory, framework: str) -> None:
@@ -377,15 +321,14 @@ def check_equivalence(factory: Factory, framework: str) -> None:
     for dtype, tolerance in (("float64", 1e-9), ("float32", 1e-5)):
         # Round first, so that both frameworks see the same numbers.
         steps = [{k: v.astype(dtype) for k, v in s.items()} for s in gradient_stream(14)]
-        oracle, other, mixed = factory(), factory(), factory()
-        expected = _run(oracle, steps)
-        _assert_close(_run(other, steps, framework), expected, tolerance, framework)
+        expected = _run(factory(), steps)
+        _assert_close(_run(factory(), steps, framework), expected, framework, tolerance)
+        half, mixed = factory(), factory()
         if not hasattr(mixed, "get_state"):
             continue
-        half = factory()
         _run(half, steps[:7], framework)
         mixed.set_state(half.get_state())
-        _assert_close(_run(mixed, steps[7:]), expected[7:], tolerance, f"a state from {framework}")
+        _assert_close(_run(mixed, steps[7:]), expected[7:], f"a state from {framework}", tolerance)
 
 
 def check_state_round_trip(factory: Factory) -> None:
@@ -404,9 +347,8 @@ def check_state_round_trip(factory: Factory) -> None:
             assert _same(copy, state), f"the state is not the same after {what}: {copy!r:.300}"
             again = factory()
             again.set_state(copy)
-            assert _same(again.get_state(), state), (
-                f"a clipper that took over a state gives back another: {again.get_state()!r:.300}"
-            )
+            after = again.get_state()
+            assert _same(after, state), f"a clipper gives back another state: {after!r:.300}"
 
 
 def check_resume(factory: Factory, steps: int = 14) -> None:
@@ -421,13 +363,13 @@ def check_resume(factory: Factory, steps: int = 14) -> None:
     expected = _run(factory(), stream)
     clipper = factory()
     for step in range(steps):
-        state = json_deserialize(json_serialize(clipper.get_state()))
+        state = serialize.json_deserialize(serialize.json_serialize(clipper.get_state()))
         resumed = factory()
         resumed.set_state(state)
         # Run to the end from every fourth step only, to save time.
         length = steps if step % 4 == 0 else step + 2
         got = _run(resumed, stream[step:length])
-        _assert_equal(got, expected[step:length], f"a run resumed at step {step}")
+        _assert_close(got, expected[step:length], f"a run resumed at step {step}")
         _run(clipper, stream[step : step + 1])
 
 
@@ -445,14 +387,14 @@ def check_state_refusals(factory: Factory) -> None:
     for what, wrong in _wrong_states(state):
         try:
             clipper.set_state(wrong)
-        except Exception as caught:
-            error = caught
+        except (KeyError, ValueError) as exc:
+            words = str(exc).split()
+        except Exception as exc:
+            kind = type(exc).__name__
+            raise AssertionError(f"{what}: raises {kind}, not KeyError or ValueError") from exc
         else:
             raise AssertionError(f"a state with {what} is taken over: {wrong!r:.300}")
-        assert isinstance(error, (KeyError, ValueError)), (
-            f"a state with {what} raises {type(error).__name__}, not KeyError or ValueError"
-        )
-        assert len(str(error).split()) > 2, f"a state with {what} is refused without a word"
+        assert len(words) > 2, f"a state with {what} is refused without a word"
         assert _same(clipper.get_state(), state), f"a state with {what} is refused, but half kept"
 
 
@@ -464,41 +406,32 @@ def check_state_size(factory: Factory) -> None:
     >>> from fedclip import ZScoreClip
     >>> check_state_size(ZScoreClip)
     """
-    clipper = factory()
-    stream = gradient_stream(24)
+    clipper, sizes = factory(), list[int]()
     # Long enough for warm-ups and windows to fill.
-    for _ in range(6):
-        _run(clipper, stream)
-    before = _count(clipper.get_state())
-    for _ in range(6):
-        _run(clipper, stream)
-    after = _count(clipper.get_state())
-    assert after <= before, f"the state grew from {before} to {after} values in 144 steps"
+    for _ in range(2):
+        _run(clipper, gradient_stream(144))
+        sizes.append(_count(clipper.get_state()))
+    assert sizes[1] <= sizes[0], f"the state grew from {sizes[0]} to {sizes[1]} values"
 
 
-def _wrong_states(state: dict[str, object]) -> list[tuple[str, object]]:
-    """Return states that are wrong in one place each, and say where."""
-    hostile: list[object] = [None, 1, "state", [], b"", np.zeros(2), {}]
-    wrong = [(f"the type {type(value).__name__}", value) for value in hostile]
+def _wrong_states(state: dict[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield states that are wrong in one place each, and say where."""
+    others: tuple[object, ...] = (None, 1, "state", [], b"", np.zeros(2), {})
+    yield from ((f"the type {type(value).__name__}", value) for value in others)
     for path, value in _values(state):
         where = "/".join(map(str, path))
-        wrong.append((f"{where!r} missing", _changed(state, path)))
-        replacements: list[object] = [
-            object(),
-            {"a": 1},
-            "text" if path[0] != "clipper" else "other",
-        ]
+        yield f"{where!r} missing", _changed(state, path)
+        wrong: list[object] = [object(), {"a": 1}, "text" if path[0] != "clipper" else "other"]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            replacements += [float("nan"), float("inf"), True, "1", [1, 2]]
+            wrong += [float("nan"), float("inf"), True, "1", [1, 2]]
             if path[-1] in ("count", "round", "steps"):
-                replacements += [-1, 1.5]
+                wrong += [-1, 1.5]
         elif isinstance(value, list) and value and isinstance(value[0], float):
-            replacements += [[float("nan"), *value[1:]], ["1", *value[1:]], [*value, 1.0], 1.0]
+            wrong += [[float("nan"), *value[1:]], ["1", *value[1:]], [*value, 1.0], 1.0]
         elif isinstance(value, np.ndarray):
-            replacements += [value * np.nan, value.astype("O"), value.tolist()]
-        for replacement in replacements:
-            wrong.append((f"{replacement!r} for {where!r}", _changed(state, path, replacement)))
-    return wrong
+            wrong += [value * np.nan, value.astype("O"), value.tolist()]
+        for other in wrong:
+            yield f"{other!r} for {where!r}", _changed(state, path, other)
 
 
 def _values(
@@ -515,18 +448,18 @@ def _values(
 def _changed(state: Unchecked, path: tuple[str, ...], *replacement: object) -> Unchecked:
     """Return a copy with another value at the path, or with none."""
     copy = deepcopy(state)
-    parent = reduce(getitem, path[:-1], copy)
-    if replacement:
-        (parent[path[-1]],) = replacement
-    else:
-        del parent[path[-1]]
+    parent = copy
+    for key in path[:-1]:
+        parent = parent[key]
+    del parent[path[-1]]
+    parent.update((path[-1], value) for value in replacement)
     return copy
 
 
 def _serialised(value: object) -> list[tuple[str, Unchecked]]:
     return [
-        ("JSON", json_deserialize(json_serialize(value))),
-        ("msgpack", msgpack_deserialize(msgpack_serialize(value))),
+        ("JSON", serialize.json_deserialize(serialize.json_serialize(value))),
+        ("msgpack", serialize.msgpack_deserialize(serialize.msgpack_serialize(value))),
     ]
 
 
@@ -550,25 +483,12 @@ def _count(value: object) -> int:
     return int(value.size) if isinstance(value, np.ndarray) else 1
 
 
-def _assert_none(broken: Iterable[tuple[str, str]]) -> None:
-    for _, seen in broken:
-        raise AssertionError(seen)
-
-
-def _assert_equal(got: Sequence[Arrays], wanted: Sequence[Arrays], what: str) -> None:
-    for step, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        for name in b:
-            assert np.array_equal(a[name], b[name]), f"{what}: {name!r} differs in step {step}"
-
-
 def _assert_close(
-    got: Sequence[Arrays], wanted: Sequence[Arrays], tolerance: float, what: str
+    got: Sequence[Arrays], wanted: Sequence[Arrays], what: str, tolerance: float = 0.0
 ) -> None:
     for step, (a, b) in enumerate(zip(got, wanted, strict=True)):
         for name in b:
             difference = np.abs(a[name].astype(float) - b[name].astype(float)).max(initial=0.0)
             largest = np.abs(b[name]).max(initial=0.0)
-            assert difference <= tolerance * max(largest, 1e-30), (
-                f"{what}: {name!r} is off by {difference:.3g} in step {step}; its largest value is "
-                f"{largest:.3g}"
-            )
+            text = f"{what}: {name!r} is off by {difference:.3g} of {largest:.3g} in step {step}"
+            assert difference <= tolerance * max(largest, 1e-30), text

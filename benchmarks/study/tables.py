@@ -21,7 +21,7 @@ from scipy import stats
 from benchmarks.study import mechanisms, noised, orderings
 from benchmarks.study.cells import Cell, Scores, chosen, worst
 from benchmarks.study.scenes import CLAIMS, SOURCES, TROUBLES
-from fedclip.cli.ranking import interval
+from fedclip.cli.reporting import interval
 from fedclip.privacy.correlated import coefficients, error
 
 ROOT = Path(__file__).parents[2]

@@ -30,25 +30,22 @@ from fedclip.arrays.numpy import NumpyBackend as NumpyBackend
 
 NUMPY = NumpyBackend()
 
-# Top-level package of a value's class -> file and class of the backend.
-_FILES = {
-    "numpy": ("numpy", "NumpyBackend"),
-    "torch": ("torch", "TorchBackend"),
-    "dtensor": ("sharded", "ShardedBackend"),
-    "tensorflow": ("tensorflow", "TensorflowBackend"),
-    "jax": ("jax", "JaxBackend"),
-    "jaxlib": ("jax", "JaxBackend"),
-}
+# Top-level package of a value's class -> file of the backend.
+# The class has the name of the file.
+_FILES = {name: name for name in ("numpy", "torch", "tensorflow", "jax")}
+_FILES |= {"jaxlib": "jax", "dtensor": "sharded"}
+# Classes of these packages without one value in each place; a mask would be lost.
+_REFUSED = {"MaskedArray", "RaggedTensor", "SparseTensor", "JAXSparse", "ShapeDtypeStruct"}
 _loaded: dict[str, Backend] = {"numpy": NUMPY}
 _by_type: dict[type, Backend] = {}
 
 
 def backend_named(name: str) -> Backend:
     """Return the backend of the framework called `name`, importing it at the first call."""
-    file, cls = _FILES[name]
+    file = _FILES[name]
     if file not in _loaded:
         module = importlib.import_module(f"fedclip.arrays.{file}")
-        _loaded[file] = getattr(module, cls)()
+        _loaded[file] = getattr(module, f"{file.title()}Backend")()
     return _loaded[file]
 
 
@@ -99,11 +96,11 @@ def rounded(means: Mapping[str, Float64], like: Mapping[str, Array]) -> dict[str
 def _find(cls: type) -> Backend:
     if cls.__name__ == "DTensor":
         return backend_named("dtensor")
-    for base in cls.__mro__:
-        root = base.__module__.partition(".")[0]
-        if root in _FILES and (backend := backend_named(root)).reads(cls):
-            return backend
-    raise TypeError(
-        "fedclip clips dense arrays of NumPy, PyTorch, TensorFlow and JAX, sparse COO tensors and "
-        f"IndexedSlices, got {cls.__module__}.{cls.__name__}: convert it, as numpy.asarray does"
-    )
+    roots = [base.__module__.partition(".")[0] for base in cls.__mro__]
+    name = next((root for root in roots if root in _FILES), None)
+    if name is None or not _REFUSED.isdisjoint(base.__name__ for base in cls.__mro__):
+        raise TypeError(
+            "fedclip clips dense arrays of NumPy, PyTorch, TensorFlow and JAX, sparse COO tensors "
+            f"and IndexedSlices, got {cls.__module__}.{cls.__name__}: convert it, such as by NumPy"
+        )
+    return backend_named(name)

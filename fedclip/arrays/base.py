@@ -14,7 +14,9 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,6 +34,9 @@ LARGEST = {
 
 HALF_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Half a unit in the last place of half precision, relatively."""
+
+FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
+"""The dtypes of views that show numbers, not bits."""
 
 Array: TypeAlias = Any
 """An array of any of the supported frameworks."""
@@ -59,6 +64,13 @@ Owners: TypeAlias = Sequence[int] | Repeated
 def index_of(owners: Owners) -> HostView:
     """Return the group of each number, as an array of NumPy."""
     return np.asarray(np.repeat(*owners) if isinstance(owners, Repeated) else owners, np.int32)
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """Return a dtype as "float32", "bfloat16", ..."""
+    # NumPy builds the name at each call, which takes as long as a step over twenty tensors.
+    return str(dtype.name)
 
 
 def with_others(arrays: Arrays, places: Sequence[int], others: Arrays) -> list[Array]:
@@ -132,10 +144,6 @@ class Backend(Arithmetic, ABC):
     """Whether it shares only memory that begins at a multiple of 64 bytes."""
 
     # -- arrays -------------------------------------------------------------------------------
-    def reads(self, cls: type) -> bool:
-        """Return whether arrays of this class can be clipped at all."""
-        return True
-
     def traced(self, array: Array) -> bool:
         """Return whether an array stands for others, in code that is compiled or batched.
 
@@ -144,9 +152,9 @@ class Backend(Arithmetic, ABC):
         """
         return False
 
-    @abstractmethod
     def dtype(self, array: Array) -> str:
         """Return the dtype as "float32", "bfloat16", ..."""
+        return dtype_name(array.dtype)
 
     def size(self, array: Array) -> Any:
         """Return the number of elements: an int, or a traced number in compiled code."""
@@ -163,6 +171,14 @@ class Backend(Arithmetic, ABC):
         """Return the array itself, or a sparse one as a dense one."""
         return array
 
+    def values(self, array: Array) -> Array:
+        """Return the array itself, or the elements that a sparse one stores."""
+        return array
+
+    def restored(self, values: Array, like: Array) -> Array:
+        """Return values as an array that is sparse if `like` is."""
+        return values
+
     @abstractmethod
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         """Return a NumPy view of each array, or None for one that is not in host memory.
@@ -172,11 +188,12 @@ class Backend(Arithmetic, ABC):
 
     def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
         """Return NumPy views of dense arrays in host memory, quickly; None if some are others."""
-        return None
+        known = [view for view in self.views(arrays) if view is not None and view.dtype in FLOATS]
+        return known if len(known) == len(arrays) else None
 
-    @abstractmethod
     def to_host(self, array: Array) -> HostView:
         """Return the values as NumPy (bfloat16 as bits), copied from a device if need be."""
+        return np.asarray(array)
 
     @abstractmethod
     def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
@@ -186,13 +203,15 @@ class Backend(Arithmetic, ABC):
         """
 
     # -- numbers ------------------------------------------------------------------------------
-    @abstractmethod
-    def cast(self, x: Array, dtype: str) -> Array:
-        """Return a dense array in a dtype, given by its name, rounded to the nearest."""
+    cast: Callable[..., Array]
+    """``cast(x, dtype)``: a dense array in a dtype, given by its name, rounded to the nearest."""
 
-    def constant(self, x: Array) -> Array:
-        """Return numbers on which no derivative depends, such as a unit to divide by."""
-        return x
+    def narrowed(self, x: Array, dtype: str) -> Array:
+        """Return an array in a dtype, rounded towards zero; derivatives are those of the array."""
+        raise NotImplementedError
+
+    constant: Callable[[Array], Array]
+    """``constant(x)``: numbers on which no derivative depends, such as a unit to divide by."""
 
     @abstractmethod
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
@@ -202,13 +221,18 @@ class Backend(Arithmetic, ABC):
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
         """Return the sum of the values of each group."""
 
-    @abstractmethod
     def take(self, values: Array, owners: Owners) -> Array:
         """Return for each owner the value of that group."""
+        return values[index_of(owners)]
 
-    @abstractmethod
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
         """Return a flat array cut into arrays of these shapes, or that broadcast like them."""
+        if not any(shapes):
+            # 0-d arrays, which NumPy handles faster than its numbers.
+            return [flat[i, ...] for i in range(len(flat))]
+        ends = [*accumulate(map(math.prod, shapes))]
+        spans = zip([0, *ends], ends, shapes, strict=False)
+        return [flat[start:end].reshape(shape) for start, end, shape in spans]
 
     @abstractmethod
     def joined(self, arrays: Arrays) -> Array:
@@ -232,12 +256,19 @@ class Backend(Arithmetic, ABC):
     def max_abs(self, arrays: Arrays) -> Array:
         """Return the largest absolute element of each array; 0 of one without any."""
 
-    @abstractmethod
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         """Return for each array the sum of ``call(elements, ...)``, in the widest float.
 
         The columns are those of `mapped`. The elements come in the widest float.
         """
+        rows = [[self.cast(x, "float64") for x in row] for _, *row in self._rows(columns)]
+        return self.stack([self.sum(call(*row)) for row in rows])
+
+    def _rows(self, columns: Sequence[Arrays]) -> list[tuple[Array, ...]]:
+        arrays, *others = columns
+        numbers = [()] * len(arrays)
+        each = [self.pieces(c, numbers) if hasattr(c, "shape") else c for c in others]
+        return [*zip(arrays, map(self.values, arrays), *each, strict=True)]
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         """Return the L2 norms of the slices of dense arrays as one flat array, array by array.
@@ -271,7 +302,6 @@ class Backend(Arithmetic, ABC):
         outputs: Arrays = self.mapped(lambda x, k: (x * k,), columns)[0]
         return outputs
 
-    @abstractmethod
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Sequence[Any]:
@@ -288,6 +318,26 @@ class Backend(Arithmetic, ABC):
         On the host, an array that the call does not change comes back itself, and so does one
         where `moved` does not hold, for which the call is not made.
         """
+        rows = []
+        for array, values, *row in self._rows(columns):
+            # What has no dimensions gets one, by which it differs from a number that is returned.
+            is_number = not len(values.shape)
+            first = self._single(values[None] if is_number else values)
+            first = self.cast(first, "float64") if wide else first
+            dtype = self.dtype(first)
+            inputs = [self._single(x) if len(x.shape) else self.cast(x, dtype) for x in row]
+            output, *others = call(first, *inputs)
+            joins = [not len(x.shape) for x in others]
+            output = self.narrowed(self.cast(output, dtype), self.dtype(values))
+            shaped = [x[0] if is_number and len(x.shape) else x for x in (output, *others)]
+            rows.append((self.restored(shaped[0], array), shaped[1:], joins))
+        outputs, results, joins_of = zip(*rows, strict=True)
+        columns = [*zip(*results, strict=True)]
+        joined = zip(columns, joins_of[0], strict=True)
+        return [outputs, *(self.stack([*map(self.asarray, c)]) if j else c for c, j in joined)]
+
+    def _single(self, array: Array) -> Array:
+        return self.cast(array, "float32") if self.dtype(array) in HALF_UNIT else array
 
     def normal_pairs(self, uniforms: HostView, angles: HostView) -> HostView:
         """Return two rows of standard normal draws, on the host (Box & Muller, 1958).
@@ -297,9 +347,17 @@ class Backend(Arithmetic, ABC):
         radius = np.sqrt(-2.0 * np.log(uniforms))
         return np.stack([radius * np.cos(angles), radius * np.sin(angles)])
 
-    @abstractmethod
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         """Return the arrays, or zeros if the condition, of shape (), does not hold."""
+        values = [self.where(condition, self.values(a), 0.0) for a in arrays]
+        return [*map(self.restored, values, arrays)]
+
+
+def widest_of(dtypes: Iterable[str]) -> str:
+    """Return the narrowest dtype that holds the numbers of all these."""
+    kinds = {*dtypes}
+    # Neither kind of half precision holds the other.
+    return max(kinds if len(kinds) == 1 else {*kinds, "float32"}, key=[*LARGEST].index)
 
 
 def raised(factor: Array, dtype: str) -> Array:

@@ -19,7 +19,7 @@ This file knows views only: no framework, no groups, no limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from operator import attrgetter
@@ -142,13 +142,14 @@ def _layout(sizes: tuple[int, ...], widths: tuple[int, ...]) -> _Layout:
 
 def square_sums(views: Sequence[HostView]) -> list[float]:
     """Return the sum of squares of each view, over all cores; it may over- or underflow."""
-    places, sizes, large, halves = _layout((*map(_size, views),), (*map(_width, views),))
+    layout = _layout((*map(_size, views),), (*map(_width, views),))
+    places, sizes = layout.small, layout.sizes
     if len(places) == len(views) > 0:
         return _joined_sums(views, sizes)
     sums = [0.0] * len(views)
     small = [*map(views.__getitem__, places)]
-    if large or halves:
-        ends = _add_rows(sums, views, large, halves)
+    if layout.large or layout.halves:
+        ends = _add_rows(sums, views, layout)
         places, small = (*places, *ends), [*small, *ends.values()]
         sizes = (*sizes, *map(_size, ends.values()))
     if small:
@@ -165,19 +166,14 @@ def _joined_sums(views: Sequence[HostView], sizes: tuple[int, ...]) -> list[floa
     return sums
 
 
-def _add_rows(
-    sums: list[float],
-    views: Sequence[HostView],
-    large: Mapping[int, tuple[int, int]],
-    halves: Sequence[int],
-) -> dict[int, HostView]:
+def _add_rows(sums: list[float], views: Sequence[HostView], layout: _Layout) -> dict[int, HostView]:
     """Add the square sums of large arrays, over all cores; return the elements that are left over.
 
     They are cut into rows of up to one block.
     """
     left_over: dict[int, HostView] = {}
     tables: list[HostView] = []
-    for i, shape in large.items():
+    for i, shape in layout.large.items():
         view, (number, length) = views[i], shape
         number_over = view.size - number * length
         if not view.flags.c_contiguous:
@@ -186,7 +182,9 @@ def _add_rows(
             view = view.reshape(-1)
             left_over[i], view = view[-number_over:], view[:-number_over]
         tables.append(view.reshape(shape))
-    calls: list[Callable[[], object]] = [partial(_add_half, sums, i, views[i]) for i in halves]
+    calls: list[Callable[[], object]] = [
+        partial(_add_half, sums, i, views[i]) for i in layout.halves
+    ]
     threads = num_threads([*map(_nbytes, views)])
     sizes = (*map(len, tables),)
     wide = np.float64 if any(table.itemsize == 8 for table in tables) else np.float32
@@ -205,7 +203,7 @@ def _add_rows(
     each(calls, threads)
     if tables:
         totals = np.add.reduceat(dots.astype(np.float64), _starts(sizes)).tolist()
-        for place, total in zip(large, totals, strict=True):
+        for place, total in zip(layout.large, totals, strict=True):
             sums[place] += total
     return left_over
 
@@ -245,7 +243,8 @@ def slice_norms(view: HostView, axes: Sequence[int]) -> Float64:
     if narrow and others and view.flags.c_contiguous and others == [*range(len(axes), view.ndim)]:
         # Columns are added up without a copy in another order.
         table = view.reshape(-1, math.prod(view.shape[len(axes) :]))
-        return np.asarray(np.sqrt(sum(map(_column_squares, _row_chunks(table)))))
+        wide = (decode(rows).astype(np.float64) for rows in _row_chunks(table))
+        return np.asarray(np.sqrt(sum(np.einsum("ij,ij->j", rows, rows) for rows in wide)))
     # Take a few rows of the first dimension at a time, so that no float64 copy of all is made.
     parts = []
     for some in _row_chunks(view):
@@ -261,11 +260,6 @@ def _row_chunks(view: HostView) -> Iterator[HostView]:
     """Yield some rows of the first dimension at a time, that stay in the cache."""
     number = max(1, CHUNK * len(view) // view.size)
     return (view[start : start + number] for start in range(0, len(view), number))
-
-
-def _column_squares(table: HostView) -> Float64:
-    wide = decode(table).astype(np.float64)
-    return np.asarray(np.einsum("ij,ij->j", wide, wide))
 
 
 def _row_norms(rows: Float64) -> Float64:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 
 import numpy as np
 
@@ -27,7 +28,6 @@ _PER_CORE = 1 << 21
 THREADED = 2 * _PER_CORE
 """Bytes from which on a second thread is worth its while."""
 _LARGE = 1 << 18
-_pool: ThreadPoolExecutor | None = None
 
 
 def cores() -> int:
@@ -59,7 +59,8 @@ def each(calls: Sequence[Callable[[], object]], threads: int) -> None:
         for call in calls:
             call()
         return
-    turns = deque(calls)
+    # Two threads never get the same call, and each of them ends at a None.
+    turns = deque([*calls, *[None] * threads])
     helpers: list[Future[None]] = []
     # The system may have no more threads, and Python starts none while it exits.
     with suppress(RuntimeError):
@@ -74,33 +75,18 @@ def each(calls: Sequence[Callable[[], object]], threads: int) -> None:
             helper.result()
 
 
-def _work(turns: deque[Callable[[], object]]) -> None:
+def _work(turns: deque[Callable[[], object] | None]) -> None:
     # A thread has its own settings for errors of floating point.
     with np.errstate(all="ignore"):
-        while call := _next(turns):
+        for call in iter(turns.popleft, None):
             call()
 
 
-def _next(turns: deque[Callable[[], object]]) -> Callable[[], object] | None:
-    # Two threads never get the same call.
-    try:
-        return turns.popleft()
-    except IndexError:
-        return None
-
-
+@cache
 def _helpers() -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(max(os.cpu_count() or 1, 2) - 1, "fedclip")
-    return _pool
-
-
-def _forget() -> None:
-    global _pool
-    _pool = None
+    return ThreadPoolExecutor(max(os.cpu_count() or 1, 2) - 1, "fedclip")
 
 
 # The threads are not there after a fork; a child that waited for them would hang.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_helpers.cache_clear)

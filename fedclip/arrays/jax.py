@@ -15,20 +15,11 @@ import jax
 import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from fedclip.arrays.base import (
-    UNDERFLOW,
-    Array,
-    Arrays,
-    Backend,
-    Call,
-    HostView,
-    Owners,
-    index_of,
-    unit_of,
-)
-from fedclip.arrays.numpy import bits, dtype_name, floats_only
+from fedclip.arrays import base
+from fedclip.arrays.base import Array, Arrays, Backend, HostView, Owners, index_of, widest_of
+from fedclip.arrays.numpy import bits
 
 # Float64 for a few lines, also where a session has none: the context under its name of today, or
 # that of before.
@@ -38,8 +29,6 @@ float64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["en
 # 20 in larger ones up to a million (tests/laws/test_digits.py).
 _TREE = 1 << 12
 _LONG = 1 << 20
-# Of fewer elements in all, those of a group are joined: one operation, not one for each array.
-_FEW = 1 << 14
 
 
 @cache
@@ -52,13 +41,8 @@ def _widest() -> Any:
     return jax.dtypes.canonicalize_dtype(float)
 
 
-def _at_least_single(array: Array) -> Array:
-    return array if array.dtype.itemsize > 2 else array.astype(jnp.float32)
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _towards_zero(x: Array, dtype: Any) -> Array:
-    """Return an array in a dtype, rounded towards zero; derivatives are those of the array."""
+def _towards_zero(x: Array, dtype: str) -> Array:
     narrow = x.astype(dtype)
     if narrow.dtype.itemsize >= x.dtype.itemsize:
         return narrow
@@ -69,7 +53,7 @@ def _towards_zero(x: Array, dtype: Any) -> Array:
 
 
 @_towards_zero.defjvp
-def _(dtype: Any, given: Any, changes: Any) -> tuple[Array, Array]:
+def _(dtype: str, given: Any, changes: Any) -> tuple[Array, Array]:
     return _towards_zero(given[0], dtype), changes[0].astype(dtype)
 
 
@@ -77,7 +61,7 @@ def _wide(array: Array) -> Array:
     """Return an array in a dtype in which XLA adds it up with few roundings."""
     shape = array.shape
     narrow = math.prod(shape) >= _TREE and math.prod(shape[1:] or shape) <= _LONG
-    return _at_least_single(array) if narrow else array.astype(float)
+    return array.astype(float if not narrow or array.dtype.itemsize > 4 else jnp.float32)
 
 
 def _sum_of_squares(wide: Array) -> Array:
@@ -93,19 +77,13 @@ def _sqrt(x: Array) -> Array:
     return jnp.where(nothing, 0.0, jnp.sqrt(jnp.where(nothing, 1.0, x)))
 
 
-def _is_split(array: Array) -> bool:
-    """Return whether an array is split over explicit axes of a mesh, so that it keeps its shape."""
-    sharding = getattr(jax.typeof(array), "sharding", None)
-    return sharding is not None and any(axis is not None for axis in sharding.spec)
-
-
 def _flat(array: Array) -> Array:
     """Return all elements of an array, which every device gets if the array is split."""
-    if _is_split(array):
-        spec: Any = PartitionSpec
-        sharding: Any = jax.sharding
-        replicated = NamedSharding(jax.typeof(array).sharding.mesh, spec())
-        array = sharding.reshard(array, replicated)
+    sharding: Any = getattr(jax.typeof(array), "sharding", None)
+    # Over explicit axes of a mesh, an array keeps its shape.
+    if sharding is not None and any(axis is not None for axis in sharding.spec):
+        functions: Any = jax.sharding
+        array = functions.reshard(array, NamedSharding(sharding.mesh, type(sharding.spec)()))
     return array.ravel()
 
 
@@ -137,18 +115,8 @@ class JaxBackend(Backend):
         self._axes = axes
 
     # -- arrays -------------------------------------------------------------------------------
-    def reads(self, cls: type) -> bool:
-        # Sparse arrays and descriptions of shapes are none.
-        return hasattr(cls, "at")
-
     def traced(self, array: Array) -> bool:
         return isinstance(array, jax.core.Tracer)
-
-    def dtype(self, array: Array) -> str:
-        return dtype_name(array.dtype)
-
-    def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
-        return floats_only(self.views(arrays))
 
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         return [self._view(a) for a in arrays]
@@ -158,9 +126,6 @@ class JaxBackend(Backend):
             return None
         local = _only_cpu() or all(d.platform == "cpu" for d in array.sharding.device_set)
         return bits(np.asarray(array)) if local else None
-
-    def to_host(self, array: Array) -> HostView:
-        return np.asarray(array)
 
     def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         typed = [v.view(x.dtype) for v, x in zip(values, likes, strict=True)]
@@ -194,8 +159,7 @@ class JaxBackend(Backend):
 
     stack = staticmethod(jnp.stack)
 
-    def sort(self, table: Array) -> Array:
-        return jnp.sort(table, axis=0)
+    sort = staticmethod(partial(jnp.sort, axis=0))
 
     def pick(self, table: Array, row: Array) -> Array:
         # Round: fused arithmetic may give 1.9999999999999998 for a whole number.
@@ -206,8 +170,8 @@ class JaxBackend(Backend):
         # Without x64 there is no float64: the widest float is the one to ask for.
         return x.astype(jax.dtypes.canonicalize_dtype(dtype))
 
-    def constant(self, x: Array) -> Array:
-        return jax.lax.stop_gradient(x)
+    constant = staticmethod(jax.lax.stop_gradient)
+    narrowed = staticmethod(_towards_zero)
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         return jax.ops.segment_max(values, index_of(owners), groups)
@@ -215,18 +179,8 @@ class JaxBackend(Backend):
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
         return jax.ops.segment_sum(values, index_of(owners), groups)
 
-    def take(self, values: Array, owners: Owners) -> Array:
-        return values[index_of(owners)]
-
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
-        parts = jnp.split(flat, np.cumsum([*map(math.prod, shapes)])[:-1])
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
     def joined(self, arrays: Arrays) -> Array:
-        widest = max((a.dtype for a in arrays), key=lambda dtype: dtype.itemsize)
-        if len({a.dtype for a in arrays}) > 1:
-            # Neither kind of half precision holds the other.
-            widest = max(widest, np.dtype(np.float32), key=lambda dtype: dtype.itemsize)
+        widest = widest_of(map(self.dtype, arrays))
         return jnp.concatenate([_flat(a).astype(widest) for a in arrays])
 
     # -- measures of gradients ----------------------------------------------------------------
@@ -236,22 +190,17 @@ class JaxBackend(Backend):
             return self._group_norms(arrays, members).astype(widest)
 
     def _group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        few = sum(math.prod(a.shape) for a in arrays) < _FEW
-        if few and not self._axes and not any(map(_is_split, arrays)):
-            wide = [a.ravel().astype(float) for a in arrays]
-            arrays = [jnp.concatenate([wide[i] for i in group]) for group in members]
-            members = [(i,) for i in range(len(members))]
         squares = [_sum_of_squares(_wide(a)) for a in arrays]
         sums = self._group_sums(squares, arrays, members)
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
-        in_range = jnp.all((sums >= UNDERFLOW) & (sums < jnp.inf))
-        return jax.lax.cond(
-            in_range, lambda: _sqrt(sums), lambda: self._scaled_norms(arrays, members)
-        )
+        in_range = jnp.all((sums >= base.UNDERFLOW) & (sums < jnp.inf))
+        scaled = partial(self._scaled_norms, arrays, members)
+        return jax.lax.cond(in_range, lambda: _sqrt(sums), scaled)
 
     def _scaled_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         peaks = [*map(self._peak, arrays)]
-        units = [unit_of(jnp.max(jnp.stack([peaks[i] for i in some])), self) for some in members]
+        tops = [jnp.max(jnp.stack([peaks[i] for i in some])) for some in members]
+        units = [base.unit_of(top, self) for top in tops]
         of = {i: unit for some, unit in zip(members, units, strict=True) for i in some}
         squares = [_sum_of_squares(a.astype(float) / of[i]) for i, a in enumerate(arrays)]
         return jnp.stack(units) * _sqrt(self._group_sums(squares, arrays, members))
@@ -286,44 +235,7 @@ class JaxBackend(Backend):
     def max_abs(self, arrays: Arrays) -> Array:
         return jnp.stack([*map(self._peak, arrays)])
 
-    def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
-        rows = zip(*columns, strict=True)
-        return jnp.stack([self.sum(call(*(x.astype(float) for x in row))) for row in rows])
-
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         widest = _widest()
         with float64(True):
             return super().slice_norms(arrays, axes).astype(widest)
-
-    # -- new gradients ------------------------------------------------------------------------
-    def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
-        # Mostly there is one factor for all. Without the barrier, the compiler computes it again
-        # for each array.
-        different = {id(k): k for k in factors}
-        made = jax.lax.optimization_barrier(different)  # type: ignore[no-untyped-call]
-        return super().scale(arrays, [made[id(k)] for k in factors])
-
-    def mapped(
-        self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Arrays:
-        rows = []
-        for row in zip(*columns, strict=True):
-            # What has no dimensions gets one, by which it differs from a number that is returned.
-            first = _at_least_single(row[0] if row[0].shape else row[0][None])
-            first = first.astype(_widest()) if wide else first
-            inputs = [_at_least_single(x) if x.shape else x.astype(first.dtype) for x in row[1:]]
-            output, *others = call(first, *inputs)
-            shaped = [x.reshape(row[0].shape) if x.shape else x for x in others]
-            output = _towards_zero(output.astype(first.dtype), row[0].dtype)
-            rows.append((output.reshape(row[0].shape), shaped, [not x.shape for x in others]))
-        outputs, others, numbers = zip(*rows, strict=True)
-        columns_after = [
-            jnp.stack(column).astype(float) if number else column
-            for column, number in zip(zip(*others, strict=True), numbers[0], strict=True)
-        ]
-        return [outputs, *columns_after]
-
-    def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
-        if condition is not False:
-            condition = jax.lax.optimization_barrier(condition)  # type: ignore[no-untyped-call]
-        return [jnp.where(condition, a, jnp.zeros_like(a)) for a in arrays]

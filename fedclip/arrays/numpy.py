@@ -10,45 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
-from itertools import accumulate
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from fedclip.arrays.base import (
-    UNDERFLOW,
-    Array,
-    Arrays,
-    Backend,
-    Call,
-    HostView,
-    Owners,
-    Repeated,
-    index_of,
-    raised,
-    with_others,
-)
-from fedclip.arrays.blocks import (
-    CHUNK,
-    UNCERTAINTY,
-    decode,
-    encode,
-    exact_norm,
-    peak,
-    slice_norms,
-    square_sums,
-)
+from fedclip.arrays import base, blocks
+from fedclip.arrays.base import Array, Arrays, Backend, Call, HostView, Owners, Repeated
 from fedclip.arrays.cores import PIECE, THREADED, each, num_threads
 from fedclip.arrays.memory import Memory, aligned, in_memory_order
 
-FLOATS = {np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)}
-"""The dtypes of views that show numbers, not bits."""
-
 _ARRAY, _dtype, _nbytes = {np.ndarray}, attrgetter("dtype"), attrgetter("nbytes")
 _BITS = np.dtype(np.uint16)
-_CLOSE = 2 * UNCERTAINTY
+_CLOSE = 2 * blocks.UNCERTAINTY
 
 
 def bits(array: HostView) -> HostView:
@@ -56,19 +31,6 @@ def bits(array: HostView) -> HostView:
     # NumPy has no bfloat16 of its own. Other dtypes that packages add are of the kind "V" too.
     dtype = array.dtype
     return array.view(np.uint16) if dtype.kind == "V" and dtype.itemsize == 2 else array
-
-
-def floats_only(views: Sequence[HostView | None]) -> Sequence[HostView] | None:
-    """Return the views if all are there and show floats, not bits; else None."""
-    known = [view for view in views if view is not None and view.dtype in FLOATS]
-    return known if len(known) == len(views) else None
-
-
-@cache
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return a dtype as "float32", "bfloat16", ..."""
-    # NumPy builds the name at each call, which takes as long as a step over twenty tensors.
-    return str(dtype.name)
 
 
 class NumpyBackend(Backend):
@@ -99,24 +61,16 @@ class NumpyBackend(Backend):
         self.aligned = native is not None and native.aligned
 
     # -- arrays -------------------------------------------------------------------------------
-    def reads(self, cls: type) -> bool:
-        # The mask would be lost.
-        return not issubclass(cls, np.ma.MaskedArray)
-
     def dtype(self, array: Array) -> str:
-        if self._native is not None and array.dtype == _BITS:
-            return "bfloat16"
-        return dtype_name(array.dtype)
+        is_bits = self._native is not None and array.dtype == _BITS
+        return "bfloat16" if is_bits else base.dtype_name(array.dtype)
 
     def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
-        usual = {*map(type, arrays)} <= _ARRAY and {*map(_dtype, arrays)} <= FLOATS
+        usual = {*map(type, arrays)} <= _ARRAY and {*map(_dtype, arrays)} <= base.FLOATS
         return arrays if usual else None
 
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         return [bits(np.asarray(a, a.dtype.newbyteorder("="))) for a in arrays]
-
-    def to_host(self, array: Array) -> HostView:
-        return np.asarray(array)
 
     def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         return [
@@ -137,14 +91,12 @@ class NumpyBackend(Backend):
     stack = staticmethod(np.array)
 
     def sum(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
-        wide = x if self._native is None else decode(x)
-        return wide.sum(axes, np.float64, keepdims=axes is not None)
+        return blocks.decode(x).sum(axes, np.float64, keepdims=axes is not None)
 
     def max(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
         return np.max(x, axis=axes, keepdims=axes is not None) if np.size(x) else np.float64(0.0)
 
-    def sort(self, table: Array) -> Array:
-        return np.sort(table, axis=0)
+    sort = staticmethod(partial(np.sort, axis=0))
 
     def pick(self, table: Array, row: Array) -> Array:
         return table[row.astype(np.intp), np.arange(table.shape[1])]
@@ -160,8 +112,11 @@ class NumpyBackend(Backend):
 
     # -- numbers ------------------------------------------------------------------------------
     def cast(self, x: Array, dtype: str) -> Array:
-        wide = x if self._native is None or x.itemsize > 2 else decode(x)
+        wide = x if x.itemsize > 2 else blocks.decode(x)
         return wide.astype(dtype, copy=False)
+
+    def constant(self, x: Array) -> Array:
+        return x
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         if isinstance(owners, Repeated) and all(owners.times):
@@ -170,39 +125,26 @@ class NumpyBackend(Backend):
             if [*owners] == [*range(groups)]:
                 return values
         result = np.full(groups, -np.inf)
-        np.maximum.at(result, index_of(owners), values)
+        np.maximum.at(result, base.index_of(owners), values)
         return result
 
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
-        return np.bincount(index_of(owners), weights=values, minlength=groups)
-
-    def take(self, values: Array, owners: Owners) -> Array:
-        return values[index_of(owners)]
-
-    def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
-        if len(shapes) == 1:
-            return [flat.reshape(shapes[0])]
-        if not any(shapes):
-            # 0-d arrays, which NumPy handles faster than its numbers.
-            return [flat[i, ...] for i in range(len(flat))]
-        ends = [*accumulate(map(math.prod, shapes))]
-        spans = zip([0, *ends], ends, shapes, strict=False)
-        return [flat[start:end].reshape(shape) for start, end, shape in spans]
+        return np.bincount(base.index_of(owners), weights=values, minlength=groups)
 
     def joined(self, arrays: Arrays) -> Array:
-        return np.concatenate([np.ravel(decode(a)) for a in arrays])
+        return np.concatenate([np.ravel(blocks.decode(a)) for a in arrays])
 
     # -- measures of gradients ----------------------------------------------------------------
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        each_sum, norms = square_sums(arrays), []
+        each_sum, norms = blocks.square_sums(arrays), []
         for some in members:
             total = math.fsum(map(each_sum.__getitem__, some))
             # If a sum has overflowed or underflowed, the group is scaled and measured again: 1e20
             # in float32, 1e200 in float64 and 1e-30 give the right norm.
-            if UNDERFLOW <= total < math.inf:
+            if base.UNDERFLOW <= total < math.inf:
                 norms.append(math.sqrt(total))
             else:
-                norms.append(exact_norm([arrays[i] for i in some]))
+                norms.append(blocks.exact_norm([arrays[i] for i in some]))
         return np.array(norms)
 
     def recompute_near_limit(
@@ -215,11 +157,11 @@ class NumpyBackend(Backend):
             # Arrays of float64 have been measured in float64 already.
             if any(view.itemsize < 8 for view in some):
                 result = norms.copy() if result is norms else result
-                result[group] = exact_norm(some)
+                result[group] = blocks.exact_norm(some)
         return result
 
     def max_abs(self, arrays: Arrays) -> Array:
-        return np.array([*map(peak, arrays)])
+        return np.array([*map(blocks.peak, arrays)])
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
         sums = np.zeros(len(columns[0]))
@@ -229,21 +171,23 @@ class NumpyBackend(Backend):
         return sums
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
-        return np.concatenate([slice_norms(a, some) for a, some in zip(arrays, axes, strict=True)])
+        pairs = zip(arrays, axes, strict=True)
+        return np.concatenate([blocks.slice_norms(array, spanned) for array, spanned in pairs])
 
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
         if len({*map(id, factors)}) == 1:
             # Mostly there is one factor for all.
             return arrays if _is_one(factors[0]) else self._products(arrays, factors)
-        ones = {key for key, k in {id(k): k for k in factors}.items() if _is_one(k)}
+        distinct = dict(zip(map(id, factors), factors, strict=True))
+        ones = {key for key, k in distinct.items() if _is_one(k)}
         if not ones:
             return self._products(arrays, factors)
-        places = [i for i, k in enumerate(factors) if id(k) not in ones]
-        if not places:
+        if len(ones) == len(distinct):
             return arrays
+        places = [i for i, k in enumerate(factors) if id(k) not in ones]
         some = self._products([arrays[i] for i in places], [factors[i] for i in places])
-        return with_others(arrays, places, some)
+        return base.with_others(arrays, places, some)
 
     def _products(self, arrays: Arrays, factors: Arrays) -> Arrays:
         outs, sizes = self._outputs(arrays), [*map(_nbytes, arrays)]
@@ -256,9 +200,9 @@ class NumpyBackend(Backend):
         calls: list[Call] = []
         for array, k, out in zip(arrays, factors, made, strict=True):
             half = array.itemsize == 2
-            k = np.asarray(raised(k, self.dtype(array)), np.float32 if half else array.dtype)
+            k = np.asarray(base.raised(k, self.dtype(array)), np.float32 if half else array.dtype)
             call: Call = _multiply_half if half else np.multiply
-            parts = [(array, out)] if k.ndim else _cut(array, out, CHUNK if half else PIECE)
+            parts = [(array, out)] if k.ndim else _cut(array, out, blocks.CHUNK if half else PIECE)
             calls += [partial(call, source, k, target) for source, target in parts]
         each(calls, threads)
         return made
@@ -266,11 +210,9 @@ class NumpyBackend(Backend):
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Arrays:
-        rows = []
-        for i, row in enumerate(zip(*columns, strict=True)):
-            is_unchanged = moved is not None and not moved[i]
-            rows.append(self._mapped(call, row, is_unchanged, wide))
-        results = [*zip(*rows, strict=True)]
+        unchanged = [False] * len(columns[0]) if moved is None else [not m for m in moved]
+        rows = zip(zip(*columns, strict=True), unchanged, strict=True)
+        results = zip(*[self._mapped(call, *row, wide) for row in rows], strict=True)
         return [np.array(r) if type(r[0]) is float else r for r in results]
 
     def _mapped(self, call: Call, row: Arrays, is_unchanged: bool, wide: bool) -> tuple[Any, ...]:
@@ -296,23 +238,24 @@ class NumpyBackend(Backend):
                 output = output.reshape(-1)
                 output[: piece.start] = array.reshape(-1)[: piece.start]
             if output is not None:
-                output[piece] = encode(result.reshape(-1), array.dtype, towards_zero=True)
+                output[piece] = blocks.encode(result.reshape(-1), array.dtype, towards_zero=True)
         shaped = [x.reshape(array.shape) if np.ndim(x) else x for x in others]
         if output is None:
             return array, *shaped
-        output = output.reshape(array.shape)
-        if self.in_place and not np.may_share_memory(output, array):
-            array[...] = output
-        return array if self.in_place else output, *shaped
+        if not self.in_place:
+            return output.reshape(array.shape), *shaped
+        if not np.may_share_memory(output, array):
+            array[...] = output.reshape(array.shape)
+        return array, *shaped
 
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         if condition:
             return arrays
-        if self.in_place:
-            for array in arrays:
-                array[...] = 0
-            return arrays
-        return [np.zeros_like(a, subok=False) for a in arrays]
+        if not self.in_place:
+            return [np.zeros_like(a, subok=False) for a in arrays]
+        for array in arrays:
+            array[...] = 0
+        return arrays
 
     def _outputs(self, arrays: Arrays) -> Sequence[HostView | None]:
         """Return where to write the outputs for some arrays, laid out like them; None for new."""
@@ -353,17 +296,15 @@ def _parts(
         return
     columns = [x if type(x) is float else x.reshape(-1) for x in columns]
     size = 0 if nothing else first.size
-    for start in range(0, size or 1, CHUNK):
-        piece = slice(start, min(start + CHUNK, size))
+    for start in range(0, size or 1, blocks.CHUNK):
+        piece = slice(start, min(start + blocks.CHUNK, size))
         yield piece, _decoded([x if type(x) is float else x[piece] for x in columns], wide)
 
 
 def _decoded(columns: Arrays, wide: bool) -> list[Array]:
     """Return arrays in float32 or wider, or all in float64; numbers stay unchanged."""
-    some: list[Array] = [x if type(x) is float else decode(x) for x in columns]
-    if not wide:
-        return some
-    return [x if type(x) is float else x.astype(np.float64, copy=False) for x in some]
+    some: list[Array] = [x if type(x) is float else blocks.decode(x) for x in columns]
+    return [x if type(x) is float else np.asarray(x, np.float64) for x in some] if wide else some
 
 
 def _cut(array: HostView, out: HostView, step: int) -> Iterator[tuple[HostView, HostView]]:
@@ -378,4 +319,5 @@ def _cut(array: HostView, out: HostView, step: int) -> Iterator[tuple[HostView, 
 
 
 def _multiply_half(array: HostView, factor: HostView, out: HostView) -> None:
-    out[...] = encode(np.asarray(decode(array) * factor), array.dtype, towards_zero=True)
+    product = np.asarray(blocks.decode(array) * factor)
+    out[...] = blocks.encode(product, array.dtype, towards_zero=True)

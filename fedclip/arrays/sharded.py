@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fedclip.arrays.base import Array, Arrays, Call, HostView
-from fedclip.arrays.torch import TorchBackend, TorchInPlace, values_of
+from fedclip.arrays.torch import TorchBackend, TorchInPlace
 
 
 def _meshes(arrays: Iterable[Array]) -> list[DeviceMesh]:
@@ -42,11 +42,8 @@ def _mesh(arrays: Iterable[Array]) -> DeviceMesh | None:
     meshes = _meshes(arrays)
     ranks = [{*mesh.mesh.flatten().tolist()} for mesh in meshes] if len(meshes) > 1 else []
     if not all(ranks[0] >= some for some in ranks):
-        raise TypeError(
-            "the parameters lie on several device meshes, and none holds the processes of all, so "
-            "that no process knows the whole gradient. Clip the parameters of each mesh with "
-            "another clipper"
-        )
+        why = "the parameters lie on several device meshes, and none holds the processes of all"
+        raise TypeError(f"{why}: clip the parameters of each mesh with another clipper")
     return meshes[0] if meshes else None
 
 
@@ -125,7 +122,7 @@ class ShardedBackend(TorchBackend):
 
     def _gathered(self, arrays: Arrays) -> list[HostView]:
         """Return whole arrays by one all-reduce, in which each process gives what it holds."""
-        parts = [values_of(_local(t)) for t in arrays]
+        parts = [self.values(_local(t)) for t in arrays]
         wide = torch.float64 if any(t.dtype == torch.float64 for t in arrays) else torch.float32
         sizes = [math.prod(t.shape) for t in arrays]
         joined = torch.full((sum(sizes),), -math.inf, dtype=wide, device=parts[0].device)
@@ -176,7 +173,7 @@ class ShardedBackend(TorchBackend):
         return values * weights
 
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        norms = self._norms([values_of(_local(t)) for t in arrays])
+        norms = self._norms([self.values(_local(t)) for t in arrays])
         owners = {i: group for group, some in enumerate(members) for i in some}
         squares = self._weighted(norms * norms, arrays)
         sums = self.group_sum(squares, [owners[i] for i in range(len(arrays))], len(members))

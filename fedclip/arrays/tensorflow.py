@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ from tensorflow.python.eager.forwardprop_util import pack_tangents
 from tensorflow.python.eager.record import could_possibly_record, should_record_backprop
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from fedclip.arrays.base import UNDERFLOW, Array, Arrays, Backend, Call, HostView, Owners, index_of
+from fedclip.arrays import base
+from fedclip.arrays.base import HALF_UNIT, Array, Arrays, Backend, HostView, Owners
 from fedclip.arrays.memory import is_aligned
-from fedclip.arrays.numpy import bits, floats_only
+from fedclip.arrays.numpy import bits
 
 _EAGER = {tf.__internal__.EagerTensor}
 # In rows of so many, no sum adds more than 16 numbers one after the other, in 16 lanes or more.
@@ -36,20 +37,13 @@ def _only_cpu() -> bool:
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
 
 
+def _is_local(tensor: Array) -> bool:
+    return _only_cpu() or "CPU" in tensor.device
+
+
 def _recorded(tensors: list[Array]) -> bool:
     """Return whether a tape or an accumulator watches one of these tensors."""
     return should_record_backprop(tensors) or bool(pack_tangents(tensors).tangents)
-
-
-def _values(tensor: Array) -> Array:
-    return tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
-
-
-def _like(tensor: Array, values: Array) -> Array:
-    """Return values as a tensor that is sparse if another is."""
-    if isinstance(tensor, tf.IndexedSlices):
-        return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
-    return values
 
 
 def _numpy(tensor: Array) -> HostView:
@@ -65,10 +59,6 @@ def _of(dtype: Any, value: Any) -> Any:
     return tf.cast(value, dtype)
 
 
-def _at_least_single(tensor: Array) -> Array:
-    return tensor if tensor.dtype in _SHARED else tf.cast(tensor, tf.float32)
-
-
 @tf.custom_gradient  # type: ignore[untyped-decorator]
 def _sqrt(x: Array) -> Array:
     """Return the square root; that of 0 has the derivative 0, as nothing follows from it."""
@@ -76,35 +66,18 @@ def _sqrt(x: Array) -> Array:
     return root, lambda change: tf.math.divide_no_nan(0.5 * change, _sqrt(x))
 
 
-def _towards_zero(x: Array, dtype: Any) -> Array:
-    """Return a tensor in a dtype, rounded towards zero; derivatives are those of the tensor."""
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def rounded(x: Array) -> Array:
-        narrow = tf.cast(x, dtype)
-        over = tf.abs(tf.cast(narrow, x.dtype)) > tf.abs(x)
-        # Floats of one sign are ordered like their bits: subtract 1 to step towards zero.
-        pattern = tf.bitcast(narrow, tf.uint16) - tf.cast(over, tf.uint16)
-        return tf.bitcast(pattern, dtype), lambda change: tf.cast(change, x.dtype)
-
-    return rounded(x) if dtype.size == 2 else tf.cast(x, dtype)
-
-
 def _square_sum(tensor: Array) -> Array:
     """Return the sum of squares, in float64."""
     # Over a long tensor, a sum adds up to 256 float32 one after the other, and for a constant all
     # their roundings may have the same sign: cut it into rows.
-    size, table = tensor.shape.num_elements() or 0, _at_least_single(tensor)
-    last = int(tensor.shape[-1]) if size >= _ROW and tensor.shape.rank else 0
-    if not 32 <= last <= _ROW:
-        last = next((n for n in range(_CUT, 31, -1) if size >= _ROW and size % n == 0), 0)
-        table = tf.reshape(table, [-1, last]) if last else table
-    if not last:
-        return tf.reduce_sum(tf.square(tf.cast(table, tf.float64)))
-    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        # XLA lacks the norm, and makes one of these, without a copy in float64.
-        return tf.reduce_sum(tf.square(tf.cast(table, tf.float64)))
-    rows = tf.math.reduce_euclidean_norm(table, -1)
+    size, rows = tensor.shape.num_elements() or 0, tensor
+    # XLA lacks the norm, and makes one of all, without a copy in float64.
+    if size >= _ROW and not GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        last = int(tensor.shape[-1])
+        if not 32 <= last <= _ROW:
+            last = next((n for n in range(_CUT, 31, -1) if size % n == 0), 0)
+        if last:
+            rows = tf.math.reduce_euclidean_norm(tf.reshape(tensor, [-1, last]), -1)
     return tf.reduce_sum(tf.square(tf.cast(rows, tf.float64)))
 
 
@@ -115,18 +88,12 @@ class TensorflowBackend(Backend):
     aligned = True
 
     # -- arrays -------------------------------------------------------------------------------
-    def reads(self, cls: type) -> bool:
-        return not issubclass(cls, (tf.RaggedTensor, tf.SparseTensor))
-
     def traced(self, array: Array) -> bool:
-        values = _values(array)
+        values = self.values(array)
         return not hasattr(values, "numpy") or _recorded([tf.convert_to_tensor(values)])
 
-    def dtype(self, array: Array) -> str:
-        return str(array.dtype.name)
-
     def size(self, array: Array) -> Any:
-        values = _values(array)
+        values = self.values(array)
         known = values.shape.num_elements()
         return tf.cast(tf.size(values), tf.float64) if known is None else known
 
@@ -135,21 +102,27 @@ class TensorflowBackend(Backend):
             return arrays
         return [_merged(t) if isinstance(t, tf.IndexedSlices) else t for t in arrays]
 
+    def values(self, array: Array) -> Array:
+        return array.values if isinstance(array, tf.IndexedSlices) else array
+
+    def restored(self, values: Array, like: Array) -> Array:
+        if isinstance(like, tf.IndexedSlices):
+            return tf.IndexedSlices(values, like.indices, like.dense_shape)
+        return values
+
     def dense(self, array: Array) -> Array:
         if not isinstance(array, tf.IndexedSlices):
             return array
         # The shape is that of the variable, which a function knows as it is traced.
         if array.shape.num_elements() is None:
-            raise ValueError(
-                "IndexedSlices of unknown shape cannot be made dense: give them a dense_shape; in "
-                "a tf.function, take them from a tape in the same function"
-            )
+            why = "IndexedSlices of unknown shape cannot be made dense"
+            raise ValueError(f"{why}: give them a dense_shape, or the tape in the same tf.function")
         dense = tf.math.unsorted_segment_sum(array.values, array.indices, array.shape[0])
         dense.set_shape(array.shape)
         return dense
 
     def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
-        return floats_only(self.views(arrays)) if {*map(type, arrays)} <= _EAGER else None
+        return super().dense_views(arrays) if {*map(type, arrays)} <= _EAGER else None
 
     def views(self, arrays: Arrays) -> Sequence[HostView | None]:
         # The usual case first, without a method call for each of hundreds of tensors.
@@ -158,16 +131,12 @@ class TensorflowBackend(Backend):
 
     def _view(self, tensor: Array) -> HostView | None:
         # A symbolic tensor has no device and no data; one on an accelerator stays there.
-        if self.traced(tensor) or not self._is_local(_values(tensor)):
+        if self.traced(tensor) or not _is_local(self.values(tensor)):
             return None
-        return bits(_numpy(_values(tensor)))
-
-    @staticmethod
-    def _is_local(tensor: Array) -> bool:
-        return _only_cpu() or "CPU" in tensor.device
+        return bits(_numpy(self.values(tensor)))
 
     def to_host(self, array: Array) -> HostView:
-        return _numpy(_values(array))
+        return _numpy(self.values(array))
 
     def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
         # A tape would miss what is shared.
@@ -175,11 +144,11 @@ class TensorflowBackend(Backend):
         return [self._from_host(v, x, shares) for v, x in zip(values, likes, strict=True)]
 
     def _from_host(self, values: HostView, like: Array, shares: bool) -> Array:
-        values, old = values.view(like.dtype.as_numpy_dtype), _values(like)
-        if shares and like.dtype in _SHARED and self._is_local(old) and is_aligned(values):
-            return _like(like, tf.experimental.dlpack.from_dlpack(values.__dlpack__()))
+        values, old = values.view(like.dtype.as_numpy_dtype), self.values(like)
+        if shares and like.dtype in _SHARED and _is_local(old) and is_aligned(values):
+            return self.restored(tf.experimental.dlpack.from_dlpack(values.__dlpack__()), like)
         with tf.device(old.device):
-            return _like(like, tf.convert_to_tensor(values))
+            return self.restored(tf.convert_to_tensor(values), like)
 
     # -- arithmetic ---------------------------------------------------------------------------
     def asarray(self, values: Any, like: Array | None = None) -> Array:
@@ -215,91 +184,62 @@ class TensorflowBackend(Backend):
             return tf.zeros([], x.dtype)
         return tf.reduce_max(x, axes, keepdims=axes is not None)
 
-    def sort(self, table: Array) -> Array:
-        return tf.sort(table, axis=0)
+    sort = staticmethod(partial(tf.sort, axis=0))
 
     def pick(self, table: Array, row: Array) -> Array:
         return tf.gather(tf.transpose(table), tf.cast(tf.round(row), tf.int32), batch_dims=1)
 
     # -- numbers ------------------------------------------------------------------------------
-    def cast(self, x: Array, dtype: str) -> Array:
-        return tf.cast(x, dtype)
+    cast = staticmethod(tf.cast)
 
-    def constant(self, x: Array) -> Array:
-        return tf.stop_gradient(x)
+    def narrowed(self, x: Array, dtype: str) -> Array:
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def towards_zero(x: Array) -> Array:
+            narrow = tf.cast(x, dtype)
+            over = tf.abs(tf.cast(narrow, x.dtype)) > tf.abs(x)
+            # Floats of one sign are ordered like their bits: subtract 1 to step towards zero.
+            pattern = tf.bitcast(narrow, tf.uint16) - tf.cast(over, tf.uint16)
+            return tf.bitcast(pattern, dtype), lambda change: tf.cast(change, x.dtype)
+
+        return towards_zero(x) if dtype in HALF_UNIT else tf.cast(x, dtype)
+
+    constant = staticmethod(tf.stop_gradient)
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         # It would pass over NaN.
         without_nan = tf.where(tf.math.is_nan(values), tf.constant(np.inf, values.dtype), values)
-        return tf.math.unsorted_segment_max(without_nan, index_of(owners), groups)
+        return tf.math.unsorted_segment_max(without_nan, base.index_of(owners), groups)
 
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
-        return tf.math.unsorted_segment_sum(values, index_of(owners), groups)
+        return tf.math.unsorted_segment_sum(values, base.index_of(owners), groups)
 
     def take(self, values: Array, owners: Owners) -> Array:
-        return tf.gather(values, index_of(owners))
+        return tf.gather(values, base.index_of(owners))
 
     def pieces(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> Arrays:
+        if not any(shapes):
+            return list(tf.unstack(flat))
         parts = tf.split(flat, [math.prod(shape) for shape in shapes])
         return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def joined(self, arrays: Arrays) -> Array:
-        values = [_values(t) for t in arrays]
-        widest = max((v.dtype for v in values), key=lambda dtype: dtype.size)
-        if len({v.dtype for v in values}) > 1:
-            # Neither kind of half precision holds the other.
-            widest = max(widest, tf.float32, key=lambda dtype: dtype.size)
+        values = [self.values(t) for t in arrays]
+        widest = base.widest_of(map(self.dtype, values))
         flat = [v if v.shape.rank == 1 else tf.reshape(v, [-1]) for v in values]
         return tf.concat([tf.cast(v, widest) for v in flat], axis=0)
 
     # -- measures of gradients ----------------------------------------------------------------
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        each = [_square_sum(_values(t)) for t in arrays]
+        each = [_square_sum(self._single(self.values(t))) for t in arrays]
         sums = tf.stack([tf.add_n([each[i] for i in some]) for some in members])
         # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
-        in_range = tf.reduce_all((sums >= UNDERFLOW) & (sums < np.inf))
+        in_range = tf.reduce_all((sums >= base.UNDERFLOW) & (sums < np.inf))
         return tf.cond(in_range, lambda: _sqrt(sums), lambda: self.joint_norms(arrays, members))
 
     def max_abs(self, arrays: Arrays) -> Array:
-        zero, peaks = tf.zeros(1, tf.float64), []
-        for tensor in map(_values, arrays):
-            peak = tf.cast(tf.abs(tensor), tf.float64)
-            if not tensor.shape.num_elements():
-                # Nothing, or a number of elements that is not known yet.
-                peak = tf.concat([zero, tf.reshape(peak, [-1])], axis=0)
-            peaks.append(tf.reduce_max(peak))
-        return tf.stack(peaks)
-
-    def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
-        rows = zip([*map(_values, columns[0])], *map(_rows, columns[1:]), strict=True)
-        return tf.stack([self.sum(call(*(tf.cast(x, tf.float64) for x in row))) for row in rows])
-
-    # -- new gradients ------------------------------------------------------------------------
-    def mapped(
-        self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
-    ) -> Arrays:
-        results = []
-        for tensor, *row in zip(*map(_rows, columns), strict=True):
-            values = _values(tensor)
-            # What has no dimensions gets one, by which it differs from a number that is returned.
-            first = _at_least_single(values if values.shape.rank else values[None])
-            first = tf.cast(first, tf.float64) if wide else first
-            inputs = [_at_least_single(x) if x.shape.rank else tf.cast(x, first.dtype) for x in row]
-            output, *others = call(first, *inputs)
-            output = tf.reshape(output, tf.shape(values)) if not values.shape.rank else output
-            shaped = [x[0] if x.shape.rank and not values.shape.rank else x for x in others]
-            output = _like(tensor, _towards_zero(tf.cast(output, first.dtype), values.dtype))
-            results.append((output, shaped, [not x.shape.rank for x in others]))
-        outputs, others_after, numbers = zip(*results, strict=True)
-        return [outputs] + [
-            tf.stack([tf.cast(x, tf.float64) for x in column]) if number else column
-            for column, number in zip(zip(*others_after, strict=True), numbers[0], strict=True)
-        ]
-
-    def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
-        values = [_values(t) for t in arrays]
-        chosen = [tf.where(condition, v, tf.zeros_like(v)) for v in values]
-        return [_like(t, v) for t, v in zip(arrays, chosen, strict=True)]
+        # Of nothing, the largest element is minus infinity.
+        peaks = [tf.reduce_max(tf.cast(tf.abs(self.values(t)), tf.float64)) for t in arrays]
+        return tf.maximum(tf.stack(peaks), 0.0)
 
 
 def _merged(slices: Any) -> Any:
@@ -307,8 +247,3 @@ def _merged(slices: Any) -> Any:
     rows, place = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, place, tf.size(rows))
     return tf.IndexedSlices(values, rows, slices.dense_shape)
-
-
-def _rows(column: Arrays) -> Arrays:
-    """Return one array of numbers as a list of numbers."""
-    return tf.unstack(column) if tf.is_tensor(column) else column

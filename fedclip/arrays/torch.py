@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch: dense and sparse COO tensors, on any device.
 
-One operation works on many tensors where torch has one (`fedclip.arrays.many`): on a device each
+One operation works on many tensors where torch has one (`fedclip.arrays.foreach`): on a device each
 is a launch. This file knows tensors, but neither groups of them nor limits.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from operator import methodcaller
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from fedclip.arrays.base import LARGEST, Array, Arrays, Backend, Call, HostView, Owners, Repeated
-from fedclip.arrays.many import Many
+from fedclip.arrays.foreach import Foreach
 
 # A table, not `functools.cache`: torch.compile can look into a table.
 _DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32", "float64")}
@@ -52,32 +53,6 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dense tensor, or those that a sparse one stores."""
-    if tensor.layout == torch.strided and not tensor.is_nested:
-        return tensor
-    if tensor.layout == torch.sparse_coo:
-        return tensor.coalesce().values()
-    raise TypeError(
-        "fedclip reads dense and sparse COO tensors, got "
-        f"{'a nested one' if tensor.is_nested else f'one of layout {tensor.layout}'}; "
-        "convert it with .to_dense() or .to_sparse_coo() first"
-    )
-
-
-def _sparse(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the values for a dense `like`; for a sparse one, a sparse tensor at its indices."""
-    if like.layout is torch.strided:
-        return values
-    return torch.sparse_coo_tensor(
-        like._indices(),
-        values,
-        like.shape,
-        is_coalesced=like.is_coalesced(),
-        check_invariants=False,
-    )
-
-
 class TorchBackend(Backend):
     """Tensors of PyTorch."""
 
@@ -91,7 +66,7 @@ class TorchBackend(Backend):
         return _NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
 
     def size(self, array: Array) -> Any:
-        return values_of(array).numel()
+        return self.values(array).numel()
 
     def prepared(self, arrays: Arrays) -> Arrays:
         if {t.layout for t in arrays} <= {torch.strided}:
@@ -100,6 +75,21 @@ class TorchBackend(Backend):
 
     def dense(self, array: Array) -> Array:
         return array if array.layout == torch.strided else array.to_dense()
+
+    def values(self, array: Array) -> Array:
+        if array.layout == torch.strided and not array.is_nested:
+            return array
+        if array.layout == torch.sparse_coo:
+            return array.coalesce().values()
+        got = "a nested one" if array.is_nested else f"one of layout {array.layout}"
+        ways = "convert it with .to_dense() or .to_sparse_coo() first"
+        raise TypeError(f"fedclip reads dense and sparse COO tensors, got {got}; {ways}")
+
+    def restored(self, values: Array, like: Array) -> Array:
+        if like.layout is torch.strided:
+            return values
+        options: Any = {"is_coalesced": like.is_coalesced(), "check_invariants": False}
+        return torch.sparse_coo_tensor(like._indices(), values, like.shape, **options)
 
     def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
         try:
@@ -111,7 +101,7 @@ class TorchBackend(Backend):
         return [self._view(t) for t in arrays]
 
     def _view(self, tensor: torch.Tensor) -> HostView | None:
-        tensor = values_of(tensor)
+        tensor = self.values(tensor)
         if not tensor.is_cpu or torch.compiler.is_compiling() or self.traced(tensor):
             return None
         tensor = tensor.detach()
@@ -122,7 +112,7 @@ class TorchBackend(Backend):
         return view
 
     def to_host(self, array: Array) -> HostView:
-        tensor = values_of(array).detach().cpu().resolve_neg()
+        tensor = self.values(array).detach().cpu().resolve_neg()
         view: HostView = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         return view
 
@@ -131,7 +121,7 @@ class TorchBackend(Backend):
         for value, like in zip(map(torch.from_numpy, values), likes, strict=True):
             # To ask is faster than to call torch, which takes its time for each small tensor.
             value = value if value.dtype == like.dtype else value.view(like.dtype)
-            result.append(_sparse(value if like.is_cpu else value.to(like.device), like))
+            result.append(self.restored(value if like.is_cpu else value.to(like.device), like))
         return result
 
     def normal_pairs(self, uniforms: HostView, angles: HostView) -> HostView:
@@ -167,8 +157,8 @@ class TorchBackend(Backend):
 
     exp = staticmethod(torch.exp)
 
-    def sqrt(self, x: Array) -> Array:
-        return torch.sqrt(x)
+    sqrt: Call = staticmethod(torch.sqrt)
+    stack = staticmethod(torch.stack)
 
     def minimum(self, x: Array, y: Any) -> Array:
         return torch.clamp(x, max=y)
@@ -183,14 +173,9 @@ class TorchBackend(Backend):
         return x.sum(dtype=wide) if axes is None else x.sum(dim=axes, keepdim=True, dtype=wide)
 
     def max(self, x: Array, axes: tuple[int, ...] | None = None) -> Array:
-        if isinstance(x, Many):
-            return x.highest()
         if axes is not None:
             return x.amax(dim=axes, keepdim=True)
-        return x.amax() if x.numel() else x.new_zeros(())
-
-    def stack(self, arrays: Sequence[Array]) -> Array:
-        return torch.stack(list(arrays))
+        return x.amax() if isinstance(x, Foreach) or x.numel() else x.new_zeros(())
 
     def sort(self, table: Array) -> Array:
         return torch.sort(table, dim=0).values
@@ -242,9 +227,8 @@ class TorchBackend(Backend):
         return values if _are_single(owners, len(values)) else values[self._index(owners, values)]
 
     def _index(self, owners: Owners, like: Array) -> Array:
-        table = self.asarray(
-            [*map(list, owners)] if isinstance(owners, Repeated) else [*owners], like=like
-        ).long()
+        numbers = [*map(list, owners)] if isinstance(owners, Repeated) else [*owners]
+        table = self.asarray(numbers, like=like).long()
         if not isinstance(owners, Repeated):
             return table
         return table[0].repeat_interleave(table[1], output_size=sum(owners.times))
@@ -258,13 +242,13 @@ class TorchBackend(Backend):
     def joined(self, arrays: Arrays) -> Array:
         if not any(t.dim() for t in arrays):
             return torch.stack(list(arrays))
-        values = map(values_of, arrays)
+        values = map(self.values, arrays)
         flat = [t if t.dim() == 1 else t.reshape(-1) for t in values]
         return torch.cat([t.to(flat[0].device) for t in flat]) if len(flat) > 1 else flat[0]
 
     # -- measures of gradients ----------------------------------------------------------------
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        values = [values_of(t) for t in arrays]
+        values = [self.values(t) for t in arrays]
         per = self._norms(values)
         if all(tuple(m) == (i,) for i, m in enumerate(members)):
             return per
@@ -287,34 +271,33 @@ class TorchBackend(Backend):
         return torch.stack([n.to(values[0].device) for n in norms])
 
     def max_abs(self, arrays: Arrays) -> Array:
-        values = [values_of(t) for t in arrays]
-        parts: list[Array] = [None] * len(values)
-        for places in self._bundles(values):
-            x = self._bundle([values[i] for i in places])
-            if isinstance(x, Many) and x.device.type != "cpu":
-                peaks = x.norm(math.inf)
-            else:
-                # On the CPU, vectors are faster.
-                peaks = self.max(abs(x))
-            _put(parts, places, peaks.tensors if isinstance(peaks, Many) else [peaks])
+        parts = self._numbers(
+            lambda x: x.norm(math.inf) if isinstance(x, Foreach) else self.max(abs(x)), [arrays]
+        )
         # One dtype need not hold the numbers of another.
         like, wide = parts[0], _widest(parts[0].device)
         dtype = like.dtype if len({x.dtype for x in parts}) == 1 else wide
         return torch.stack([x.to(like.device, dtype) for x in parts]).to(wide)
 
     def summed(self, call: Call, columns: Sequence[Arrays]) -> Array:
-        values = [values_of(t) for t in columns[0]]
-        parts: list[Array] = [None] * len(values)
-        for places in self._bundles(values):
-            first = self.cast(self._bundle([values[i] for i in places]), "float64")
-            x = call(first, *(self._column(c, places) for c in columns[1:]))
-            if isinstance(x, Many):
-                # Torch has no sum of many, but norms: of what is above 0, and of what is below.
-                sums = self.maximum(x, 0.0).norm(1) - self.minimum(x, 0.0).norm(1)
-                _put(parts, places, sums.tensors)
-            else:
-                _put(parts, places, [self.sum(x)])
+        def total(first: Any, *row: Any) -> Any:
+            x = call(self.cast(first, "float64"), *row)
+            if not isinstance(x, Foreach):
+                return self.sum(x)
+            # Torch has no sum of many, but norms: of what is above 0, and of what is below.
+            return self.maximum(x, 0.0).norm(1) - self.minimum(x, 0.0).norm(1)
+
+        parts = self._numbers(total, columns)
         return torch.stack([x.to(parts[0].device) for x in parts])
+
+    def _numbers(self, call: Call, columns: Sequence[Arrays]) -> list[Array]:
+        """Return for each tensor the number that a call gives, of a tensor or of many."""
+        values = [self.values(t) for t in columns[0]]
+        numbers: list[Array] = [None] * len(values)
+        for places in self._bundles(values):
+            row = (_column(column, places) for column in columns[1:])
+            _put(numbers, places, _each(call(_bundle([values[i] for i in places]), *row)))
+        return numbers
 
     def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
         pairs = zip(arrays, axes, strict=True)
@@ -347,77 +330,70 @@ class TorchBackend(Backend):
     def _multiplied(self, tensors: Arrays, factors: Any) -> Arrays:
         """Return products of tensors of one dtype and device, with one factor or one for each."""
         half = tensors[0].dtype == torch.float16
+        is_one = isinstance(factors, torch.Tensor)
         if not self._foreach(tensors):
-            each = repeat(factors) if isinstance(factors, torch.Tensor) else factors
-            products = [self._product(t, k, half) for t, k in zip(tensors, each, strict=False)]
-            return self._stored(products, tensors)
-        if not half:
-            return self._stored(self._times(list(tensors), factors), tensors)
-        wide = torch._foreach_mul(Many(tensors).to(torch.float32).tensors, factors)
-        torch._foreach_mul_(wide, 2.0**24)
-        torch._foreach_trunc_(wide)
-        torch._foreach_mul_(wide, 2.0**-24)
-        # What has no dimensions was given one by the cast.
-        shaped = [w if t.dim() else w.reshape(()) for w, t in zip(wide, tensors, strict=True)]
-        return self._stored(shaped, tensors)
+            pairs = zip(tensors, repeat(factors) if is_one else factors, strict=False)
+            products: Arrays = [self._product(t, k, half) for t, k in pairs]
+        elif half:
+            products = self._half(Foreach(tensors), factors if is_one else Foreach(factors)).tensors
+        else:
+            products = self._times(list(tensors), factors)
+        return self._stored(products, tensors)
 
-    def _product(self, tensor: torch.Tensor, factor: torch.Tensor, half: bool) -> torch.Tensor:
-        values = tensor if tensor.layout is torch.strided else tensor._values()
-        product = torch.mul(values.float() if half else values, factor)
-        if half:
-            # Below its smallest number, half precision has no digits that a margin could cover.
-            truncated = torch.trunc(product.detach() * 2.0**24) * 2.0**-24
-            product = product + (truncated - product.detach())
-        return _sparse(product.to(tensor.dtype), tensor)
+    def _product(self, tensor: torch.Tensor, factor: torch.Tensor, half: bool) -> Array:
+        values = self.values(tensor)
+        product = self._half(values, factor) if half else torch.mul(values, factor)
+        return self.restored(product.to(tensor.dtype), tensor)
+
+    def _half(self, values: Any, factor: Any) -> Any:
+        """Return products of half precision in float32; of a tensor, or of many."""
+        product = values.to(torch.float32) * factor
+        # Below its smallest number, half precision has no digits that a margin could cover.
+        return torch.trunc(product * 2.0**24) * 2.0**-24
 
     def _stored(self, values: Arrays, likes: Arrays) -> Arrays:
         """Return values rounded to the dtype of the tensors that they are the outputs for."""
-        # The product of two 0-d tensors is as wide as the factor.
-        if values[0].dtype == likes[0].dtype or not self._foreach(likes):
+        # What has no dimensions may have been given one, or the dtype of a factor.
+        values = [v if x.dim() else v.reshape(()) for v, x in zip(values, likes, strict=True)]
+        if not self._foreach(likes) or values[0].dtype == likes[0].dtype:
             return [v.to(x.dtype) for v, x in zip(values, likes, strict=True)]
         # A copy is the cast that torch has for many.
         outputs = torch._foreach_mul(list(likes), 1.0)
-        torch._foreach_copy_(outputs, list(values))
+        torch._foreach_copy_(outputs, values)
         return list(outputs)
 
     def mapped(
         self, call: Call, columns: Sequence[Arrays], moved: Array = None, wide: bool = False
     ) -> Arrays:
         inputs = [*columns[0]]
-        values = [values_of(t) for t in inputs]
+        values = [self.values(t) for t in inputs]
         results: list[list[Array]] = []
         numbers: set[int] = set()
         for places in self._bundles(values):
             some = [values[i] for i in places]
             # What has no dimensions gets one, by which it differs from a number that is returned.
-            first = self._bundle([t if t.dim() else t[None] for t in some])
+            first = _bundle([t if t.dim() else t[None] for t in some])
             first = first.to(torch.float32) if some[0].dtype.itemsize == 2 else first
             first = self.cast(first, "float64") if wide else first
-            outcomes = call(first, *(self._column(c, places) for c in columns[1:]))
+            outcomes = call(first, *(_column(c, places) for c in columns[1:]))
             results = results or [[None] * len(inputs) for _ in outcomes]
             for j, x in enumerate(outcomes):
                 if j == 0 and x is first:
                     _put(results[0], places, some)
                     continue
-                parts = x.tensors if isinstance(x, Many) else [x]
+                parts = _each(x)
                 if not parts[0].dim():
                     numbers.add(j)
-                else:
-                    parts = [
-                        p if v.dim() else p.reshape(()) for p, v in zip(parts, some, strict=True)
-                    ]
-                _put(results[j], places, self._narrowed(parts, some) if j == 0 else parts)
-        results[0] = [
-            t if x is v else _sparse(x, t)
-            for x, v, t in zip(results[0], values, inputs, strict=True)
-        ]
-        like = values[0]
-        return [
-            self.asarray(torch.stack([x.to(like.device) for x in r]), like=like)
-            if j in numbers
-            else r
-            for j, r in enumerate(results)
-        ]
+                elif j:
+                    pairs = zip(parts, some, strict=True)
+                    parts = [p if v.dim() else p.reshape(()) for p, v in pairs]
+                _put(results[j], places, parts if j else self._narrowed(parts, some))
+        triples = zip(results[0], values, inputs, strict=True)
+        columns = [[t if x is v else self.restored(x, t) for x, v, t in triples], *results[1:]]
+        for j in numbers:
+            joined = torch.stack([x.to(values[0].device) for x in results[j]])
+            columns[j] = self.asarray(joined, like=joined)
+        return columns
 
     def _narrowed(self, values: Arrays, likes: Arrays) -> Arrays:
         """Return values in the dtype of these tensors: half precision rounded towards zero."""
@@ -425,43 +401,34 @@ class TorchBackend(Backend):
         if values[0].dtype == dtype:
             return self._stored(values, likes)
         top = LARGEST[_NAMES[dtype]]
+        bundles: Any = [Foreach(values)] if self._foreach(values) else values
+        bounded = [v for x in bundles for v in _each(torch.clamp(x, -top, top))]
         if dtype.itemsize == 2:
-            return self._stored([_towards_zero(v.clamp(-top, top), dtype) for v in values], likes)
-        if self._foreach(values):
-            bounded: Any = self.minimum(self.maximum(Many(values), -top), top)
-            return self._stored(bounded.tensors, likes)
-        return self._stored([v.clamp(-top, top) for v in values], likes)
+            bounded = [_towards_zero(v, dtype) for v in bounded]
+        return self._stored(bounded, likes)
 
     def keep_if(self, condition: Any, arrays: Arrays) -> Arrays:
         if condition is False:
-            return [torch.zeros_like(t) for t in arrays]
+            return self._stored([torch.zeros_like(t) for t in arrays], arrays)
         if not self._foreach(arrays):
-            return [self._kept(condition.to(t.device), t) for t in arrays]
+            keep = partial(Backend.keep_if, self)
+            outputs = [keep(condition.to(t.device), [t])[0] for t in arrays]
+            return self._stored(outputs, arrays)
         result = list(arrays)
         for dtype in dict.fromkeys(t.dtype for t in arrays):
             places = [i for i, t in enumerate(arrays) if t.dtype == dtype]
             # Torch has no operation for many that makes zeros of NaN: multiply the bits.
             number = _BITS[dtype.itemsize]
-            bits = self._times(
-                [arrays[i].view(number) for i in places], condition.to(arrays[0].device, number)
-            )
+            factor = condition.to(arrays[0].device, number)
+            bits = self._times([arrays[i].view(number) for i in places], factor)
             _put(result, places, [values.view(dtype) for values in bits])
-        return result
+        return arrays if self.in_place else result
 
-    @staticmethod
-    def _times(tensors: list[torch.Tensor], factor: Any) -> Arrays:
+    def _times(self, tensors: list[torch.Tensor], factor: Any) -> Arrays:
         return torch._foreach_mul(tensors, factor)
 
-    @staticmethod
-    def _kept(condition: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        values = tensor if tensor.layout is torch.strided else tensor._values()
-        # A 0-d tensor does not widen the result, but it may be wider than one of half precision.
-        nothing = torch.zeros((), device=tensor.device, dtype=tensor.dtype)
-        return _sparse(torch.where(condition, values, nothing), tensor)
-
     # -- many tensors together ----------------------------------------------------------------
-    @staticmethod
-    def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
+    def _foreach(self, arrays: Sequence[torch.Tensor]) -> bool:
         """Return whether one operation may work on all these tensors."""
         # `vmap` has no rules for such operations, and compilers fuse single ones by themselves.
         if torch.compiler.is_compiling() or not arrays or _is_transformed():
@@ -488,19 +455,23 @@ class TorchBackend(Backend):
                 last[tensor.dtype] = bundle, held + size
         return result
 
-    @staticmethod
-    def _bundle(tensors: Sequence[torch.Tensor]) -> Any:
-        return tensors[0] if len(tensors) == 1 else Many(tensors)
 
-    @staticmethod
-    def _column(column: Any, places: Sequence[int]) -> Any:
-        """Return the part of a column for some tensors."""
-        if isinstance(column, torch.Tensor):
-            if len(places) == 1:
-                return column[places[0]]
-            return Many(None, column if len(places) == len(column) else column[[*places]])
-        some = [column[i] if column[i].dim() else column[i][None] for i in places]
-        return some[0] if len(some) == 1 else Many(some)
+def _each(x: Any) -> list[Array]:
+    return x.tensors if isinstance(x, Foreach) else [x]
+
+
+def _bundle(tensors: Sequence[torch.Tensor]) -> Any:
+    return tensors[0] if len(tensors) == 1 else Foreach(tensors)
+
+
+def _column(column: Any, places: Sequence[int]) -> Any:
+    """Return the part of a column for some tensors."""
+    if isinstance(column, torch.Tensor):
+        if len(places) == 1:
+            return column[places[0]]
+        return Foreach(None, column if len(places) == len(column) else column[[*places]])
+    some = [column[i] if column[i].dim() else column[i][None] for i in places]
+    return some[0] if len(some) == 1 else Foreach(some)
 
 
 def _put(column: list[Array], places: Sequence[int], values: Arrays) -> None:
@@ -536,14 +507,11 @@ class TorchRecorded(TorchBackend):
 
     def prepared(self, arrays: Arrays) -> Arrays:
         if any(t.layout is not torch.strided for t in arrays):
-            raise NotImplementedError(
-                "torch has no second derivatives of sparse tensors: make them dense, detach them, "
-                "or clip under torch.no_grad()"
-            )
+            ways = "make them dense, detach them, or clip under torch.no_grad()"
+            raise NotImplementedError(f"torch has no second derivatives of sparse tensors: {ways}")
         return arrays
 
-    @staticmethod
-    def _foreach(arrays: Sequence[torch.Tensor]) -> bool:
+    def _foreach(self, arrays: Sequence[torch.Tensor]) -> bool:
         # `vmap` has no rules for operations on many tensors, and autograd none for those in place.
         return False
 
@@ -558,6 +526,10 @@ class TorchRecorded(TorchBackend):
 
     def constant(self, x: Array) -> Array:
         return x.detach()
+
+    def _half(self, values: Any, factor: Any) -> Any:
+        product = values.to(torch.float32) * factor
+        return product + (super()._half(values, factor) - product).detach()
 
     # All tensors of a group together: the norm of one that is zero has no derivative.
     group_norms, slice_norms = Backend.joint_norms, Backend.slice_norms
@@ -575,29 +547,15 @@ class TorchInPlace(TorchBackend):
         return arrays
 
     def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
-        made = super().from_host(values, likes)
-        return [like.copy_(value) for value, like in zip(made, likes, strict=True)]
+        return self._stored(super().from_host(values, likes), likes)
 
-    @staticmethod
-    def _times(tensors: list[torch.Tensor], factor: Any) -> Arrays:
+    def _times(self, tensors: list[torch.Tensor], factor: Any) -> Arrays:
         torch._foreach_mul_(tensors, factor)
         return tensors
 
     def _stored(self, values: Arrays, likes: Arrays) -> Arrays:
-        if values[0] is likes[0]:
-            return likes
-        if self._foreach(likes):
+        if not self._foreach(likes):
+            return [like.copy_(value) for value, like in zip(values, likes, strict=True)]
+        if values[0] is not likes[0]:
             torch._foreach_copy_(list(likes), list(values))
-            return likes
-        return [like.copy_(value) for value, like in zip(values, likes, strict=True)]
-
-    def keep_if(self, condition: Any, arrays: Arrays) -> Arrays:
-        if condition is False:
-            return [t.zero_() for t in arrays]
-        if self._foreach(arrays):
-            super().keep_if(condition, arrays)
-            return arrays
-        for tensor in arrays:
-            values = tensor if tensor.layout == torch.strided else tensor._values()
-            values.masked_fill_(~condition.to(tensor.device), 0.0)
-        return arrays
+        return likes

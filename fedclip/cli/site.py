@@ -1,47 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fedclip site``: what a policy lets out, what it cannot check, and what budget remains."""
+"""``fedclip site``: what a policy lets out, and what budget remains."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fedclip.cli.output import fail, say
+from fedclip.cli.output import commands, fail, say
+from fedclip.site.gate import spent
+from fedclip.site.policy import Policy, check_owned
 
-if TYPE_CHECKING:
-    from fedclip.site.policy import Policy
-
-
-app = typer.Typer(
-    help="Limit what leaves a site, whatever a server asks for.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = commands("Limit what leaves a site, whatever a server asks for.")
 
 PolicyPath = Annotated[Path, typer.Argument(metavar="FILE", help="The site's policy, a TOML file.")]
 
-
-ENGINES = {
-    ("declearn", "declearn"): (
-        'a client made with policy = "FILE": all messages of the client',
-        "code in pickled models (torch, Haiku); other programs on this machine",
-    ),
-    ("Flower", "flwr"): (
-        "fedclip site supernode, instead of flower-supernode: all replies of apps",
-        "sockets and files of the app: run it in a separate process without other network access",
-    ),
-    ("NVFlare", "nvflare"): (
-        "SitePolicy in each scope of privacy.json, with allow_log_streaming off: the results of "
-        "all tasks",
-        "aux messages, event streams and code in the process: it refuses jobs with byoc, unless "
-        "allow_job_code is set",
-    ),
-}
-"""Where a policy acts, and what it cannot check, for each engine and its package."""
 
 # More than any budget is asked for.
 _MOST = 1_000_000
@@ -49,10 +25,7 @@ _MOST = 1_000_000
 
 @app.command()
 def check(file: PolicyPath) -> None:
-    """Explain a policy: what it allows out, what it cannot check, and its remaining budget."""
-    from fedclip.cli.catalogue import version
-    from fedclip.site.policy import Policy
-
+    """Explain a policy: what it allows out, and its remaining budget."""
     try:
         policy = Policy.read(file)
         lines, problems = [*_explained(policy)], [*_problems(policy)]
@@ -63,11 +36,7 @@ def check(file: PolicyPath) -> None:
     say(f"{file} allows these to leave the site, in all jobs and engines together:")
     for line in lines:
         say(f"  {line}")
-    for (name, package), (where, unseen) in ENGINES.items():
-        installed = version(package)
-        say(f"{name} {installed}" if installed else f"{name}, which is not installed here")
-        say(f"  acts in       {where}")
-        say(f"  cannot check  {unseen}")
+    say("Each engine has ways out that a policy cannot check: docs/site-policy.md")
     for problem in problems:
         say(f"fedclip: {problem}", err=True)
     if problems:
@@ -75,29 +44,24 @@ def check(file: PolicyPath) -> None:
 
 
 def _explained(policy: Policy) -> Iterator[str]:
-    from fedclip.site.gate import spent
-
+    z, budget = policy.noise_multiplier, policy.max_epsilon
     yield f"updates with an L2 norm of at most {policy.max_norm:g}; NaN and infinity become zeros"
-    if policy.noise_multiplier:
-        std = policy.noise_multiplier * policy.max_norm
-        yield f"Gaussian noise of standard deviation {std:g} is added to each value"
+    if z:
+        yield f"Gaussian noise of standard deviation {z * policy.max_norm:g} is added to each value"
     else:
-        yield (
-            "without noise: an update can reveal data, and a malicious job can encode data in it; "
-            "it also shows whether the update was below the bound, clipped or set to zeros"
-        )
-    if policy.max_epsilon is not None:
+        yield "without noise: an update can reveal data, and a malicious job can encode data in it"
+    if budget is not None:
         done = spent(policy)
-        updates = done.affordable(policy.noise_multiplier, policy.max_epsilon, _MOST)
+        updates = done.affordable(z, budget, _MOST)
         yield (
-            f"budget: epsilon {policy.max_epsilon:g} at delta {policy.delta:g} for all updates, "
+            f"budget: epsilon {budget:g} at delta {policy.delta:g} for all updates, "
             f"protecting this site's data set ({policy.relation})"
         )
         yield (
             f"spent: epsilon {done.epsilon():.4g} by {done.rounds:,} updates ({policy.ledger}); "
             f"remaining: {updates:,} updates"
         )
-    elif policy.noise_multiplier:
+    elif z:
         yield "without a budget: averaging many updates removes the noise; set max_epsilon"
     runs = f" and {policy.max_replies or 10_000:,} in all" if policy.ledger else ""
     yield f"at most {policy.max_replies_per_run:,} replies in a run{runs}, refusals included"
@@ -110,26 +74,16 @@ def _explained(policy: Policy) -> Iterator[str]:
 
 
 def _problems(policy: Policy) -> Iterator[str]:
-    from fedclip.site.gate import spent
-    from fedclip.site.policy import check_owned
-
     if policy.ledger is None:
         return
-    path = Path(policy.ledger)
-    limit = policy.max_epsilon
+    limit, folder = policy.max_epsilon, Path(policy.ledger).parent
     if limit and not spent(policy).affordable(policy.noise_multiplier, limit, 1):
-        yield (
-            "the budget of this site is spent: it sends no more updates; raise max_epsilon to "
-            "continue"
-        )
-    if not path.parent.is_dir():
-        yield (
-            f"the ledger's folder {path.parent} does not exist: create it for the user of the "
-            "client"
-        )
+        yield "the budget of this site is spent: it sends no more updates; raise max_epsilon"
+    if not folder.is_dir():
+        yield f"the ledger's folder {folder} does not exist: create it for the user of the client"
         return
     try:
-        check_owned(path)
+        check_owned(Path(policy.ledger))
     except ValueError as exc:
         yield str(exc)
 

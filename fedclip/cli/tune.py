@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edit a configuration, and try settings of it over seeds against no clipping.
+"""The command ``fedclip tune``: edit a configuration, and try settings of it over seeds.
 
 The settings are named, or those that `suggest` proposes by the norms of the first runs, which are
 those without clipping. Settings that failed or diverged get no more seeds.
@@ -9,146 +9,115 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import shlex
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import tomlkit
+import typer
 
-from fedclip.cli.ranking import AS_IS, NONE, Ranking
-from fedclip.cli.runner import Planned, planned_run, refuse
-from fedclip.cli.suggest import advised
+from fedclip.cli.output import JsonFlag, commands, fail, progress, say, typed
+from fedclip.cli.reporting import AS_IS, NONE, Ranking, show_ranking
+from fedclip.cli.running import Planned, planned_run, run_all
+from fedclip.cli.suggest import SERVERS, advised, modules_of, rewritten, save
 from fedclip.core.parameters import Config
-from fedclip.core.toml import toml_item, value_of
+from fedclip.core.toml import value_of
 from fedclip.errors import ToolError, nearest
 from fedclip.report import read_report
-from fedclip.report.findings import Advice, Lines, Proposal
+from fedclip.report.findings import Lines, Proposal
 from fedclip.report.norms import BY_NORM, UPDATES
 from fedclip.report.results import Result, result_of
 
-_SIDES = ("client_opt", "server_opt")
-_DECLEARNS = {"l2-clipping", "l2-global-clipping"}
-_MEASURES: Lines = {side: ("no-op", {}) for side in _SIDES}
+app = commands()
+
+_CLIPPING = (BY_NORM - {"no-op"}).union(
+    SERVERS, UPDATES, ("update-clip-server", "l2-clipping", "l2-global-clipping")
+)
+"""The modules that clip by norm, with their server modules."""
 
 
-def modules_of(document: Config, sides: Sequence[str] = _SIDES) -> Iterator[tuple[str, Any, int]]:
-    """Yield the name of each module of the optimizers, and where it stands: in a list, and at."""
-    optim = document.get("optim", document)
-    for side in sides:
-        section = optim.get(side)
-        modules = section.get("modules", []) if isinstance(section, Mapping) else []
-        for place, module in enumerate(modules):
-            name = module if isinstance(module, str) else module[0] if module else ""
-            yield str(name), modules, place
+@app.command()
+def tune(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A quickrun file.")] = Path(),
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=V1,V2", help="As zscore-clip.z_max=1,2; else as suggested."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=2, help="Runs of each setting.")] = 5,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds, not as in the file.")] = None,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Run nodes over websockets.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else by cores.")] = None,
+    sites: Annotated[str, typer.Option(metavar="A,B", help="Sites that count.")] = "",
+    write: Annotated[bool, typer.Option("--write", help="Write the winner into CONFIG.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Rank values, or what `suggest` proposes, over several seeds.
 
-
-def set_value(document: Config, key: str, value: object) -> None:
-    """Set a value by the way through the sections, or by the name of a module and a parameter."""
-    *way, last = key.split(".")
-    table: object = document
-    for name in way:
-        table = table.get(name) if isinstance(table, Mapping) else None
-    if isinstance(table, MutableMapping) and way:
-        table[last] = value
-        return
-    standing = [*modules_of(document)]
-    places = [(modules, i) for name, modules, i in standing if [name] == way]
-    if not places:
-        known = [*document, *(name for name, _, _ in standing)]
-        hint = nearest(way[0], known) if way else ""
-        if way and way[0] in document.get("optim", {}):
-            hint = f"; write optim.{key}"
-        raise ToolError(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
-    # A clipper and its counterpart must agree, and so both get the value.
-    for modules, i in places:
-        old = modules[i]
-        modules[i] = [way[0], {**({} if isinstance(old, str) else old[1]), last: value}]
-
-
-def rewritten(text: str, proposal: Proposal) -> str:
-    """Return a configuration with a proposal in it; comments and layout stay.
-
-    A proposal takes the place of the first module of its kind: a clipper by norm, a counterpart on
-    the server, or a part of update clipping. Without one, it comes first, so that it sees what
-    comes in; but `update-clip-client` comes last.
-
-    Raises
-    ------
-    ValueError
-        If the text is no configuration, a section cannot be edited, or noise
-        would go with the bound that it is for.
+    The ranking goes by the metric of each site, against no clipping. Several runs go on at a time.
+    After an interruption the same command continues.
     """
-    document: Config = tomlkit.parse(text)
-    optim = document.get("optim", document)
-    if not hasattr(optim, "keys") or "client_opt" not in optim:
-        raise ValueError("it has no client_opt to add a clipper to")
-    noised = (str(entries[i]) for _, entries, i in modules_of(document, ["server_opt"]))
-    if "aggregator" in proposal.plugins and any("noise_multiplier" in text for text in noised):
-        raise ValueError(
-            f"its server adds noise, and {proposal.name} adds none. If the proposed bound may "
-            "depend on the data, write it into update-clip-server as start_norm"
-        )
-    for section, (name, config) in proposal.plugins.items():
-        if section == "aggregator":
-            optim["aggregator"] = toml_item({"name": name, **config} if config else name)
-        else:
-            _insert(optim, section, name, config)
-    if proposal.name.startswith("step.") and "server_opt" not in proposal.plugins:
-        # The clipper that made room may have been a shared one.
-        entries = (f for f in modules_of(document, ["server_opt"]) if _kind(f[0]) == "counterpart")
-        for _, modules, place in [*entries][:1]:
-            del modules[place]
-    return str(tomlkit.dumps(document))
+    from fedclip.cli.check.configuration import find_config
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    jobs = jobs or cores or 1
+    # Several runs share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // jobs)))
+    chosen = [name.strip() for name in sites.split(",") if name.strip()]
+    try:
+        file = find_config(config)
+        out = file.with_name(f"{file.stem}-tune{'-nodes' * nodes}")
+        command = "quickrun" if nodes else "simulate"
+        tuning = Tuning(file, out, seeds, rounds, command, settings or [], chosen)
+        _tuned(tuning, jobs)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        fail(f"{config} cannot be tuned: {exc}")
+    ranking = tuning.ranking
+    show_ranking(ranking, "fedclip-tune/2", as_json)
+    if "noise_multiplier" in tuning.text and not as_json:
+        say("This choice uses the data, and the epsilon of a run does not cover it.")
+    winner = ranking.winner
+    fresh = winner not in ("", NONE, AS_IS)
+    if write and fresh:
+        save(file, winner, tuning.texts[winner])
+    elif write:
+        say(f"{typed(file)} was not changed", err=True)
+    elif fresh and not as_json:
+        words = [*tuning.settings, "--seeds", str(seeds)]
+        words += ["--rounds", str(rounds)] * bool(rounds) + ["--nodes"] * nodes
+        words += ["--sites", sites] * bool(sites)
+        say(f"To write it:  fedclip tune {typed(file)} {shlex.join(words)} --write")
 
 
-def _insert(optim: Config, section: str, name: str, config: Mapping[str, object]) -> None:
-    modules = _list_of(optim, section)
-    item = toml_item([name, config] if config else name)
-    for old, _, place in modules_of(optim, [section]):
-        if old == name or (_kind(old) and _kind(old) == _kind(name)):
-            modules[place] = item
-            return
-    if name == "update-clip-client":
-        modules.append(item)
-    elif len(modules) == 1 and "\n" not in modules.as_string():
-        # Inserted before a single item, tomlkit puts no space after the comma; appended, it does.
-        modules.append(modules[0])
-        modules[0] = item
-    else:
-        modules.insert(0, item)
+def _tuned(tuning: Tuning, jobs: int) -> None:
+    """Run all settings, and print the progress."""
+    show, before, total = progress("tune"), 0, tuning.left
+    for number, wave in enumerate(tuning.waves()):
+        todo = [run for run in wave if not run.done]
+
+        def tell(done: int, text: str, before: int = before, total: int = total) -> None:
+            show(before + done, total, text)
+
+        failed = run_all(todo, tuning.command, jobs, tell)
+        before += sum(run.rounds for run in todo)
+        for why in failed.values():
+            if not number:
+                fail(why)
+            say(why, err=True)
+        tuning.judge(wave, failed)
+        if not number:
+            if not tuning.settings:
+                tuning.take_advice()
+            names = ", ".join(tuning.runs)
+            say(f"{len(tuning.runs)} settings with {tuning.seeds} seeds each: {names}", err=True)
+        total = before + tuning.left
 
 
-def _kind(name: str) -> str:
-    if name in BY_NORM:
-        return "clipper"
-    counterpart = name.removesuffix("-server") in BY_NORM and name.endswith("-server")
-    return "counterpart" if counterpart else ""
-
-
-def _list_of(optim: Config, section: str) -> Any:
-    """Return the list of modules of one side; create it if it is missing."""
-    table = optim.get(section, 1.0)
-    if isinstance(table, str):
-        raise ValueError(f"{section} is in another file, {table!r}: edit that file")
-    if not isinstance(table, Mapping):
-        rate, table = table, tomlkit.table()
-        table["lrate"] = rate
-        if section in optim:
-            del optim[section]
-        optim[section] = table
-    modules = table.get("modules")
-    if modules is None:
-        modules = tomlkit.array()
-        table["modules"] = modules
-        modules = table["modules"]
-    if not isinstance(modules, list):
-        raise ValueError(f"modules of {section} must be a list, got {modules!r:.100}")
-    return modules
-
-
+# -- settings of a configuration ------------------------------------------------------------------
 def unclipped(text: str) -> tuple[str, bool]:
     """Return a configuration whose clippers by norm only measure, and whether it had any.
 
@@ -164,10 +133,11 @@ def unclipped(text: str) -> tuple[str, bool]:
             "DP-SGD records no norms, and each run would spend budget: plan its limit with "
             "`fedclip privacy calibrate`"
         )
-    document: Config = tomlkit.parse(rewritten(text, Proposal("step.none", _MEASURES)))
-    clipped = any(_clips(name) for name in modules)
+    measures: Lines = {side: ("no-op", {}) for side in ("client_opt", "server_opt")}
+    document: Config = tomlkit.parse(rewritten(text, Proposal("step.none", measures)))
+    clipped = not _CLIPPING.isdisjoint(modules)
     for name, holder, place in list(modules_of(document))[::-1]:
-        if _clips(name):
+        if name in _CLIPPING:
             del holder[place]
     optim = document["optim"]
     aggregator = optim.get("aggregator", "averaging")
@@ -179,11 +149,26 @@ def unclipped(text: str) -> tuple[str, bool]:
     return str(tomlkit.dumps(document)), clipped
 
 
-def _clips(name: str) -> bool:
-    """Whether a module clips by norm, or is the counterpart of one that does."""
-    base = name.removesuffix("-server")
-    clippers = BY_NORM | {"update-clip", *UPDATES}
-    return name in _DECLEARNS or (base in clippers and name != "no-op")
+def set_value(document: Config, key: str, value: object) -> None:
+    """Set a value by the way through the sections, or by the name of a module and a parameter."""
+    *way, last = key.split(".")
+    table: object = document
+    for name in way:
+        table = table.get(name) if isinstance(table, Mapping) else None
+    if isinstance(table, MutableMapping) and way:
+        table[last] = value
+        return
+    standing = [*modules_of(document)]
+    places = [(modules, i) for name, modules, i in standing if [name] == way]
+    # A clipper and its counterpart must agree, and so both get the value.
+    for modules, i in places:
+        old = modules[i]
+        modules[i] = [way[0], {**({} if isinstance(old, str) else old[1]), last: value}]
+    if not places:
+        first = (way or [key])[0]
+        hint = nearest(first, [*document, *(name for name, _, _ in standing)])
+        hint = f"; write optim.{key}" if first in document.get("optim", {}) else hint
+        fail(f"there is no section and no module {'.'.join(way) or key!r}{hint}")
 
 
 def parse(setting: str) -> tuple[str, list[object]]:
@@ -200,7 +185,7 @@ def parse(setting: str) -> tuple[str, list[object]]:
     """
     key, equals, values = setting.partition("=")
     if not equals or not key.strip() or not values.strip():
-        raise ToolError(f"{setting!r} must be KEY=VALUE,VALUE")
+        fail(f"{setting!r} must be KEY=VALUE,VALUE")
     try:
         parsed = tomllib.loads(f"x = [{values}]")["x"]
     except (ValueError, RecursionError):
@@ -216,11 +201,12 @@ def combined(text: str, settings: Sequence[str]) -> dict[str, str]:
     ToolError
         If a key is not in the configuration, or two values are the same.
     """
-    parsed, texts = [parse(setting) for setting in settings], dict[str, str]()
-    for values in itertools.product(*(values for _, values in parsed)):
+    keys, values = zip(*map(parse, settings), strict=True)
+    texts: dict[str, str] = {}
+    for chosen in itertools.product(*values):
         document: Config = tomlkit.parse(text)
         words = []
-        for (key, _), value in zip(parsed, values, strict=True):
+        for key, value in zip(keys, chosen, strict=True):
             set_value(document, key, value)
             plain = value if isinstance(value, str) else json.dumps(value)
             words.append(f"{key.rpartition('.')[2]}={plain}")
@@ -228,7 +214,7 @@ def combined(text: str, settings: Sequence[str]) -> dict[str, str]:
         plain = re.sub(r'[][{}"]', "", ",".join(words))
         name = re.sub(r"[^\w.=,+-]+", "_", plain).strip("_.")[:120]
         if name in (*texts, ""):
-            raise ToolError(f"two settings have the same name, {name!r}: give each value once")
+            fail(f"two settings have the same name, {name!r}: give each value once")
         texts[name] = tomlkit.dumps(document)
     return texts
 
@@ -273,19 +259,26 @@ class Tuning:
             self._add(AS_IS, self.text)
 
     def _add(self, name: str, text: str) -> None:
+        from fedclip.cli.check.configuration import check_config
+
         folder = self.out / name.replace(" ", "-")
         runs = [
             planned_run(tomlkit.parse(text), self.file, folder / f"seed-{seed}", self.rounds)
             for seed in range(1, self.seeds + 1)
         ]
-        runs = [run._replace(label=name) for run in runs]
-        refuse(self.file, runs[0], self.command)
-        self.runs[name], self.texts[name] = runs, text
+        if not runs[0].done:
+            checked = check_config(self.file, text=runs[0].text, **{self.command: True})
+            for problem in checked.problems[:1]:
+                fail(f"{name} would not run: {problem.where} {problem.message}")
+        self.runs[name] = [run._replace(label=name) for run in runs]
+        self.texts[name] = text
 
-    def advised(self) -> tuple[Advice, dict[str, str]]:
-        """Take up what is advised by the first run; return the advice, and what cannot be tried."""
-        report, left_out = read_report(self.runs[NONE][0].folder), dict[str, str]()
+    def take_advice(self) -> None:
+        """Add the settings that are advised by the first run, and say why."""
+        report = read_report(self.runs[NONE][0].folder)
         advice = advised(report, min(report.experiments))
+        for line in (*advice.findings, advice.answer):
+            say(line, err=True)
         for proposal in advice.proposals:
             try:
                 text = rewritten(self.text, proposal)
@@ -293,8 +286,7 @@ class Tuning:
                 if tomllib.loads(text) != tomllib.loads(self.text):
                     self._add(proposal.name, text)
             except (ToolError, ValueError) as exc:
-                left_out[proposal.name] = str(exc)
-        return advice, left_out
+                say(f"{proposal.name} is not tried: {exc}", err=True)
 
     def waves(self) -> Iterator[list[Planned]]:
         """Yield runs to be made and judged: those without clipping first, then seed by seed.

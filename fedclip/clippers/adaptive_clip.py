@@ -5,24 +5,12 @@ from __future__ import annotations
 
 import math
 
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import PastLimit
-from fedclip.clippers.sharing import Sharing
-from fedclip.core.parameters import (
-    at_least_one,
-    integer,
-    limit,
-    parameter,
-    positive,
-    unit_interval,
-    up_to,
-)
-from fedclip.privacy import guarantees as kinds
+from fedclip.clippers import own
+from fedclip.core.parameters import limit
 from fedclip.rules.adaptive import Adaptive
-from fedclip.transforms import Transform
 
 
-class AdaptiveClip(Sharing, PastLimit, Clipper):
+class AdaptiveClip(own.Sharing, own.PastLimit, own.Clipper):
     """Clip to a limit that adapts until a given share of norms is below it.
 
     ::
@@ -71,31 +59,29 @@ class AdaptiveClip(Sharing, PastLimit, Clipper):
     """
 
     name = "adaptive-clip"
-    guarantee = kinds.learnt_limit
+    guarantee = own.guarantees.learnt_limit
     _client_settings = ("warmup_factor",)
-    _common_settings = ("max_norm", *Sharing._common_settings)
+    _common_settings = ("max_norm", *own.Sharing._common_settings)
 
-    quantile: float = parameter(unit_interval, default=0.5, kw_only=False)
+    quantile: float = own.parameter(own.unit_interval, default=0.5, kw_only=False)
     """Share of norms that should be at most the limit, in (0, 1)."""
-    rate: float = parameter(up_to, 10, default=0.2)
+    rate: float = own.parameter(own.up_to, 10, default=0.2)
     """Step size, in (0, 10]: a limit changes by at most a factor ``exp(rate)``."""
-    start_norm: float | None = parameter(limit, default=None)
+    start_norm: float | None = own.parameter(limit, default=None)
     """First limit, > 0. None: the median of the first five norms."""
-    every: int = parameter(integer, 1, default=1)
+    every: int = own.parameter(own.integer, 1, default=1)
     """Steps between two changes of the limit, >= 1."""
-    min_norm: float | None = parameter(positive, default=None)
+    min_norm: float | None = own.parameter(own.positive, default=None)
     """Smallest limit, > 0."""
-    warmup_factor: float = parameter(at_least_one, default=2.25)
+    warmup_factor: float = own.parameter(own.at_least_one, default=2.25)
     """Without `start_norm`: limit before the fifth norm, in medians so far, >= 1."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         low = 0.0 if self.min_norm is None else self.min_norm
         high = math.inf if self.max_norm is None else self.max_norm
         start = max(low, min(1.0, high)) if self.start_norm is None else self.start_norm
         if not low <= start <= high:
-            raise ValueError(
-                "start_norm must be between min_norm and max_norm, got "
-                f"start_norm={self.start_norm!r} with min_norm={self.min_norm!r} and "
-                f"max_norm={self.max_norm!r}"
-            )
+            names = ("start_norm", "min_norm", "max_norm")
+            got = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+            raise ValueError(f"start_norm must be between min_norm and max_norm, got {got}")
         return self.with_rule(Adaptive)

@@ -21,20 +21,18 @@ from fedclip.errors import FedclipWarning
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules.constant import Constant, Given
 from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
+from fedclip.transforms.slice import Axes as Axes
 from fedclip.transforms.slice import check_dims, spanned
 
 
 def _check_axis(axis: object) -> int:
     """Return `axis` if it is an int."""
     if isinstance(axis, bool) or not isinstance(axis, int):
-        raise TypeError(
-            f"axis must be an int or None, got {axis!r} ({type(axis).__name__}); to sum over "
-            "several dimensions, give dims"
-        )
+        got = f"{axis!r} ({type(axis).__name__}); to sum over several dimensions, give dims"
+        raise TypeError(f"axis must be an int or None, got {got}")
     return axis
 
 
-Axes: TypeAlias = tuple[int, ...]
 Outputs: TypeAlias = Mapping[str, Axes]
 
 
@@ -114,9 +112,8 @@ class AGC(Core, Regularizer):
         if self.unit != "output" and not (self.axis is None and self.dims is None):
             raise ValueError(f"axis and dims go with unit='output', got unit={self.unit!r}")
         if self.axis is not None and self.dims is not None:
-            raise ValueError(
-                f"give axis or dims, not both; got axis={self.axis!r}, dims={self.dims!r}"
-            )
+            both = f"axis={self.axis!r}, dims={self.dims!r}"
+            raise ValueError(f"give axis or dims, not both; got {both}")
         self._weights: Mapping[str, Array] = {}
         self._outputs: Outputs | None = None
         super().__post_init__()
@@ -148,10 +145,8 @@ class AGC(Core, Regularizer):
         for name, array in arrays.items():
             shape = getattr(weights.get(name), "shape", array.shape)
             if shape != array.shape:
-                raise ValueError(
-                    f"{name!r} has a gradient of shape {tuple(array.shape)} and weights of shape "
-                    f"{tuple(shape)}"
-                )
+                both = f"shape {tuple(array.shape)} and weights of shape {tuple(shape)}"
+                raise ValueError(f"{name!r} has a gradient of {both}")
         with self.lock:
             self._weights, self._outputs = weights, outputs
             try:
@@ -159,9 +154,6 @@ class AGC(Core, Regularizer):
             finally:
                 # Do not keep the weights after the step.
                 self._weights = {}
-
-    def _grouped(self, arrays: Mapping[str, Array]) -> Groups:
-        return self.groups({name: array.shape for name, array in arrays.items()})
 
     def _made(self, groups: Groups, backend: Backend | None) -> Transform:
         weights = weights_of(self._weights, groups)
@@ -194,36 +186,25 @@ class AGC(Core, Regularizer):
         """Return the transform with the limits for these weights, where they are.
 
         In code that is `traced` they are not looked at on the host. `outputs` is as in `clip`.
-
-        Raises
-        ------
-        TypeError
-            If weights are complex.
         """
-        _check_real(weights, groups, backend)
         native = [*map(backend.dense, backend.prepared(weights))]
         if not traced:
             native = [*map(backend.constant, native)]
         views: Any = [None] if traced else backend.views(native)
+        usual = self.usual_outputs(backend.name)
+        known = [(outputs or {}).get(name, usual) for name in groups.names]
         if any(view is None for view in views):
-            return self._of(native, groups, backend, backend.name, outputs)
+            return self._of(native, groups, backend, known)
         with np.errstate(all="ignore"):
-            return self._of(views, groups, NumpyBackend(backend, views), backend.name, outputs)
+            return self._of(views, groups, NumpyBackend(backend, views), known)
 
     def _of(
-        self,
-        arrays: Sequence[Array],
-        groups: Groups,
-        xp: Backend,
-        framework: str,
-        outputs: Outputs | None,
+        self, arrays: Sequence[Array], groups: Groups, xp: Backend, known: Sequence[Axes]
     ) -> NormClipping | SliceClipping:
         """Return the transform for weights, which are views on the host."""
         if self.unit in ("tensor", "global"):
             limits = self._limits(xp.group_norms(arrays, groups.members), xp)
             return NormClipping(Given(limits), action=Action(self.eps))
-        usual = self.usual_outputs(framework)
-        known = [(outputs or {}).get(name, usual) for name in groups.names]
         shapes = [tuple(array.shape) for array in arrays]
         spans = tuple([self._span(s or (1,), o) for s, o in zip(shapes, known, strict=True)])
         slices = SliceClipping((), None, action=Action(self.eps), spans=spans)
@@ -242,12 +223,9 @@ class AGC(Core, Regularizer):
 
     def _limits(self, norms: Any, xp: Arithmetic) -> Any:
         if isinstance(xp, NumpyBackend) and not np.isfinite(norms).all():
-            warnings.warn(
-                "agc: weights hold NaN or infinity, and count as 0: the limit of their gradients "
-                f"is {self.ratio * (self.min_norm + self.eps)!r}",
-                FedclipWarning,
-                stacklevel=8,
-            )
+            least = self.ratio * (self.min_norm + self.eps)
+            message = f"agc: weights with NaN or infinity count as 0; their limit is {least!r}"
+            warnings.warn(message, FedclipWarning, stacklevel=8)
         size = xp.maximum(xp.where(xp.isfinite(norms), norms, 0.0), self.min_norm)
         return self.ratio * (size + self.eps if self.eps else size)
 
@@ -257,8 +235,7 @@ class AGC(Core, Regularizer):
         >>> AGC().axes((3, 2, 5, 5), outputs=(1,))
         (0, 2, 3)
         """
-        shape = shape or (1,)
-        return self._span(shape, outputs) or None
+        return self._span(shape or (1,), outputs) or None
 
     @property
     def asks_layers(self) -> bool:
@@ -292,22 +269,19 @@ def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Arra
     ------
     ValueError
         If some are missing.
+    TypeError
+        If weights are complex.
     """
     known = weights or {}
     missing = [name for name in groups.names if known.get(name) is None]
     if missing:
+        names, known_names = (", ".join(map(repr, some)) for some in (missing, known))
+        hint = "give the weights under the names of the gradients"
         raise ValueError(
-            f"agc has no weights for {', '.join(map(repr, missing))}; it was given "
-            f"{', '.join(map(repr, known)) or 'none'}: give the weights under the names of the "
-            "gradients"
+            f"agc has no weights for {names}; it was given {known_names or 'none'}: {hint}"
         )
+    for name in groups.names:
+        if (dtype := backend_of(known[name]).dtype(known[name])).startswith("complex"):
+            hint = "agc takes norms of real weights: put the name in exclude"
+            raise TypeError(f"the weights {name!r} are {dtype}, and {hint}")
     return [known[name] for name in groups.names]
-
-
-def _check_real(weights: Sequence[Array], groups: Groups, backend: Backend) -> None:
-    for name, weight in zip(groups.names, weights, strict=True):
-        if (dtype := backend.dtype(weight)).startswith("complex"):
-            raise TypeError(
-                f"the weights {name!r} are {dtype}, and agc takes norms of real weights: put the "
-                "name in exclude"
-            )

@@ -3,24 +3,13 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import PastLimit, Warmup
-from fedclip.clippers.sharing import Sharing
-from fedclip.core.parameters import (
-    choice,
-    non_negative,
-    parameter,
-    positive,
-    unit_interval,
-    window_size,
-)
-from fedclip.privacy import guarantees as kinds
+from fedclip.clippers import own
+from fedclip.core.parameters import LARGEST_WINDOW
 from fedclip.rules.auto import Auto
 from fedclip.rules.quantiles import Markers, Window
-from fedclip.transforms import Transform
 
 
-class AutoClip(Warmup, Sharing, PastLimit, Clipper):
+class AutoClip(own.Warmup, own.Sharing, own.PastLimit, own.Clipper):
     """Limit three standard deviations above the running median of norms.
 
     ::
@@ -69,28 +58,29 @@ class AutoClip(Warmup, Sharing, PastLimit, Clipper):
     """
 
     name = "auto-clip"
-    guarantee = kinds.learnt_limit
+    guarantee = own.guarantees.learnt_limit
 
-    std_factor: float = parameter(positive, default=3.0, kw_only=False)
+    std_factor: float = own.parameter(own.positive, default=3.0, kw_only=False)
     """Standard deviations from median to limit, > 0."""
-    median: str = parameter(choice, ("p2", "window"), default="window")
+    median: str = own.parameter(own.choice, ("p2", "window"), default="window")
     """Median of the last `window` norms ("window"), or of all norms, estimated from five numbers
     ("p2"), which does not follow rising norms."""
-    window: int | None = parameter(window_size, 5, default=None)
+    window: int | None = own.parameter(own.integer, 5, LARGEST_WINDOW, default=None)
     """Norms in the median, 5 to 65,536; None for 64. Only with "window"."""
-    decay: float | None = parameter(unit_interval, default=0.97)
+    decay: float | None = own.parameter(own.unit_interval, default=0.97)
     """Weight of the past in mean and variance, in (0, 1); 0.97 remembers about 33 steps. None: all
     norms count equally."""
-    min_std: float = parameter(non_negative, default=0.1)
+    min_std: float = own.parameter(own.non_negative, default=0.1)
     """Smallest standard deviation, as a multiple of the median, >= 0."""
-    feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
+    feedback: str = own.parameter(own.choice, ("clipped", "raw", "none"), default="clipped")
     """Learn a spike at its limit ("clipped"), at its norm ("raw"; a burst then raises the limit
     soon), or not ("none")."""
-    warmup = parameter()
+    warmup = own.parameter()
     """Norms that only fill the statistics, >= 0; fewer than 5 count as 5."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         self.check_goes_with("window", "median", "window")
         exact = self.median == "window"
-        median = Window(0.5, self.window or 64) if exact else Markers(0.5)
-        return self.with_rule(Auto, median=median)
+        # The P2 algorithm needs five norms, and the deviation of fewer says little.
+        median = Window(0.5, self.window or 64, least=5) if exact else Markers(0.5)
+        return self.with_rule(Auto, history=median)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -21,11 +22,9 @@ from fedclip.core import states
 from fedclip.core.measures import MEANS
 from fedclip.core.parameters import boolean, parameter
 from fedclip.core.plugins import OptiModule, V
-from fedclip.core.records import ALL, RoundRecord, StepRecord, read_rounds
-from fedclip.core.scopes import Groups, Scope, check_scope, resolve
-from fedclip.core.states import Statistics
+from fedclip.core.records import ALL, StepRecord, read_rounds
+from fedclip.core.scopes import Groups, Scope, check_scope
 from fedclip.errors import StateError, nearest, shown
-from fedclip.privacy import guarantees as kinds
 from fedclip.rules import Rule, known
 from fedclip.transforms import NormClipping, Transform
 
@@ -153,21 +152,26 @@ class Clipper(Core, OptiModule, register=False):
             (a `KeyError` and a `ValueError`) If an entry is missing, of a wrong type, not finite,
             negative, or from another clipper. The clipper then keeps its old state.
         """
-        owner = states.check_owner(state.get("owner") if isinstance(state, Mapping) else None)
-        self._take_over(state, self._transform)
-        self.owner, self.model = owner, None
-
-    def _take_over(self, state: object, transform: Transform) -> None:
-        version = None
-        if self._sharing is not None and isinstance(state, Mapping):
+        if not isinstance(state, Mapping):
+            raise StateError(f"a state must be a dict, got {type(state).__name__}")
+        version, transform = None, self._transform
+        if self._sharing is not None:
             version = self._sharing.check_state(state.get("shared"))
             transform = self._sharing.transform(version)
-        statistics, arrays, round_, rounds = self._check_state(state, transform)
+        for key in ("clipper", "groups", "arrays", "round", "rounds"):
+            if key not in state:
+                raise StateError(f"the state lacks {key!r}; it has {sorted(map(str, state))}")
+        if state["clipper"] != self.name:
+            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
+        single = transform.init(Groups(("x",), ("x",), ((0,),)))
+        statistics = states.check_groups(state["groups"], single)
+        arrays = states.check_arrays(state["arrays"], transform.array_fields)
+        round_, rounds = states.check_count("round", state["round"]), read_rounds(state)
+        owner = states.check_owner(state.get("owner"))
         with self.lock:
             self._transform = transform
             self._install(statistics)
-            self._last = None
-            self._arrays = arrays
+            self.owner, self.model, self._last, self._arrays = owner, None, None, arrays
             # The server decides which groups there are, and may know more of them.
             self._loaded = bool(statistics or arrays) and version is None
             if self._sharing is not None:
@@ -178,7 +182,7 @@ class Clipper(Core, OptiModule, register=False):
     # -- what it guarantees -------------------------------------------------------------------
     def guarantee(self, context: privacy.Context) -> privacy.Guarantee:
         """Return what this clipper guarantees (see `fedclip.privacy.guarantees`)."""
-        return kinds.unknown(self, context)
+        return privacy.guarantees.unknown(self, context)
 
     def l2_bound(self, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
         """Return the largest L2 norm of an output for tensors of these shapes; None if unbounded.
@@ -230,14 +234,13 @@ class Clipper(Core, OptiModule, register=False):
         transform = self._transform
         if not isinstance(transform, NormClipping) or transform.ord in MEANS:
             raise TypeError(
-                f"{self.name} goes by the elements of tensors, and observe takes norms: call clip "
-                "with the arrays"
+                f"{self.name} goes by the elements of tensors: call clip with the arrays"
             )
         if not isinstance(norms, Mapping):
             if self.scope != "global":
+                hint = "give a dict of norms by tensor"
                 raise ValueError(
-                    f"got one norm, and scope={self.scope!r} has several groups: give a dict of "
-                    "norms by tensor"
+                    f"got one norm, and scope={self.scope!r} has several groups: {hint}"
                 )
             norms = {"norm": norms}
         numbers = {name: np.array([_norm(name, norm)]) for name, norm in norms.items()}
@@ -332,10 +335,6 @@ class Clipper(Core, OptiModule, register=False):
             groups = {**held, group: {**known, **statistics}}
             self.set_state({**self.get_state(), "groups": groups})
 
-    def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
-        """Return which tensors of these names and shapes share a norm."""
-        return resolve(self.scope, self.exclude, list(shapes))
-
     @property
     def runs_on_device(self) -> bool:
         """Whether its step runs on devices and in compiled code; all clippers of fedclip do."""
@@ -348,22 +347,6 @@ class Clipper(Core, OptiModule, register=False):
     def _made(self, groups: Groups, backend: Backend | None) -> Transform:
         return self.transform(groups)
 
-    def _check_state(
-        self, state: object, transform: Transform
-    ) -> tuple[Statistics, Statistics, int, list[RoundRecord]]:
-        if not isinstance(state, Mapping):
-            raise StateError(f"a state must be a dict, got {type(state).__name__}")
-        for key in ("clipper", "groups", "arrays", "round", "rounds"):
-            if key not in state:
-                raise StateError(f"the state lacks {key!r}; it has {sorted(map(str, state))}")
-        if state["clipper"] != self.name:
-            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
-        round_ = states.check_count("round", state["round"])
-        single = transform.init(Groups(("x",), ("x",), ((0,),)))
-        groups = states.check_groups(state["groups"], single)
-        arrays = states.check_arrays(state["arrays"], transform.array_fields)
-        return groups, arrays, round_, read_rounds(state)
-
 
 def _rule_of(transform: Transform) -> Rule | None:
     """Return the rule that keeps the statistics of a transform, if there is one."""
@@ -373,10 +356,7 @@ def _rule_of(transform: Transform) -> Rule | None:
 
 def _norm(name: str, norm: Any) -> float:
     """Return a norm that is given as a number, of Python or of a framework."""
-    try:
-        result = math.nan if isinstance(norm, str) else float(norm)
-        if isinstance(norm, str) or result < 0:
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"a norm must be a number >= 0, got {shown(norm)} for {name!r}") from None
-    return result
+    with suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(norm, str) and not float(norm) < 0:
+            return float(norm)
+    raise ValueError(f"a norm must be a number >= 0, got {shown(norm)} for {name!r}")

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import Sliced, as_tuple
-from fedclip.core.parameters import parameter
-from fedclip.privacy import guarantees as kinds
-from fedclip.transforms import Transform
+from fedclip.clippers import own
+from fedclip.clippers.families import as_tuple
 from fedclip.transforms.moment import Centralizing
 from fedclip.transforms.slice import check_slices
 
 
-class Centralize(Sliced, Clipper):
+class Centralize(own.Sliced, own.Clipper):
     """Subtract the mean of each slice, of each tensor, or of all tensors.
 
     ::
@@ -52,21 +49,22 @@ class Centralize(Sliced, Clipper):
     """
 
     name = "centralize"
-    guarantee = kinds.centred
+    guarantee = own.guarantees.centred
 
-    inverse_dims = parameter()
+    inverse_dims = own.parameter()
     """Slices span all dimensions except `dims`: ``dims=0, inverse_dims=True`` is the paper's rule
     for weights in torch's layout."""
-    min_size = parameter(default=2)
+    min_size = own.parameter(default=2)
     """Skip slices, tensors or groups with fewer elements."""
-    scope = parameter(default="tensor")
+    scope = own.parameter(default="tensor")
     """Which tensors share a mean."""
-    exclude = parameter()
+    exclude = own.parameter()
     """Tensors to skip; the paper skips those of one dimension."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         # Groups have a size here too, so that `min_size` goes with every scope.
         check_slices(self.dims, self.scope, self.inverse_dims)
-        dims = as_tuple(self.dims)
-        pooled = dims is None and self.scope != "tensor"
-        return Centralizing(dims, self.inverse_dims, self.min_size, pooled)
+        if self.dims is None and self.scope == "tensor":
+            # Each tensor is one slice, which spans all its dims.
+            return Centralizing((), True, self.min_size)
+        return Centralizing(as_tuple(self.dims), self.inverse_dims, self.min_size)

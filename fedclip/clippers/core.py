@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from fedclip.arrays import Array, Backend, Memory
 from fedclip.core import states
@@ -21,15 +21,8 @@ from fedclip.core.records import ALL, Recorder, RoundRecord, StepRecord
 from fedclip.core.scopes import Groups, Scope, check_exclude, resolve
 from fedclip.core.states import Statistics
 from fedclip.errors import FedclipWarning, NonFiniteError
-from fedclip.transforms import (
-    Gradient,
-    NotFiniteError,
-    Plan,
-    SliceClipping,
-    Transform,
-    prepare,
-    take_step,
-)
+from fedclip.transforms.base import Gradient, NotFiniteError, Plan, Transform, prepare, take_step
+from fedclip.transforms.slice import SliceClipping
 
 # Number of absent names whose statistics are kept, in case the names come back.
 _MOST_ABSENT = 1000
@@ -98,12 +91,7 @@ class Core(Documented):
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         """Take over the result of `__getstate__`, and make a new lock."""
-        vars(self).update(
-            {"on_record": None, "owner": None, **state},
-            model=None,
-            use=None,
-            lock=threading.RLock(),
-        )
+        vars(self).update(state, model=None, use=None, lock=threading.RLock())
 
     @classmethod
     def preset(cls, name: str, **config: object) -> Self:
@@ -122,13 +110,11 @@ class Core(Documented):
         from fedclip.translate import PRESETS, translate
 
         known = PRESETS.get(cls.name, {})
-        return cls(**{**translate(*known[choice(tuple(known), preset=name)])[2], **config})
+        return cls(**translate(*known[choice(tuple(known), preset=name)])[2] | config)
 
     def build(self) -> Transform:
         """Return the transform of the clipper, whose parameters are all set."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must have a method build, which returns its transform"
-        )
+        raise NotImplementedError(f"{type(self).__name__} needs a method build: a transform")
 
     def reset(self) -> None:
         """Forget all statistics and records."""
@@ -182,15 +168,13 @@ class Core(Documented):
         """Return the arrays of a Vector of declearn."""
         coefs = getattr(vector, "coefs", None)
         if not isinstance(coefs, dict):
-            raise TypeError(
-                f"run takes a declearn Vector, got {type(vector).__name__}: give a dict of arrays "
-                "to clip, or make a Vector by Vector.build(arrays)"
-            )
+            got = f"{type(vector).__name__}: give a dict of arrays to clip, or Vector.build(arrays)"
+            raise TypeError(f"run takes a declearn Vector, got {got}")
         return coefs
 
-    def _grouped(self, arrays: Mapping[str, Array]) -> Groups:
-        """Return the groups of arrays that share a norm."""
-        return resolve(self.scope, self.exclude, tuple(arrays))
+    def groups(self, shapes: Mapping[str, Sequence[int]]) -> Groups:
+        """Return which tensors of these names and shapes share a norm."""
+        return resolve(self.scope, self.exclude, list(shapes))
 
     def _made(self, groups: Groups, backend: Backend | None) -> Transform:
         """Return the transform that clips these groups."""
@@ -232,10 +216,9 @@ class Core(Documented):
         if any(map(gradient.plan.backend.traced, gradient.arrays)):
             raise TypeError(
                 f"{self.name}: what a clipper learns and records cannot leave code that is "
-                "compiled, batched or differentiated (jit, vmap, tf.function, a watching tape, "
-                "create_graph=True). There, use as_optax of fedclip.loops.jax, clip of "
-                "fedclip.loops.tensorflow within a tf.function, or PureClipping of "
-                "fedclip.loops.torch. If you need no derivatives, detach the arrays first"
+                "compiled, batched or differentiated (jit, vmap, tf.function, create_graph=True): "
+                "use as_optax of fedclip.loops.jax, clip of fedclip.loops.tensorflow, PureClipping "
+                "of fedclip.loops.torch, or detach the arrays"
             )
 
     def _stepped(self, transform: Transform, gradient: Gradient) -> Sequence[Array]:
@@ -252,7 +235,7 @@ class Core(Documented):
         outcome = take_step(transform, gradient, self._state, self.on_nonfinite)
         basis = transform.basis
         warm = getattr(self._state, basis.field) if basis.field else 0.0
-        outputs, self._state, norms, limits, clipped, is_finite, *_ = outcome
+        outputs, self._state, norms, limits, clipped, is_finite, _ = outcome
         if gradient.groups.excluded and not gradient.on_host:
             # The norms do not show NaN or infinity in excluded tensors.
             norms = gradient.xp.where(is_finite, norms, math.nan)
@@ -267,9 +250,8 @@ class Core(Documented):
         self._on_device, labels = not gradient.on_host, gradient.groups.labels
         if not self._on_device:
             self._arrays.update(states.fetched(self._arrays))
-            return states.load(
-                transform.init(gradient.groups), states.dump(self._state, labels), labels
-            )
+            numbers = states.dump(self._state, labels)
+            return states.load(transform.init(gradient.groups), numbers, labels)
         like, xp = gradient.arrays[0], gradient.xp
         return type(self._state)(*(xp.asarray(column, like=like) for column in self._state))
 
@@ -290,7 +272,8 @@ class Core(Documented):
             return None if self._last is None else StepRecord(*self._last)
 
     def _resolve(self, arrays: Mapping[str, Array]) -> Groups:
-        names, groups = tuple(arrays), self._grouped(arrays)
+        names = tuple(arrays)
+        groups = self.groups({name: _shape(array) for name, array in arrays.items()})
         fresh, statistics = self._transform.init(groups), self.known(groups)
         self._state, self._on_device = states.load(fresh, statistics, groups.labels), False
         # Keep the statistics of a tensor that has no gradient for some steps.
@@ -324,17 +307,13 @@ class Core(Documented):
 
     def _check_slices(self, transform: SliceClipping, shapes: Sequence[tuple[int, ...]]) -> None:
         """Warn if no tensor has slices that are limited."""
-        # Sparse arrays may not know their shape.
-        if any(None in shape or transform.axes(shape) for shape in shapes):
-            return
-        # Single numbers, and what is empty, are often left alone.
-        shapes = [shape for shape in shapes if math.prod(shape) > 1]
-        if shapes:
-            dims = None if transform.dims is None else list(transform.dims)
+        # Sparse arrays may not know their shape. Single numbers, and what is empty, are small.
+        limited = any(None in shape or transform.axes(shape) for shape in shapes)
+        large = [str(shape) for shape in shapes if limited or math.prod(shape) > 1]
+        if not limited and large:
             warnings.warn(
-                f"{self.name} clips nothing: no tensor has slices along dims = {dims} of at least "
-                f"min_size = {transform.min_size} elements. The shapes are "
-                f"{', '.join(map(str, shapes[:5]))}{', …' if shapes[5:] else ''}",
+                f"{self.name} clips nothing: no tensor has slices along dims={transform.dims} of "
+                f"min_size={transform.min_size} elements; the shapes are {', '.join(large[:5])}",
                 FedclipWarning,
                 stacklevel=6,
             )
@@ -347,9 +326,8 @@ class Core(Documented):
                 for name in old[:-_MOST_ABSENT]:
                     del cached[name]
                 warnings.warn(
-                    f"{self.name} has statistics of more than {_MOST_ABSENT:,} names that this "
-                    "gradient does not have, and drops the oldest: give tensors the same names "
-                    "at each step",
+                    f"{self.name} drops its oldest statistics, of more than {_MOST_ABSENT:,} names "
+                    "that are absent: give tensors the same names at each step",
                     FedclipWarning,
                     stacklevel=6,
                 )
@@ -366,21 +344,20 @@ class Core(Documented):
 
     def _report_nonfinite(self, gradient: Gradient) -> None:
         """Count the step, and warn or raise."""
-        bad = gradient.nonfinite()
-        blamed = bad or ("a norm beyond float64",)
-        self._last = (gradient.groups.labels, (), (), (), blamed)
-        reason = ", ".join(map(repr, blamed))
-        reason = f"NaN or infinity in {reason}" if bad else blamed[0]
+        bad, reason = gradient.nonfinite(), "a norm beyond float64"
+        self._last = (gradient.groups.labels, (), (), (), bad or (reason,))
+        if bad:
+            reason = f"NaN or infinity in {', '.join(map(repr, bad))}"
         if self.on_nonfinite == "raise":
             raise NonFiniteError(f"{self.name}: {reason}") from None
         self._recorder.add_nonfinite()
         self._tell()
-        if self._warned != self._recorder.round:
-            self._warned = self._recorder.round
+        number = self._recorder.round
+        if self._warned != number:
+            self._warned = number
             done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
             warnings.warn(
-                f"{self.name}: {reason}; the gradient is {done} "
-                f"(round {self._recorder.round}; later ones are counted without a warning)",
+                f"{self.name}: {reason}; the gradient is {done} (warned once, round {number})",
                 FedclipWarning,
                 # Point to the caller of `run`.
                 stacklevel=5,
@@ -394,7 +371,13 @@ class Core(Documented):
 def check_mapping(arrays: object) -> None:
     """Raise a TypeError for anything but a dict of arrays."""
     if not isinstance(arrays, Mapping):
-        raise TypeError(
-            f"clip takes a dict of arrays by name, got {type(arrays).__name__}: write "
-            'clip({"w": array}), and run(vector) for a declearn Vector'
-        )
+        got = f'{type(arrays).__name__}: write clip({{"w": array}}), or run(vector) in declearn'
+        raise TypeError(f"clip takes a dict of arrays by name, got {got}")
+
+
+def _shape(array: Any) -> Sequence[int]:
+    """Return the shape of an array; () of one without, which is then refused by name."""
+    try:
+        return cast("Sequence[int]", array.shape)
+    except (AttributeError, RuntimeError):  # torch's nested tensors raise
+        return ()

@@ -3,17 +3,11 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import PastLimit, Warmup
-from fedclip.clippers.sharing import Sharing
-from fedclip.core.parameters import choice, parameter, positive, unit_interval
-from fedclip.privacy import guarantees as kinds
-from fedclip.rules.adagc import JointEma, Smallest
-from fedclip.rules.ema import Average, Ema
-from fedclip.transforms import Transform
+from fedclip.clippers import own
+from fedclip.rules.ema import Ema
 
 
-class EmaClip(Warmup, Sharing, PastLimit, Clipper):
+class EmaClip(own.Warmup, own.Sharing, own.PastLimit, own.Clipper):
     """Limit at a multiple of the moving average of past norms (AdaGC).
 
     ::
@@ -62,38 +56,31 @@ class EmaClip(Warmup, Sharing, PastLimit, Clipper):
     """
 
     name = "ema-clip"
-    guarantee = kinds.learnt_limit
+    guarantee = own.guarantees.learnt_limit
     _client_settings = ("action", "warmup_scope")
 
-    ratio: float = parameter(positive, default=2.0, kw_only=False)
+    ratio: float = own.parameter(own.positive, default=2.0, kw_only=False)
     """A norm above this multiple of the mean is a spike, > 0; below 1 it needs
     ``feedback="raw"``."""
-    decay: float = parameter(unit_interval, default=0.98)
+    decay: float = own.parameter(own.unit_interval, default=0.98)
     """Weight of the past, in (0, 1); 0.98 remembers about 50 steps."""
-    action: str = parameter(choice, ("max", "mean", "reciprocal"), default="max")
+    action: str = own.parameter(own.choice, ("max", "mean", "reciprocal"), default="max")
     """Clip a spike to ``ratio * mean`` ("max"), ``mean`` ("mean"), or ``(ratio * mean)^2 / n``
     ("reciprocal")."""
-    feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
+    feedback: str = own.parameter(own.choice, ("clipped", "raw", "none"), default="clipped")
     """Learn a spike at its limit ("clipped"), at its norm ("raw"; a burst then raises the limit
     soon), or not ("none")."""
-    warmup_scope: str = parameter(choice, ("group", "global"), default="group")
+    warmup_scope: str = own.parameter(own.choice, ("group", "global"), default="group")
     """`warmup_norm` limits each group ("group"), or all together ("global", as AdaGC does with the
     scope "tensor"; needs ``ord=2``)."""
-    estimator: str = parameter(choice, ("adagc", "drytorch"), default="drytorch")
+    estimator: str = own.parameter(own.choice, ("adagc", "drytorch"), default="drytorch")
     """Start at the mean of the warm-up's norms ("drytorch"; without warm-up at 0, far too low), or
     at the smallest ("adagc")."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         if self.ratio < 1 and self.feedback != "raw":
-            raise ValueError(
-                "ratio < 1 needs feedback='raw': a mean that learns clipped norms only would fall "
-                f"to 0; got ratio={self.ratio!r} with feedback={self.feedback!r}"
-            )
+            got = f"got ratio={self.ratio!r} with feedback={self.feedback!r}"
+            raise ValueError(f"ratio < 1 needs feedback='raw', {got}: the mean would fall to 0")
         if self.warmup_scope == "global" and self.ord != 2:
-            raise ValueError(
-                "warmup_scope='global' needs ord=2: only L2 norms of groups add up to the norm of "
-                f"all; got ord={self.ord!r}"
-            )
-        rule = JointEma if self.warmup_scope == "global" else Ema
-        average = Smallest if self.estimator == "adagc" else Average
-        return self.with_rule(rule, average=average(self.decay, self.warmup))
+            raise ValueError(f"warmup_scope='global' needs ord=2, got ord={self.ord!r}")
+        return self.with_rule(Ema)

@@ -3,30 +3,19 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import ORD_VAR, Measured
-from fedclip.core.parameters import (
-    at_least_one,
-    boolean,
-    choice,
-    number,
-    parameter,
-    positive,
-    unit_interval,
-)
-from fedclip.privacy import guarantees as kinds
-from fedclip.transforms import Transform
-from fedclip.transforms.average import AverageClipping
+from fedclip.clippers import own
+from fedclip.clippers.families import ORD_VAR
+from fedclip.transforms.past import AverageClipping
 
 
 def _check_init(init: object) -> float | str:
     """Return the first value of the averages, or "first"."""
     if isinstance(init, str):
-        return choice(("first",), init=init)
-    return number("a finite number or 'first'", init=init)
+        return own.choice(("first",), init=init)
+    return own.number("a finite number or 'first'", init=init)
 
 
-class EmaNormClip(Measured, Clipper):
+class EmaNormClip(own.Measured, own.Clipper):
     """Limit at the norm of the moving average of the gradient itself.
 
     ::
@@ -73,24 +62,24 @@ class EmaNormClip(Measured, Clipper):
     """
 
     name = "ema-norm-clip"
-    guarantee = kinds.present_values
+    guarantee = own.guarantees.present_values
     _rescale = False
 
-    decay: float = parameter(unit_interval, default=0.99, kw_only=False)
+    decay: float = own.parameter(own.unit_interval, default=0.99, kw_only=False)
     """Weight of the past, in (0, 1); 0.99 remembers about 100 steps."""
-    max_growth: float | None = parameter(at_least_one, default=1.5)
+    max_growth: float | None = own.parameter(own.at_least_one, default=1.5)
     """Largest growth of the average's norm in a step, a factor >= 1; None for any."""
-    init: float | str = parameter(_check_init, default="first", kind='float or "first"')
+    init: float | str = own.parameter(_check_init, default="first", kind='float or "first"')
     """Start at the first gradient, which passes ("first"), or at this value in every element. From
     0.0 the first output is ``1 - decay`` times the gradient."""
-    min_norm: float | None = parameter(positive, default=None)
+    min_norm: float | None = own.parameter(own.positive, default=None)
     """Norm to which the average may always grow, > 0. From 0 it may grow to any norm."""
-    debias: bool = parameter(boolean, default=False)
+    debias: bool = own.parameter(own.boolean, default=False)
     """Divide the average by ``1 - decay^t``, which corrects its start at 0; needs ``init=0.0``."""
-    scope = parameter()
+    scope = own.parameter()
     ord = ORD_VAR
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         if self.debias and self.init != 0:
             raise ValueError(
                 f"debias=True is for averages that start at 0: give init=0.0, got {self.init!r}"

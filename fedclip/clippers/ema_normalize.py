@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from fedclip.clippers import own
 from fedclip.clippers.ema_norm_clip import EmaNormClip
-from fedclip.privacy import guarantees as kinds
 
 
 class EmaNormalize(EmaNormClip):
@@ -49,5 +49,5 @@ class EmaNormalize(EmaNormClip):
     """
 
     name = "ema-normalize"
-    guarantee = kinds.divided_by_average
+    guarantee = own.guarantees.divided_by_average
     _rescale = True

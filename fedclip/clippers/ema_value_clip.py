@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.core.parameters import boolean, non_negative, parameter, unit_interval
-from fedclip.privacy import guarantees as kinds
-from fedclip.rules.elementwise import EmaValue
-from fedclip.transforms import Transform
-from fedclip.transforms.past import PastClipping
+from fedclip.clippers import own
+from fedclip.transforms.past import EmaValue
 
 
-class EmaValueClip(Clipper):
+class EmaValueClip(own.Clipper):
     """Limit every element at the moving average of its absolute values.
 
     ::
@@ -58,20 +54,20 @@ class EmaValueClip(Clipper):
     """
 
     name = "ema-value-clip"
-    guarantee = kinds.present_values
+    guarantee = own.guarantees.present_values
 
-    decay: float = parameter(unit_interval, default=0.99, kw_only=False)
+    decay: float = own.parameter(own.unit_interval, default=0.99, kw_only=False)
     """Weight of the past, in (0, 1); 0.99 remembers about 100 steps."""
-    init: float = parameter(non_negative, default=0.0)
+    init: float = own.parameter(own.non_negative, default=0.0)
     """Start of the average, as a multiple of the first gradient, >= 0. With 0 the first output is
     ``1 - decay`` times the gradient, and grows over ``1 / (1 - decay)`` steps."""
-    debias: bool = parameter(boolean, default=False)
+    debias: bool = own.parameter(own.boolean, default=False)
     """Divide the average by ``1 - decay^t``: the first output is then the gradient. Needs
     ``init=0``."""
-    scope = parameter()
+    scope = own.parameter()
     """Which tensors share a record; every element has its own limit."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         if self.debias and self.init:
             raise ValueError(f"debias=True is for averages that start at 0; got init={self.init!r}")
-        return PastClipping(EmaValue(self.decay, self.init, self.debias))
+        return EmaValue(self.decay, self.init, self.debias)

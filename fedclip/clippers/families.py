@@ -10,32 +10,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from fedclip.core.measures import MEANS, SQUARED, Order, check_order
-from fedclip.core.parameters import (
-    Configured,
-    at_least_one,
-    boolean,
-    choice,
-    integer,
-    limit,
-    non_negative,
-    parameter,
-)
+from fedclip.core import parameters
+from fedclip.core.measures import Order, check_order
+from fedclip.core.parameters import Configured, parameter
 from fedclip.core.scopes import Groups, Scope, check_scope, in_table
 from fedclip.rules import Rule
 from fedclip.rules.constant import Constant
 from fedclip.transforms import Action, NormClipping, SliceClipping, Transform
 from fedclip.transforms.slice import check_dims, check_slices
 
-_NORMS = [word for word in MEANS if word not in SQUARED]
-
-
-def _orders(words: Sequence[str]) -> str:
-    return "float or {" + ", ".join(f'"{word}"' for word in ("inf", *words)) + "}"
-
-
-ORD_VAR = parameter(check_order, default=2, kind=_orders(MEANS))
+_ORDERS = 'float or {"inf", "rms", "mad", "std"'
+ORD_VAR = parameter(check_order, default=2, kind=f'{_ORDERS}, "var"}}')
 """Orders with the variance, for limits that are fixed."""
 SCOPE_TABLE = parameter(
     partial(check_scope, limits=True),
@@ -45,10 +32,9 @@ SCOPE_TABLE = parameter(
 """A scope that may be a table of limits."""
 
 
-def as_tuple(dims: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def as_tuple(dims: Any) -> tuple[int, ...] | None:
     """Return the parameter `dims` as transforms take it."""
-    checked = check_dims(dims=dims)
-    return None if checked is None else tuple(checked)
+    return None if dims is None else tuple(dims)
 
 
 class Sliced(Configured):
@@ -59,34 +45,31 @@ class Sliced(Configured):
     )
     """Each slice of a tensor is a group, and spans these dimensions; negative ones count from the
     end. Only with the scopes "global" and "tensor", then equal."""
-    inverse_dims: bool = parameter(boolean, default=False)
+    inverse_dims: bool = parameter(parameters.boolean, default=False)
     """Slices span all dimensions except `dims`."""
-    min_size: int = parameter(integer, 1, default=1)
+    min_size: int = parameter(parameters.integer, 1, default=1)
     """Skip slices, or with the scope "tensor" tensors, with fewer elements."""
 
 
 class Measured(Configured):
     """The parameter of clippers that measure a norm."""
 
-    ord: Order = parameter(check_order, default=2, kind=_orders(_NORMS))
+    ord: Order = parameter(check_order, default=2, kind=f"{_ORDERS}}}")
     """Order of the norm, see `fedclip.core.measures`; 2 is the Euclidean norm."""
 
 
 class Exact(Measured):
     """The parameters of clippers that bring a norm to a limit."""
 
-    eps: float = parameter(non_negative, default=0.0)
+    eps: float = parameter(parameters.non_negative, default=0.0)
     """Added to the norm in the factor ``limit / (n + eps)``, >= 0; 0 is exact."""
 
 
-class FixedLimit(Sliced):
+class FixedLimit(Sliced, Exact):
     """The parameters of clippers that bring the norm of a group, or slice, to a fixed limit."""
 
     scope: Scope = SCOPE_TABLE
-    ord: Order = ORD_VAR
-    """Order of the norm, see `fedclip.core.measures`; 2 is the Euclidean norm."""
-    eps: float = parameter(non_negative, default=0.0)
-    """Added to the norm in the factor ``limit / (n + eps)``, >= 0; 0 is exact."""
+    ord = ORD_VAR
 
     def with_limit(self, limit: float, action: Action) -> Transform:
         """Return the transform that brings the norms of groups, or of slices, to a fixed limit."""
@@ -110,9 +93,9 @@ class FixedLimit(Sliced):
 class PastLimit(Exact):
     """The parameters of clippers with a limit that follows from past norms."""
 
-    max_norm: float | None = parameter(limit, default=None)
+    max_norm: float | None = parameter(parameters.limit, default=None)
     """Largest limit ever, > 0, in units of the gradient."""
-    on_spike: str = parameter(choice, ("clip", "skip"), default="clip")
+    on_spike: str = parameter(parameters.choice, ("clip", "skip"), default="clip")
     """Clip a group above its limit ("clip"), or set it to zero ("skip"); torch and Keras loops then
     skip its step."""
 
@@ -130,14 +113,14 @@ class PastLimit(Exact):
 class Warmup(Configured):
     """The parameters of clippers with statistics of the norms themselves."""
 
-    include_current: bool = parameter(boolean, default=False)
+    include_current: bool = parameter(parameters.boolean, default=False)
     """Learn a norm before judging it; needs ``feedback="raw"``."""
-    warmup: int = parameter(integer, 0, default=20)
+    warmup: int = parameter(parameters.integer, 0, default=20)
     """Norms, >= 0, before the statistics set the limit; they never limit the first one. Shared:
     norms of all clients count, except the first of each."""
-    warmup_norm: float | None = parameter(limit, default=None)
+    warmup_norm: float | None = parameter(parameters.limit, default=None)
     """Fixed limit during the warm-up, > 0, in units of the gradient."""
-    warmup_factor: float | None = parameter(at_least_one, default=2.25)
+    warmup_factor: float | None = parameter(parameters.at_least_one, default=2.25)
     """Limit during the warm-up, in medians of the last five norms, >= 1. Spikes are learnt as 1.1
     medians; the first five norms only fill the median. None: no limit; norms are learnt
     unclipped."""
@@ -146,8 +129,5 @@ class Warmup(Configured):
         """Check that a norm is learnt as it was seen."""
         feedback = getattr(self, "feedback", "clipped")
         if self.include_current and feedback != "raw":
-            raise ValueError(
-                "include_current=True needs feedback='raw': a norm that has been learnt already "
-                f"cannot be fed back clipped; got feedback={feedback!r}"
-            )
+            raise ValueError(f"include_current=True needs feedback='raw', got {feedback!r}")
         super().__post_init__()

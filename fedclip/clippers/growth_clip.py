@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import PastLimit
-from fedclip.core.parameters import at_least_one, limit, parameter, positive
-from fedclip.privacy import guarantees as kinds
+from fedclip.clippers import own
+from fedclip.core.parameters import limit
 from fedclip.rules.growth import Growth
-from fedclip.transforms import Transform
 
 
-class GrowthClip(PastLimit, Clipper):
+class GrowthClip(own.PastLimit, own.Clipper):
     """Limit how fast a norm may grow from one step to the next.
 
     ::
@@ -55,20 +52,20 @@ class GrowthClip(PastLimit, Clipper):
     """
 
     name = "growth-clip"
-    guarantee = kinds.learnt_limit
+    guarantee = own.guarantees.learnt_limit
 
-    mul: float | None = parameter(at_least_one, default=1.5, kw_only=False)
+    mul: float | None = own.parameter(own.at_least_one, default=1.5, kw_only=False)
     """Factor by which a norm may grow in a step, >= 1; None for no such limit."""
-    add: float | None = parameter(positive, default=None)
+    add: float | None = own.parameter(own.positive, default=None)
     """Amount by which a norm may grow in a step, > 0, in units of the gradient. With `mul`, the
     lower limit applies; without both, only `warmup_norm` and `max_norm`."""
-    min_norm: float | None = parameter(positive, default=None)
+    min_norm: float | None = own.parameter(own.positive, default=None)
     """Past norms count as at least this, > 0, and can grow again from 0; None for none."""
-    max_decay: float | None = parameter(at_least_one, default=2.0)
+    max_decay: float | None = own.parameter(own.at_least_one, default=2.0)
     """Factor by which the past norm may fall in a step, >= 1: one small gradient does not turn the
     next ones into spikes. None: any."""
-    warmup_norm: float | None = parameter(limit, default=None)
+    warmup_norm: float | None = own.parameter(limit, default=None)
     """Limit of the first step, > 0; None for none."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         return self.with_rule(Growth)

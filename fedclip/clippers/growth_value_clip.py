@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.core.parameters import at_least_one, non_negative, parameter, positive
-from fedclip.privacy import guarantees as kinds
-from fedclip.rules.elementwise import GrowthValue
-from fedclip.transforms import Transform
-from fedclip.transforms.past import PastClipping
+from fedclip.clippers import own
+from fedclip.transforms.past import GrowthValue
 
 
-class GrowthValueClip(Clipper):
+class GrowthValueClip(own.Clipper):
     """Limit how much every element may grow in one step.
 
     ::
@@ -58,20 +54,20 @@ class GrowthValueClip(Clipper):
     """
 
     name = "growth-value-clip"
-    guarantee = kinds.past_values
+    guarantee = own.guarantees.past_values
 
-    mul: float | None = parameter(positive, default=1.5, kw_only=False)
+    mul: float | None = own.parameter(own.positive, default=1.5, kw_only=False)
     """Largest factor from one output to the next, > 0; None for no such limit."""
-    add: float | None = parameter(non_negative, default=None)
+    add: float | None = own.parameter(own.non_negative, default=None)
     """Largest difference from one output to the next, >= 0, in gradient units. With `mul`, the
     tighter one applies; without both, nothing is clipped."""
-    min_value: float | None = parameter(positive, default=None)
+    min_value: float | None = own.parameter(own.positive, default=None)
     """Smaller past outputs count as this, > 0. None: after an output of exactly 0, `mul` does not
     limit the element."""
-    max_decay: float | None = parameter(at_least_one, default=2.0)
+    max_decay: float | None = own.parameter(own.at_least_one, default=2.0)
     """Largest factor by which the past output may fall in a step, >= 1; None for any."""
-    scope = parameter()
+    scope = own.parameter()
     """Which tensors share a record; every element has its own limit."""
 
-    def build(self) -> Transform:
-        return PastClipping(GrowthValue(self.mul, self.add, self.min_value, self.max_decay))
+    def build(self) -> own.Transform:
+        return GrowthValue(self.mul, self.add, self.min_value, self.max_decay)

@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import PastLimit, Warmup
-from fedclip.clippers.sharing import Sharing
-from fedclip.core.parameters import choice, non_negative, parameter, positive, window_size
-from fedclip.privacy import guarantees as kinds
+from fedclip.clippers import own
+from fedclip.core.parameters import LARGEST_WINDOW
 from fedclip.rules.mad import Mad
 from fedclip.rules.quantiles import Window
-from fedclip.transforms import Transform
 
 
-class MadClip(Warmup, Sharing, PastLimit, Clipper):
+class MadClip(own.Warmup, own.Sharing, own.PastLimit, own.Clipper):
     """Limit three median absolute deviations above the median of norms.
 
     ::
@@ -63,17 +59,17 @@ class MadClip(Warmup, Sharing, PastLimit, Clipper):
     """
 
     name = "mad-clip"
-    guarantee = kinds.learnt_limit
+    guarantee = own.guarantees.learnt_limit
 
-    mad_factor: float = parameter(positive, default=3.0, kw_only=False)
+    mad_factor: float = own.parameter(own.positive, default=3.0, kw_only=False)
     """Deviations from median to limit, > 0; 1.4826 makes them standard deviations of normal
     norms."""
-    window: int = parameter(window_size, 3, default=64)
+    window: int = own.parameter(own.integer, 3, LARGEST_WINDOW, default=64)
     """Number of norms in the history, 3 to 65,536."""
-    min_mad: float = parameter(non_negative, default=0.1)
+    min_mad: float = own.parameter(own.non_negative, default=0.1)
     """Smallest deviation, as a multiple of the median, >= 0."""
-    feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
+    feedback: str = own.parameter(own.choice, ("clipped", "raw", "none"), default="clipped")
     """Learn twice the limit of a spike ("clipped"), its norm ("raw"), or nothing ("none")."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         return self.with_rule(Mad, history=Window(0.5, self.window))

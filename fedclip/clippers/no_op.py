@@ -6,16 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fedclip.arrays import Array
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import ORD_VAR, Measured
-from fedclip.core.parameters import choice, limit, parameter
-from fedclip.privacy import guarantees as kinds
+from fedclip.clippers import own
+from fedclip.clippers.families import ORD_VAR
+from fedclip.core.parameters import limit
 from fedclip.rules.constant import Constant
-from fedclip.transforms import Gradient, NormClipping, Transform
 
 
-class NoOp(Measured, Clipper):
+class NoOp(own.Measured, own.Clipper):
     """Change nothing, and count what a limit would have clipped.
 
     ::
@@ -47,21 +44,21 @@ class NoOp(Measured, Clipper):
     """
 
     name = "no-op"
-    guarantee = kinds.unchanged
+    guarantee = own.guarantees.unchanged
 
-    max_norm: float | None = parameter(limit, default=None, kw_only=False)
+    max_norm: float | None = own.parameter(limit, default=None, kw_only=False)
     """A limit to try out, > 0: records count the steps above it."""
-    scope = parameter()
+    scope = own.parameter()
     ord = ORD_VAR
-    exclude = parameter()
+    exclude = own.parameter()
     """Tensors that are not measured."""
-    on_nonfinite = parameter(choice, ("propagate", "raise"), default="propagate")
+    on_nonfinite = own.parameter(own.choice, ("propagate", "raise"), default="propagate")
     """Pass NaN and infinity on, count them and warn once a round ("propagate"), or raise an error
     ("raise")."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         limit = math.inf if self.max_norm is None else self.max_norm
-        return NormClipping(Constant((limit,)), self.ord, dry=True)
+        return own.NormClipping(Constant((limit,)), self.ord, dry=True)
 
-    def _replaced(self, gradient: Gradient) -> Sequence[Array]:
+    def _replaced(self, gradient: own.Gradient) -> Sequence[own.Array]:
         return gradient.inputs

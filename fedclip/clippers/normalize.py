@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import FixedLimit
-from fedclip.core.parameters import limit, parameter
-from fedclip.core.scopes import Groups
-from fedclip.privacy import guarantees as kinds
-from fedclip.transforms import Action, Transform
+from fedclip.clippers import own
+from fedclip.core.parameters import limit
 
 
-class Normalize(FixedLimit, Clipper):
+class Normalize(own.FixedLimit, own.Clipper):
     """Rescale to a fixed norm: global, by tensor, layer, pattern or slice.
 
     ::
@@ -52,21 +48,21 @@ class Normalize(FixedLimit, Clipper):
     """
 
     name = "normalize"
-    guarantee = kinds.brought_to_norm
+    guarantee = own.guarantees.brought_to_norm
 
-    norm: float = parameter(limit, default=1.0, kw_only=False)
+    norm: float = own.parameter(limit, default=1.0, kw_only=False)
     """Norm of each group of the output, > 0, in units of the output."""
-    scope = parameter()
+    scope = own.parameter()
     """Which tensors share a norm. A table ``{"head.*" = 0.1}`` gives groups other norms; the other
     tensors are one group."""
-    ord = parameter()
+    ord = own.parameter()
     """Order of the norm, see `fedclip.core.measures`. With "std" or "var", groups of fewer than two
     elements do not change."""
-    eps = parameter()
+    eps = own.parameter()
     """Added to the norm in the factor, >= 0: norms near or below `eps` stay smaller."""
 
-    def build(self) -> Transform:
-        return self.with_limit(self.norm, Action(self.eps, rescale=True))
+    def build(self) -> own.Transform:
+        return self.with_limit(self.norm, own.Action(self.eps, rescale=True))
 
-    def transform(self, groups: Groups) -> Transform:
+    def transform(self, groups: own.Groups) -> own.Transform:
         return self.with_table(self._transform, groups, self.norm)

@@ -61,9 +61,7 @@ class OwnLimit(Exact, Clipper, register=False):
 
     def build(self) -> Transform:
         if not callable(self.limit):
-            raise TypeError(
-                f"limit must be a function of a norm and statistics, got {self.limit!r}"
-            )
+            raise TypeError(f"limit must be a function of norm and statistics, got {self.limit!r}")
         try:
             inspect.signature(self.limit).bind(1.0, {})
         except TypeError as error:
@@ -77,7 +75,4 @@ class OwnLimit(Exact, Clipper, register=False):
 
     def get_config(self) -> dict[str, Any]:
         """Raise an error: a function cannot be written to a configuration."""
-        raise TypeError(
-            "own-limit holds a function, which no configuration can: make it in Python on each "
-            "node that uses it"
-        )
+        raise TypeError("own-limit holds a function: make it in Python on each node that uses it")

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from fedclip.clippers.base import Clipper
-from fedclip.core.parameters import choice, number, parameter
-from fedclip.privacy import guarantees as kinds
-from fedclip.transforms import Transform
+from fedclip.clippers import own
 from fedclip.transforms.value import PercentileClipping
 
 
-class PercentileClip(Clipper):
+class PercentileClip(own.Clipper):
     """Limit every element at a percentile of the same gradient's values.
 
     ::
@@ -55,16 +52,18 @@ class PercentileClip(Clipper):
     """
 
     name = "percentile-clip"
-    guarantee = kinds.own_percentile
+    guarantee = own.guarantees.own_percentile
 
-    percentile: float = parameter(number, "a number in [0, 100]", 0, 100, default=95, kw_only=False)
+    percentile: float = own.parameter(
+        own.number, "a number in [0, 100]", 0, 100, default=95, kw_only=False
+    )
     """Percentage of elements that do not change, in [0, 100]. 100 changes nothing; 0 gives every
     element the size of the smallest."""
-    method: str = parameter(choice, ("lower", "linear"), default="lower")
+    method: str = own.parameter(own.choice, ("lower", "linear"), default="lower")
     """Between two elements, take the smaller one ("lower") or interpolate ("linear")."""
-    scope = parameter(default="tensor")
+    scope = own.parameter(default="tensor")
     """Which tensors share a limit."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         # Use the decimal number as written, not the nearest binary one.
         return PercentileClipping(Fraction(repr(self.percentile)), self.method == "linear")

@@ -3,24 +3,13 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import PastLimit, Warmup
-from fedclip.clippers.sharing import Sharing
-from fedclip.core.parameters import (
-    LARGEST_WINDOW,
-    choice,
-    parameter,
-    unit_interval,
-    up_to,
-    window_size,
-)
-from fedclip.privacy import guarantees as kinds
+from fedclip.clippers import own
+from fedclip.core.parameters import LARGEST_WINDOW
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.quantiles import Markers, Quantile, Stream, Window
-from fedclip.transforms import Transform
 
 
-class PercentileNormClip(Warmup, Sharing, PastLimit, Clipper):
+class PercentileNormClip(own.Warmup, own.Sharing, own.PastLimit, own.Clipper):
     """Limit at a percentile of past norms (AutoClip).
 
     ::
@@ -72,38 +61,33 @@ class PercentileNormClip(Warmup, Sharing, PastLimit, Clipper):
     """
 
     name = "percentile-norm-clip"
-    guarantee = kinds.learnt_limit
+    guarantee = own.guarantees.learnt_limit
     _client_settings = ("rate", "decay")
 
-    percentile: float = parameter(up_to, 100, default=95.0, kw_only=False)
+    percentile: float = own.parameter(own.up_to, 100, default=95.0, kw_only=False)
     """Percentage of past norms at most the limit, in (0, 100]."""
-    history: str = parameter(choice, ("window", "stream", "p2"), default="window")
+    history: str = own.parameter(own.choice, ("window", "stream", "p2"), default="window")
     """The last `window` norms, interpolated ("window"); an estimate that follows them ("stream");
     or all norms, by five numbers ("p2")."""
-    window: int | None = parameter(window_size, 1, default=256)
+    window: int | None = own.parameter(own.integer, 1, LARGEST_WINDOW, default=256)
     """Norms in the "window", 1 to 65,536; None for 65,536."""
-    rate: float = parameter(up_to, 1, default=0.02)
+    rate: float = own.parameter(own.up_to, 1, default=0.02)
     """Step size of "stream", in (0, 1]."""
-    decay: float = parameter(unit_interval, default=0.99)
+    decay: float = own.parameter(own.unit_interval, default=0.99)
     """Weight of the past in the step scale of "stream", in (0, 1)."""
-    feedback: str = parameter(choice, ("clipped", "raw"), default="clipped")
+    feedback: str = own.parameter(own.choice, ("clipped", "raw"), default="clipped")
     """Learn twice the limit of a spike ("clipped"), or its norm ("raw")."""
-    warmup = parameter()
+    warmup = own.parameter()
     """Norms that only fill the history, >= 0; at least 1, or 5 with "p2"."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         if self.percentile == 100.0 and self.history != "window":
-            raise ValueError(
-                "percentile=100, the largest norm, needs history='window': an estimate that only "
-                f"ever rises is no limit; got history={self.history!r}"
-            )
+            got = f"got history={self.history!r}, which never falls"
+            raise ValueError(f"percentile=100 needs history='window', {got}")
         for name, history in (("window", "window"), ("rate", "stream"), ("decay", "stream")):
             self.check_goes_with(name, "history", history)
         if self.shared and self.history == "stream":
-            raise ValueError(
-                "shared=True does not go with history='stream', which depends on the order of the "
-                "norms: take 'window' or 'p2'"
-            )
+            raise ValueError("shared=True does not go with history='stream': use 'window' or 'p2'")
         return self.with_rule(Percentile, history=self._quantile())
 
     def _quantile(self) -> Quantile:

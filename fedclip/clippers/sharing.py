@@ -40,10 +40,7 @@ class Sharing(Configured):
         if not self.shared:
             return None
         if getattr(self, "include_current", False):
-            raise ValueError(
-                "shared=True does not go with include_current=True: the shared state is of the "
-                "round's start, which has not seen the current norm"
-            )
+            raise ValueError("shared=True does not go with include_current=True: give one of them")
         # Set on the instance, where declearn looks: two pairs of one kind can have two names.
         vars(self)["aux_name"] = self.shared_name or f"{self.name}-shared"
         settings = {key: getattr(self, key) for key in self._shared_settings()}

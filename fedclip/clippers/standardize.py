@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from fedclip.clippers.base import Clipper
-from fedclip.core.parameters import non_negative, parameter
-from fedclip.privacy import guarantees as kinds
-from fedclip.transforms import Transform
+from fedclip.clippers import own
 from fedclip.transforms.moment import Standardizing
 
 
-class Standardize(Clipper):
+class Standardize(own.Clipper):
     """Bring each tensor to mean 0 and standard deviation 1 (z-score).
 
     ::
@@ -48,13 +45,13 @@ class Standardize(Clipper):
     """
 
     name = "standardize"
-    guarantee = kinds.standardised
+    guarantee = own.guarantees.standardised
 
-    eps: float = parameter(non_negative, default=0.0, kw_only=False)
+    eps: float = own.parameter(own.non_negative, default=0.0, kw_only=False)
     """Added to the standard deviation, >= 0, in units of the gradient: gradients that vary less do
     not reach a deviation of 1. 0 is exact."""
-    scope = parameter(default="tensor")
+    scope = own.parameter(default="tensor")
     """Which tensors share mean and standard deviation."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         return Standardizing(self.eps)

@@ -7,15 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedclip.clippers.base import Clipper
+from fedclip.clippers import own
 from fedclip.clippers.families import SCOPE_TABLE
-from fedclip.core.parameters import number, parameter, positive
-from fedclip.core.scopes import Groups
-from fedclip.privacy import guarantees as kinds
-from fedclip.transforms import Transform, ValueClipping
+from fedclip.transforms.value import ValueClipping
 
 
-class ValueClip(Clipper):
+class ValueClip(own.Clipper):
     """Clip every element to a fixed range, symmetric or not.
 
     ::
@@ -50,32 +47,28 @@ class ValueClip(Clipper):
     """
 
     name = "value-clip"
-    guarantee = kinds.box
+    guarantee = own.guarantees.box
 
-    max_value: float = parameter(default=1.0, kw_only=False)
+    max_value: float = own.parameter(default=1.0, kw_only=False)
     """Largest element, in units of the gradient, > 0. With `min_value` it may be any number, or
     infinity for no upper end."""
-    min_value: float | None = parameter(default=None)
+    min_value: float | None = own.parameter(default=None)
     """Smallest element, at most `max_value`. None: ``-max_value``; minus infinity: no lower end."""
     scope = SCOPE_TABLE
     """Which tensors share a record. A table ``{"head.*" = 0.1}`` sets symmetric limits of groups;
     the others keep `max_value` and `min_value`."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         if self.min_value is None:
-            self.max_value = positive(max_value=self.max_value)
+            self.max_value = own.positive(max_value=self.max_value)
         else:
             self.min_value = _end(-math.inf, min_value=self.min_value)
             self.max_value = _end(math.inf, max_value=self.max_value)
             if math.isinf(self.min_value) and math.isinf(self.max_value):
-                raise ValueError(
-                    "min_value=-inf with max_value=inf limits nothing: give one of them a finite "
-                    "number, or use 'no-op'"
-                )
+                raise ValueError("min_value=-inf, max_value=inf limits nothing: make one finite")
             if self.min_value > self.max_value:
-                raise ValueError(
-                    f"min_value must be <= max_value, got {self.min_value!r} > {self.max_value!r}"
-                )
+                got = f"{self.min_value!r} > {self.max_value!r}"
+                raise ValueError(f"min_value must be <= max_value, got {got}")
         return self._box(1, {})
 
     def _box(self, groups: int, limits: Mapping[int, float]) -> ValueClipping:
@@ -85,7 +78,7 @@ class ValueClip(Clipper):
             tuple(limits.get(g, self.max_value) for g in range(groups)),
         )
 
-    def transform(self, groups: Groups) -> Transform:
+    def transform(self, groups: own.Groups) -> own.Transform:
         table = self.scope if isinstance(self.scope, Mapping) else {}
         limits = {g: table[label] for g, label in enumerate(groups.labels) if label in table}
         return self._box(len(groups), limits)
@@ -93,7 +86,6 @@ class ValueClip(Clipper):
 
 def _end(open_end: float, **values: Any) -> float:
     """Return the one keyword value as a finite float, or the infinity at its own end."""
-    (value,) = values.values()
-    if isinstance(value, float) and value == open_end:
+    if open_end in values.values():
         return open_end
-    return number(f"a finite number, or {open_end}", **values)
+    return own.number(f"a finite number, or {open_end}", **values)

@@ -3,22 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fedclip.clippers.base import Clipper
-from fedclip.clippers.families import PastLimit, Warmup
-from fedclip.clippers.sharing import Sharing
-from fedclip.core.parameters import choice, non_negative, parameter, positive, unit_interval
-from fedclip.privacy import guarantees as kinds
-from fedclip.rules.drytorch import Drytorch
-from fedclip.rules.reciprocal import Reciprocal
-from fedclip.rules.smartclip import Smartclip
-from fedclip.rules.zclip import ZClip
+from fedclip.clippers import own
+from fedclip.rules.moments import ESTIMATORS
 from fedclip.rules.zscore import ZScore
-from fedclip.transforms import Transform
 
 
-class ZScoreClip(Warmup, Sharing, PastLimit, Clipper):
+class ZScoreClip(own.Warmup, own.Sharing, own.PastLimit, own.Clipper):
     """Limit some standard deviations above the mean of past norms (ZClip).
 
     ::
@@ -67,31 +57,29 @@ class ZScoreClip(Warmup, Sharing, PastLimit, Clipper):
     """
 
     name = "zscore-clip"
-    guarantee = kinds.learnt_limit
+    guarantee = own.guarantees.learnt_limit
     _client_settings = ("action",)
 
-    z_max: float = parameter(positive, default=2.5, kw_only=False)
+    z_max: float = own.parameter(own.positive, default=2.5, kw_only=False)
     """Standard deviations from mean to limit, > 0."""
-    decay: float = parameter(unit_interval, default=0.97)
+    decay: float = own.parameter(own.unit_interval, default=0.97)
     """Weight of the past, in (0, 1); 0.97 remembers about 33 steps."""
-    action: str = parameter(choice, ("reciprocal", "max", "mean"), default="max")
+    action: str = own.parameter(own.choice, ("reciprocal", "max", "mean"), default="max")
     """Clip spikes to the limit ("max"), ``mean + z_max^2 / z * std`` ("reciprocal") or ``mean``
     ("mean"). With the last two, rising norms hardly raise the limit."""
-    feedback: str = parameter(choice, ("clipped", "raw", "none"), default="clipped")
+    feedback: str = own.parameter(own.choice, ("clipped", "raw", "none"), default="clipped")
     """Learn a spike at its limit ("clipped"), at its norm ("raw"; a burst then raises the limit
     soon), or not ("none")."""
-    factor: float = parameter(positive, default=1.0)
+    factor: float = own.parameter(own.positive, default=1.0)
     """Factor on the "reciprocal" limit, > 0."""
-    estimator: str = parameter(choice, ("zclip", "drytorch", "smartclip"), default="zclip")
+    estimator: str = own.parameter(own.choice, ("zclip", "drytorch", "smartclip"), default="zclip")
     """Moments as in "zclip", "drytorch" or "smartclip" (`fedclip.rules.moments`)."""
-    std_eps: float = parameter(non_negative, default=0.0)
+    std_eps: float = own.parameter(own.non_negative, default=0.0)
     """Added to the standard deviation in the z-score, >= 0."""
-    min_std: float = parameter(non_negative, default=0.1)
+    min_std: float = own.parameter(own.non_negative, default=0.1)
     """Smallest standard deviation, as a multiple of the mean, >= 0."""
 
-    def build(self) -> Transform:
+    def build(self) -> own.Transform:
         self.check_goes_with("factor", "action", "reciprocal")
-        estimators: Any = {"zclip": ZClip, "drytorch": Drytorch, "smartclip": Smartclip}
-        rule = ZScore if self.action == "max" and not self.std_eps else Reciprocal
-        moments = estimators[self.estimator](self.decay, self.warmup)
-        return self.with_rule(rule, moments=moments)
+        moments = ESTIMATORS[self.estimator](self.decay, self.warmup)
+        return self.with_rule(ZScore, moments=moments)

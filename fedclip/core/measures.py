@@ -25,9 +25,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fedclip.arrays import LARGEST, Array, Arrays, Backend, unit_of
+from fedclip.arrays import Array, Arrays, Backend, unit_of
+from fedclip.core.parameters import number
 from fedclip.core.scopes import Groups
-from fedclip.errors import nearest, shown
+from fedclip.errors import nearest
 
 Order = float | str
 """What users write for `ord`."""
@@ -46,11 +47,10 @@ def check_order(ord: Any) -> Order:
         if ord not in _WORDS:
             raise ValueError(f"ord must be {allowed}, got {ord!r}{nearest(ord, _WORDS)}")
         return ord
-    if isinstance(ord, bool) or not isinstance(ord, (int, float)):
-        raise TypeError(f"ord must be {allowed}, got {ord!r} ({type(ord).__name__})")
-    if not ord > 0 or (isinstance(ord, int) and ord > LARGEST["float64"]):
-        raise ValueError(f"ord must be {allowed}, got {shown(ord)}")
-    return "inf" if math.isinf(ord) else ord
+    if isinstance(ord, float) and ord == math.inf:
+        return "inf"
+    result = number(allowed, 0.0, open_low=True, ord=ord)
+    return ord if isinstance(ord, int) else result
 
 
 def measure(arrays: Arrays, groups: Groups, ord: Order, xp: Backend) -> Array:

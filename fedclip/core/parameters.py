@@ -42,9 +42,9 @@ _NOTHING = inspect.Parameter.empty
 _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-def _typed(value: object) -> str:
-    """Return the repr of a value, and its type."""
-    return f"{shown(value)} ({type(value).__name__})"
+def _typed(name: str, allowed: str, value: object) -> TypeError:
+    """Return the error for a value of another type."""
+    return TypeError(f"{name} must be {allowed}, got {shown(value)} ({type(value).__name__})")
 
 
 def _one(values: Mapping[str, object]) -> tuple[str, Unchecked]:
@@ -64,16 +64,17 @@ def number(
     """Return the one keyword value as a finite float inside [low, high] (or open ends)."""
     name, value = _one(values)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        got = "None (declearn's TOML reads nan as None)" if value is None else _typed(value)
-        raise TypeError(f"{name} must be {allowed}, got {got}")
+        if value is None:
+            raise TypeError(
+                f"{name} must be {allowed}, got None (declearn's TOML reads nan as None)"
+            )
+        raise _typed(name, allowed, value)
     try:
         result = float(value)
     except OverflowError:
         result = math.inf
-    inside = (low < result if open_low else low <= result) and (
-        result < high if open_high else result <= high
-    )
-    if not (inside and math.isfinite(result)):
+    is_end = (open_low and result == low) or (open_high and result == high)
+    if not low <= result <= high or is_end or math.isinf(result):
         raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
     return result
 
@@ -125,9 +126,8 @@ def up_to(high: float, **values: Unchecked) -> float:
 
 def unit_interval(**values: Unchecked) -> float:
     """Return the one keyword value as a float strictly between 0 and 1."""
-    return number(
-        "a number strictly between 0 and 1", 0, 1, open_low=True, open_high=True, **values
-    )
+    allowed = "a number strictly between 0 and 1"
+    return number(allowed, 0, 1, open_low=True, open_high=True, **values)
 
 
 def share(**values: Unchecked) -> float:
@@ -135,15 +135,14 @@ def share(**values: Unchecked) -> float:
     return number("a number in [0, 1)", 0.0, 1.0, open_high=True, **values)
 
 
-def integer(low: int, **values: object) -> int:
-    """Return the one keyword value as an int from low to 2^63 - 1; 25.0 is not an int."""
+def integer(low: int, high: int = _LARGEST, /, **values: object) -> int:
+    """Return the one keyword value as an int from low to high; 25.0 is not an int."""
     name, value = _one(values)
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an int >= {low}, got {_typed(value)}")
-    if int(value) > _LARGEST:
-        raise ValueError(f"{name} must be an int <= 2^63 - 1, got {shown(value)}")
-    if value < low:
-        raise ValueError(f"{name} must be an int >= {low}, got {shown(value)}")
+        raise _typed(name, f"an int >= {low}", value)
+    if not low <= int(value) <= high:
+        allowed = f">= {low}" if value < low else f"<= {high}"
+        raise ValueError(f"{name} must be an int {allowed}, got {shown(value)}")
     return int(value)
 
 
@@ -151,7 +150,7 @@ def boolean(**values: object) -> bool:
     """Return the one keyword value if it is True or False; 1 and "true" are not."""
     name, value = _one(values)
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {_typed(value)}")
+        raise _typed(name, "True or False", value)
     return value
 
 
@@ -159,7 +158,7 @@ def name(**values: object) -> str:
     """Return the one keyword value if it is a string that is not empty."""
     key, value = _one(values)
     if not isinstance(value, str):
-        raise TypeError(f"{key} must be a string, got {_typed(value)}")
+        raise _typed(key, "a string", value)
     if not value:
         raise ValueError(f"{key} must be a string that is not empty, got {shown(value)}")
     return value
@@ -168,13 +167,11 @@ def name(**values: object) -> str:
 def choice(allowed: Sequence[str], **values: object) -> str:
     """Return the one keyword value if it is one of the `allowed` words."""
     name, value = _one(values)
-    words = ", ".join(repr(word) for word in allowed)
+    words = f"one of {', '.join(map(repr, allowed))}"
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be one of {words}, got {_typed(value)}")
+        raise _typed(name, words, value)
     if value not in allowed:
-        raise ValueError(
-            f"{name} must be one of {words}, got {shown(value)}{nearest(value, allowed)}"
-        )
+        raise ValueError(f"{name} must be {words}, got {shown(value)}{nearest(value, allowed)}")
     return value
 
 
@@ -190,10 +187,8 @@ def refuse_unknown(cls: Any, config: Mapping[str, object]) -> None:
     known = signature_of(cls)
     for key in config:
         if key not in known:
-            raise TypeError(
-                f"{cls.name} has no parameter {key!r}{nearest(key, known)}; "
-                f"its parameters are {', '.join(known)}"
-            )
+            hint = f"{nearest(key, known)}; its parameters are {', '.join(known)}"
+            raise TypeError(f"{cls.name} has no parameter {key!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -301,15 +296,12 @@ class Configured:
             name: (p.kw_only, known.index(name) if p.common else -1)
             for name, p in collected.items()
         }
-        cls.parameters = {
-            name: collected[name] for name in sorted(collected, key=place.__getitem__)
-        }
-        cls._signature = inspect.Signature([p.formal(name) for name, p in cls.parameters.items()])
-        shown = cls._signature
+        cls.parameters = {n: collected[n] for n in sorted(collected, key=place.__getitem__)}
+        formal = inspect.Signature([p.formal(name) for name, p in cls.parameters.items()])
+        cls._signature = cls.__signature__ = formal
         if cls.__init__ is not Configured.__init__:
-            written = inspect.signature(cls.__init__).parameters
-            shown = inspect.Signature([*written.values()][1:])
-        cls.__signature__ = shown
+            written = [*inspect.signature(cls.__init__).parameters.values()]
+            cls.__signature__ = inspect.Signature(written[1:])
 
     def __new__(cls, *args: object, **config: object) -> Self:
         """Refuse unknown parameters, with the nearest name."""
@@ -332,10 +324,8 @@ class Configured:
         """Raise a ValueError for a parameter that is not at its default, unless another fits."""
         value, actual = getattr(self, name), getattr(self, other)
         if value != self.parameters[name].default and actual != needed:
-            raise ValueError(
-                f"{name} goes with {other}={needed!r} only, got {name}={value!r} with "
-                f"{other}={actual!r}"
-            )
+            got = f"{name}={value!r} with {other}={actual!r}"
+            raise ValueError(f"{name} goes with {other}={needed!r} only, got {got}")
 
     def get_config(self) -> Config:
         """Return the parameters, as they would be written in a TOML file."""
@@ -359,11 +349,3 @@ def changed_from_default(cls: type, config: Mapping[str, object]) -> Config:
 
 LARGEST_WINDOW = 65_536
 """Largest size of a window: a state can still hold it, and a step sorts it in a millisecond."""
-
-
-def window_size(low: int, window: int) -> int:
-    """Return the size of a window if it is in range."""
-    result = integer(low, window=window)
-    if result > LARGEST_WINDOW:
-        raise ValueError(f"window must be at most {LARGEST_WINDOW:,}, got {result:,}")
-    return result

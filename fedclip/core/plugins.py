@@ -14,18 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 from fedclip.core.parameters import Configured, parameter
 from fedclip.errors import nearest
 
-__all__ = [
-    "PLUGINS",
-    "VERSION",
-    "OptiModule",
-    "Plugin",
-    "Regularizer",
-    "V",
-    "Versioned",
-    "other",
-    "register_with",
-]
-
 V = TypeVar("V")
 """A declearn Vector, of the framework that the caller uses."""
 
@@ -48,19 +36,12 @@ class Plugin:
         if not register:
             return
         if not getattr(cls, "name", None):
-            raise TypeError(
-                f"{cls.__name__} must define a class attribute 'name' with a value to be "
-                "auto-registered."
-            )
+            raise TypeError(f"{cls.__name__} needs a class attribute 'name' to be registered")
         if (cls.group, cls.name) in PLUGINS:
             raise KeyError(f"Name {cls.name!r} has already been registered.")
+        for register_class in _engines:
+            register_class(cls)
         PLUGINS[cls.group, cls.name] = cls
-        try:
-            for register_class in _engines:
-                register_class(cls)
-        except KeyError:
-            del PLUGINS[cls.group, cls.name]
-            raise
 
     @classmethod
     def from_config(cls, config: dict[str, object]) -> Self:

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.arrays import Array, Float64, HostView, on_host
-from fedclip.errors import StateError
+from fedclip.errors import StateError, Unchecked
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
-Edge = TypeVar("Edge", float, Float64)
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,9 @@ class Sketch:
 
     def edges(self, size: int) -> Float64:
         """Return the upper edges of the buckets 0 to ``size - 1``."""
-        edges: Float64 = self.lowest * self.gamma ** np.arange(float(size))
-        return edges
+        return np.multiply(self.lowest, self.gamma ** np.arange(float(size)))
 
-    def middle(self, edge: Edge) -> Edge:
+    def middle(self, edge: Array) -> Array:
         """Return the number that stands for the bucket with this upper edge."""
         return 2.0 * edge / (self.gamma + 1.0)
 
@@ -87,10 +85,9 @@ _LAZY_BUFFER = 4096
 Bools = NDArray[np.bool_]
 Basis = tuple[float, str, float]
 """Where limits come from: a `fedclip.rules.Basis`."""
-LEARNT: Basis = (math.inf, "", 0.0)
-"""The basis of limits that are learnt, without a warm-up."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class StepRecord:
     """What one step did to each group; numbers stay on their device until you look at them.
 
@@ -98,33 +95,22 @@ class StepRecord:
     ----------
     groups : tuple of str
         Labels of the groups of the scope.
+    norms : array
+        Norms before clipping, where they are: a number, or an array of the framework.
     nonfinite : tuple of str
         Names of the tensors that held NaN or infinity, if known.
     """
 
-    __slots__ = ("_clipped", "_limit", "_norms", "groups", "nonfinite")
-
-    def __init__(
-        self,
-        groups: tuple[str, ...],
-        norms: object = (),
-        limit: object = (),
-        clipped: object = (),
-        nonfinite: tuple[str, ...] = (),
-    ) -> None:
-        self.groups = groups
-        self._norms, self._limit, self._clipped = norms, limit, clipped
-        self.nonfinite = nonfinite
-
-    @property
-    def norms(self) -> Array:
-        """Norms before clipping, where they are: a number, or an array of the framework."""
-        return self._norms
+    groups: tuple[str, ...]
+    norms: Array = ()
+    _limit: Array = ()
+    _clipped: Array = ()
+    nonfinite: tuple[str, ...] = ()
 
     @property
     def norm_before(self) -> tuple[float, ...]:
         """Norms before clipping; empty if the step held NaN or infinity."""
-        return _plain(self._norms)
+        return _plain(self.norms)
 
     @property
     def limit(self) -> tuple[float, ...]:
@@ -144,9 +130,7 @@ class StepRecord:
     @property
     def norm(self) -> float:
         """Norm of the whole gradient, from the norms of its groups; NaN if it was not finite."""
-        norms = self.norm_before
-        finite = not self.nonfinite and all(map(math.isfinite, norms))
-        return math.hypot(*norms) if finite else math.nan
+        return math.hypot(*self.norm_before) if self.is_finite else math.nan
 
     def __float__(self) -> float:
         return self.norm
@@ -179,16 +163,15 @@ class StepRecord:
         >>> StepRecord(("all",), (5.0,), (1.0,), (True,)).as_dict("clip/")
         {'clip/norm': 5.0, 'clip/clipped': 1, 'clip/nonfinite': 0, 'clip/limit': 1.0}
         """
-        norms, limits, clipped = self.norm_before, self.limit, self.clipped
-        finite = self.is_finite
+        norms, finite = self.norm_before, self.is_finite
         numbers: dict[str, float] = {"norm": self.norm, "clipped": 0, "nonfinite": int(not finite)}
         if finite and norms:
-            rows = list(zip(self.groups, norms, limits, clipped, strict=True))
+            rows = list(zip(self.groups, norms, self.limit, self.clipped, strict=True))
             tightest = max(rows, key=lambda row: row[1] / row[2] if row[2] else math.inf)
-            numbers |= {"limit": tightest[2], "clipped": int(any(clipped))}
+            numbers |= {"limit": tightest[2], "clipped": int(any(row[3] for row in rows))}
             for label, norm, limit, over in rows if groups and len(rows) > 1 else ():
-                of_group = {"norm": norm, "limit": limit, "clipped": int(over)}
-                numbers |= {f"{label}/{name}": value for name, value in of_group.items()}
+                numbers[f"{label}/norm"] = norm
+                numbers |= {f"{label}/limit": limit, f"{label}/clipped": int(over)}
         return _finite(numbers, prefix)
 
     def __repr__(self) -> str:
@@ -275,7 +258,7 @@ class RoundRecord:
     def _norm(self, bucket: int) -> float:
         value = 0.0 if bucket == _ZERO else _SKETCH.middle(_SKETCH.gamma**bucket)
         low, high = self.norm_min or 0.0, math.inf if self.norm_max is None else self.norm_max
-        return min(max(value, low), high)
+        return float(min(max(value, low), high))
 
     @property
     def norm_median(self) -> float | None:
@@ -342,25 +325,24 @@ def _batches(
     buckets = np.full(norms.shape, _ZERO)
     positive = norms > 0
     buckets[positive] = _SKETCH.bucket(norms[positive])
-    columns = (
-        clipped.sum(axis=0),
-        norms.min(axis=0),
-        norms.max(axis=0),
-        limits[last, np.arange(limits.shape[1])],
-        np.where(finite, limits, np.inf).min(axis=0),
-        np.where(finite, limits, -np.inf).max(axis=0),
-        *[(setters == kind).sum(axis=0) for kind in (_FIXED, _LEARNT, _WARMUP)],
-        buckets.T,
-    )
-    for row in zip(*[column.tolist() for column in columns], strict=True):
-        record = RoundRecord(0, steps=steps)
-        record.clipped, record.norm_min, record.norm_max, *ends = row[:6]
-        if math.isfinite(ends[0]):
-            record.limit, record.limit_min, record.limit_max = ends
-        record.fixed, record.learnt, record.warmup, held = row[6:]
-        counts = Counter(held)
-        record.buckets, record.counts = [*counts], [*counts.values()]
-        yield record
+    columns = {
+        "clipped": clipped.sum(axis=0),
+        "norm_min": norms.min(axis=0),
+        "norm_max": norms.max(axis=0),
+        "limit": limits[last, np.arange(limits.shape[1])],
+        "limit_min": np.where(finite, limits, np.inf).min(axis=0),
+        "limit_max": np.where(finite, limits, -np.inf).max(axis=0),
+        "fixed": (setters == _FIXED).sum(axis=0),
+        "learnt": (setters == _LEARNT).sum(axis=0),
+        "warmup": (setters == _WARMUP).sum(axis=0),
+        "buckets": buckets.T,
+    }
+    for numbers in zip(*(column.tolist() for column in columns.values()), strict=True):
+        row: dict[str, Any] = dict(zip(columns, numbers, strict=True))
+        if not math.isfinite(row["limit"]):
+            row |= dict.fromkeys(("limit", "limit_min", "limit_max"))
+        counts = Counter(row.pop("buckets"))
+        yield RoundRecord(0, steps=steps, **row, buckets=[*counts], counts=[*counts.values()])
 
 
 # The bucket of a norm of exactly 0, below that of the smallest float.
@@ -373,7 +355,7 @@ class Recorder:
     def __init__(self) -> None:
         self.round = 0
         self._labels: tuple[str, ...] = ()
-        self._basis = LEARNT
+        self._basis: Basis | None = None
         self._buffer: list[tuple[object, object, object, object]] = []
         self._done: dict[tuple[int, str], RoundRecord] = {}
 
@@ -390,8 +372,8 @@ class Recorder:
         limits: float | Float64,
         clipped: bool | Bools,
         *,
+        basis: Basis,
         warm: float | Float64 = 0.0,
-        basis: Basis = LEARNT,
     ) -> None:
         """Note one step: one number for each label.
 
@@ -407,18 +389,9 @@ class Recorder:
         if len(self._buffer) >= (_BUFFER if host else _LAZY_BUFFER):
             self._flush()
 
-    def add_nonfinite(self) -> None:
-        """Count one step that held NaN or infinity."""
-        record = self._record(ALL)
-        record.steps += 1
-        record.nonfinite += 1
-
-    @property
-    def nonfinite(self) -> int:
-        """Non-finite steps in this round."""
-        self._flush()
-        record = self._done.get((self.round, ALL))
-        return record.nonfinite if record else 0
+    def add_nonfinite(self, steps: int = 1) -> None:
+        """Count steps that held NaN or infinity."""
+        self._record(ALL).add(RoundRecord(self.round, steps=steps, nonfinite=steps))
 
     def rounds(self) -> list[RoundRecord]:
         """Return the records of the last rounds, oldest first, "all" before the groups."""
@@ -439,26 +412,25 @@ class Recorder:
         return self._done.setdefault((self.round, group), RoundRecord(self.round, group))
 
     def _flush(self) -> None:
-        if not self._buffer:
+        if not self._buffer or self._basis is None:
             return
         norms, limits, clipped, warm = map(_table, zip(*self._buffer, strict=True))
         self._buffer.clear()
         setters = _setters(limits, warm, self._basis)
         finite = np.isfinite(norms).all(axis=1)
         if not finite.all():
-            for _ in range(int((~finite).sum())):
-                self.add_nonfinite()
+            self.add_nonfinite(int((~finite).sum()))
             norms, limits, clipped, setters = (
                 column[finite] for column in (norms, limits, clipped, setters)
             )
             if not len(norms):
                 return
-        if len(self._labels) == 1:
-            self._record(ALL).add(*_batches(norms, limits, clipped, setters))
-            return
+        labels = self._labels if len(self._labels) > 1 else (ALL,)
         batches = _batches(norms, limits, clipped, setters)
-        for label, batch in zip(self._labels, batches, strict=True):
+        for label, batch in zip(labels, batches, strict=True):
             self._record(label).add(batch)
+        if labels == (ALL,):
+            return
         # The whole gradient has no single limit; its norm is the L2 norm of the groups' norms.
         peak = np.maximum(norms.max(axis=1, keepdims=True), np.finfo(np.float64).tiny)
         total = np.sqrt(np.square(norms / peak).sum(axis=1, keepdims=True))
@@ -504,24 +476,32 @@ def read_rounds(state: Mapping[str, object]) -> list[RoundRecord]:
 def _read(row: object) -> RoundRecord:
     if not isinstance(row, Mapping) or set(row) != set(RoundRecord.__dataclass_fields__):
         raise StateError(f"a record must have the fields of RoundRecord, got {row!r:.200}")
-    for key in _INTS:
-        if not _is_count(row[key]):
-            raise StateError(f"record field {key!r} must be an int >= 0, got {row[key]!r}")
-    for key in _FLOATS:
-        value = row[key]
-        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-            raise StateError(f"record field {key!r} must be None or finite, got {value!r}")
-    buckets, counts = list(row["buckets"]), list(row["counts"])
-    if (
-        len(buckets) != len(counts)
-        or not all(isinstance(b, int) for b in buckets)
-        or not all(_is_count(c) for c in counts)
-    ):
-        raise StateError("record fields 'buckets' and 'counts' must be lists of ints, as long")
-    if not isinstance(row["group"], str):
-        raise StateError(f"record field 'group' must be a string, got {row['group']!r}")
-    return RoundRecord(**{**row, "buckets": buckets, "counts": counts})
+    for allowed, fits, names in _FIELDS:
+        for name in names:
+            if not fits(row[name]):
+                raise StateError(f"{name!r} of a record must be {allowed}, got {row[name]!r:.200}")
+    if len(row["buckets"]) != len(row["counts"]):
+        raise StateError(f"a record must have as many buckets as counts, got {row!r:.200}")
+    return RoundRecord(**{**row, "buckets": [*row["buckets"]], "counts": [*row["counts"]]})
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: Unchecked) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_list(value: Unchecked) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(x, int) for x in value)
+
+
+def _is_known(value: Unchecked) -> bool:
+    return value is None or (isinstance(value, (int, float)) and 0 <= value < math.inf)
+
+
+# What fields of a record must be.
+_FIELDS: tuple[tuple[str, Callable[[Unchecked], bool], Sequence[str]], ...] = (
+    ("an int >= 0", _is_count, _INTS),
+    ("None or finite and >= 0", _is_known, _FLOATS),
+    ("a string", lambda value: isinstance(value, str), ("group",)),
+    ("a list of ints", _is_list, ("buckets",)),
+    ("a list of ints >= 0", lambda v: _is_list(v) and all(map(_is_count, v)), ("counts",)),
+)

@@ -100,12 +100,9 @@ def check_scope(scope: object, *, limits: bool = False) -> Scope:
             raise ValueError(f"scope must be {allowed}, got {scope!r}{hint}")
         return scope
     if isinstance(scope, Mapping) and limits:
-        _check_patterns("scope", list(scope), allowed)
+        _patterns("scope", list(scope), allowed)
         return {key: parameters.limit(**{f"scope[{key!r}]": v}) for key, v in scope.items()}
-    if isinstance(scope, (list, tuple)):
-        _check_patterns("scope", scope, allowed)
-        return list(scope)
-    raise TypeError(f"scope must be {allowed}, got {scope!r} ({type(scope).__name__})")
+    return _patterns("scope", scope, allowed)
 
 
 def in_table(table: Mapping[str, float], label: str, rest: float) -> float:
@@ -115,31 +112,23 @@ def in_table(table: Mapping[str, float], label: str, rest: float) -> float:
 
 def check_exclude(exclude: object, parameter: str = "exclude") -> list[str] | None:
     """Return `exclude`, or another parameter, as a list of patterns, or None."""
-    if exclude is None:
+    if exclude is None or (isinstance(exclude, (list, tuple)) and not exclude):
         return None
-    allowed = "a name pattern or a list of name patterns"
     patterns = [exclude] if isinstance(exclude, str) else exclude
+    return _patterns(parameter, patterns, "a name pattern or a list of name patterns")
+
+
+def _patterns(parameter: str, patterns: object, allowed: str) -> list[str]:
+    """Return patterns as a list, or raise for what is no list of different patterns."""
+    must = f"{parameter} must be {allowed}"
     if not isinstance(patterns, (list, tuple)):
-        got = f"{exclude!r} ({type(exclude).__name__})"
-        raise TypeError(f"{parameter} must be {allowed}, got {got}")
-    if not patterns:
-        return None
-    _check_patterns(parameter, patterns, allowed)
-    return list(patterns)
-
-
-def _check_patterns(parameter: str, patterns: Sequence[object], allowed: str) -> None:
-    if not patterns:
-        raise ValueError(f"{parameter} must be {allowed}, got an empty one")
+        raise TypeError(f"{must}, got {patterns!r} ({type(patterns).__name__})")
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise TypeError(
-                f"{parameter} must be {allowed}, got {pattern!r} ({type(pattern).__name__}) in it"
-            )
-        if not pattern:
-            raise ValueError(f"{parameter} must be {allowed}, got an empty pattern in it")
-    if len(set(patterns)) != len(patterns):
-        raise ValueError(f"{parameter} must not repeat a pattern, got {list(patterns)!r}")
+            raise TypeError(f"{must}, got {pattern!r} ({type(pattern).__name__}) in it")
+    if not patterns or "" in patterns or len({*patterns}) != len(patterns):
+        raise ValueError(f"{must}, not empty and without repeats, got {list(patterns)!r}")
+    return list(patterns)
 
 
 def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -> Groups:
@@ -237,9 +226,6 @@ def within(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def _no_match(parameter: str, pattern: str, names: Sequence[str]) -> ValueError:
-    shown = ", ".join(repr(n) for n in list(names)[:20])
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return ValueError(
-        f"{parameter} pattern {pattern!r} matches no tensor{nearest(pattern, names)}; "
-        f"the names are {shown}{more}"
-    )
+    hint = f"{nearest(pattern, names)}; the names are {', '.join(map(repr, names[:20]))}{more}"
+    return ValueError(f"{parameter} pattern {pattern!r} matches no tensor{hint}")

@@ -13,6 +13,7 @@ finite; a field called ``count`` is an int, and numbers are >= 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -89,25 +90,20 @@ def _rows(rows: object, name: str, kind: str, fields: Sequence[str]) -> Mapping[
         raise StateError(f"{name!r} must be a dict, got {type(rows).__name__}")
     for label, values in rows.items():
         if not isinstance(values, Mapping) or set(values) != set(fields):
-            raise StateError(
-                f"the state of {kind} {label!r} must have {sorted(fields)}, got {values!r:.200}"
-            )
+            got = f"{sorted(fields)}, got {values!r:.200}"
+            raise StateError(f"the state of {kind} {label!r} must have {got}")
     return rows
 
 
 def _check_number(label: object, field: str, value: object, shape: tuple[int, ...]) -> None:
-    count = field == "count"
-    try:
-        values = np.asarray(value) if isinstance(value, (int, float, list, tuple)) else None
-    except ValueError:
-        values = None
-    if (
-        values is None
-        or isinstance(value, bool)
-        or values.dtype.kind not in ("ui" if count else "uif")
-        or values.shape != shape
-        or not (np.isfinite(values) & (values >= 0)).all()
-    ):
+    count, fits = field == "count", False
+    if isinstance(value, (int, float, list, tuple)) and not isinstance(value, bool):
+        with suppress(ValueError):
+            values = np.asarray(value)
+            kinds = "ui" if count else "uif"
+            fits = values.dtype.kind in kinds and values.shape == shape
+            fits = fits and bool((np.isfinite(values) & (values >= 0)).all())
+    if not fits:
         what = "an int" if count else f"{shape[0]} finite numbers" if shape else "a finite number"
         raise StateError(f"{field!r} of group {label!r} must be {what} >= 0, got {value!r:.200}")
 
@@ -117,11 +113,9 @@ def check_arrays(arrays: object, fields: Sequence[str]) -> Statistics:
     result: Statistics = {}
     for name, values in _rows(arrays, "arrays", "tensor", fields).items():
         for field, value in values.items():
-            if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
-                raise StateError(
-                    f"{field!r} of tensor {name!r} must be an ndarray of floats, got {value!r:.100}"
-                )
-            if not np.isfinite(value).all():
-                raise StateError(f"{field!r} of tensor {name!r} must be finite")
+            is_array = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+            if not is_array or not np.isfinite(value).all():
+                where = f"{field!r} of tensor {name!r}"
+                raise StateError(f"{where} must be an ndarray of finite floats, got {value!r:.100}")
         result[str(name)] = {field: value.copy() for field, value in values.items()}
     return result

@@ -13,8 +13,6 @@ from fedclip.errors import needing
 if TYPE_CHECKING:
     from tomlkit.items import Item
 
-__all__ = ["to_toml", "toml_item", "toml_line", "toml_value", "value_of"]
-
 
 def toml_value(value: object) -> str:
     """Return a value as TOML, tables inline; None becomes nan, which declearn reads as None.
@@ -37,13 +35,11 @@ def toml_item(value: object) -> Item:
         return tomlkit.item(float("nan"))
     if isinstance(value, Mapping):
         table = tomlkit.inline_table()
-        for key, entry in value.items():
-            table.append(tomlkit.key(key), toml_item(entry))
+        table.update({key: toml_item(entry) for key, entry in value.items()})
         return table
     if isinstance(value, (list, tuple)):
         array = tomlkit.array()
-        for entry in value:
-            array.append(toml_item(entry))
+        array.extend(map(toml_item, value))
         return array
     return tomlkit.item(value)
 
@@ -103,9 +99,9 @@ def to_toml(clipper: Any) -> str:
     bases = [cls.__name__ for cls in type(clipper).__mro__]
     kind = "regularizer" if "Regularizer" in bases else "module"
     if isinstance(clipper, type) or not all(hasattr(clipper, a) for a in ("name", "get_config")):
+        hint = "make one first, as in to_toml(ZScoreClip(warmup=10))"
         raise TypeError(
-            f"to_toml takes a clipper, or another plug-in of declearn, got {clipper!r:.80}: make "
-            "one first, as in to_toml(ZScoreClip(warmup=10))"
+            f"to_toml takes a clipper of fedclip or declearn, got {clipper!r:.80}: {hint}"
         )
     config = parameters.changed_from_default(type(clipper), clipper.get_config())
     return toml_line(kind, clipper.name, config)

@@ -32,8 +32,6 @@ from fedclip.core import parameters
 from fedclip.privacy.accounting import Cost, Release, account, noise_multiplier
 from fedclip.privacy.planning import ASK_VALUES, in_words, verdict
 
-__all__ = ["Calibration", "calibrate", "evaluation_noise", "steps_of_a_round", "too_few"]
-
 
 @dataclass(frozen=True)
 class Calibration:
@@ -82,14 +80,11 @@ class Calibration:
 
     @property
     def _batches(self) -> str:
-        if self.rate < 1:
-            return (
-                f"each {self.unit} is in a batch with probability {self.rate:.4g} (Poisson "
-                f"sampling): {self.expected:g} {self.unit}s on average"
-            )
+        if self.rate == 1:
+            return f"each batch has all {self.records:,} {self.unit}s: smaller ones need less noise"
         return (
-            f"each batch has all {self.records:,} {self.unit}s, without sampling: smaller batches "
-            "need less noise"
+            f"each {self.unit} is in a batch with probability {self.rate:.4g} (Poisson sampling): "
+            f"{self.expected:g} {self.unit}s on average"
         )
 
     @property
@@ -157,8 +152,7 @@ class Calibration:
         count = values or 1
         drift = self.drift(count)
         if values is None and drift <= 1:
-            lines.append("  " + ASK_VALUES)
-            return "\n".join(lines)
+            return "\n".join([*lines, f"  {ASK_VALUES}"])
         lines.append(
             f"  with {count:,} value{'s' * (count > 1)}, the noise of a step has norm "
             f"{self.noise * math.sqrt(count):.3g} C; the total noise is {100 * drift:.3g} % of the "
@@ -166,8 +160,7 @@ class Calibration:
         )
         if drift > 1:
             lines.append(f"  {self.records:,} {self.unit}s are too few for this epsilon")
-        lines.append(f"  {verdict(drift, self.records, f'{self.unit}s')}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"  {verdict(drift, self.records, f'{self.unit}s')}"])
 
 
 def steps_of_a_round(
@@ -235,9 +228,5 @@ def evaluation_noise(noise_multiplier: float, numbers: int = 1) -> float:
 
 def too_few(records: int, delta: float, unit: str = "record") -> str:
     """Return a sentence if delta allows a unit to be given away whole; "" if not."""
-    if records * delta < 1.0 or math.isnan(delta):
-        return ""
-    return (
-        f"delta {delta:.3g} is not below 1 / {records} {unit}s: a mechanism that publishes one "
-        f"{unit} by chance would pass; take a smaller delta"
-    )
+    why = f"delta {delta:.3g} is not below 1 / {records} {unit}s: publishing one {unit} by chance"
+    return f"{why} would pass; take a smaller delta" if records * delta >= 1.0 else ""

@@ -6,7 +6,7 @@ r"""Records by the persons that they are of, so that a step draws persons, each 
     Draw(persons):                    a Poisson sample, in which persons are independent
         for each person i of them:
             own = its records, or max_records of them, drawn at random without replacement
-            g_i = mean of the gradients of own          (`fedclip.dpsgd.persample.means`)
+            g_i = mean of the gradients of own          (`Means`)
 
 The means g_i are clipped: whatever all records of a person hold, and however many there are, they
 move the sum of a step by at most the bound. A person with many records has no larger say than one
@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import csv
 import unicodedata
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedclip.core import parameters
-from fedclip.dpsgd.persample.base import Batch, Failed, Positions
-from fedclip.dpsgd.sampling import Bits
-from fedclip.privacy.noise import random_words
-
-__all__ = ["Ids", "Persons", "Records", "numbered"]
+from fedclip.dpsgd.persample.base import Batch, Failed, Float64, HostStack, Positions, Stack
+from fedclip.privacy.noise import Words, random_words
 
 Ids: TypeAlias = str | Path | Sequence[object] | ArrayLike
 """Whose each record is, in their order; or a CSV file of one column, with a head."""
@@ -87,7 +85,7 @@ class Persons:
     unit = "person"
 
     def __init__(
-        self, records: Records, ids: Ids, max_records: int | None = None, bits: Bits = random_words
+        self, records: Records, ids: Ids, max_records: int | None = None, bits: Words = random_words
     ) -> None:
         self.max_records = parameters.optional(parameters.integer, 1, max_records=max_records)
         self._records, self._bits = records, bits
@@ -125,10 +123,8 @@ def numbered(ids: Ids, records: int) -> NDArray[np.intp]:
     # As objects: NumPy would make texts of whatever stands among texts, NaN too.
     objects = np.asarray(values, dtype=object)
     if objects.shape != (records,):
-        raise ValueError(
-            f"persons must be one id for each of the {records} records, in their order, got shape "
-            f"{objects.shape}"
-        )
+        allowed = f"one id for each of the {records} records, in their order"
+        raise ValueError(f"persons must be {allowed}, got shape {objects.shape}")
     # Of one person, whatever keyboard or table its id is from.
     texts = [unicodedata.normalize("NFC", str(value).strip()) for value in objects]
     named = [text.casefold() not in _NOBODY for text in texts]
@@ -136,10 +132,8 @@ def numbered(ids: Ids, records: int) -> NDArray[np.intp]:
         if isinstance(value, bool) or not isinstance(value, (str, Integral)):
             raise TypeError(f"persons must be texts or whole numbers, got {type(value).__name__}")
     if missing := named.count(False):
-        raise ValueError(
-            f"of {missing} of {records} records it is not said whose they are: leave those "
-            "records out, or give each of them an id"
-        )
+        why = f"{missing} of {records} records have no id of a person"
+        raise ValueError(f"{why}: leave them out, or give each of them an id")
     return np.unique(texts, return_inverse=True)[1]
 
 
@@ -150,3 +144,54 @@ def _column(file: Path) -> list[str]:
     if any(len(row) > 1 for row in rows):
         raise ValueError(f"{file} must have one column, the persons")
     return ["".join(row) for row in rows]
+
+
+class Means:
+    """The means of persons whose records come some at a time; few are kept at once.
+
+    Parameters
+    ----------
+    batches
+        All that will come, each with `owners` and `shares` of its records.
+    """
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._left = Counter(int(owner) for batch in batches for owner in batch.owners)
+        self._begun: dict[int, dict[str, Float64]] = {}
+
+    def of(
+        self, stacks: Iterable[Stack], owners: NDArray[np.intp], shares: Float64
+    ) -> Iterator[HostStack]:
+        """Yield the gradients of the persons of whom nothing is left to come.
+
+        A record with NaN or infinity counts as zero. Nothing is kept if a stack raises.
+        """
+        remaining, begun, start = self._left.copy(), dict(self._begun), 0
+        for stack in stacks:
+            arrays = stack.arrays()
+            flat = [array.reshape(len(array), -1) for array in arrays.values()]
+            finite = np.all([np.isfinite(array).all(axis=1) for array in flat], axis=0)
+            rows, start = slice(start, start + len(finite)), start + len(finite)
+            complete = []
+            for owner in map(int, np.unique(owners[rows])):
+                chosen = owners[rows] == owner
+                remaining[owner] -= int(chosen.sum())
+                chosen &= finite
+                weights, before = shares[rows][chosen], begun.pop(owner, {})
+                gradient = {
+                    n: np.tensordot(weights, array[chosen].astype(float), 1) + before.get(n, 0.0)
+                    for n, array in arrays.items()
+                }
+                if remaining[owner]:
+                    begun[owner] = gradient
+                else:
+                    complete.append(gradient)
+            if complete:
+                yield HostStack({n: np.stack([mean[n] for mean in complete]) for n in arrays})
+        self._left, self._begun = remaining, begun
+
+    def without(self, owner: int) -> Iterator[HostStack]:
+        """Yield a person's gradient if all that was left of it is a record that raised."""
+        self._left[owner] -= 1
+        if not self._left[owner] and owner in self._begun:
+            yield HostStack({n: value[None] for n, value in self._begun.pop(owner).items()})

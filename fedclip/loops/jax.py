@@ -411,7 +411,7 @@ def private_gradients(
 
     The gradients of records are compiled once for each loss. Noise comes from the operating
     system's secure generator, so do not compile the whole function. Draw Poisson samples
-    (`fedclip.dpsgd.sampling.PoissonSampler`), call it for empty samples too, and account for each
+    (`fedclip.dpsgd.step.PoissonSampler`), call it for empty samples too, and account for each
     call with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
 
     Parameters

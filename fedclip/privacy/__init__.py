@@ -8,8 +8,9 @@ It knows no engine: `fedclip.analyse` looks up declearn's plug-ins by name. Star
 from __future__ import annotations
 
 from fedclip.errors import public_names
+from fedclip.privacy.accounting import RELATIONS
 from fedclip.privacy.guarantees import Context, Guarantee
-from fedclip.privacy.sensitivity import GUARANTEES, RELATIONS, Analysis, analyse_plugins
+from fedclip.privacy.sensitivity import GUARANTEES, Analysis, analyse_plugins
 
 __all__ = ["GUARANTEES", "RELATIONS", "Analysis", "Context", "Guarantee", "analyse_plugins"]
 

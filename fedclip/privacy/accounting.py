@@ -4,10 +4,21 @@ r"""Privacy accounting: epsilon of releases, noise for a budget, the share of th
 =============================  ==================================================================
 releases                       accountant
 =============================  ==================================================================
-all records, or clients,       the closed form (`fedclip.privacy.gaussian`): exact, and needs no
+all records, or clients,       the closed form (`epsilon_of`): exact, and needs no
 each time                      other package
 Poisson samples                "pld": privacy loss distributions of dp-accounting
 =============================  ==================================================================
+
+T releases with noise multipliers z_i together equal one Gaussian mechanism with
+``mu = sqrt(sum of 1 / z_i^2)`` (Balle & Wang, 2018; Dong et al., 2022), which is
+(epsilon, delta)-private for exactly::
+
+    delta = Q(a) - exp(epsilon) Q(a + mu)        with a = epsilon / mu - mu / 2
+          = phi(a) (R(a) - R(a + mu))            as exp(epsilon) = phi(a) / phi(a + mu)
+
+where Q is the upper tail of the standard normal distribution, phi its density and R = Q / phi.
+The second form neither overflows nor cancels. All numbers are rounded so that no epsilon is
+too low.
 
 Each accountant gives an upper bound. Privacy loss distributions are rounded in each step; where
 delta is so small that this counts, Rényi's accountant of dp-accounting ("rdp") counts instead.
@@ -27,8 +38,10 @@ mechanism of multiplier z. It exists only for ``z < 2 sigma_b``.
 
 Examples
 --------
->>> round(epsilon([Release(1.0)], 1e-5), 3)
-4.377
+>>> round(epsilon([Release(1.0)], 1e-5), 3), round(epsilon_of(1.0, 1e-5), 3)
+(4.377, 4.377)
+>>> round(mu_of(8.0, 1e-5), 3)
+1.666
 >>> round(noise_multiplier(8.0, 1e-5, steps=100), 3)
 6.002
 """
@@ -38,13 +51,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from fedclip.core import parameters
 from fedclip.errors import StateError
-from fedclip.privacy.gaussian import epsilon_of, mu_of
 
 if TYPE_CHECKING:
     from dp_accounting import PrivacyAccountant
@@ -89,9 +103,6 @@ _LARGEST = 1e3
 _ROUNDING = 2.0**-49
 # So many steps, some 10^8, would not fit into memory, either.
 _SLOWEST = 1e-6
-_INSTALL = "pip install dp-accounting"
-
-
 # With noise or rates beyond these, other packages meet squares or differences that are no numbers:
 # there, too, sampling is left out of account.
 _LEAST_NOISE, _MOST_NOISE, _HIGHEST_RATE = 1e-150, 1e6, 1.0 - 1e-6
@@ -130,6 +141,11 @@ class Release(NamedTuple):
     noise_multiplier: float
     steps: int = 1
     sampling: float = 1.0
+
+    @property
+    def kind(self) -> Release:
+        """One step like these."""
+        return self._replace(steps=1)
 
 
 def epsilon(
@@ -184,10 +200,9 @@ def merged(releases: Iterable[Release]) -> list[Release]:
     >>> merged([Release(2.0, 3), Release(1.0), Release(2.0, 4)])[0].steps
     7
     """
-    counts: dict[Release, int] = {}
+    counts = Counter[Release]()
     for release in releases:
-        kind = release._replace(steps=1)
-        counts[kind] = counts.get(kind, 0) + release.steps
+        counts[release.kind] += release.steps
     return [kind._replace(steps=steps) for kind, steps in counts.items()]
 
 
@@ -197,24 +212,17 @@ def covers(spent: Iterable[Release], others: Iterable[Release]) -> bool:
     >>> covers([Release(2.0, 3), Release(1.0)], [Release(2.0, 4)])
     False
     """
-    most = {release._replace(steps=1): release.steps for release in merged(spent)}
-    return all(
-        release.steps <= most.get(release._replace(steps=1), 0) for release in merged(others)
-    )
+    most = {release.kind: release.steps for release in merged(spent)}
+    return all(release.steps <= most.get(release.kind, 0) for release in merged(others))
 
 
 def _checked(release: Release) -> Release:
+    z, steps, sampling = release
     return Release(
-        parameters.positive(noise_multiplier=release.noise_multiplier),
-        parameters.integer(1, steps=release.steps),
-        _probability(release.sampling),
+        parameters.positive(noise_multiplier=z),
+        parameters.integer(1, steps=steps),
+        parameters.number("a number in (0, 1]", 0.0, 1.0, open_low=True, sampling=sampling),
     )
-
-
-def _probability(sampling: object) -> float:
-    """Return the sampling probability if it is in (0, 1]."""
-    is_one = sampling == 1 and not isinstance(sampling, bool)
-    return 1.0 if is_one else parameters.unit_interval(sampling=sampling)
 
 
 @lru_cache(maxsize=4096)
@@ -240,15 +248,12 @@ def _countable(release: Release) -> bool:
 
 def _loss(spent: tuple[Release, ...]) -> float:
     """Return about the largest loss of privacy that has to be kept in memory."""
-    result = 0.0
+    losses = []
     for z, n, q in spent:
         log_ratio = 0.5 / z / z
-        result = max(
-            result,
-            log_ratio,
-            n * min(q * log_ratio, 0.5 * q * q * math.expm1(min(2.0 * log_ratio, 99.0))),
-        )
-    return result
+        mean = min(q * log_ratio, 0.5 * q * q * math.expm1(min(2.0 * log_ratio, 99.0)))
+        losses.append(max(log_ratio, n * mean))
+    return max(losses)
 
 
 @lru_cache(maxsize=256)
@@ -289,8 +294,7 @@ def noise_multiplier(
     high = math.sqrt(steps) / mu * (1.0 + 1e-9) if mu else math.inf
     if math.isinf(high):
         raise ValueError(
-            f"no number is large enough for the noise of epsilon={epsilon!r} at delta={delta!r}: "
-            "take a larger epsilon or delta"
+            f"no noise is enough for epsilon={epsilon!r} at delta={delta!r}: take larger ones"
         )
     if sampling == 1.0:
         return high
@@ -308,12 +312,10 @@ def noise_multiplier(
         # The cost is about a power of the noise; each of these calls may take seconds.
         share = math.log(most / epsilon) / math.log(most / max(least, 1e-300))
         middle = low * (high / low) ** min(max(share, 0.1), 0.9)
-        epsilon_here = cost(middle)
-        low, most, high, least = (
-            (low, most, middle, epsilon_here)
-            if epsilon_here <= epsilon
-            else (middle, epsilon_here, high, least)
-        )
+        if (here := cost(middle)) <= epsilon:
+            high, least = middle, here
+        else:
+            low, most = middle, here
     return high
 
 
@@ -321,7 +323,7 @@ def noise_multiplier(
 def _require_dp_accounting() -> None:
     if importlib.util.find_spec("dp_accounting") is None:
         raise ModuleNotFoundError(
-            f"accounting for samples needs dp-accounting, which is not installed: {_INSTALL}"
+            "accounting for samples needs dp-accounting: pip install dp-accounting"
         )
 
 
@@ -336,13 +338,11 @@ def _pld(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import PLDAccountant
 
-    neighbours = {
-        "add-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
-        "replace-one": NeighboringRelation.REPLACE_ONE,
-    }
+    names = {"add-remove": "ADD_OR_REMOVE_ONE", "replace-one": "REPLACE_ONE"}
     finest = max(_FINEST, _loss(spent) / _POINTS)
     grid = min(max(min(_spread(z, q) for z, _, q in spent) / 16.0, finest), _COARSEST)
-    accountant = PLDAccountant(neighbours[relation], value_discretization_interval=grid)
+    neighbours = NeighboringRelation[names[relation]]
+    accountant = PLDAccountant(neighbours, value_discretization_interval=grid)
     return Cost(_composed(accountant, spent, delta), "pld")
 
 
@@ -359,7 +359,7 @@ def _renyi(
 
 def planned_anew(spent: Iterable[Release]) -> bool:
     """Whether releases are of several plans, samples among them."""
-    plans = {release._replace(steps=1) for release in spent}
+    plans = {release.kind for release in spent}
     return len(plans) > 1 and any(release.sampling < 1.0 for release in plans)
 
 
@@ -370,10 +370,8 @@ def order_for(plan: Release, delta: float) -> float:
     >>> order_for(Release(1.0, 120, 0.05), 1e-5)
     4.5
     """
-    epsilons = {
-        order: _at_one_order((plan,), delta, RELATIONS[0], order).epsilon for order in _ORDERS
-    }
-    return float(min(epsilons, key=lambda order: epsilons[order]))
+    costs = [_at_one_order((plan,), delta, RELATIONS[0], order) for order in _ORDERS]
+    return float(_ORDERS[costs.index(min(costs))])
 
 
 @lru_cache(maxsize=4096)
@@ -434,8 +432,7 @@ def split_noise(noise_multiplier: float, bits_noise: float) -> float:
     if not z < 2 * sigma:
         raise ValueError(
             f"noise_multiplier must be below twice bits_noise, got {z!r} and {sigma!r}: take "
-            f"bits_noise > {z / 2:.4g} ({z:.4g} costs 15 % more noise on the update, {2 * z:.4g} "
-            f"costs 3 %), or noise_multiplier < {2 * sigma:.4g}"
+            f"bits_noise > {z / 2:.4g}, or noise_multiplier < {2 * sigma:.4g}"
         )
     # 1 / sqrt(z^-2 - (2 sigma)^-2), written so that no square overflows.
     return z / math.sqrt((1 - z / (2 * sigma)) * (1 + z / (2 * sigma)))
@@ -444,10 +441,8 @@ def split_noise(noise_multiplier: float, bits_noise: float) -> float:
 def check_evaluation(share: float, loss_bound: float | None, unit: str) -> None:
     """Refuse a share for evaluations without a bound on the loss of a unit, or the other way."""
     if bool(share) != (loss_bound is not None):
-        raise ValueError(
-            "evaluation_share and loss_bound go together: noise on evaluations is for a bound "
-            f"on the loss of a {unit}; got {share!r} and {loss_bound!r}"
-        )
+        got = f"got {share!r} and {loss_bound!r}"
+        raise ValueError(f"evaluation_share and loss_bound (of a {unit}) go together, {got}")
 
 
 def split_evaluation(noise_multiplier: float, share: float) -> tuple[float, float]:
@@ -517,18 +512,17 @@ class Accountant:
         self, noise_multiplier: float, budget: float, most: int, sampling: float = 1.0
     ) -> int:
         """Return how many more rounds stay within an epsilon of `budget`, up to `most`."""
-        low, high = 0, 1
+
+        def cost(rounds: int) -> float:
+            return self.epsilon(noise_multiplier, rounds, sampling)
+
+        high = 1
         # Search from below: computing an epsilon far beyond the budget takes long.
-        while high <= most and self.epsilon(noise_multiplier, high, sampling) <= budget:
-            low, high = high, 2 * high
-        high = min(high, most + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.epsilon(noise_multiplier, middle, sampling) <= budget:
-                low = middle
-            else:
-                high = middle
-        return low
+        while high <= most and cost(high) <= budget:
+            high *= 2
+        # All before this place are within the budget.
+        known = high // 2 + 1
+        return bisect_right(range(min(high, most + 1)), budget, known, key=cost) - 1
 
     def _with(self, more: Release) -> list[Release]:
         if not more.steps:
@@ -539,14 +533,8 @@ class Accountant:
         return [*self.spent, more]
 
     def get_state(self) -> list[list[float]]:
-        """Return the releases: noise multipliers, and the number of rounds with each.
-
-        If records were sampled, the probability comes third.
-        """
-        return [
-            [z, steps] if sampling == 1.0 else [z, steps, sampling]
-            for z, steps, sampling in self.spent
-        ]
+        """Return the releases as `state_of` does."""
+        return state_of(self.spent)
 
     def set_state(self, spent: object) -> None:
         """Take over what `get_state` returned; what was counted here before stays counted.
@@ -572,29 +560,79 @@ class Accountant:
         result = []
         for entry in spent:
             try:
-                z, steps, sampling = entry if len(entry) == 3 else (*entry, 1.0)
-                result.append(
-                    Release(
-                        parameters.positive(noise=z),
-                        parameters.integer(1, rounds=steps),
-                        _probability(sampling),
-                    )
-                )
+                z, steps, *sampling = entry
+                result.append(_checked(Release(z, steps, *sampling)))
             except (TypeError, ValueError) as exc:
-                raise StateError(
-                    f"'spent' must be a list of [noise, rounds], got {entry!r:.100} in it"
-                ) from exc
+                allowed = "a list of [noise, rounds]"
+                raise StateError(f"'spent' must be {allowed}, got {entry!r:.100} in it") from exc
         return result
+
+
+def state_of(spent: Iterable[Release]) -> list[list[float]]:
+    """Return the noise multiplier of each release, its steps and, if sampled, the probability."""
+    return [[z, n] if sampling == 1.0 else [z, n, sampling] for z, n, sampling in spent]
 
 
 def _begins(history: Sequence[Release], other: Sequence[Release]) -> bool:
     """Whether all releases of one history are the first of another."""
-    last = len(history) - 1
-    if last < 0:
-        return True
-    return (
-        last < len(other)
-        and [*history[:last]] == [*other[:last]]
-        and history[last].steps <= other[last].steps
-        and history[last]._replace(steps=1) == other[last]._replace(steps=1)
-    )
+    if len(history) > len(other):
+        return False
+    before, last = [*history[:-1]], history[-1:]
+    pairs = zip(last, other[len(before) :], strict=False)
+    as_long = all(a.kind == b.kind and a.steps <= b.steps for a, b in pairs)
+    return as_long and before == [*other[: len(before)]]
+
+
+# -- the Gaussian mechanism without sampling -------------------------------------------------------
+_ROOT_2PI = math.sqrt(2.0 * math.pi)
+# More than the rounding error of a tail that is exact to a few units in the last place.
+_TAIL_ERROR = 1e-13
+
+
+def epsilon_of(mu: float, delta: float) -> float:
+    """Return the least epsilon for this delta in (0, 1), rounded up; 0 without a release."""
+    if mu == 0.0 or _delta(-mu / 2.0, mu) <= delta:
+        return 0.0
+    # Q(a) is at most exp(-a^2 / 2).
+    a = _least(lambda a: _delta(a, mu) <= delta, -mu / 2.0, math.sqrt(-2.0 * math.log(delta)))
+    return (mu * a + mu * mu / 2.0) * (1.0 + _TAIL_ERROR)
+
+
+def mu_of(epsilon: float, delta: float) -> float:
+    """Return the largest mu for this epsilon > 0 and delta in (0, 1), rounded down."""
+    high = 1.0
+    while epsilon_of(high, delta) <= epsilon:
+        high *= 2.0
+    while epsilon_of(high / 2.0, delta) > epsilon:
+        high /= 2.0
+    return -_least(lambda minus: epsilon_of(-minus, delta) <= epsilon, -high, -high / 2.0)
+
+
+def _delta(a: float, mu: float) -> float:
+    density = math.exp(-a * a / 2.0) / _ROOT_2PI
+    if a < 0.0:
+        upper = 0.5 * math.erfc(a / math.sqrt(2.0))
+        return upper * (1.0 + _TAIL_ERROR) - density * _mills(a + mu) * (1.0 - _TAIL_ERROR)
+    larger = _mills(a)
+    return density * (larger - _mills(a + mu) + larger * _TAIL_ERROR)
+
+
+def _mills(x: float) -> float:
+    """Return Q(x) / phi(x), for x >= 0."""
+    if x < 5.0:
+        return 0.5 * math.erfc(x / math.sqrt(2.0)) * _ROOT_2PI * math.exp(x * x / 2.0)
+    # Laplace's continued fraction: from here on, its remainder is below the rounding error.
+    fraction = x
+    for k in range(60, 0, -1):
+        fraction = x + k / fraction
+    return 1.0 / fraction
+
+
+def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Return the least number for which `holds` is true, rounded up; it is true at `high`."""
+    for _ in range(100):
+        middle = (low + high) / 2.0
+        if not low < middle < high:
+            break
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

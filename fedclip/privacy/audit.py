@@ -30,9 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedclip.privacy.gaussian import epsilon_of, mu_of
-
-__all__ = ["Claim", "Guesses", "guess", "lower_bound"]
+from fedclip.privacy.accounting import epsilon_of, mu_of
 
 _SIGNIFICANCE = 0.05
 # Smaller deltas say nothing of events as probable as those that are counted here.

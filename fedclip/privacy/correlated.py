@@ -42,8 +42,6 @@ import numpy as np
 from fedclip.core import parameters
 from fedclip.privacy.noise import Float64, Normals
 
-__all__ = ["Stream", "coefficients", "error", "grown"]
-
 # More rounds hardly change the coefficients, and more of these hardly the error.
 _ROUNDS, WIDEST = 20_000, 256
 

@@ -36,7 +36,7 @@ probability is at most ``exp(D g)`` times that with continuous noise, and at lea
 times. Hence the sum has epsilon + 2 D g at ``exp(D g) delta`` where continuous noise has epsilon
 at delta. `site_variance` refuses a grid that is too coarse for ``g <= 2^-150``: a rounding error
 of the accountant is larger than ``D g`` for any model, and any number of rounds. So the closed
-form (`fedclip.privacy.gaussian`) holds for sums of integers, as it stands.
+form (`fedclip.privacy.accounting`) holds for sums of integers, as it stands.
 
 Examples
 --------
@@ -49,7 +49,6 @@ dtype('int64')
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from decimal import Context, Decimal, localcontext
 from fractions import Fraction
 from typing import TypeAlias
@@ -58,12 +57,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedclip.core import parameters
-from fedclip.privacy.noise import random_words
-
-__all__ = ["draws", "gap", "honest_sites", "site_variance"]
+from fedclip.privacy.noise import Words, random_words
 
 Integers: TypeAlias = NDArray[np.int64]
-Words: TypeAlias = Callable[[int], NDArray[np.uint64]]
 
 _LARGEST = 1 << 96
 # Proposals at a time: they stay in the cache.

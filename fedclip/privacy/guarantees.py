@@ -27,21 +27,12 @@ distances is that of exact arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from fedclip.core.measures import Order
 from fedclip.core.scopes import resolve
-from fedclip.privacy.norm_conversions import (
-    COARSEST,
-    l2_of,
-    number,
-    outwards,
-    root_of_squares,
-    slope,
-    stretch,
-)
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor, by name."""
@@ -142,12 +133,8 @@ _NAN = "NaN and infinity are passed on (on_nonfinite='propagate'), and have no n
 
 
 # -- which groups there are -------------------------------------------------------------------
-class _Scoped(NamedTuple):
-    """The groups of a clipper: pieces, their name in words, and the tensors left alone."""
-
-    pieces: list[Piece] | None
-    noun: str
-    note: str = ""
+_Scoped: TypeAlias = tuple[list[Piece] | None, str, str]
+"""The groups of a clipper: pieces, their name in words, and the tensors left alone."""
 
 
 def _finite(clipper: Plugin, context: Context, unclipped: object) -> bool:
@@ -181,21 +168,20 @@ def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
         for label, members in zip(groups.labels, groups.members, strict=True):
             size = sum(math.prod(shapes[groups.names[i]]) for i in members)
             pieces += [Piece(scopes.get(label, limit), size)] if size else []
-    return _Scoped(pieces, noun, _left_out(unclipped))
+    return pieces, noun, _left_out(unclipped)
 
 
 def _without_shapes(clipper: Plugin, limit: float, noun: str, sliced: bool) -> _Scoped:
-    note = ""
+    note = "tensors without these dimensions, or too small, are" if sliced else ""
     if clipper.exclude:
-        note = _LEFT_OUT.format(f"tensors like {', '.join(map(repr, clipper.exclude))} are")
-    elif sliced:
-        note = _LEFT_OUT.format("tensors without these dimensions, or too small, are")
+        note = f"tensors like {', '.join(map(repr, clipper.exclude))} are"
+    note = _LEFT_OUT.format(note) if note else ""
     if isinstance(clipper.scope, str):
-        return _Scoped([Piece(limit, 0)] if noun == "" else None, noun, note)
+        return [Piece(limit, 0)] if noun == "" else None, noun, note
     # At most one group for each pattern, and one for the rest.
     scopes = clipper.scope if isinstance(clipper.scope, Mapping) else dict.fromkeys(clipper.scope)
     limits = [limit if value is None else value for value in scopes.values()]
-    return _Scoped([Piece(value, 0) for value in [*limits, limit]], noun, note)
+    return [Piece(value, 0) for value in [*limits, limit]], noun, note
 
 
 def _left_out(names: Sequence[str]) -> str:
@@ -211,13 +197,12 @@ def _limited(clipper: Plugin, limit: float, context: Context) -> Guarantee:
     ord: Order = clipper.ord
     pieces, noun, note = _scoped(clipper, limit, context)
     finite = _finite(clipper, context, note)
-    if ord in (2, "rms"):
-        lipschitz, oblique = 1.0, ""
-    else:
-        known = pieces is not None and context.shapes is not None
-        sizes = [p.size for p in pieces or () if p.times]
-        lipschitz = max((stretch(ord, n) for n in sizes), default=1.0) if known else math.inf
+    lipschitz, oblique = 1.0, ""
+    if ord not in (2, "rms"):
         oblique = f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
+        sizes = [p.size for p in pieces or () if p.times]
+        lipschitz = max((stretch(ord, n) for n in sizes), default=1.0)
+        lipschitz = math.inf if context.shapes is None else lipschitz
     result = Guarantee(
         clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=oblique
     )
@@ -245,12 +230,8 @@ def fixed_limit(clipper: Plugin, context: Context) -> Guarantee:
     result = _limited(clipper, limit, context)
     if clipper.min_norm is None:
         return result
-    return replace(
-        result,
-        lipschitz=math.inf,
-        growth=math.inf,
-        expands="short gradients are scaled up (min_norm), in every direction",
-    )
+    why = "short gradients are scaled up (min_norm), in every direction"
+    return replace(result, lipschitz=math.inf, growth=math.inf, expands=why)
 
 
 def brought_to_norm(clipper: Plugin, context: Context) -> Guarantee:
@@ -259,19 +240,13 @@ def brought_to_norm(clipper: Plugin, context: Context) -> Guarantee:
     why = "short gradients are scaled up, in every direction"
     if not clipper.eps:
         return replace(result, lipschitz=math.inf, growth=math.inf, expands=why)
-    norms = [clipper.norm]
-    if isinstance(clipper.scope, Mapping):
-        norms += clipper.scope.values()
-    steepest = slope(max(norms), clipper.eps)
+    norms = clipper.scope.values() if isinstance(clipper.scope, Mapping) else ()
+    steepest = slope(max(clipper.norm, *norms), clipper.eps)
     # Tensors left alone keep their distances.
     least = 1.0 if result.unbounded else 0.0
     lipschitz = max(steepest * result.lipschitz, least)
-    return replace(
-        result,
-        lipschitz=lipschitz,
-        growth=lipschitz,
-        expands="" if lipschitz <= 1 else why + f" by up to norm / eps = {number(steepest)}",
-    )
+    why = "" if lipschitz <= 1 else f"{why} by up to norm / eps = {number(steepest)}"
+    return replace(result, lipschitz=lipschitz, growth=lipschitz, expands=why)
 
 
 def learnt_limit(clipper: Plugin, context: Context) -> Guarantee:
@@ -291,7 +266,6 @@ def box(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of fixed limits on values."""
     low = -clipper.max_value if clipper.min_value is None else clipper.min_value
     high = clipper.max_value
-    scopes = clipper.scope if isinstance(clipper.scope, Mapping) else {}
     pieces, _, note = _scoped(clipper, max(-low, high), context)
     finite = _finite(clipper, context, note)
     # A box that contains 0 only shortens; any other box moves 0 itself.
@@ -302,12 +276,12 @@ def box(clipper: Plugin, context: Context) -> Guarantee:
         return replace(result, unbounded=f"there is no limit {side}")
     if note or not finite:
         return replace(result, unbounded=note or _NAN)
-    bound = math.inf
-    if pieces is not None and context.shapes is not None:
-        bound = root_of_squares((piece.limit, piece.size) for piece in pieces)
     formula = f"{number(max(-low, high))}·√d for d elements"
-    if scopes:
+    if isinstance(clipper.scope, Mapping):
         formula = "√(Σ cⱼ² dⱼ) for dⱼ elements of each group, limited to cⱼ"
+    if pieces is None or context.shapes is None:
+        return replace(result, formula=formula)
+    bound = root_of_squares((piece.limit, piece.size) for piece in pieces)
     return replace(result, bound=bound, formula=formula)
 
 
@@ -336,27 +310,18 @@ def divided_by_average(clipper: object, context: Context) -> Guarantee:
 
 
 def _followed(clipper: Plugin, context: Context, learnt: str) -> Guarantee:
-    return Guarantee(
-        clipper.name,
-        growth=1.0,
-        finite=_finite(clipper, context, _scoped(clipper, 1.0, context).note),
-        unbounded=f"{learnt}, and nothing bounds it",
-        shared=learnt,
-        expands=learnt,
-    )
+    finite = _finite(clipper, context, _scoped(clipper, 1.0, context)[-1])
+    result = Guarantee(clipper.name, growth=1.0, finite=finite, shared=learnt, expands=learnt)
+    return replace(result, unbounded=f"{learnt}, and nothing bounds it")
 
 
 # -- means and deviations ---------------------------------------------------------------------
 def centred(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map that subtracts the mean."""
-    return Guarantee(
-        clipper.name,
-        lipschitz=1.0,
-        # An orthogonal projection, plus the rounding of its elements.
-        growth=1.0 + COARSEST,
-        finite=_finite(clipper, context, clipper.exclude),
-        unbounded="it takes the mean away, and limits nothing",
-    )
+    # An orthogonal projection, plus the rounding of its elements.
+    growth, finite = 1.0 + COARSEST, _finite(clipper, context, clipper.exclude)
+    why = "it takes the mean away, and limits nothing"
+    return Guarantee(clipper.name, lipschitz=1.0, growth=growth, finite=finite, unbounded=why)
 
 
 def standardised(clipper: Plugin, context: Context) -> Guarantee:
@@ -367,34 +332,25 @@ def standardised(clipper: Plugin, context: Context) -> Guarantee:
     why = "gradients that vary little are scaled up"
     if not math.isinf(steepest):
         why += f" by up to 1 / eps = {number(steepest)}"
-    result = Guarantee(
-        clipper.name,
-        lipschitz=max(1.0, steepest),
-        growth=max(1.0, steepest) * (1.0 + COARSEST),
-        finite=finite,
-        expands="" if steepest <= 1 else why,
-    )
+    lipschitz, why = max(1.0, steepest), "" if steepest <= 1 else why
+    growth = lipschitz * (1.0 + COARSEST)
+    result = Guarantee(clipper.name, lipschitz=lipschitz, growth=growth, finite=finite, expands=why)
     single = context.shapes is not None and any(p.size == 1 for p in pieces or ())
     if note or single or not finite:
         what = "a group of one element has no deviation, and is left alone"
         return replace(result, unbounded=note or (what if single else _NAN))
-    bound = math.inf
-    if pieces is not None and context.shapes is not None:
-        freedom = sum(piece.size - 1 for piece in pieces)
-        bound = outwards(math.sqrt(freedom)) * (1.0 + COARSEST)
     formula = f"√(d - k) for d elements in k {noun}s, if none has only one"
-    return replace(result, bound=bound, formula=formula if noun else "√(d - 1) for d elements")
+    result = replace(result, formula=formula if noun else "√(d - 1) for d elements")
+    if pieces is None or context.shapes is None:
+        return result
+    freedom = sum(piece.size - 1 for piece in pieces)
+    return replace(result, bound=outwards(math.sqrt(freedom)) * (1.0 + COARSEST))
 
 
 def unchanged(clipper: Plugin, context: Context) -> Guarantee:
     """Return the guarantee of a plug-in that leaves gradients unchanged."""
-    return Guarantee(
-        clipper.name,
-        lipschitz=1.0,
-        growth=1.0,
-        finite=context.finite,
-        unbounded="it leaves gradients unchanged",
-    )
+    why = "it leaves gradients unchanged"
+    return Guarantee(clipper.name, lipschitz=1.0, growth=1.0, finite=context.finite, unbounded=why)
 
 
 # -- the regularizers -------------------------------------------------------------------------
@@ -426,9 +382,8 @@ def weight_limit(regularizer: Plugin, context: Context) -> Guarantee:
 
 def noise(module: Plugin, context: Context) -> Guarantee:
     """Return the map of a plug-in that adds noise."""
-    return Guarantee(
-        module.name, noise=True, unbounded="noise is of any size", expands="it adds noise"
-    )
+    why = "noise is of any size"
+    return Guarantee(module.name, noise=True, unbounded=why, expands="it adds noise")
 
 
 def unchanged_or_noise(module: Plugin, context: Context) -> Guarantee:
@@ -441,3 +396,98 @@ def unknown(plugin: Plugin, context: Context) -> Guarantee:
     """Return the map of a plug-in that states no guarantee."""
     why = "no bound is known of it"
     return Guarantee(plugin.name, unbounded=why, shared=why, expands=why)
+
+
+# -- norms of other orders -------------------------------------------------------------------------
+# The uncertainty of a norm measured in float64, plus a few roundings.
+_ROUNDING = 2.0**-44
+SINGLE = 2.0**-24
+"""Half the distance from 1 to the next number of float32."""
+COARSEST = 2.0**-8
+"""Relative amount by which rounding elements to the nearest bfloat16 may lengthen an array."""
+
+
+def outwards(value: float) -> float:
+    """Return a number above `value` by more than its rounding error.
+
+    >>> outwards(1.0) > 1.0, outwards(1.0) < 1.0 + 1e-13
+    (True, True)
+    """
+    return value * (1.0 + _ROUNDING)
+
+
+def root_of_squares(bounds: Iterable[tuple[float, int]]) -> float:
+    """Return the L2 norm of (value, count) pairs, rounded up; a single value exactly.
+
+    >>> root_of_squares([(3.0, 1)])
+    3.0
+    >>> 2.0 <= root_of_squares([(1.0, 4)]) < 2.0 + 1e-12
+    True
+    """
+    terms = [(value, count) for value, count in bounds if count]
+    if len(terms) == 1 and terms[0][1] == 1:
+        return terms[0][0]
+    # Relative to the largest, so that no square overflows or vanishes.
+    peak = max((value for value, _ in terms), default=0.0)
+    if not 0.0 < peak < math.inf:
+        return peak
+    return outwards(peak * math.sqrt(math.fsum(n * (v / peak) ** 2 for v, n in terms)))
+
+
+def _powers(ord: Order) -> tuple[float, float]:
+    """Return the powers of the number of elements in `l2_of` and `stretch`, if there are any."""
+    if isinstance(ord, str):
+        no_limit = (math.inf, math.inf)
+        # A mean of absolute values may all be in one element.
+        return {"inf": (0.5, 0.5), "rms": (0.5, 0.0), "mad": (1.0, 0.5)}.get(ord, no_limit)
+    power = 0.5 - 1.0 / ord
+    return max(power, 0.0), abs(power) if ord >= 1 else math.inf
+
+
+def l2_of(ord: Order, limit: float, size: int) -> float:
+    """Return the largest L2 norm of `size` numbers whose measure is at most `limit`.
+
+    >>> l2_of(2, 0.5, 10), l2_of(1, 0.5, 10)
+    (0.5, 0.5)
+    >>> 5.0 <= l2_of("inf", 0.5, 100) < 5.0 + 1e-12
+    True
+    >>> l2_of("std", 0.5, 10)
+    inf
+    """
+    power, _ = _powers(ord)
+    factor = power if math.isinf(power) else size**power
+    return limit if factor == 1.0 else outwards(limit * factor)
+
+
+def stretch(ord: Order, size: int) -> float:
+    """Return the most by which scaling `size` numbers down to a limit stretches distances.
+
+    Outside the ball the derivative is a contraction times an oblique projection. The norm of that
+    projection is ``|x| |grad n(x)| / n(x)``; the result is an upper bound of it.
+
+    >>> stretch(2, 100), stretch("rms", 100)
+    (1.0, 1.0)
+    >>> 10.0 <= stretch("inf", 100) < 10.0 + 1e-12
+    True
+    >>> stretch(0.5, 100)
+    inf
+    """
+    _, power = _powers(ord)
+    factor = power if math.isinf(power) else size**power
+    return factor if factor == 1.0 else outwards(factor)
+
+
+def slope(rise: float, eps: float) -> float:
+    """Return ``rise / eps``, rounded up if it is above 1.
+
+    >>> slope(0.5, 0.5), slope(1.0, 0.0)
+    (1.0, inf)
+    """
+    if rise <= eps:
+        return rise / eps
+    return outwards(rise / eps) if eps else math.inf
+
+
+def number(value: float) -> str:
+    """Return a number as text, with few digits."""
+    return f"{value:.6g}"

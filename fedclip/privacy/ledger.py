@@ -39,30 +39,22 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
-from importlib import metadata
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 from uuid import uuid4
 
 from fedclip.core import parameters
-from fedclip.privacy.accounting import RELATIONS, Accountant, Release, order_for
-from fedclip.privacy.locks import locked
-
-__all__ = ["FILE", "Entry", "Ledger", "fingerprint", "protected", "read_entries", "total"]
+from fedclip.core.plugins import VERSION
+from fedclip.privacy.accounting import RELATIONS, Accountant, Release, merged, order_for, state_of
 
 _LOGGER = logging.getLogger("declearn.client.fedclip")
 
 FILE = "privacy_spent.json"
 """The name of a ledger in a client's checkpoint folder."""
-
-try:
-    _VERSION = metadata.version("fedclip")
-except metadata.PackageNotFoundError:  # a checkout that is not installed
-    _VERSION = ""
 
 CUT = "<cut off>"
 """The end of a line that a crash has cut off, and that charges nothing."""
@@ -129,7 +121,7 @@ def read_entries(path: Path, known: Mapping[str, Entry] | None = None) -> dict[s
     except (OSError, RecursionError, TypeError, ValueError) as exc:
         raise ValueError(
             f"{path} is not a ledger of privacy spent, or is damaged ({exc!s:.200}): give the file "
-            "that belongs to these records, or another name if they were never used"
+            "of these records, or another name if they were never used"
         ) from exc
     return entries
 
@@ -143,9 +135,7 @@ def total(entries: Iterable[Entry]) -> Accountant:
     first = next((entry for entry in entries if entry.order is not None), entries[-1])
     accountant = Accountant(entries[-1].delta, entries[-1].relation, first.order)
     accountant.plan = first.plan
-    for entry in entries:
-        for release in entry.spent:
-            accountant.add(*release)
+    accountant.spent = merged(release for entry in entries for release in entry.spent)
     return accountant
 
 
@@ -239,8 +229,6 @@ class Ledger:
             self._entries = _OF_THIS_PROCESS.setdefault(self.path, self._entries)
         else:
             self._know([self._line(spent)])
-        # The number of entries summed up, and their sum.
-        self._summed, self._sum = 0, Entry((), self.delta, self.relation)
         self._seen = 0
         self._free = self._paid = Release(0.0, 0, 0.0)
         # An unusable file fails now, and not in a round.
@@ -250,13 +238,7 @@ class Ledger:
     @property
     def accountant(self) -> Accountant:
         """All that was spent, at the budget's delta and for its relation; a copy."""
-        more = [*islice(self._entries.values(), self._summed, None)]
-        summed = total([self._sum, *more, Entry((), self.delta, self.relation)])
-        self._summed += len(more)
-        self._sum = self._sum._replace(
-            spent=tuple(summed.spent), order=summed.order, plan=tuple(summed.plan)
-        )
-        return summed
+        return total([*self._entries.values(), Entry((), self.delta, self.relation)])
 
     @property
     def spent(self) -> float:
@@ -276,12 +258,11 @@ class Ledger:
         """Count together with another ledger; neither has a file."""
         other._entries |= self._entries
         self._entries = other._entries
-        self._summed, self._sum = 0, Entry((), self.delta, self.relation)
 
     def add(self, spent: Sequence[Release], schedule: str) -> None:
         """Charge what was released by a server that kept no ledger, whatever the budget is."""
         with self._joined():
-            self._add([self._line(spent, schedule=schedule)])
+            self._add([self._line(spent, schedule=schedule, round=0)])
 
     def reserve(
         self,
@@ -308,9 +289,11 @@ class Ledger:
             allowed = self._left(noise_multiplier, rate, steps, planned)
             paid = paid._replace(steps=min(steps, allowed))
             if paid.steps or (schedule and not steps):
-                order = self._order(paid, planned)
+                more: dict[str, object] = {"evaluation": True} if evaluation else {}
+                if schedule:
+                    more |= {"schedule": schedule, "round": round_}
                 spent = [paid] if paid.steps else []
-                self._add([self._line(spent, order, evaluation, schedule, round_)])
+                self._add([self._line(spent, self._order(paid, planned), **more)])
             self._free, self._paid = paid._replace(steps=allowed - paid.steps), paid
         return paid.steps
 
@@ -322,17 +305,15 @@ class Ledger:
         StopIteration
             If it does not fit; nothing is counted then.
         """
-        paid = self._paid.steps and _alike(self._paid, Release(noise_multiplier, 1, rate))
+        paid = self._paid.steps and self._paid.kind == Release(noise_multiplier, 1, rate)
         if not paid and not self.reserve(noise_multiplier, rate, 1):
-            raise StopIteration(
-                f"the privacy budget is spent: epsilon {self.spent:.4g} of {self.epsilon:.4g} "
-                f"at delta {self.delta:.3g}; another step would pass it"
-            )
+            epsilons = f"epsilon {self.spent:.4g} of {self.epsilon:.4g} at delta {self.delta:.3g}"
+            raise StopIteration(f"the privacy budget is spent: {epsilons}")
         self._paid = self._paid._replace(steps=self._paid.steps - 1)
 
     def _left(self, noise_multiplier: float, rate: float, steps: int, planned: int) -> int:
         release = Release(noise_multiplier, max(steps, planned), rate)
-        if _alike(self._free, release) and self._free.steps >= steps:
+        if self._free.kind == release.kind and self._free.steps >= steps:
             return self._free.steps
         accountant = self.accountant
         if accountant.epsilon(*release) <= self.epsilon:
@@ -347,32 +328,23 @@ class Ledger:
         return None if known or not sampled else order_for(sampled[-1], self.delta)
 
     def _line(
-        self,
-        spent: Sequence[Release] = (),
-        order: float | None = None,
-        evaluation: bool = False,
-        schedule: str = "",
-        round_: int = 0,
+        self, spent: Sequence[Release] = (), order: float | None = None, **more: object
     ) -> str:
-        """Return a line that no other is like."""
-        charged = Accountant(self.delta, self.relation)
-        charged.spent = [*spent]
-        return json.dumps(
-            {
-                "spent": charged.get_state(),
-                "delta": charged.delta,
-                "relation": charged.relation,
-                "order": order,
-                **({"plan": self.plan} if order is not None and self.plan else {}),
-                **({"evaluation": True} if evaluation else {}),
-                **({"schedule": schedule, "round": round_} if schedule else {}),
-                "sampling": "Poisson",
-                "data": self.data,
-                "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                "fedclip": _VERSION,
-                "id": uuid4().hex,
-            }
-        )
+        """Return a line that no other is like; `more` is added unchanged."""
+        content = {
+            "spent": state_of(spent),
+            "delta": self.delta,
+            "relation": self.relation,
+            "order": order,
+            **({"plan": self.plan} if order is not None and self.plan else {}),
+            **more,
+            "sampling": "Poisson",
+            "data": self.data,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "fedclip": VERSION,
+            "id": uuid4().hex,
+        }
+        return json.dumps(content)
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
@@ -387,8 +359,8 @@ class Ledger:
                 files.enter_context(locked(self.path.with_name(name), wait=True))
             except OSError as exc:
                 raise OSError(
-                    f"no ledger can be kept at {self.path} ({exc}): name a file in a folder that "
-                    "this process may write to, on a file system with locks"
+                    f"no ledger can be kept at {self.path} ({exc}): name a file that this process "
+                    "may write, on a file system with locks"
                 ) from exc
             self._join(self.path)
             yield
@@ -401,26 +373,20 @@ class Ledger:
         known = {entry.data for entry in [*entries.values(), *self._entries.values()]}
         if unit and (units := {protected(data)[1] for data in known} - {unit, ""}):
             raise ValueError(
-                f"the ledger {path} does not protect each {unit}: it has entries for each "
-                f"{max(units)}, which cannot be composed with these. Give each {unit} another "
-                "ledger"
+                f"the ledger {path} does not protect each {unit}: its entries for each "
+                f"{max(units)} cannot be composed with these. Give each {unit} another ledger"
             )
         if others:
             _LOGGER.warning(
-                "the ledger %s is of other data (%s) than these (%s), and all is counted together: "
-                "right if the same people are in both; if not, stop, and name a separate ledger "
-                "for each set of records",
-                path,
-                "; ".join(sorted(others)),
-                self.data,
+                f"the ledger {path} is of other data ({'; '.join(sorted(others))}) than these "
+                f"({self.data}), and all is counted together. Stop if these are other people, and "
+                "name a ledger for each set of records"
             )
         lost = [line for line in self._entries if line not in entries]
         if lost:
             _LOGGER.warning(
-                "the ledger %s lacked %d of the charges of this process: it was put back, or is "
-                "another file; they are in it again",
-                path,
-                len(lost),
+                f"the ledger {path} lacked {len(lost)} of the charges of this process: it was put "
+                "back, or is another file; they are in it again"
             )
         self._entries |= entries
         if len(self._entries) != self._seen:
@@ -471,21 +437,17 @@ def _entry(line: str) -> Entry:
     if not isinstance(content, dict):
         raise TypeError(f"a line must be an object of JSON, got {line[:50]!r}")
     parameters.choice(("Poisson",), sampling=content.get("sampling"))
-    texts = (content.get(name) for name in ("data", "time", "fedclip", "schedule"))
-    data, time, version, schedule = (t[:500] if isinstance(t, str) else "" for t in texts)
+    texts = {name: content.get(name) for name in ("data", "time", "fedclip", "schedule")}
     order = content.get("order")
     return Entry(
         tuple(Accountant.check_state(content.get("spent"))),
         parameters.unit_interval(delta=content.get("delta")),
         parameters.choice(RELATIONS, relation=content.get("relation")),
         parameters.optional(parameters.number, "a number > 1", 1.0, open_low=True, order=order),
-        data,
-        time,
-        version,
-        tuple(Accountant.check_state(content.get("plan", ()))),
-        parameters.boolean(evaluation=content.get("evaluation", False)),
-        schedule,
-        parameters.integer(0, round=content.get("round", 0)),
+        plan=tuple(Accountant.check_state(content.get("plan", ()))),
+        evaluation=parameters.boolean(evaluation=content.get("evaluation", False)),
+        round=parameters.integer(0, round=content.get("round", 0)),
+        **{name: text[:500] for name, text in texts.items() if isinstance(text, str)},
     )
 
 
@@ -493,6 +455,27 @@ def _digest(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()[:32]
 
 
-def _alike(one: Release, other: Release) -> bool:
-    """Whether two releases differ at most in their number of steps."""
-    return one._replace(steps=other.steps) == other
+def locked(path: Path, *, wait: bool) -> IO[str]:
+    """Return a file that no other process has locked, made if needed; closing it ends the lock.
+
+    Raises
+    ------
+    OSError
+        If it cannot be locked; or, without `wait`, at once if somebody else has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Whoever may read it could hold it, too.
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "a")
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        file.close()
+        raise
+    return file

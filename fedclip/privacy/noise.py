@@ -41,12 +41,13 @@ from numpy.typing import NDArray
 
 from fedclip.arrays import Array, backend_named, backend_of, narrowed
 
-__all__ = ["Normals", "add_noise", "insecure_normals", "noised", "random_words", "secure_normals"]
-
 Float64: TypeAlias = NDArray[np.float64]
 
 Normals: TypeAlias = Callable[[int], Float64]
 """A function that returns a given number of standard normal draws."""
+
+Words: TypeAlias = Callable[[int], NDArray[np.uint64]]
+"""A function that returns a given number of words of 64 random bits."""
 
 _ONE = 2.0**-53
 # Number of values drawn and rounded at a time, so that they stay in the cache.

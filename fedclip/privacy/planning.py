@@ -2,7 +2,7 @@
 r"""The noise of each round for a privacy budget, and the effect of that noise on the model.
 
 For T rounds of m clients, a model of d values, and mu, the largest one that the budget allows
-(`fedclip.privacy.gaussian`), halved under "replace-one"::
+(`fedclip.privacy.accounting.mu_of`), halved under "replace-one"::
 
     z        = sqrt(T) / mu                            noise_multiplier of a round
     z_delta  = (z^-2 - (2 bits_noise)^-2)^(-1/2)       on the update, after the cost of the votes
@@ -20,19 +20,39 @@ The average of updates clipped to C has a length of at most C, and far less if c
 drift hardly depends on T (the votes cost 15 % at most): more rounds need more noise each, but also
 average it out.
 
+`TrustModels` compares this noise with that which clients add. Of m clients,
+n = floor(honest * m) are counted on to add their noise, z_delta C / sqrt(n) each, so that their sum
+is what the server would have added::
+
+    trusted       a client adds          on the average         relative to the server's noise
+    the server    nothing                z_delta C / m          1
+    n clients     z_delta C / sqrt(n)    the same sqrt(m / n)   sqrt(m / n)
+    nobody        z_delta C              the same sqrt(m)       sqrt(m)
+
+The second row takes secure sums, of integers (`fedclip.privacy.discrete`): nobody sees a reply. In
+cleartext a client has only its own noise to hide behind, which is n = 1. The noise on the votes
+grows alike. If c clients tell the server their noise, or send none, a round has the multiplier
+``z sqrt((m - c) / n)``.
+
 Examples
 --------
 >>> found = plan(8.0, 1e-5, rounds=100, clients=100, values=10_000)
 >>> found.noise_multiplier, round(found.noise, 4), round(found.length, 2), round(found.drift, 2)
 (6.003, 0.0693, 6.93, 0.69)
+>>> models = TrustModels(found, honest=0.75)
+>>> [round(row.times, 3) for row in models.rows], models.epsilon(silent=25)
+([1.0, 1.155, 10.0], 7.998...)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fedclip.core import parameters
+from fedclip.core.parameters import Config
 from fedclip.privacy.accounting import (
     RELATIONS,
     Release,
@@ -43,8 +63,7 @@ from fedclip.privacy.accounting import (
     split_noise,
 )
 from fedclip.privacy.correlated import coefficients, error, grown
-
-__all__ = ["ASK_VALUES", "Plan", "plan", "verdict"]
+from fedclip.privacy.discrete import honest_sites
 
 ASK_VALUES = "give --values, the number of values of the model, to see the effect of the noise"
 
@@ -161,15 +180,14 @@ class Plan:
                 f"  delta must be below 1 / clients = {1 / self.clients:.3g}: use a hundredth of it"
             )
         if self.length is None or self.drift is None:
-            lines.append("  " + ASK_VALUES)
-            return "\n".join(lines)
-        lines.append(
+            return "\n".join([*lines, f"  {ASK_VALUES}"])
+        lines += [
             f"  with {self.values:,} values, the noise of a round has norm {self.length:.3g} C; "
             f"the total noise is {100 * self.drift:.3g} % of the largest possible change of the "
-            "model"
-        )
-        lines.append(f"  {verdict(self.drift, self.clients, 'clients')}")
-        lines.append("  measured cost of noise, participation and correlated noise: docs/study.md")
+            "model",
+            f"  {verdict(self.drift, self.clients, 'clients')}",
+            "  measured cost of noise, participation and correlated noise: docs/study.md",
+        ]
         return "\n".join(lines)
 
     def _turns_in_words(self) -> list[str]:
@@ -178,15 +196,14 @@ class Plan:
             return []
         if self.separation == 1:
             return ["  all clients take part in every round, so a schedule saves nothing"]
-        every = _rounded_up(
-            noise_multiplier(self.epsilon, self.delta, self.rounds, relation=self.relation)
-        )
+        every = noise_multiplier(self.epsilon, self.delta, self.rounds, relation=self.relation)
+        always = _rounded_up(every)
         less = math.sqrt(self.turns / self.rounds)
         lines = [
             f"  each client takes part once in {self.separation} rounds (client sampler "
             f"'round-robin'), and pays for {self.turns} instead of {self.rounds} rounds:",
-            f"    the noise in the model is {less:.3g} times that of noise_multiplier {every:g} in "
-            "every round,",
+            f"    the noise in the model is {less:.3g} times that of noise_multiplier {always:g} "
+            "in every round,",
             f'    and {less * self.share:.3g} times with noise = "banded", which is correlated '
             f"over {len(self.coefficients)} rounds",
         ]
@@ -269,9 +286,7 @@ def in_words(spent: float) -> str:
     >>> in_words(7.999), in_words(0.0)
     ('epsilon 7.999', 'epsilon 0: delta covers it')
     """
-    if spent:
-        return f"epsilon {spent:.4g}"
-    return "epsilon 0: delta covers it"
+    return f"epsilon {spent:.4g}" if spent else "epsilon 0: delta covers it"
 
 
 def verdict(drift: float, takers: int, kind: str) -> str:
@@ -299,3 +314,114 @@ def _rounded_up(value: float) -> float:
     """
     power = 3 - math.floor(math.log10(value))
     return float(f"{math.ceil(round(value * 10.0**power, 6)) / 10.0**power:.4g}")
+
+
+# -- who adds the noise --------------------------------------------------------------------------
+class TrustModel(NamedTuple):
+    """The noise if somebody is trusted to add it.
+
+    Attributes
+    ----------
+    trusted
+        Who is.
+    each, noise
+        Standard deviation of what each client adds to each value, and of the noise on each value
+        of the average, relative to the bound.
+    times
+        The latter, relative to the server's own noise.
+    """
+
+    trusted: str
+    each: float
+    noise: float
+    times: float
+
+    def __str__(self) -> str:
+        each = f"{self.each:.3g} C" if self.each else "nothing"
+        noise = f"{self.noise:.3g} C"
+        return f"    {self.trusted:34}{each:>13}{noise:>18}   {self.times:.3g} times"
+
+
+@dataclass(frozen=True)
+class TrustModels:
+    """A plan without turns, by whom you trust to add the noise.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    honest
+        The share of the clients that surely add their noise, in (0, 1].
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `honest` is not as above.
+    """
+
+    plan: Plan
+    honest: float = 0.75
+
+    def __post_init__(self) -> None:
+        parameters.number("a number in (0, 1]", 0.0, 1.0, open_low=True, honest=self.honest)
+
+    @property
+    def sites(self) -> int:
+        """How many clients surely add their noise."""
+        return honest_sites(self.plan.clients, self.honest)
+
+    @property
+    def rows(self) -> list[TrustModel]:
+        """The server trusted with the noise, the sites, nobody."""
+        clients, each, noise = self.plan.clients, self.plan.update_noise, self.plan.noise
+        table = [TrustModel("the server", 0.0, noise, 1.0)]
+        secure = f"{self.sites} of {clients} clients, secure sums"
+        for trusted, sites in ((secure, self.sites), ("nobody, without secure sums", 1)):
+            times = math.sqrt(clients / sites)
+            table.append(TrustModel(trusted, each / math.sqrt(sites), noise * times, times))
+        return table
+
+    @property
+    def configs(self) -> tuple[Config, Config]:
+        """The parameters of `update-clip-client` and `update-clip-server`, with a `max_norm`."""
+        server = {**self.plan.config, "noise_at": "clients", "honest": self.honest, "max_norm": 1.0}
+        agreed = ("noise_multiplier", "expected_clients", "honest", "max_norm")
+        return {"noise": {name: server[name] for name in agreed}}, server
+
+    def epsilon(self, silent: int) -> float:
+        """Return the epsilon of secure sums if `silent` clients tell the server their noise."""
+        z = self.plan.noise_multiplier * math.sqrt((self.plan.clients - silent) / self.sites)
+        return epsilon([Release(z, self.plan.rounds)], self.plan.delta, self.plan.relation)
+
+    def __str__(self) -> str:
+        lines = [
+            '  the same epsilon if clients add the noise (noise_at = "clients"), by whom you '
+            "trust:",
+            f"    {'trusted to add noise':34}{'a client adds':>13}{'in the average':>18}",
+            *map(str, self.rows),
+            silent_in_words(by_silent(self.epsilon, self.plan.clients, self.sites)),
+        ]
+        return "\n".join(lines)
+
+
+def by_silent(epsilon: Callable[[int], float], clients: int, sites: int) -> dict[int, float | None]:
+    """Return epsilon by how many clients tell their noise: none, all that may, half, all others.
+
+    None stands for an infinite one.
+    """
+    epsilons = {c: epsilon(c) for c in sorted({0, clients - sites, clients // 2, clients - 1})}
+    return {c: e if math.isfinite(e) else None for c, e in epsilons.items()}
+
+
+def silent_in_words(costs: Mapping[int, float | None]) -> str:
+    """Return the result of `by_silent`, and its assumption, in two lines."""
+    cases = ", ".join(
+        ("infinite" if e is None else f"{e:.4g}") + f" if {c or 'no'} clients do"
+        for c, e in costs.items()
+    )
+    return (
+        "  epsilon with secure sums, by the number of clients that reveal their noise to the "
+        f"server: {cases}; without secure sums it is the last\n"
+        "  declearn's masks for secure sums use no cryptographic generator: see "
+        "docs/secure-aggregation.md"
+    )

@@ -22,16 +22,7 @@ from dataclasses import dataclass, replace
 from fedclip.core import parameters
 from fedclip.privacy import guarantees
 from fedclip.privacy.accounting import RELATIONS
-from fedclip.privacy.guarantees import Context, Guarantee, GuaranteeFunction, Plugin, Shapes
-from fedclip.privacy.norm_conversions import (
-    COARSEST,
-    SINGLE,
-    number,
-    outwards,
-    root_of_squares,
-)
-
-__all__ = ["GUARANTEES", "RELATIONS", "Analysis", "analyse_plugins", "look_up"]
+from fedclip.privacy.guarantees import Context, Guarantee, GuaranteeFunction, Plugin, Shapes, number
 
 _PLACES = ("record", "aggregate")
 
@@ -69,7 +60,7 @@ class Analysis:
     @property
     def per_record_safe(self) -> bool:
         """Whether the output is bounded, and depends only on the input record and public values."""
-        return bool(self.formula) and not _shared(self.guarantees) and not self.noised
+        return bool(self.formula) and not _named(self.guarantees, "shared") and not self.noised
 
     @property
     def lipschitz(self) -> float:
@@ -79,12 +70,8 @@ class Analysis:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Reasons why there is no bound, records are not safe, or distances increase: sentences."""
-        all_reasons = (
-            *_unbounded(self.guarantees),
-            *_shared(self.guarantees),
-            *_expands(self.guarantees),
-        )
-        return tuple(dict.fromkeys(all_reasons))
+        maps = self.guarantees
+        return tuple(dict.fromkeys([*_unbounded(maps), *_named(maps, "shared"), *_expands(maps)]))
 
     @property
     def name(self) -> str:
@@ -169,18 +156,16 @@ class Analysis:
         # Weight decay adds a share of the weights, which may be of any size.
         if self.l2_bound is None or self.w_decay != 0.0:
             return None
-        return outwards(abs(self.lrate) * steps * self.l2_bound)
+        return guarantees.outwards(abs(self.lrate) * steps * self.l2_bound)
 
     @property
     def bound_in_words(self) -> str:
         """The L2 bound, or the reasons why no bound exists, in a sentence."""
-        shown = "" if self.l2_bound is None else number(self.l2_bound)
-        if shown:
-            how = "" if self.formula in ("", shown) else f" ({self.formula})"
-            return f"{self.name}: the L2 norm is at most {shown}{how}."
-        if self.formula:
-            return f"{self.name}: the L2 norm is at most {self.formula}."
-        return f"{self.name}: no L2 bound ({'; '.join(_unbounded(self.guarantees))})."
+        if self.l2_bound is None and not self.formula:
+            return f"{self.name}: no L2 bound ({'; '.join(_unbounded(self.guarantees))})."
+        shown = self.formula if self.l2_bound is None else number(self.l2_bound)
+        how = "" if self.formula in ("", shown) else f" ({self.formula})"
+        return f"{self.name}: the L2 norm is at most {shown}{how}."
 
     @property
     def record_in_words(self) -> str:
@@ -193,9 +178,8 @@ class Analysis:
                 f"Per record: the sensitivity of a sum is {shown} if a record is added or removed, "
                 "and twice that if one is replaced."
             )
-        return (
-            f"Not safe per record ({'; '.join(_shared(self.guarantees))})." if self.formula else ""
-        )
+        why = "; ".join(_named(self.guarantees, "shared"))
+        return f"Not safe per record ({why})." if self.formula else ""
 
     @property
     def aggregate_in_words(self) -> str:
@@ -237,7 +221,7 @@ def _formula(maps: Sequence[Guarantee]) -> str:
     for map_ in maps:
         if math.isinf(map_.growth):
             formula = ""
-        elif formula and map_.growth > 1.0 + COARSEST:
+        elif formula and map_.growth > 1.0 + guarantees.COARSEST:
             formula = f"{number(map_.growth)} times {formula}"
         carried = bound if map_.growth == 1.0 else bound * map_.growth
         if map_.formula and formula and math.isinf(max(map_.bound, carried)):
@@ -248,8 +232,10 @@ def _formula(maps: Sequence[Guarantee]) -> str:
     return formula
 
 
-def _why(map_: Guarantee, why: str, many: bool) -> str:
-    return f"{map_.name}: {why}" if many else why
+def _named(maps: Sequence[Guarantee], kind: str) -> list[str]:
+    """Return what each map says of this kind of fault, by name if there are several maps."""
+    reasons = [(f"{m.name}: " * (len(maps) > 1), getattr(m, kind)) for m in maps]
+    return [name + why for name, why in reasons if why]
 
 
 def _unbounded(maps: Sequence[Guarantee]) -> list[str]:
@@ -258,19 +244,15 @@ def _unbounded(maps: Sequence[Guarantee]) -> list[str]:
         return ["nothing limits it"]
     if _formula(maps):
         return []
-    voids = [i for i, map_ in enumerate(maps) if math.isinf(map_.growth)]
     # Maps before the last one that undoes all bounds do not matter.
-    last = voids[-1] if voids else 0
-    return [_why(m, m.unbounded, len(maps) > 1) for m in maps[last:] if m.unbounded]
-
-
-def _shared(maps: Sequence[Guarantee]) -> list[str]:
-    return [_why(m, m.shared, len(maps) > 1) for m in maps if m.shared]
+    last = max((i for i, map_ in enumerate(maps) if math.isinf(map_.growth)), default=0)
+    before = [replace(map_, unbounded="") for map_ in maps[:last]]
+    return _named([*before, *maps[last:]], "unbounded")
 
 
 def _expands(maps: Sequence[Guarantee]) -> list[str]:
     """Return why distances are stretched."""
-    return [_why(m, m.expands, len(maps) > 1) for m in maps if m.expands and m.lipschitz > 1.0]
+    return _named([m if m.lipschitz > 1.0 else replace(m, expands="") for m in maps], "expands")
 
 
 def _declearn_clip(module: Plugin, context: Context) -> Guarantee:
@@ -286,7 +268,7 @@ def _declearn_clip(module: Plugin, context: Context) -> Guarantee:
         return replace(result, formula=formula)
     count = sum(1 for shape in (context.shapes or {}).values() if math.prod(shape)) if noun else 1
     # declearn measures and scales in the dtype of the gradient.
-    bound = root_of_squares([(limit, count)]) * (1.0 + 16 * SINGLE)
+    bound = guarantees.root_of_squares([(limit, count)]) * (1.0 + 16 * guarantees.SINGLE)
     return replace(result, bound=bound, formula=formula)
 
 
@@ -332,9 +314,10 @@ def _checked(shapes: object) -> Shapes | None:
     allowed = "shapes must be a dict of tuples of ints, such as {'w': (3, 2)}"
     if not isinstance(shapes, Mapping):
         raise TypeError(f"{allowed}, got {shapes!r}")
+    checked = {}
     for name, shape in shapes.items():
-        if not isinstance(shape, Sequence) or isinstance(shape, str):
+        if isinstance(shape, str) or not isinstance(shape, Sequence):
             raise TypeError(f"{allowed}, got {shape!r} for {name!r}")
-        for length in shape:
-            parameters.integer(0, **{f"shapes[{name!r}]": length})
-    return {name: tuple(shape) for name, shape in shapes.items()}
+        label = f"shapes[{name!r}]"
+        checked[name] = tuple([parameters.integer(0, **{label: length}) for length in shape])
+    return checked

@@ -20,7 +20,7 @@ import copyreg
 import math
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 from fedclip.arrays import Arithmetic, Array
@@ -89,16 +89,8 @@ def _type(name: str, fields: tuple[str, ...]) -> Any:
     make: Any = namedtuple
     made = make(name, fields)
     # Pickle does not find a class that was made here by its name.
-    copyreg.pickle(made, _reduced)
+    copyreg.pickle(made, lambda state: (partial(state_of, name=name), (state._asdict(),)))
     return made
-
-
-def _reduced(state: State) -> tuple[Any, ...]:
-    return _restored, (type(state).__name__, state._asdict())
-
-
-def _restored(name: str, fields: Mapping[str, Array]) -> State:
-    return state_of(fields, name=name)
 
 
 def known(rule: Any, state: State, xp: Arithmetic) -> dict[str, Array]:

@@ -16,8 +16,8 @@ import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array, Float64
 from fedclip.rules import TINY, Basis, State, updated, zeros
-from fedclip.rules.protection import NoGuard, WarmupGuard
 from fedclip.rules.sharing import Counted, Judgement, Learning, Sketched
+from fedclip.rules.warmup import NO_GUARD, WarmupGuard
 
 
 def geometric_update(
@@ -74,7 +74,7 @@ class Adaptive(Learning):
 
     @property
     def guard(self) -> WarmupGuard:
-        return WarmupGuard(self.warmup_factor) if self.start_norm is None else NoGuard()
+        return WarmupGuard(self.warmup_factor) if self.start_norm is None else NO_GUARD
 
     def begin(self, groups: int, xp: Arithmetic) -> State:
         state = zeros(groups, xp, "limit", "unclipped", "count")
@@ -82,8 +82,7 @@ class Adaptive(Learning):
 
     def threshold(self, state: State, xp: Arithmetic) -> Array:
         """Return the limit of each group."""
-        limit: Array = state.limit
-        return limit
+        return state.limit
 
     def ready(self, state: State, threshold: Array) -> Array:
         """Return which groups have a limit."""

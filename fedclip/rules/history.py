@@ -16,7 +16,7 @@
     state  = observe(observed, state)                     in the groups that learn
 
 A rule is ready after `warmup` norms, or as many as it needs, if its threshold is above 0. Until
-then `fedclip.rules.protection` protects, if there is a `warmup_factor`: its median alone learns
+then `fedclip.rules.warmup` protects, if there is a `warmup_factor`: its median alone learns
 the first norms, which are part of the warm-up. If the current norm is included,
 ``state = observe(n, state)`` comes first.
 """
@@ -33,8 +33,8 @@ import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array, Float64
 from fedclip.rules import Basis, State
-from fedclip.rules.protection import NoGuard, WarmupGuard
 from fedclip.rules.sharing import Judgement, Learning
+from fedclip.rules.warmup import NO_GUARD, WarmupGuard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class History(Learning):
     @property
     def guard(self) -> WarmupGuard:
         if self.warmup_factor is None:
-            return NoGuard()
+            return NO_GUARD
         return WarmupGuard(self.warmup_factor, least=self._left_to_guard)
 
     def shared(self) -> Self:
@@ -134,10 +134,8 @@ class History(Learning):
         spike_norms = self.spike_norms(norms, target, xp)
         first, warmup_norms = guard.limits(norms, state, xp)
         threshold = xp.where(ready, adaptive, first)
-        target, spike_norms = (
-            xp.where(ready, target, first),
-            xp.where(ready, spike_norms, warmup_norms),
-        )
+        target = xp.where(ready, target, first)
+        spike_norms = xp.where(ready, spike_norms, warmup_norms)
 
         spike = self.compared(norms) > threshold
         limits = xp.where(spike, target, xp.maximum(threshold, base))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedclip.arrays import Arithmetic, Array
-from fedclip.rules import State, zeros
+from fedclip.rules import State, state_of, zeros
 from fedclip.rules.percentile import Percentile
 from fedclip.rules.sharing import Counted, Sketched
 
@@ -34,18 +34,19 @@ class Mad(Percentile):
     mad_factor: float
     min_mad: float
 
-    def spread(self, state: State, xp: Arithmetic) -> tuple[Array, Array]:
-        """Return the median, and the median distance from it."""
-        median = self.history.estimate(state, xp)
-        away = state._replace(window=abs(state.window - median))
-        return median, self.history.estimate(away, xp)
+    def begin(self, groups: int, xp: Arithmetic) -> State:
+        # On clients of a federation, the server gives the median and the spread.
+        state = super().begin(groups, xp)
+        return state if self.is_local else state_of(state, zeros(groups, xp, "spread"))
 
     def threshold(self, state: State, xp: Arithmetic) -> Array:
-        median, spread = self.spread(state, xp)
+        median = self.history.estimate(state, xp)
+        if self.is_local:
+            away = state._replace(window=abs(state.window - median))
+            spread = self.history.estimate(away, xp)
+        else:
+            spread = state.spread
         return median + self.mad_factor * xp.maximum(_NORMAL * spread, self.min_mad * median)
-
-    def shared(self) -> Mad:
-        return MadGiven(**{**vars(self), "is_local": False})
 
     def levels(self, sketch: Sketched) -> tuple[float, ...]:
         median = sketch.quantile(0.5)
@@ -54,13 +55,3 @@ class Mad(Percentile):
     def merge(self, state: State, counted: Counted) -> State:
         level, spread = counted.levels
         return state._replace(level=level, spread=spread, count=state.count + counted.n)
-
-
-class MadGiven(Mad):
-    """The rule for clients, with the median and the spread that the server knows."""
-
-    def begin(self, groups: int, xp: Arithmetic) -> State:
-        return zeros(groups, xp, "level", "spread", "count")
-
-    def spread(self, state: State, xp: Arithmetic) -> tuple[Array, Array]:
-        return state.level, state.spread

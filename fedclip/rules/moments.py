@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running mean and variance of norms; each estimator has its own file.
+"""Running mean and variance of norms, by the estimators of three packages.
 
 ::
 
@@ -22,7 +22,6 @@ LeVeque, 1983, "Algorithms for computing the sample variance")::
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,9 +31,16 @@ from fedclip.rules.sharing import Counted
 
 
 @dataclass(frozen=True)
-class Moments(ABC):
-    """An estimator; the first `warmup` norms, and at least one, have equal weight.
+class Moments:
+    """The estimator of ZClip (arXiv:2504.02507): it learns the distance from the new mean.
 
+    ::
+
+        mean, variance = those of the first `warmup` norms; then for each u:
+        mean     <- d mean + (1-d) u
+        variance <- d variance + (1-d) (u - mean)^2                 with the new mean
+
+    The distance from the new mean is d times that from the old one.
     If it `adds_eps`, that is added to a norm before it is compared with the threshold.
     """
 
@@ -45,12 +51,12 @@ class Moments(ABC):
 
     @property
     def first(self) -> int:
-        """How many norms have equal weight."""
+        """How many norms, and at least one, have equal weight."""
         return max(self.warmup, 1)
 
-    @abstractmethod
     def share(self, keep: Array) -> Array:
         """Return the share of ``delta^2`` in the variance, after the warm-up."""
+        return keep * keep
 
     def begin(self, groups: int, xp: Arithmetic) -> State:
         """Return the state before the first norm."""
@@ -62,6 +68,64 @@ class Moments(ABC):
         equal, later = state.count / count, self.decay**counted.n
         keep, share = xp.where(late, later, equal), xp.where(late, self.share(later), equal)
         return merged(state, counted, keep, share, xp)._replace(count=count)
+
+
+class Drytorch(Moments):
+    """The estimator of drytorch's ``ZStatCriterion``: it learns the distance from the old mean.
+
+    ::
+
+        mean, variance = mean and sample variance of the first `warmup` norms, 1 for a variance that
+                         is 0 or unknown; without a warm-up 0 and 1.  Then for each u:
+        variance <- d variance + (1-d) (u - mean)^2
+        mean     <- d mean + (1-d) u
+    """
+
+    @property
+    def first(self) -> int:
+        return self.warmup
+
+    def share(self, keep: Array) -> Array:
+        return 1.0 + 0.0 * keep
+
+    def begin(self, groups: int, xp: Arithmetic) -> State:
+        state = super().begin(groups, xp)
+        return state._replace(variance=state.variance + float(not self.warmup))
+
+    def update(self, state: State, counted: Counted, xp: Arithmetic) -> State:
+        after = super().update(state, counted, xp)
+        # Keep the population variance until the last norm of the warm-up.
+        last = (state.count < self.warmup) & (after.count >= self.warmup)
+        sample = after.variance * (after.count / xp.maximum(after.count - 1.0, 1.0))
+        sample = xp.where(sample > 0, sample, 1.0 + 0.0 * sample)
+        return after._replace(variance=xp.where(last, sample, after.variance))
+
+
+class Smartclip(Moments):
+    """The estimator of smartclip's ``ZScoreClip``: averages of norms and squares, without a start.
+
+    ::
+
+        mean     = u at first
+        variance <- d (variance + (1-d) (u - mean)^2)
+        mean     <- d mean + (1-d) u
+
+    In exact arithmetic the variance is that of smartclip, the average of u^2 without the square of
+    that of u; but nothing cancels.
+    """
+
+    adds_eps: ClassVar[bool] = True
+
+    @property
+    def first(self) -> int:
+        return 1
+
+    def share(self, keep: Array) -> Array:
+        return keep
+
+
+ESTIMATORS = {"zclip": Moments, "drytorch": Drytorch, "smartclip": Smartclip}
+"""The estimators by the names of `zscore-clip`."""
 
 
 def one(norms: Array) -> Counted:

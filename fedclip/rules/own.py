@@ -36,16 +36,13 @@ class Own:
 
     def __call__(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, State]:
         after = state if self.past is None else self.past(norms, state, xp)[1]
-        try:
-            numbers = np.atleast_1d(on_host(norms)).tolist()
-            known = self._known(state, xp)
-        except Exception as error:
-            raise NotImplementedError(
-                "your limit function needs numbers, and compiled code has none: clip in eager code"
-            ) from error
+        fields = known(self.past, state, xp)
+        columns = {field: np.atleast_1d(on_host(value)) for field, value in fields.items()}
+        # A window holds many numbers for each group.
+        past = {field: column.tolist() for field, column in columns.items() if column.ndim == 1}
         limits = []
-        for group, norm in enumerate(numbers):
-            limit: Any = self.function(norm, {k: column[group] for k, column in known.items()})
+        for group, norm in enumerate(np.atleast_1d(on_host(norms)).tolist()):
+            limit: Any = self.function(norm, {f: column[group] for f, column in past.items()})
             try:
                 number = math.nan if isinstance(limit, str) else float(limit)
             except (TypeError, ValueError, OverflowError):
@@ -54,9 +51,3 @@ class Own:
                 raise ValueError(f"a limit must be > 0, or infinity for none; got {limit!r:.100}")
             limits.append(number)
         return xp.asarray(limits, like=norms), after
-
-    def _known(self, state: State, xp: Arithmetic) -> dict[str, list[float]]:
-        """Return the statistics by name, one number for each group."""
-        fields = known(self.past, state, xp)
-        columns = {field: np.atleast_1d(on_host(value)) for field, value in fields.items()}
-        return {field: column.tolist() for field, column in columns.items() if column.ndim == 1}

@@ -8,7 +8,7 @@ separation networks", arXiv:2007.14469.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from fedclip.arrays import Arithmetic, Array
 from fedclip.rules import State
@@ -32,7 +32,7 @@ class Percentile(History):
     In a federation (`merge`) the quantile is that of the sketch of all clients' norms.
     """
 
-    counters = ("sketch",)
+    counters: ClassVar[tuple[str, ...]] = ("sketch",)
 
     history: Quantile
 

@@ -58,8 +58,7 @@ class Quantile(ABC):
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
         """Return the quantile; any finite number while there is no estimate."""
-        level: Array = state.level
-        return level
+        return state.level
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,7 @@ class Markers(Quantile):
         return state._replace(**dict(zip(_HEIGHTS + _POSITIONS, h + n, strict=True)))
 
     def estimate(self, state: State, xp: Arithmetic) -> Array:
-        level: Array = state.h2
-        return level
+        return state.h2
 
     def _move(self, observed: Array, h: list[Array], n: list[Array], xp: Arithmetic) -> list[Array]:
         """Return the heights after a norm, and move the inner positions `n` in place."""
@@ -176,9 +174,8 @@ class Stream(Quantile):
         spread = state.spread + gain * (distance - state.spread)
         toward = self.quantile - xp.where(observed < level, 1.0, 0.0)
         estimate = level + xp.maximum(4.0 * start, self.rate) * spread * toward
-        estimate = xp.minimum(
-            xp.maximum(estimate, xp.minimum(observed, level)), xp.maximum(observed, level)
-        )
+        low, high = xp.minimum(observed, level), xp.maximum(observed, level)
+        estimate = xp.minimum(xp.maximum(estimate, low), high)
         # A level of 0 gives steps of 0: start again from the norm.
         return state._replace(level=xp.where(level == 0, observed, estimate), spread=spread)
 

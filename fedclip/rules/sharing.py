@@ -18,13 +18,12 @@ round with a single norm changes the state as that norm would on a single machin
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, Self
 
 from fedclip.arrays import Arithmetic, Array, Float64
 from fedclip.rules import Basis, State, state_of, updated
-from fedclip.rules.protection import WarmupGuard
+from fedclip.rules.warmup import WarmupGuard
 
 
 class Sketched(Protocol):
@@ -86,41 +85,33 @@ class Counted(NamedTuple):
     unclipped: Array = None
 
 
-class Learning(ABC):
+class Learning(Protocol):
     """A rule that can update its state from norms, and from counts of norms."""
 
     @property
-    @abstractmethod
     def counters(self) -> tuple[str, ...]:
         """What clients count: some of "moments", "sketch" and "bits"."""
 
     @property
-    @abstractmethod
     def basis(self) -> Basis:
         """Where the limits come from."""
 
     @property
-    @abstractmethod
     def guard(self) -> WarmupGuard:
         """The protection of groups that are not ready, on each client separately."""
 
-    @abstractmethod
     def begin(self, groups: int, xp: Arithmetic) -> State:
         """Return the statistics before the first norm."""
 
-    @abstractmethod
     def judge(self, norms: Array, state: State, xp: Arithmetic, guard: WarmupGuard) -> Judgement:
         """Return the limits, and what the statistics should learn."""
 
-    @abstractmethod
     def learn(self, judged: Judgement, state: State, xp: Arithmetic) -> Mapping[str, Array]:
         """Return the fields after a step, for groups that learn."""
 
-    @abstractmethod
     def merge(self, state: State, counted: Counted) -> State:
         """Return the state after a round; only groups with ``n > 0`` are used."""
 
-    @abstractmethod
     def ceiling(self, state: State) -> Float64:
         """Return the largest norm that a client can have learnt; infinity if there is no bound."""
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedclip.arrays import NUMPY, Arithmetic, Array
-from fedclip.rules import State
+import numpy as np
+
+from fedclip.arrays import NUMPY, Arithmetic, Array, Float64
+from fedclip.rules import TINY, State
 from fedclip.rules.history import History
 from fedclip.rules.moments import Moments, one
 from fedclip.rules.sharing import Counted
@@ -22,7 +24,11 @@ class ZScore(History):
     ::
 
         std       = max(sqrt(variance), min_std * mean)
-        threshold = mean + z_max * std
+        z         = (x - mean) / (std + std_eps)
+        threshold = mean + z_max * (std + std_eps)
+        limit     = mean + z_max * std                        of a spike, action "max"
+                    mean                                      action "mean"
+                    factor * (mean + z_max^2/z * std)         action "reciprocal"
 
     Mean and variance are those of `moments`: of ZClip, drytorch or smartclip. The last one takes
     x + eps for x in the comparison.
@@ -32,6 +38,9 @@ class ZScore(History):
 
     z_max: float
     min_std: float
+    std_eps: float
+    action: str
+    factor: float
     moments: Moments
 
     def begin(self, groups: int, xp: Arithmetic) -> State:
@@ -42,7 +51,19 @@ class ZScore(History):
         return xp.maximum(xp.sqrt(state.variance), self.min_std * state.mean)
 
     def threshold(self, state: State, xp: Arithmetic) -> Array:
-        return state.mean + self.z_max * self.std(state, xp)
+        return state.mean + self.z_max * (self.std(state, xp) + self.std_eps)
+
+    def target(self, norms: Array, threshold: Array, state: State, xp: Arithmetic) -> Array:
+        if self.action == "max" and not self.std_eps:
+            return threshold
+        mean, std = state.mean, self.std(state, xp)
+        if self.action == "mean":
+            return mean
+        if self.action == "max":
+            return mean + self.z_max * std
+        # Of a norm that is no spike, the z-score may be 0 or negative, and is not used.
+        excess = xp.maximum(norms - mean, TINY)
+        return self.factor * (mean + self.z_max**2 * (std + self.std_eps) / excess * std)
 
     def ready(self, state: State, threshold: Array) -> Array:
         # A mean of 0 is one to judge by.
@@ -56,3 +77,6 @@ class ZScore(History):
 
     def merge(self, state: State, counted: Counted) -> State:
         return self.moments.update(state, counted, NUMPY)
+
+    def ceiling(self, state: State) -> Float64:
+        return np.multiply(max(self.factor, 1.0), super().ceiling(state))

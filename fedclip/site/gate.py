@@ -26,16 +26,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedclip.arrays import Array, backend_of
+from fedclip.arrays import Array, HostView, backend_of
 from fedclip.errors import shown
 from fedclip.privacy.accounting import Accountant
-from fedclip.privacy.ledger import Entry, Ledger, read_entries, total
-from fedclip.privacy.locks import locked
+from fedclip.privacy.ledger import Entry, Ledger, locked, read_entries, total
 from fedclip.privacy.noise import add_noise, secure_normals
 from fedclip.site.policy import Policy, check_owned
 from fedclip.updates.client import UpdateClient
@@ -43,23 +40,19 @@ from fedclip.updates.limits import refuse_statistics, signature, zeros
 from fedclip.updates.protocol import Arrays
 from fedclip.updates.votes import BINS, COUNTS, VOTES, is_one_of
 
-AnyArray: TypeAlias = NDArray[Any]
-
 _LOGGER = logging.getLogger("fedclip.site")
 # A ledger's lock keeps other processes away, and this one other threads.
-_CHARGING = threading.Lock()
+_ALONE = threading.Lock()
 
+# The protected data in the ledger of a site, where other ledgers have a fingerprint of records.
 UNIT = "the updates of a site"
-"""The protected data in the ledger of a site, where other ledgers have a fingerprint of records."""
 
-# Without a ledger, nothing counts the replies of other processes.
-_MOST_PROCESS = 2**63
 # The largest whole number that is plain: others can hold any text.
 _LARGEST = 2**63
 
 
+# This text leaves instead of anything that must not leave, whatever the reason.
 REFUSED = "refused by this site, whose log says why"
-"""This text leaves instead of anything that must not leave, whatever the reason."""
 
 
 class Refused(RuntimeError):
@@ -82,7 +75,7 @@ def spent(policy: Policy) -> Accountant:
     return total([*entries, Entry((), policy.delta or 0.5, policy.relation)])
 
 
-def _stepped(array: AnyArray, step: AnyArray) -> AnyArray:
+def _stepped(array: HostView, step: HostView) -> HostView:
     """Return an array plus a step, in the array's dtype; rounding never makes the step longer.
 
     Examples
@@ -97,7 +90,6 @@ def _stepped(array: AnyArray, step: AnyArray) -> AnyArray:
         return np.asarray(np.where(longer, np.nextafter(result, array), result))
 
 
-_COUNTING = threading.Lock()
 # What was counted under each path: a file that is put back takes nothing from it.
 _OF_THIS_PROCESS: dict[Path, list[str]] = {}
 
@@ -145,11 +137,13 @@ class Replies:
             If the file cannot be read or written; then nothing may leave.
         """
         name = hashlib.sha256(run.encode()).hexdigest()
-        with _COUNTING, ExitStack() as files:
+        with _ALONE, ExitStack() as files:
+            lines = list[str]()
             if self.path is not None:
                 lock = self.path.with_name(f"{self.path.name}.lock")
                 files.enter_context(locked(lock, wait=True))
-            lines = self._read()
+                if self.path.exists():
+                    lines = self.path.read_text("ascii", "replace").split()
             # A file is only added to: one that is shorter was put back.
             self._known.extend(lines[len(self._known) :])
             limit = ""
@@ -167,11 +161,6 @@ class Replies:
                     os.fsync(file.fileno())
         if limit:
             raise Refused(f"the policy allows no more replies: {limit}")
-
-    def _read(self) -> list[str]:
-        if self.path is None or not self.path.exists():
-            return []
-        return self.path.read_text("ascii", "replace").split()
 
 
 class Gate:
@@ -210,10 +199,10 @@ class Gate:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self._clipper = UpdateClient()
+        self.policy, self._clipper = policy, UpdateClient()
         self._ledger: Ledger | None = None
-        self._replies = Replies(policy.max_replies_per_run, _MOST_PROCESS)
+        # Without a ledger, nothing counts the replies of other processes.
+        self._replies = Replies(policy.max_replies_per_run, _LARGEST)
         if policy.ledger is None:
             return
         path = Path(policy.ledger)
@@ -284,7 +273,7 @@ class Gate:
         if std:
             refuse_statistics(model)
         sent = self._clipper.outcome(update, self.policy.max_norm, None).arrays
-        with _CHARGING:
+        with _ALONE:
             self._charge()
         if std:
             sent = add_noise(sent, std, secure_normals)
@@ -377,7 +366,5 @@ def plain(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     if isinstance(value, numbers.Integral):
-        integer = int(value)
-        return integer if abs(integer) < _LARGEST else None
-    number = float(value)
-    return number if math.isfinite(number) else None
+        return int(value) if abs(int(value)) < _LARGEST else None
+    return float(value) if math.isfinite(value) else None

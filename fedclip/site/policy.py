@@ -19,8 +19,7 @@ from fedclip.privacy.accounting import Release, epsilon
 def _names(allow_metrics: Any) -> tuple[str, ...]:
     """Return the names of scalars."""
     if isinstance(allow_metrics, str) or not isinstance(allow_metrics, Sequence):
-        got = f"got {allow_metrics!r:.200}"
-        raise TypeError(f"allow_metrics must be a list of names of scalars, {got}")
+        raise TypeError(f"allow_metrics must be a list of names of scalars, got {allow_metrics!r}")
     return tuple(parameters.name(**{"each of allow_metrics": name}) for name in allow_metrics)
 
 
@@ -29,8 +28,7 @@ def _absolute(ledger: str) -> str:
     path = parameters.name(ledger=ledger)
     if not Path(path).is_absolute():
         raise ValueError(
-            f"ledger must be an absolute path, got {path!r}: a relative one would be a new budget "
-            "in each folder in which a process was started"
+            f"ledger must be an absolute path, got {path!r}: each folder would have a new budget"
         )
     return path
 
@@ -104,8 +102,8 @@ class Policy(Configured):
         missing = [name for name in budget if getattr(self, name) is None]
         # A ledger without a budget counts replies.
         if missing and missing not in ([*budget], [*budget[:2]]):
-            text = "max_epsilon, delta and ledger are one budget: give all of them or none"
-            raise ValueError(f"{text}; {' and '.join(missing)} is missing")
+            lacking = f"{' and '.join(missing)} is missing"
+            raise ValueError(f"max_epsilon, delta, ledger: give all of them or none; {lacking}")
         if self.max_replies is not None and self.ledger is None:
             raise ValueError("max_replies counts in a file: give ledger an absolute path")
         if self.max_epsilon is None or self.delta is None:
@@ -121,8 +119,7 @@ class Policy(Configured):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
-            was = f"{name} is {vars(self)[name]!r}"
-            raise AttributeError(f"a site's policy cannot be changed: {was}")
+            raise AttributeError(f"a site's policy cannot be changed: {name}={vars(self)[name]!r}")
         super().__setattr__(name, value)
 
     @classmethod
@@ -138,9 +135,8 @@ class Policy(Configured):
         """
         path = Path(path)
         check_owned(path)
-        text = path.read_bytes()
         try:
-            config = tomllib.loads(text.decode())
+            config = tomllib.loads(path.read_bytes().decode())
             for section in config.keys() - {"update"}:
                 got = f"got {section!r}{nearest(section, ['update'])}"
                 raise ValueError(f"a policy has the section [update] only, {got}")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,20 +28,14 @@ from fedclip.core import states
 from fedclip.core.parameters import Config
 from fedclip.core.plugins import other
 from fedclip.core.states import Fields, Statistics
-from fedclip.errors import FedclipWarning, StateError, shown
+from fedclip.errors import FedclipWarning, shown
 from fedclip.rules import Basis, State, state_of, updated
-from fedclip.rules.protection import WarmupGuard
 from fedclip.rules.sharing import Learning
+from fedclip.rules.warmup import WarmupGuard
 from fedclip.statistics.counts import Counts, FedclipSharedState, Tally
 
+# Largest number of norms of a group that a client counts in a round, by default.
 MAX_STEPS = 10_000
-"""Largest number of norms of a group that a client counts in a round, by default."""
-
-
-@cache
-def tally_of(counters: tuple[str, ...]) -> Tally:
-    """Return the counters of a rule."""
-    return Tally(counters)
 
 
 def _plain(fields: Mapping[str, object]) -> Fields:
@@ -65,7 +58,7 @@ class SharedRule:
     @property
     def tally(self) -> Tally:
         """The counters that go with the rule."""
-        return tally_of(self.rule.counters)
+        return Tally(self.rule.counters)
 
     @property
     def basis(self) -> Basis:
@@ -117,9 +110,8 @@ class SharedStatistics:
         if self.version is None and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self.clipper} has shared = true and has heard from no counterpart, so that it "
-                f"clips by its own statistics and sends nothing: add {self.clipper + '-server'!r} "
-                "to server_opt; if it is there, give each pair its own shared_name",
+                f"{self.clipper} has heard from no counterpart, and uses its own statistics: add "
+                f"{self.clipper + '-server'!r} to server_opt, and a shared_name if there are two",
                 FedclipWarning,
                 stacklevel=2,
             )
@@ -148,20 +140,17 @@ class SharedStatistics:
             }
             states.check_groups(received, blank)
         except (TypeError, LookupError) as exc:
-            raise ValueError(
-                f"{self.clipper} cannot read the state that the server has sent"
-                f"{other(message.fedclip)}"
-            ) from exc
+            text = f"{self.clipper} cannot read the server's state{other(message.fedclip)}"
+            raise ValueError(text) from exc
         self.rule, self.labels = rule, tuple(message.labels)
         unsent = statistics if self.version == message.version else {}
         self.version = message.version
-        nothing = self._nothing()
         defaults = _plain(rule.guard.init(1, NUMPY))
         result: Statistics = {k: v for k, v in unsent.items() if k not in received}
         for label, fields in received.items():
             local = statistics.get(label, {})
             complete = {name: local.get(name, value) for name, value in defaults.items()}
-            result[label] = {**nothing, **complete, **unsent.get(label, {}), **fields}
+            result[label] = {**self._nothing(), **complete, **unsent.get(label, {}), **fields}
         return result
 
     def collect(self, statistics: Statistics) -> tuple[Counts, Statistics]:
@@ -187,9 +176,7 @@ class SharedStatistics:
         if state is None:
             return None
         version = state.get("version") if isinstance(state, Mapping) else None
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise StateError(f"'shared' must be None or hold a version >= 0, got {state!r:.100}")
-        return version
+        return states.check_count("shared", version)
 
     def _nothing(self) -> Fields:
         return _plain(self.rule.tally.init(1, NUMPY))

@@ -26,7 +26,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple, Self, TypeAlias
 
@@ -41,26 +40,26 @@ from fedclip.errors import Unchecked
 from fedclip.rules import State
 from fedclip.rules.sharing import Judgement
 
+# Whole numbers, of shape (rows, groups).
 Counts: TypeAlias = NDArray[np.uint64]
-"""Whole numbers, of shape (rows, groups)."""
 
+# The centres of the sums of each group, and the largest norm that can have been learnt.
+Bounds: TypeAlias = tuple[Float64, Float64]
+
+# Norms from here on are not learnt: their squares do not fit into the digits.
 LARGEST = 2.0**60
-"""Norms from here on are not learnt: their squares do not fit into the digits."""
 
+# Relative error of a quantile of the sketch.
 ERROR = 0.03
-"""Relative error of a quantile of the sketch."""
 
 BUCKETS = 512
 
 _SKETCH = Sketch(ERROR, lowest=1e-8)
 _EDGES = _SKETCH.edges(BUCKETS - 1)
-_COLUMN = _EDGES[:, None]
 # The number that stands for each bucket: 0 for the first; the lower edge for the last, open one.
 _VALUES = np.concatenate([[0.0], _SKETCH.middle(_EDGES[1:]), _EDGES[-1:]])
 
-_BITS = 16
-_DIGITS = 12
-_SQUARE_DIGITS = 20
+_BITS, _DIGITS, _SQUARE_DIGITS = 16, 12, 20
 # The last digit is worth 2^-100, and 2^-160: far below the rounding of any norm above 1e-14.
 _SCALE, _SQUARE_SCALE = 100, 160
 _MOMENT_ROWS = 2 * _DIGITS + _SQUARE_DIGITS
@@ -93,25 +92,28 @@ class Round(NamedTuple):
         return max(float(Fraction(centre) + shift), 0.0), max(float(variance), 0.0)
 
 
+_NUMBERS = {"bits": ("new_unclipped",), "moments": ("new_mean", "new_squares")}
+
+
 class Tally:
     """The counters of one rule, some of "moments", "sketch" and "bits", wherever they are."""
 
     def __init__(self, counters: Sequence[str]) -> None:
-        self.has_moments = "moments" in counters
-        self.has_sketch = "sketch" in counters
-        self.has_bits = "bits" in counters
-        self.rows = 1 + self.has_bits + _MOMENT_ROWS * self.has_moments + BUCKETS * self.has_sketch
+        self.parts: dict[str, slice] = {}
+        self.rows = 1
+        for name, size in (("bits", 1), ("moments", _MOMENT_ROWS), ("sketch", BUCKETS)):
+            if name in counters:
+                self.parts[name] = slice(self.rows, self.rows + size)
+                self.rows += size
 
     # -- on a client, in any framework's arithmetic -----------------------------------------
     def init(self, groups: int, xp: Arithmetic) -> dict[str, Array]:
         """Return the fields at the start of a round, with all counts 0."""
         zeros = xp.asarray([0.0] * groups)
         fields = {"new": zeros}
-        if self.has_bits:
-            fields["new_unclipped"] = zeros
-        if self.has_moments:
-            fields |= {"new_mean": zeros, "new_squares": zeros}
-        if self.has_sketch:
+        for name in (name for part in self.parts for name in _NUMBERS.get(part, ())):
+            fields[name] = zeros
+        if "sketch" in self.parts:
             fields["new_above"] = xp.asarray(np.zeros((BUCKETS - 1, groups)))
         return fields
 
@@ -121,17 +123,17 @@ class Tally:
         counted = judged.learns & (observed < LARGEST) & (state.new < most)
         weight = xp.where(counted, 1.0, 0.0)
         fields: dict[str, Array] = {"new": state.new + weight}
-        if self.has_bits:
+        if "bits" in self.parts:
             fields["new_unclipped"] = state.new_unclipped + weight * unclipped
-        if self.has_moments:
+        if "moments" in self.parts:
             # Welford's update.
             observed = xp.where(weight > 0, observed, state.new_mean)
             delta = observed - state.new_mean
             mean = state.new_mean + delta / xp.maximum(fields["new"], 1.0)
             fields["new_mean"] = mean
             fields["new_squares"] = state.new_squares + delta * (observed - mean)
-        if self.has_sketch:
-            edges = xp.asarray(_COLUMN, like=observed)
+        if "sketch" in self.parts:
+            edges = xp.asarray(_EDGES[:, None], like=observed)
             more = xp.where(observed > edges, weight, 0.0 * weight)
             fields["new_above"] = state.new_above + more
         return state._replace(**fields)
@@ -141,15 +143,15 @@ class Tally:
         """Return the fields of one group as one column of whole numbers."""
         n = round(fields["new"])
         column = [n]
-        if self.has_bits:
+        if "bits" in self.parts:
             column.append(round(fields["new_unclipped"]))
-        if self.has_moments:
+        if "moments" in self.parts:
             shift = n * (fields["new_mean"] - centre)
             squares = fields["new_squares"] + shift * (fields["new_mean"] - centre)
             column += _digits(max(shift, 0.0), _SCALE, _DIGITS)
             column += _digits(max(-shift, 0.0), _SCALE, _DIGITS)
             column += _digits(max(squares, 0.0), _SQUARE_SCALE, _SQUARE_DIGITS)
-        if self.has_sketch:
+        if "sketch" in self.parts:
             above = [n, *(round(count) for count in fields["new_above"]), 0]
             column += [a - b for a, b in itertools.pairwise(above)]
         return column
@@ -157,19 +159,16 @@ class Tally:
     # -- on the server ----------------------------------------------------------------------
     def decode(self, column: Counts) -> Round:
         """Return the counts that a column of sums encodes."""
-        values = column.tolist()
-        n, place = values[0], 1
-        unclipped, first, second, buckets = 0, Fraction(0), Fraction(0), None
-        if self.has_bits:
-            unclipped, place = values[1], 2
-        if self.has_moments:
-            middle, end = place + _DIGITS, place + 2 * _DIGITS
-            first = _number(values[place:middle], _SCALE) - _number(values[middle:end], _SCALE)
-            place = end + _SQUARE_DIGITS
-            second = _number(values[end:place], _SQUARE_SCALE)
-        if self.has_sketch:
-            buckets = column[place:].astype(np.int64)
-        return Round(n, unclipped, first, second, buckets)
+        parts = {name: column[place] for name, place in self.parts.items()}
+        first, second, buckets = Fraction(0), Fraction(0), None
+        if "moments" in parts:
+            up, down, squares = np.split(parts["moments"], [_DIGITS, 2 * _DIGITS])
+            first = _number(up, _SCALE) - _number(down, _SCALE)
+            second = _number(squares, _SQUARE_SCALE)
+        if "sketch" in parts:
+            buckets = parts["sketch"].astype(np.int64)
+        unclipped = int(parts["bits"][0]) if "bits" in parts else 0
+        return Round(int(column[0]), unclipped, first, second, buckets)
 
     def fault(self, counts: Counts, members: int, most: int, bounds: Bounds) -> str:
         """Return why these `members` clients cannot have made these counts; "" if they can.
@@ -177,53 +176,24 @@ class Tally:
         Each of them counts at most `most` norms of a group; the counts have the right shape.
         """
         totals = counts[0]
+        parts = {name: counts[place] for name, place in self.parts.items()}
         if totals.max(initial=0) > members * most:
             return f"{int(totals.max()):,} norms of one group, of {members * most:,} at most"
-        start = 1
-        if self.has_bits:
-            if (counts[1] > totals).any():
-                return "more unclipped norms than norms"
-            start += 1
-        if self.has_moments:
-            digits = counts[start : start + _MOMENT_ROWS]
+        if "bits" in parts and (parts["bits"] > totals).any():
+            return "more unclipped norms than norms"
+        if (digits := parts.get("moments")) is not None:
             if digits.max(initial=0) >= members * 2**_BITS:
                 return "digits out of range"
-            fault = _implausible(totals.astype(np.float64), digits, bounds)
-            if fault:
+            if fault := _implausible(totals.astype(np.float64), digits, bounds):
                 return fault
-            start += _MOMENT_ROWS
-        if self.has_sketch:
-            buckets = counts[start:]
+        if (buckets := parts.get("sketch")) is not None:
             # Compare one by one first: a sum of huge numbers could overflow to the right one.
             if (buckets > totals).any() or (buckets.sum(axis=0) != totals).any():
                 return "buckets that do not add up to the number of norms"
-            if buckets[bounds.above].any():
+            last = np.searchsorted(_EDGES, bounds[1] * _SINGLE)
+            if buckets[np.arange(BUCKETS)[:, None] > last].any():
                 return _OUTSIDE
         return ""
-
-
-class Bounds(NamedTuple):
-    """The server's knowledge of the groups before it reads the clients' counts.
-
-    Attributes
-    ----------
-    centre
-        Centres of the sums.
-    highest
-        Largest norm that can have been learnt.
-    above
-        Which buckets of a sketch are above that, of shape (buckets, groups).
-    """
-
-    centre: Float64
-    highest: Float64
-    above: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, centre: Float64, highest: Float64) -> Bounds:
-        """Return the bounds of groups with these centres and highest norms."""
-        last = np.searchsorted(_EDGES, highest * _SINGLE)
-        return cls(centre, highest, np.arange(BUCKETS)[:, None] > last)
 
 
 _SLACK = 1.0 + 1e-9
@@ -234,21 +204,20 @@ _LOST, _LOST_SQUARE = 2.0 ** (1 - _SCALE), 2.0 ** (1 - _SQUARE_SCALE)
 _OUTSIDE = "norms below 0, or above the most that there can be"
 
 
-@cache
-def _worth(scale: int, size: int) -> Float64:
-    return np.array([2.0 ** (_BITS * place - scale) for place in range(size)])
+# What a digit is worth, lowest first.
+_WORTH = 2.0 ** (_BITS * np.arange(_DIGITS) - _SCALE)
+_SQUARE_WORTH = 2.0 ** (_BITS * np.arange(_SQUARE_DIGITS) - _SQUARE_SCALE)
 
 
 def _implausible(n: Float64, digits: Counts, bounds: Bounds) -> str:
     """Return why no norms in [0, highest] can give these sums; "" if some can. Uses floats."""
     values = digits.astype(np.float64)
-    worth = _worth(_SCALE, _DIGITS)
-    up, down = worth @ values[:_DIGITS], worth @ values[_DIGITS : 2 * _DIGITS]
-    second = _worth(_SQUARE_SCALE, _SQUARE_DIGITS) @ values[2 * _DIGITS :]
-    centre, first = bounds.centre, up - down
+    up, down = _WORTH @ values[:_DIGITS], _WORTH @ values[_DIGITS : 2 * _DIGITS]
+    second = _SQUARE_WORTH @ values[2 * _DIGITS :]
+    (centre, limits), first = bounds, up - down
     if (first * first > _SLACK * n * (second + n * _LOST_SQUARE)).any():
         return "a negative variance"
-    highest = np.where(np.isfinite(bounds.highest), bounds.highest, LARGEST) * _SINGLE
+    highest = np.where(np.isfinite(limits), limits, LARGEST) * _SINGLE
     # No norm is further from the centre. Parts that are larger cancel, and hide in rounding errors.
     reach = n * np.maximum(highest, centre)
     squares = second + 2 * centre * first + n * centre * centre
@@ -265,9 +234,9 @@ def _digits(value: float, scale: int, size: int) -> list[int]:
     return [(integer >> (_BITS * place)) & (2**_BITS - 1) for place in range(size)]
 
 
-def _number(digits: Sequence[int], scale: int) -> Fraction:
+def _number(digits: Counts, scale: int) -> Fraction:
     """Return the number with these digits, which may be sums of digits."""
-    integer = sum(digit << (_BITS * place) for place, digit in enumerate(digits))
+    integer = sum(digit << (_BITS * place) for place, digit in enumerate(digits.tolist()))
     return Fraction(integer, 2**scale)
 
 
@@ -278,8 +247,6 @@ def counts_of(members: object, counts: object, shape: tuple[int, int]) -> tuple[
     """
     if type(members) is not int or not 0 < members < 2**24:
         return None, f"from {members!r:.30} clients"
-    if isinstance(counts, np.ndarray) and counts.dtype != np.uint64:
-        return None, f"numbers of the type {counts.dtype}"
     if isinstance(counts, list):
         # Check this before NumPy makes an array of any size or kind.
         if len(counts) != shape[0] * shape[1]:
@@ -291,10 +258,8 @@ def counts_of(members: object, counts: object, shape: tuple[int, int]) -> tuple[
             return None, "numbers that are no counts"
         if counts.max(initial=0) >= 2**48:
             return None, "numbers that are no counts"
-    if not isinstance(counts, np.ndarray):
-        return None, f"{type(counts).__name__} in place of counts"
-    if counts.shape != shape:
-        return None, f"of shape {counts.shape}, not {shape}"
+    if not isinstance(counts, np.ndarray) or counts.dtype != np.uint64 or counts.shape != shape:
+        return None, f"no counts of shape {shape}"
     return counts, ""
 
 

@@ -5,27 +5,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 import numpy as np
 
-from fedclip.arrays import NUMPY, Array
+from fedclip.arrays import NUMPY
 from fedclip.core import parameters, states
 from fedclip.core.records import Integers
 from fedclip.errors import StateError, Unchecked
 from fedclip.rules import State
 from fedclip.rules.sharing import Counted, Learning
-from fedclip.statistics import counts as counting
-from fedclip.statistics.client import centre_of, tally_of
-from fedclip.statistics.counts import BUCKETS, Bounds, Counts, Round
-
-_TOGETHER = 1 << 15
-"""Numbers that are checked at a time: more would take memory, and one at a time five times as long
-(`python -m benchmarks.merge`)."""
-
-
-Claimed: TypeAlias = tuple[Unchecked, Unchecked] | str
-"""A message: the number of clients (a sum has several) and their counts; or why it is invalid."""
+from fedclip.statistics.client import centre_of
+from fedclip.statistics.counts import BUCKETS, Bounds, Round, Tally, counts_of, quantile_of
 
 
 class History:
@@ -56,11 +46,11 @@ class History:
 
     def quantile(self, p: float) -> float:
         """Return a quantile of the norms."""
-        return counting.quantile_of(self.total, p)
+        return quantile_of(self.total, p)
 
     def deviation(self, p: float, centre: float) -> float:
         """Return a quantile of the distances of the norms from a centre."""
-        return counting.quantile_of(self.total, p, centre)
+        return quantile_of(self.total, p, centre)
 
     def get_state(self) -> list[list[list[int]]]:
         """Return, for each round, the buckets that are not empty and their counts."""
@@ -75,13 +65,11 @@ class History:
         history = cls(size)
         try:
             for places, counts in rounds:
-                inside = all(parameters.integer(0, place=place) < BUCKETS for place in places)
-                if len(places) != len(counts) or not inside:
-                    raise ValueError
                 buckets = np.zeros(BUCKETS, dtype=np.int64)
-                buckets[places] = [parameters.integer(1, count=count) for count in counts]
+                for place, count in zip(places, counts, strict=True):
+                    buckets[parameters.integer(0, place=place)] = parameters.integer(1, count=count)
                 history.add(buckets)
-        except (TypeError, ValueError, OverflowError) as exc:
+        except (TypeError, ValueError, IndexError, OverflowError) as exc:
             allowed = "for each group, a list of [buckets, counts]"
             raise StateError(f"'history' must be, {allowed}, got {rounds!r:.100}") from exc
         return history
@@ -101,7 +89,7 @@ class SharedState:
 
     def __init__(self, rule: Learning, max_steps: int) -> None:
         self.rule, self.max_steps = rule, max_steps
-        self.tally = tally_of(rule.counters)
+        self.tally = Tally(rule.counters)
         self.labels: tuple[str, ...] = ()
         self.version = 0
         self.state: State = None
@@ -111,68 +99,43 @@ class SharedState:
         """Start with groups of these labels, and no norms."""
         self.labels = labels
         self.state = _columns(self.rule.begin(len(labels), NUMPY))
-        size = self.rule.remembered
-        self._histories = [History(size) for _ in labels]
+        self._histories = [History(self.rule.remembered) for _ in labels]
 
     def fields(self) -> dict[str, list[float]]:
         """Return the numbers of each field, one for each label."""
-        fields = {} if self.state is None else self.state._asdict()
-        return {
-            name: [int(x) if name == "count" else float(x) for x in column]
-            for name, column in fields.items()
-        }
+        groups = states.dump(self.state, self.labels) if self.labels else {}
+        names = self.state._fields if groups else ()
+        return {name: [group[name] for group in groups.values()] for name in names}
 
-    def merge(self, messages: Sequence[Claimed]) -> list[str]:
-        """Update the state with the clients' counts; return why each message is left out, or ""."""
-        total, members, faults = self._add_up(messages)
+    def merge(self, messages: Sequence[tuple[Unchecked, Unchecked] | str]) -> list[str]:
+        """Update the state with the clients' counts; return why each message is left out, or "".
+
+        A message is a number of clients (a sum has several) and their counts, or why it is invalid.
+        """
+        shape, faults = (self.tally.rows, len(self.labels)), list[str]()
+        if not self.labels:
+            # In this round the clients keep their counts.
+            return [""] * len(messages)
+        total, members, bounds = np.zeros(shape, dtype=np.uint64), 0, self._bounds()
+        for message in messages:
+            n, counts, fault = 0, None, str(message)
+            if not isinstance(message, str):
+                n, (counts, fault) = message[0], counts_of(*message, shape)
+            if counts is not None:
+                fault = self.tally.fault(counts, n, self.max_steps, bounds)
+            if counts is not None and not fault:
+                total += counts
+                members += n
+            faults.append(fault)
         if members:
             self._move([self.tally.decode(total[:, group]) for group in range(len(self.labels))])
             self.version += 1
         return faults
 
-    def _add_up(self, messages: Sequence[Claimed]) -> tuple[Counts, int, list[str]]:
-        shape = (self.tally.rows, len(self.labels))
-        total, members = np.zeros(shape, dtype=np.uint64), 0
-        if not self.labels:
-            # In this round the clients keep their counts.
-            return total, 0, [""] * len(messages)
-        bounds, faults = self._bounds(), []
-        # NumPy checks and adds up many clients in the time of a few.
-        step = max(1, _TOGETHER // (shape[0] * shape[1]))
-        for start in range(0, len(messages), step):
-            read = [
-                (0, None, message)
-                if isinstance(message, str)
-                else (message[0], *counting.counts_of(*message, shape))
-                for message in messages[start : start + step]
-            ]
-            if self._fault([(n, counts) for n, counts, fault in read if not fault], bounds):
-                # Somebody's counts are impossible: find out whose.
-                read = [(n, c, fault or self._fault([(n, c)], bounds)) for n, c, fault in read]
-            valid = [(n, counts) for n, counts, fault in read if not fault and counts is not None]
-            if valid:
-                total += np.sum([counts for _, counts in valid], axis=0, dtype=np.uint64)
-                members += sum(n for n, _ in valid)
-            faults += [fault for *_, fault in read]
-        return total, members, faults
-
-    def _fault(self, messages: Sequence[tuple[int, Unchecked]], bounds: Bounds) -> str:
-        """Return why not all of these counts are possible, each of that number of clients."""
-        if not messages:
-            return ""
-        sizes = {n for n, _ in messages}
-        if len(sizes) > 1:
-            return "messages of different numbers of clients"
-        table = np.stack([counts for _, counts in messages], axis=-1)
-        columns = table.reshape(len(table), -1)
-        # Each group is one column for each message.
-        each: list[Array] = [np.repeat(known, len(messages), axis=-1) for known in bounds]
-        return self.tally.fault(columns, sizes.pop(), self.max_steps, Bounds(*each))
-
     def _bounds(self) -> Bounds:
         with np.errstate(all="ignore"):
             highest = self.rule.ceiling(self.state)
-        return Bounds.of(np.array(self._centres()), highest)
+        return np.array(self._centres()), highest
 
     def _centres(self) -> list[float]:
         fields = states.dump(self.state, self.labels)
@@ -199,7 +162,7 @@ class SharedState:
         """Return the state by group, as plain numbers, strings and lists."""
         groups = {} if self.state is None else states.dump(self.state, self.labels)
         pairs = zip(self.labels, self._histories, strict=True)
-        history = {label: past.get_state() for label, past in pairs if self.tally.has_sketch}
+        history = {label: past.get_state() for label, past in pairs if "sketch" in self.tally.parts}
         return {"groups": groups, "history": history, "version": self.version}
 
     def set_state(self, state: Mapping[str, object]) -> None:
@@ -213,15 +176,14 @@ class SharedState:
         version = states.check_count("version", state["version"])
         groups = states.check_groups(state["groups"], self.rule.begin(1, NUMPY))
         labels, history = tuple(groups), state["history"]
-        expected = set(labels) if self.tally.has_sketch else set()
+        expected = set(labels) if "sketch" in self.tally.parts else set()
         if not isinstance(history, Mapping) or set(history) != expected:
             raise StateError(f"'history' must have {sorted(expected)}, got {history!r:.100}")
         size = self.rule.remembered
         histories = [History.from_state(size, history.get(label, ())) for label in labels]
         fresh = self.rule.begin(len(labels), NUMPY)
-        loaded = states.load(fresh, groups, labels) if labels else None
+        self.state = _columns(states.load(fresh, groups, labels)) if labels else None
         self.labels, self._histories = labels, histories
-        self.state = _columns(loaded) if labels else None
         self.version = version
 
 

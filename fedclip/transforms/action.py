@@ -62,17 +62,11 @@ class Decision(NamedTuple):
             k = xp.minimum(k, LARGEST[dtype] / xp.maximum(peaks, LARGEST[dtype] * 2.0**-far))
         k = k * (1.0 - MARGIN[dtype])
         k = xp.where((self.target < LEAST) | (k < 2.0**-far), 0.0, k)
-        return xp.cast(
-            xp.where(self.is_scaled, k, 1.0), "float64" if dtype == "float64" else "float32"
-        )
+        wide = "float64" if dtype == "float64" else "float32"
+        return xp.cast(xp.where(self.is_scaled, k, 1.0), wide)
 
     def by_tensor(
-        self,
-        dtypes: Sequence[str],
-        owners: Sequence[int],
-        squared: bool,
-        xp: Backend,
-        peaks: Array | None = None,
+        self, dtypes: Sequence[str], owners: Sequence[int], squared: bool, xp: Backend, peaks: Array
     ) -> Arrays:
         """Return for each tensor the factor of its group; `owners` holds the groups."""
         columns: dict[str, Arrays] = {}

@@ -32,15 +32,14 @@ from fedclip.arrays import (
     Array,
     Arrays,
     Backend,
-    HostView,
     Memory,
     NumpyBackend,
     backend_of,
-    on_host,
     with_others,
 )
+from fedclip.arrays.base import FLOATS
 from fedclip.arrays.blocks import decode, encode
-from fedclip.arrays.numpy import FLOATS, bits
+from fedclip.arrays.numpy import bits
 from fedclip.core.scopes import Groups
 from fedclip.core.states import Statistics
 from fedclip.rules import LEARNT, Basis, NoState, State
@@ -78,10 +77,10 @@ class Plan(NamedTuple):
     groups: Groups
     backend: Backend
     """The framework."""
-    dtypes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...]
     """The dtype of each array."""
     form: tuple[Any, ...] = ()
-    """Classes, dtypes and shapes of the arrays; empty if the plan is made for one gradient."""
+    """Backend, classes, dtypes and shapes of the arrays; empty for arrays on a device."""
     is_empty: bool = False
     """Whether no array has elements."""
     keeps_memory: bool = False
@@ -105,7 +104,11 @@ class Gradient:
     on_host : bool
         Whether the arrays are NumPy views.
     cached : dict
-        Arrays that the transform keeps for each tensor, by name and field; see `remember`.
+        Arrays that the transform keeps for each tensor, by name and field.
+    is_finite : bool or array
+        Whether the gradient is finite, after `finite_norms`; on a device, an array.
+    waits : bool
+        Whether a step that is not finite is not taken: the host looks, and may wait for a device.
     excluded : dict
         Excluded tensors of floats or complex numbers, by name: they are not clipped, but NaN in
         one of them is NaN in the gradient.
@@ -115,24 +118,20 @@ class Gradient:
         self,
         plan: Plan,
         arrays: Arrays,
-        excluded: Mapping[str, Array] | None = None,
-        *,
-        native: Arrays | None = None,
-        inputs: Arrays | None = None,
-        xp: NumpyBackend | None = None,
+        native: Arrays,
+        inputs: Arrays,
+        excluded: Mapping[str, Array],
+        xp: Backend | None = None,
     ) -> None:
         self.plan, self.groups, self.arrays = plan, plan.groups, arrays
         # The same with repeated rows merged, of the framework; and as the caller gave them.
-        self.native = arrays if native is None else native
-        self.inputs = self.native if inputs is None else inputs
-        self.xp: Backend = plan.backend if xp is None else xp
-        # Whether a step that is not finite is not taken: the host looks, and may wait for a device.
+        self.native, self.inputs, self.excluded = native, inputs, excluded
+        self.xp = xp or plan.backend
         self.on_host = self.waits = xp is not None
         self.cached: Statistics = {}
-        self.excluded = excluded or {}
-        self._excluded_after: Mapping[str, Array] | None = None
+        self._excluded_after: Mapping[str, Array] = {}
         self._norms: Array = None
-        self._finite: Array = True
+        self.is_finite: Array = True
 
     # -- what a transform asks for ------------------------------------------------------------
     def finite_norms(self, norms: Array) -> Array:
@@ -146,28 +145,21 @@ class Gradient:
         if self.excluded and not self.on_host:
             total = total + xp.sum(_excluded_norm(self.excluded, xp))
         # NaN is not below anything.
-        self._norms, self._finite = norms, total < math.inf
+        self._norms, self.is_finite = norms, total < math.inf
         if not self.waits:
-            return xp.where(self._finite, norms, 0.0)
-        if not self._finite or (self.on_host and self.excluded and not self.excluded_is_finite()):
+            return xp.where(self.is_finite, norms, 0.0)
+        if not self.is_finite or (self.on_host and self.excluded and not self.excluded_is_finite()):
             raise NotFiniteError
         return norms
 
-    def remember(self, after: Statistics) -> None:
-        """Keep arrays of this step, by name and field, unless it is not finite.
+    def finite_peaks(self) -> tuple[Array, Array]:
+        """Return the largest absolute element of each tensor, and of each group.
 
-        Call it after `finite_norms`.
+        Those of the groups are treated as `finite_norms` treats norms.
         """
-        if not self.waits:
-            flat = [(name, field) for name, fields in after.items() for field in fields]
-            # Nothing of a step that is not finite may stay.
-            new = self.xp.keep_if(self._finite, [after[name][field] for name, field in flat])
-            old = [self.cached[name][field] for name, field in flat]
-            values = self.xp.choose([self._finite] * len(flat), new, old)
-            after = {name: {} for name in after}
-            for (name, field), value in zip(flat, values, strict=True):
-                after[name][field] = value
-        self.cached.update(after)
+        peaks = self.xp.max_abs(self.arrays)
+        largest = self.xp.group_max(peaks, self.groups.owners, len(self.groups))
+        return peaks, self.finite_norms(largest)
 
     # -- what a clipper asks for --------------------------------------------------------------
     def replaced(self, on_nonfinite: str) -> Arrays:
@@ -177,7 +169,7 @@ class Gradient:
             self._skip_excluded(False)
             return _returned(self, xp.keep_if(False, outputs))
         # If no norm is known to be at fault, all are.
-        norms = np.zeros(len(self.groups)) if self._norms is None else on_host(self._norms)
+        norms = np.zeros(len(self.groups)) if self._norms is None else self._norms
         fine = np.isfinite(norms)
         fine = fine if not fine.all() or self.excluded else ~fine
         factors = by_tensor(np.where(fine, 1.0, math.nan), self.groups, xp)
@@ -191,10 +183,10 @@ class Gradient:
     def result(self, arrays: Mapping[str, Array], outputs: Arrays) -> Mapping[str, Array]:
         """Return the outputs and the excluded tensors by name; `arrays` if nothing has changed."""
         after = self._excluded_after
-        if outputs is self.inputs and after is None:
+        if outputs is self.inputs and not after:
             return arrays
         clipped = dict(zip(self.groups.names, outputs, strict=True))
-        return {**arrays, **clipped, **(after or {})} if self.groups.excluded else clipped
+        return {**arrays, **clipped, **after} if self.groups.excluded else clipped
 
     # -- where it is not finite ---------------------------------------------------------------
     def excluded_is_finite(self) -> bool:
@@ -230,60 +222,35 @@ def prepare(
     inputs: Arrays = [*map(arrays.__getitem__, groups.names)]
     excluded = _floats_among(arrays, groups.excluded) if groups.excluded else {}
     types = {*map(type, inputs)}
-    if backend is None and plan is not None and plan.form and plan.form[0] == types:
+    if backend is None and plan is not None and plan.form and plan.form[1] == types:
         backend = plan.backend
     elif backend is None:
         backend = _backend(groups.names, inputs or [*excluded.values()])
+    native, copied = inputs, False
     views: Any = backend.dense_views(inputs)
     if views is None:
         native = _prepared(inputs, transform, backend)
         _check_dtypes(clipper, groups.names, inputs)
-        return _prepare_others(Plan(groups, backend), native, inputs, excluded, transform, memory)
-    form = types, [*map(_dtype, views)], [*map(_shape, views)]
-    if plan is None or plan.groups is not groups or plan.backend is not backend:
-        plan = None
-    if plan is None or plan.form != form:
-        if not {*form[1]} <= FLOATS:
+        views = backend.views(native)
+        if any(view is None for view in views):
+            # Sparse arrays, arrays on devices, and those of dtypes that NumPy lacks.
+            if transform.runs_on_parts if backend.partial else transform.runs_on_device:
+                plan = Plan(groups, backend, _names(native, backend))
+                return Gradient(plan, native, native, inputs, excluded)
+            views, copied = [_fetched(a, backend) for a in native], True
+    xp = NumpyBackend(backend, views)
+    form = backend, types, [*map(_dtype, views)], [*map(_shape, views)]
+    if plan is None or plan.groups is not groups or plan.form != form:
+        if not {*form[2]} <= FLOATS:
             _check_dtypes(clipper, groups.names, inputs)
-        plan = _plan_of(Plan(groups, backend, form=form), views, NUMPY, memory)
-    xp = NumpyBackend(backend, views, memory if plan.keeps_memory else None)
-    return Gradient(plan, views, excluded, native=inputs, xp=xp)
-
-
-def _prepare_others(
-    plan: Plan,
-    native: Arrays,
-    inputs: Arrays,
-    excluded: Mapping[str, Array],
-    transform: Transform,
-    memory: Memory | None,
-) -> Gradient:
-    """Return the gradient of arrays that are sparse, on devices, or of dtypes that NumPy lacks."""
-    backend = plan.backend
-    views: Any = backend.views(native)
-    copied = False
-    if any(view is None for view in views):
-        copied = not (transform.runs_on_parts if backend.partial else transform.runs_on_device)
-        if not copied:
-            plan = plan._replace(dtypes=_names(native, backend))
-            return Gradient(plan, native, excluded, inputs=inputs)
-        views = [_fetched(a, backend) for a in native]
-    plan = _plan_of(plan, views, NumpyBackend(backend), memory)
-    xp = NumpyBackend(backend, views, memory if plan.keeps_memory else None)
-    if copied:
-        xp.in_place = False
-    return Gradient(plan, views, excluded, native=native, inputs=inputs, xp=xp)
-
-
-def _plan_of(
-    plan: Plan, views: Sequence[HostView], xp: NumpyBackend, memory: Memory | None
-) -> Plan:
-    """Return the plan with what is known from views on the host."""
-    is_empty = not any(view.size for view in views)
-    keeps_memory = False
-    if memory is not None and not plan.backend.in_place:
-        keeps_memory = memory.serves([view.nbytes for view in views])
-    return plan._replace(dtypes=_names(views, xp), is_empty=is_empty, keeps_memory=keeps_memory)
+        is_empty = not any(view.size for view in views)
+        keeps = False
+        if memory is not None and not backend.in_place:
+            keeps = memory.serves([view.nbytes for view in views])
+        plan = Plan(groups, backend, _names(views, xp), form, is_empty, keeps)
+    xp.memory = memory if plan.keeps_memory else None
+    xp.in_place = xp.in_place and not copied
+    return Gradient(plan, views, native, inputs, excluded, xp)
 
 
 def _names(arrays: Arrays, xp: Backend) -> tuple[str, ...]:
@@ -295,7 +262,7 @@ def _prepared(inputs: Arrays, transform: Transform, backend: Backend) -> Arrays:
     return [*map(backend.dense, arrays)] if transform.dense else arrays
 
 
-def _fetched(array: Array, backend: Backend) -> HostView:
+def _fetched(array: Array, backend: Backend) -> Array:
     """Return a copy, in host memory, of what a view would show."""
     values = bits(backend.to_host(array))
     return encode(values, np.dtype(np.uint16)) if backend.dtype(array) == "bfloat16" else values
@@ -303,23 +270,17 @@ def _fetched(array: Array, backend: Backend) -> HostView:
 
 def _floats_among(arrays: Mapping[str, Array], names: frozenset[str]) -> dict[str, Array]:
     """Return the arrays of some names, except those of dtypes without NaN and infinity."""
-    return {n: a for n, a in arrays.items() if n in names and _can_be_nan(a)}
-
-
-def _can_be_nan(array: Array) -> bool:
-    dtype = backend_of(array).dtype(array)
-    return dtype in DTYPES or dtype.startswith(("complex", "float128"))
+    dtypes = {n: backend_of(a).dtype(a) for n, a in arrays.items() if n in names}
+    others = ("complex", "float128")
+    return {n: arrays[n] for n, d in dtypes.items() if d in DTYPES or d.startswith(others)}
 
 
 def _backend(names: Sequence[str], values: Arrays) -> Backend:
     backend = backend_of(values[0]) if values else NUMPY
-    if len({*map(type, values)}) > 1:
-        others = [n for n, v in zip(names, values, strict=False) if backend_of(v) is not backend]
-        if others:
-            raise TypeError(
-                f"tensors of one gradient must be of one framework: {names[0]!r} is of "
-                f"{backend.name}, {others[0]!r} is not"
-            )
+    for name, value in zip(names, values, strict=False):
+        if backend_of(value) is not backend:
+            got = f"{names[0]!r} is of {backend.name}, {name!r} is not"
+            raise TypeError(f"tensors of one gradient must be of one framework: {got}")
     return backend
 
 
@@ -327,10 +288,8 @@ def _check_dtypes(clipper: str, names: Sequence[str], arrays: Arrays) -> None:
     for name, array in zip(names, arrays, strict=True):
         dtype = backend_of(array).dtype(array)
         if dtype not in DTYPES:
-            raise TypeError(
-                f"{clipper} clips {', '.join(DTYPES)}; {name!r} is {dtype}: convert it, or put "
-                "its name in exclude"
-            )
+            got = f"{name!r} is {dtype}: convert it, or put its name in exclude"
+            raise TypeError(f"{clipper} clips {', '.join(DTYPES)}; {got}")
 
 
 # -- step and finish -----------------------------------------------------------------------------
@@ -368,7 +327,7 @@ def finish(gradient: Gradient, outcome: Outcome) -> Outcome:
     return Outcome(outputs, state, norms, limits, clipped, finite)
 
 
-def _returned(gradient: Gradient, outputs: Sequence[HostView]) -> Arrays:
+def _returned(gradient: Gradient, outputs: Arrays) -> Arrays:
     """Return outputs of the host as arrays of the framework; the very same where unchanged."""
     native, backend = gradient.native, gradient.plan.backend
     # What was made dense to change it in place is new.
@@ -395,7 +354,7 @@ def _finish_unseen(
     In a step that is passed on, the groups that are finite stay unchanged, as on the host; rows of
     sparse arrays, and what was clipped in place, stay clipped.
     """
-    xp, finite = gradient.xp, gradient._finite
+    xp, finite = gradient.xp, gradient.is_finite
     after = outcome.state
     if after:
         after = type(after)(*xp.choose([finite] * len(state), after, state))
@@ -421,7 +380,7 @@ def _passed_on(gradient: Gradient, outputs: list[Array], moves_others: bool) -> 
     if moves_others and not xp.in_place:
         dense = [i for i, array in enumerate(outputs) if xp.dense(array) is array]
         new, old = [outputs[i] for i in dense], [gradient.arrays[i] for i in dense]
-        chosen = xp.choose([gradient._finite] * len(dense), new, old)
+        chosen = xp.choose([gradient.is_finite] * len(dense), new, old)
         outputs = with_others(outputs, dense, chosen)
     # NaN and infinity make NaN.
     return xp.scale(outputs, by_tensor(1.0 + 0.0 * gradient._norms, gradient.groups, xp))
@@ -436,19 +395,15 @@ def by_tensor(numbers: Array, groups: Groups, xp: Backend) -> list[Array]:
 def _is_finite(array: Array, backend: Backend) -> bool:
     # A sum of repeated rows may overflow.
     (array,) = backend.prepared([array])
-    values = decode(bits(backend.to_host(array)))
-    # A sum of finite numbers may overflow: if it does, look at the elements.
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
+    return bool(np.isfinite(decode(bits(backend.to_host(array)))).all())
 
 
 def _excluded_norm(excluded: Mapping[str, Array], xp: Backend) -> Array:
     """Return one norm that is finite if excluded tensors are; of any dtype that can be NaN."""
     # Of another dtype, only whether it is finite.
-    real = [
-        a if xp.dtype(a) in DTYPES else xp.where(xp.isfinite(a), 0.0, math.nan)
-        for a in excluded.values()
-    ]
+    usual = [a for a in excluded.values() if xp.dtype(a) in DTYPES]
+    others = [a for a in excluded.values() if xp.dtype(a) not in DTYPES]
+    real = usual + [xp.where(xp.isfinite(a), 0.0, math.nan) for a in others]
     return xp.group_norms(xp.prepared(real), [range(len(real))])
 
 
@@ -521,12 +476,11 @@ def device_state(
     known. Of the arrays, only dtype, shape and device count.
     """
     inputs = [arrays[name] for name in groups.names]
-    if state:
-        columns = (backend.asarray(np.atleast_1d(c), like=inputs[0]) for c in state)
-        state = type(state)(*columns)
+    state = type(state)(*(backend.asarray(np.atleast_1d(c), like=inputs[0]) for c in state))
     if not transform.array_fields:
         return state
-    gradient = Gradient(Plan(groups, backend, _names(inputs, backend)), inputs)
+    plan = Plan(groups, backend, _names(inputs, backend))
+    gradient = Gradient(plan, inputs, inputs, inputs, {})
     gradient.cached.update(cached)
     return DeviceState(state, transform.recalled(gradient))
 
@@ -548,22 +502,19 @@ def clip_on_device(
     if transform.array_fields:
         if not isinstance(state, DeviceState):
             raise TypeError(
-                f"{transform} keeps arrays: its state must be one of `device_state`, got "
-                f"{type(state).__name__}"
+                f"{transform} needs a state of device_state, got {type(state).__name__}"
             )
         state, cached = state
     if state and tuple(state[0].shape)[-1:] not in ((), (len(groups),)):
-        raise ValueError(
-            f"the state is of {state[0].shape[-1]} groups of tensors, and this gradient has "
-            f"{len(groups)}: give each step the tensors that the state was made for"
-        )
+        got = f"{state[0].shape[-1]} groups of tensors, and this gradient has {len(groups)}"
+        raise ValueError(f"the state is of {got}: give the tensors that it was made for")
     native = _prepared([arrays[name] for name in groups.names], transform, backend)
     excluded = _floats_among(arrays, groups.excluded) if groups.excluded else {}
-    gradient = Gradient(Plan(groups, backend, _names(native, backend)), native, excluded)
+    plan = Plan(groups, backend, _names(native, backend))
+    gradient = Gradient(plan, native, native, native, excluded)
     gradient.cached.update(cached)
     outcome = take_step(transform, gradient, state, on_nonfinite)
-    clipped = {**arrays, **dict(zip(groups.names, outcome.outputs, strict=True))}
-    clipped.update(gradient._excluded_after or {})
+    clipped = dict(zip(groups.names, outcome.outputs, strict=True))
     if transform.array_fields:
         outcome = outcome._replace(state=DeviceState(outcome.state, gradient.cached))
-    return clipped, outcome
+    return {**arrays, **clipped, **gradient._excluded_after}, outcome

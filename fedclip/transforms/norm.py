@@ -34,13 +34,15 @@ from fedclip.transforms.base import Gradient, Outcome, Transform
 class NormClipping(Transform):
     """Rule × measure × action; the scope comes with the groups of each call.
 
-    If it is `dry`, it only measures: nothing is over a limit, and nothing changes.
+    If it is `dry`, it measures and decides, but changes nothing. With `only_measures` it asks no
+    rule: nothing is over a limit.
     """
 
     rule: Rule
     ord: Order = 2
     action: Action = SCALE_DOWN
     dry: bool = False
+    only_measures: bool = False
 
     runs_on_parts = True
     by_norms = True
@@ -57,11 +59,11 @@ class NormClipping(Transform):
         """Clip one gradient by norms."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         if self.ord == 2:
-            measured = xp.group_norms(arrays, groups.members)
+            norms = xp.group_norms(arrays, groups.members)
         else:
-            measured = measure(arrays, groups, self.ord, xp)
-        norms = gradient.finite_norms(measured)
-        if self.dry:
+            norms = measure(arrays, groups, self.ord, xp)
+        norms = gradient.finite_norms(norms)
+        if self.only_measures:
             return Outcome(arrays, state, norms, norms, norms < 0.0)
         return self.judged(gradient, norms, state)
 
@@ -77,7 +79,7 @@ class NormClipping(Transform):
         decision = self.action.decide(norms, limits, xp)
         factors = None
         # If the host sees that all factors are 1, it does not compute them.
-        if not gradient.on_host or any(decision.is_scaled.tolist()):
+        if not (self.dry or (gradient.on_host and not any(decision.is_scaled.tolist()))):
             groups, peaks = gradient.groups, None
             if self.action.scales_up:
                 peaks = xp.group_max(xp.max_abs(arrays), groups.owners, len(groups))

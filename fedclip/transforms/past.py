@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on single elements that follow from the past of each element.
+r"""Limits that follow from an array of the past of each tensor: on single elements, or on norms.
 
-The past of a tensor is one array. `fedclip.rules.elementwise` has the rules that derive limits
-from it.
+A limit on elements is a pure function of a piece of a gradient, the same piece of the tensor's
+past, and numbers that follow from how many gradients the tensor had before::
+
+    numbers              = self.numbers(counts, xp)         for all tensors together
+    output, limits, past = self.clipped(values, past, numbers, xp)
+
+Elements do not depend on each other, so a gradient may be cut into any pieces. The past is zero at
+first. Outputs lie exactly within the limits, and the past stays finite too.
 """
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from fedclip.arrays import LARGEST, Array, Arrays
+from fedclip.arrays import LARGEST, NUMPY, Array, Arrays, Backend
+from fedclip.core.measures import SQUARED, Order, measure
+from fedclip.core.scopes import Groups
 from fedclip.core.states import Statistics
-from fedclip.rules import State
-from fedclip.rules.elementwise import ElementRule
-from fedclip.transforms.base import Gradient, Outcome, Transform
+from fedclip.rules import CLEAR, NoState, State, zeros
+from fedclip.rules.constant import Given
+from fedclip.transforms.action import Action
+from fedclip.transforms.base import Gradient, Outcome, Transform, by_tensor
+from fedclip.transforms.norm import NormClipping
 
 PAST = ("past", "count")
 """Names of the arrays kept for each tensor: its past, and the number of its gradients."""
@@ -54,19 +66,15 @@ def _recall(gradient: Gradient, name: str, array: Array) -> dict[str, Array]:
     past, count = (known[field] for field in PAST)
     held, shape = tuple(past.shape), tuple(array.shape)
     if held != shape:
-        raise ValueError(
-            f"the state of {name!r} is of shape {held}, its gradient of {shape}: "
-            "load the state of this model, or none"
-        )
+        got = f"the state of {name!r} is of shape {held}, its gradient of {shape}"
+        raise ValueError(f"{got}: load the state of this model, or none")
     moves = isinstance(past, np.ndarray) and not gradient.on_host
     if moves:
         past, count = (xp.asarray(x, like=array) for x in (past, count))
     if xp.dtype(past) != dtype:
-        if dtype == "float32":
-            # A wider gradient may have left numbers that are beyond it.
-            top = LARGEST[dtype]
-            past = xp.minimum(xp.maximum(past, -top), top)
-        past = xp.cast(past, dtype)
+        # A wider gradient may have left numbers that are beyond it.
+        top = LARGEST[dtype]
+        past = xp.cast(xp.minimum(xp.maximum(past, -top), top), dtype)
     # What is added to zeros of the array is split over devices as the array is.
     return {"past": past + _zeros(gradient, array, dtype) if moves else past, "count": count}
 
@@ -78,32 +86,203 @@ def _zeros(gradient: Gradient, array: Array, dtype: str) -> Array:
 
 
 def remember(gradient: Gradient, pasts: Arrays, counts: Array) -> None:
-    """Keep new pasts, and numbers of gradients before this one, for the next step."""
-    names = gradient.groups.names
-    after = gradient.xp.pieces(counts + 1.0, [()] * len(names))
-    trios = zip(names, pasts, after, strict=True)
-    gradient.remember({name: {"past": past, "count": count} for name, past, count in trios})
+    """Keep new pasts, and numbers of gradients before this one, unless the step is not finite.
+
+    Call it after `finite_norms`.
+    """
+    names, xp = gradient.groups.names, gradient.xp
+    after: Arrays = [*pasts, *xp.pieces(counts + 1.0, [()] * len(names))]
+    if not gradient.waits:
+        # Nothing of a step that is not finite may stay.
+        before = [gradient.cached[name][field] for field in PAST for name in names]
+        after = xp.keep_if(gradient.is_finite, after)
+        after = xp.choose([gradient.is_finite] * len(after), after, before)
+    for i, name in enumerate(names):
+        gradient.cached[name] = {"past": after[i], "count": after[len(names) + i]}
 
 
-@dataclass(frozen=True)
 class PastClipping(Remembering):
-    """A limit for each element, which a rule derives from the element's past."""
+    """A limit for each element, which follows from the element's past."""
 
-    rule: ElementRule
+    @abstractmethod
+    def numbers(self, counts: Array, xp: Backend) -> Arrays:
+        """Return numbers for each tensor, given the numbers of its gradients before this one."""
+
+    @abstractmethod
+    def clipped(self, values: Array, past: Array, numbers: Arrays, xp: Backend) -> Arrays:
+        """Return outputs, limits and the new past."""
 
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient; the record has the largest element as norm, and the largest limit."""
-        arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
+        groups, xp = gradient.groups, gradient.xp
         owners, number = groups.owners, len(groups)
-        norms = gradient.finite_norms(xp.group_max(xp.max_abs(arrays), owners, number))
+        _, norms = gradient.finite_peaks()
         pasts, counts = self.begun(gradient)
 
-        def call(values: Array, past: Array, *numbers: Array) -> tuple[Array, ...]:
-            output, limits, after = self.rule(values, past, numbers, xp)
+        def call(values: Array, past: Array, *numbers: Array) -> Arrays:
+            output, limits, after = self.clipped(values, past, numbers, xp)
             return output, after, xp.max(limits), xp.max(abs(output - values))
 
-        columns = [arrays, pasts, *self.rule.numbers(counts, xp)]
+        columns = [gradient.arrays, pasts, *self.numbers(counts, xp)]
         outputs, after, tops, moves = xp.mapped(call, columns)
         remember(gradient, after, counts)
         limits = xp.group_max(tops, owners, number)
         return Outcome(outputs, state, norms, limits, xp.group_max(moves, owners, number) > 0)
+
+
+def step_size(decay: float, debias: bool, counts: Array) -> Array:
+    """Return the weight of a new value in a moving average of `counts` values.
+
+    ``debias`` divides an average that starts at zero by ``1 - decay^t``. This equals starting with
+    a plain mean: the weight falls from 1 to ``1 - decay``.
+    """
+    weight = 1 - decay + 0.0 * counts
+    return weight / (1 - decay ** (counts + 1)) if debias else weight
+
+
+def blend(mean: Array, values: Array, weight: Array) -> Array:
+    """Return ``mean + weight (values - mean)``, without overflow of the difference."""
+    half = (0.5 * weight) * values - (0.5 * weight) * mean
+    return mean + half + half
+
+
+def _within(values: Array, limits: Array, xp: Backend) -> Array:
+    return xp.minimum(xp.maximum(values, -limits), limits)
+
+
+@dataclass(frozen=True)
+class EmaValue(PastClipping):
+    r"""Moving average of the absolute values (torchzero's ``ClipValueByEMA``).
+
+    ::
+
+        e = e + (1 - decay) (|g| - e)          starting at start times |g|
+        limit = e
+    """
+
+    decay: float
+    start: float
+    debias: bool
+
+    def numbers(self, counts: Array, xp: Backend) -> Arrays:
+        first = xp.where(counts == 0, 1.0, 0.0 * counts)
+        return first, step_size(self.decay, self.debias, counts)
+
+    def clipped(self, values: Array, past: Array, numbers: Arrays, xp: Backend) -> Arrays:
+        first, weight = numbers
+        size = abs(values)
+        begun = xp.minimum(size * self.start, LARGEST[xp.dtype(size)])
+        size = blend(past + first * begun, size, weight)
+        return _within(values, size, xp), size, size
+
+
+@dataclass(frozen=True)
+class GrowthValue(PastClipping):
+    r"""Growth from one output to the next (torchzero's ``ClipValueGrowth``).
+
+    ::
+
+        limit = min(|p| + add, max(|p|, min_value) mul)         p: the output before
+        p = the output;  p / max_decay where it fell by more than that
+    """
+
+    mul: float | None
+    add: float | None
+    min_value: float | None
+    max_decay: float | None
+
+    def numbers(self, counts: Array, xp: Backend) -> Arrays:
+        # Without a past there is no limit, and nothing has fallen.
+        free = xp.where(counts == 0, math.inf, 0.0 * counts)
+        return free, free + (self.max_decay or math.inf)
+
+    def clipped(self, values: Array, past: Array, numbers: Arrays, xp: Backend) -> Arrays:
+        free, decay = numbers
+        base, rising = abs(past), abs(values)
+        floor = xp.maximum(base, self.min_value) if self.min_value else base
+        limits = base + free
+        if self.add is not None:
+            limits = limits + self.add
+            rising = xp.minimum(rising, limits)
+        if self.mul is not None:
+            grown = floor * self.mul + free
+            if not self.min_value:
+                # Without a floor a zero could never grow: treat it as not yet seen.
+                grown = xp.where(floor == 0, math.inf, grown)
+            limits = grown if self.add is None else xp.minimum(limits, grown)
+        if self.mul is None and self.add is None:
+            limits = base + math.inf
+        output = _within(values, limits, xp)
+        if self.max_decay is None:
+            return output, limits, output
+        return output, limits, xp.where(rising < floor / decay, past / self.max_decay, output)
+
+
+@dataclass(frozen=True)
+class AverageClipping(Remembering):
+    r"""Clip to, or bring to (`rescale`), the norm of the moving average of the gradient itself.
+
+    ::
+
+        e     = e + (1 - decay) (g - e)                                for each tensor
+        size  = norm of e, for each group
+        size  = min(size, max(max_growth * size before, min_norm)),    e shrunk accordingly
+        limit = size
+
+    The average sees every gradient before it is clipped, the current one included.
+
+    The other fields are parameters of `ema-norm-clip`; `start`, its `init`, is None for the first
+    gradient.
+    """
+
+    by_norms = True
+
+    decay: float
+    ord: Order
+    max_growth: float | None
+    start: float | None
+    min_norm: float | None
+    debias: bool
+    rescale: bool
+
+    def init(self, groups: Groups) -> State:
+        # The norm of the average, and the number of steps, of each group.
+        return zeros(len(groups), NUMPY, "norm", "count")
+
+    def step(self, gradient: Gradient, state: State) -> Outcome:
+        """Clip one gradient to the norm of the average, which it is part of."""
+        groups, xp = gradient.groups, gradient.xp
+        norms = gradient.finite_norms(measure(gradient.arrays, groups, self.ord, xp))
+        pasts, counts = self.begun(gradient)
+        begins = xp.where(counts == 0, self.start or 0.0, 0.0 * counts)
+        weights = step_size(self.decay, self.debias, counts)
+        if self.start is None:
+            weights = xp.where(counts == 0, 1.0, weights)
+
+        def learn(values: Array, past: Array, weight: Array, begin: Array) -> tuple[Array, Array]:
+            return values, blend(past + begin, values, weight)
+
+        columns = [gradient.arrays, pasts, weights, begins]
+        means: Arrays = xp.mapped(learn, columns)[1]
+        sizes, first = measure(means, groups, self.ord, xp), state.count == 0
+        # Of a step that is not finite nothing may be left.
+        sizes = xp.where(xp.isfinite(sizes), sizes, 0.0)
+        if self.max_growth is not None:
+            # From 0 nothing could grow, so what follows it is a first gradient again.
+            before = xp.where(first | (state.norm == 0), sizes, state.norm)
+            allowed = xp.maximum(before * self.max_growth, self.min_norm or 0.0)
+            factors = xp.where(sizes > allowed, allowed / xp.where(sizes > 0, sizes, 1.0), 1.0)
+            factors = xp.sqrt(factors) if self.ord in SQUARED else factors
+            means = xp.scale(means, by_tensor(factors, groups, xp))
+            sizes = xp.minimum(sizes, allowed)
+        if self.ord == 2:
+            # Norms close to a limit are measured again: then the limit is, too.
+            sizes = xp.recompute_near_limit(sizes, norms, means, groups.members)
+        limits = sizes
+        if not self.rescale and (self.start is None or self.debias):
+            # The average of one gradient is that gradient: rounding its norm must not clip it.
+            limits = xp.where(first, xp.maximum(sizes, CLEAR * norms), sizes)
+        clipping = NormClipping(Given(limits), self.ord, Action(rescale=self.rescale))
+        outcome = clipping.judged(gradient, norms, NoState())
+        remember(gradient, means, counts)
+        return outcome._replace(state=state._replace(norm=sizes, count=state.count + 1.0))

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fedclip.arrays import Array, Arrays, Backend, Repeated, with_others
 from fedclip.core.measures import SQUARED, Order, slice_measures
@@ -26,33 +26,31 @@ from fedclip.rules import FIXED, LEARNT, Basis, State
 from fedclip.transforms.action import SCALE_DOWN, Action, Decision
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
+Axes: TypeAlias = tuple[int, ...]
+"""Numbers of dimensions of an array, or their lengths."""
 
-def check_dims(*, dims: Any) -> list[int] | None:
-    """Return `dims` as a list, or None for whole tensors."""
-    if dims is None:
-        return None
-    allowed = "an int or a list of ints"
+
+def check_dims(*, dims: Any) -> list[int]:
+    """Return `dims` as a list."""
     values = dims if isinstance(dims, (list, tuple)) else [dims]
     if not all(isinstance(d, int) and not isinstance(d, bool) for d in values):
-        raise TypeError(f"dims must be {allowed}, got {dims!r}")
+        raise TypeError(f"dims must be an int or a list of ints, got {dims!r}")
     if not values or len(set(values)) != len(values):
-        raise ValueError(f"dims must be {allowed}, all different, got {dims!r}")
+        raise ValueError(f"dims must be an int or a list of different ints, got {dims!r}")
     return list(values)
 
 
 def check_slices(dims: Any, scope: Any, inverse_dims: bool, min_size: int = 1) -> None:
     """Raise a ValueError if the parameters that choose the slices do not go together."""
     if dims is None and inverse_dims:
-        raise ValueError(
-            "inverse_dims=True needs dims, got dims=None: give the dims that slices do not span"
-        )
+        raise ValueError("inverse_dims=True needs dims: give the dims that slices do not span")
     if dims is None and min_size > 1 and scope != "tensor":
         raise ValueError(f"min_size={min_size} needs dims or scope='tensor', got scope={scope!r}")
     if dims is not None and scope not in ("global", "tensor"):
         raise ValueError(f"dims make each slice a group: scope must be 'tensor', got {scope!r}")
 
 
-def spanned(ndim: int, dims: tuple[int, ...] | None, inverse: bool) -> tuple[int, ...]:
+def spanned(ndim: int, dims: Axes | None, inverse: bool) -> Axes:
     """Return the dimensions, of `ndim`, that each slice spans; None means all."""
     if dims is None:
         return tuple(range(ndim))
@@ -63,11 +61,11 @@ def spanned(ndim: int, dims: tuple[int, ...] | None, inverse: bool) -> tuple[int
 class Layout(NamedTuple):
     """Which slices arrays of some shapes have."""
 
-    spans: dict[int, tuple[int, ...]]
+    spans: dict[int, Axes]
     """The dims that the slices span, of each array that is clipped, by place."""
     unclipped: list[int]
     """The places of the other arrays."""
-    counts: list[tuple[int, ...]]
+    counts: list[Axes]
     """The shapes of the measures of the slices, in which the dims that they span are 1."""
     owners: Repeated
     """The group of each slice."""
@@ -77,26 +75,21 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _layout(
-    dims: tuple[int, ...] | None,
-    inverse: bool,
-    min_size: int,
-    spans: Sequence[tuple[int, ...]] | None,
-    shapes: tuple[tuple[int, ...], ...],
-    owners: tuple[int, ...],
+    rule: tuple[Axes | None, bool, int, Sequence[Axes] | None], shapes: Sequence[Axes], owners: Axes
 ) -> Layout:
-    clipped: dict[int, tuple[int, ...]] = {}
+    dims, inverse, min_size, spans = rule
+    clipped: dict[int, Axes] = {}
     for i, shape in enumerate(shapes):
-        sizes = shape if shape else (1,)
+        sizes = shape or (1,)
         axes = spanned(len(sizes), dims, inverse) if spans is None else spans[i]
         # A list, not a generator: torch.compile can follow it.
         size = math.prod([sizes[a] for a in axes])
         if axes and size >= min_size and all(sizes):
             clipped[i] = axes
     unclipped = [i for i in range(len(shapes)) if i not in clipped]
-    counts = [
-        tuple([1 if a in axes else n for a, n in enumerate(shapes[i])])
-        for i, axes in clipped.items()
-    ]
+    counts = []
+    for i, axes in clipped.items():
+        counts.append(tuple([1 if a in axes else n for a, n in enumerate(shapes[i])]))
     groups, times = [owners[i] for i in clipped], [*map(math.prod, counts)]
     others = [owners[i] for i in unclipped]
     all_owners = Repeated([*groups, *others], [*times, *([1] * len(others))])
@@ -115,12 +108,12 @@ class SliceClipping(Transform):
     dense = True
 
     limit: float | Array
-    dims: tuple[int, ...] | None
+    dims: Axes | None
     inverse_dims: bool = False
     min_size: int = 1
     ord: Order = 2
     action: Action = SCALE_DOWN
-    spans: Sequence[tuple[int, ...]] | None = None
+    spans: Sequence[Axes] | None = None
 
     @cached_property
     def basis(self) -> Basis:
@@ -132,19 +125,17 @@ class SliceClipping(Transform):
         # What raises a slice has to know its largest element.
         return self.ord == 2 and not self.action.scales_up
 
-    def layout(
-        self, shapes: Sequence[tuple[int, ...]], owners: Sequence[int], *, is_cached: bool = False
-    ) -> Layout:
+    def layout(self, shapes: Sequence[Axes], owners: Sequence[int], is_cached: bool) -> Layout:
         """Return which slices arrays of these shapes have; `owners` holds their groups."""
         # torch.compile cannot follow a cache.
         make: Any = _layout if is_cached else _layout.__wrapped__
         rule = self.dims, self.inverse_dims, self.min_size, self.spans
-        layout: Layout = make(*rule, tuple(shapes), tuple(owners))
+        layout: Layout = make(rule, tuple(shapes), tuple(owners))
         return layout
 
-    def axes(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    def axes(self, shape: Axes) -> Axes | None:
         """Return the dims that the slices of an array span; None if it is not clipped."""
-        return self.layout([shape], [0]).spans.get(0)
+        return self.layout([shape], [0], False).spans.get(0)
 
     def measure(
         self, arrays: Arrays, layout: Layout, xp: Backend, ord: Order | None = None
@@ -182,8 +173,9 @@ class SliceClipping(Transform):
             xp.group_max(xp.where(behind, 0.0, x), owners, number) for x in (norms, limits)
         )
         worst = xp.where(most < 0, 0.0, worst)
-        unlimited = math.inf if not isinstance(self.limit, float) else self.limit
-        bounds = xp.where(most < 0, unlimited, bounds)
+        bounds = xp.where(
+            most < 0, self.limit if isinstance(self.limit, float) else math.inf, bounds
+        )
         return Outcome(outputs, state, worst, bounds, worst + self.action.eps > bounds)
 
     def _scaled(self, gradient: Gradient, decision: Decision, layout: Layout) -> Arrays:

@@ -35,7 +35,9 @@ def inwards(limit: float, dtype: str, up: bool) -> float:
     return max(-LARGEST[dtype], min(steps * unit, LARGEST[dtype]))
 
 
-def _boxed(gradient: Gradient, ends: Arrays, peaks: Array, limits: Array, state: State) -> Outcome:
+def _boxed(
+    gradient: Gradient, ends: Arrays, peaks: Array, norms: Array, limits: Array, state: State
+) -> Outcome:
     """Return what comes out of a box for each tensor, with columns of lower and upper ends."""
     groups, xp = gradient.groups, gradient.xp
 
@@ -47,7 +49,6 @@ def _boxed(gradient: Gradient, ends: Arrays, peaks: Array, limits: Array, state:
     may_change = peaks > xp.minimum(-ends[0], ends[1])
     outputs, moves = xp.mapped(clip, [gradient.arrays, *ends], may_change)
     clipped = xp.group_max(moves, groups.owners, len(groups)) > 0
-    norms = xp.group_max(peaks, groups.owners, len(groups))
     return Outcome(outputs, state, norms, limits, clipped)
 
 
@@ -68,14 +69,14 @@ class ValueClipping(Transform):
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient element by element."""
         owners, xp = gradient.groups.owners, gradient.xp
-        peaks = _finite_peaks(gradient)
+        peaks, norms = gradient.finite_peaks()
         names = [*map(xp.dtype, gradient.arrays)]
         lows = [inwards(self.lows[g], n, True) for g, n in zip(owners, names, strict=True)]
         highs = [inwards(self.highs[g], n, False) for g, n in zip(owners, names, strict=True)]
         ends = zip(self.lows, self.highs, strict=True)
         limits = [max([abs(x) for x in end if math.isfinite(x)], default=0.0) for end in ends]
         low, high, limit = (xp.asarray(column, like=peaks) for column in (lows, highs, limits))
-        return _boxed(gradient, [low, high], peaks, limit, state)
+        return _boxed(gradient, [low, high], peaks, norms, limit, state)
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,13 @@ class PercentileClipping(Transform):
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient; the record has the largest absolute element as norm."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
-        peaks = _finite_peaks(gradient)
+        peaks, norms = gradient.finite_peaks()
         parts = [self._limit([arrays[i] for i in some], xp) for some in groups.members]
         limits = xp.joined(parts)
         ends = xp.take(limits, groups.owners)
         wide = xp.asarray([float(xp.dtype(a) == "float64") for a in arrays], like=peaks)
         ends = xp.where(wide > 0, ends, _single(ends, xp))
-        return _boxed(gradient, [-ends, ends], peaks, limits, state)
+        return _boxed(gradient, [-ends, ends], peaks, norms, limits, state)
 
     def _limit(self, arrays: Arrays, xp: Backend) -> Array:
         """Return the percentile, in an array of shape (1,)."""
@@ -118,15 +119,6 @@ class PercentileClipping(Transform):
 
 def _single(limits: Array, xp: Backend) -> Array:
     """Return limits >= 0 rounded down to float32 numbers, in the widest float."""
-    near, less = (
-        xp.asarray(xp.cast(x, "float32"), like=limits) for x in (limits, limits * (1 - 2.0**-24))
-    )
-    return xp.where(near > limits, less, near)
-
-
-def _finite_peaks(gradient: Gradient) -> Array:
-    """Return the largest absolute element of each tensor, after a look whether all are finite."""
-    groups, xp = gradient.groups, gradient.xp
-    peaks = xp.max_abs(gradient.arrays)
-    gradient.finite_norms(xp.group_max(peaks, groups.owners, len(groups)))
-    return peaks
+    less = limits * (1 - 2.0**-24)
+    near, below = (xp.asarray(xp.cast(x, "float32"), like=limits) for x in (limits, less))
+    return xp.where(near > limits, below, near)

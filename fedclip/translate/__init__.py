@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from fedclip.core import parameters
+from fedclip.core.parameters import Config
 from fedclip.errors import Unchecked, shown
 from fedclip.translate import values
-from fedclip.translate.values import Config, checked, parsed, signature, unknown
+from fedclip.translate.values import checked, parsed, signature, unknown
 
 __all__ = ["PRESETS", "known", "notes", "translate"]
 
@@ -41,13 +43,8 @@ def _row(written: Config, tables: Config) -> Row:
         # What a row defines comes first, as the other row's values follow from it.
         let = {**changed, **above.get("let", {}), **changed}
         row = {**above, **{k: v for k, v in row.items() if k != "like"}, "let": let}
-    gives = row["gives"]
-    return Row(
-        signature(row["takes"]),
-        row.get("let", {}),
-        [gives] if isinstance(gives, str) else gives,
-        row.get("notes", []),
-    )
+    gives = [row["gives"]] if isinstance(row["gives"], str) else row["gives"]
+    return Row(signature(row["takes"]), row.get("let", {}), gives, row.get("notes", []))
 
 
 with Path(__file__).with_name("peers.toml").open("rb") as _file:
@@ -165,6 +162,7 @@ def _translation(
     if not isinstance(config, Mapping):
         raise TypeError(f"parameters must be given by name, as {{'x': 1}}, got {shown(config)}")
     names = {
+        **vars(parameters),
         **vars(values),
         "classes": {n: r.parameters for n, r in PEERS[package].items() if isinstance(r, Row)},
         **checked(f"{cls} of {package}", row.parameters, config),
@@ -172,8 +170,7 @@ def _translation(
     try:
         for name, text in row.let.items():
             names[name] = eval(text, names)
-        (call, *_) = _chosen(row.gives, names)
-        name, _, arguments = call.partition("(")
+        name, _, arguments = _chosen(row.gives, names)[0].partition("(")
         result = _KINDS.get(name, "module"), name, eval(f"dict({arguments}", names)
         return result, [text.format_map(names) for text in _chosen(row.notes, names)]
     except (TypeError, ArithmeticError) as exc:

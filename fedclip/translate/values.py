@@ -6,12 +6,10 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeGuard
 
+from fedclip.core.parameters import Config, boolean
 from fedclip.errors import Unchecked, nearest, shown
-
-Config: TypeAlias = dict[str, Any]
-"""Parameters by name."""
 
 REQUIRED: object = object()
 """The default of a parameter that the other package requires."""
@@ -113,17 +111,13 @@ def word(parameter: str, given: object, words: Mapping[str, object] | str) -> ob
 
 def order(value: object) -> float | str:
     """Return our `ord` for 2, 2.0, "2", "2.0", "l2", "inf", "linf", "mad", ..."""
-    if not isinstance(value, str):
-        if not is_number(value):
-            raise ValueError(f"ord must be a number or a word, got {shown(value)}")
+    if is_number(value):
         return "inf" if value == math.inf else value
     try:
-        number = float(value.removeprefix("l"))
+        number = float(str(value).removeprefix("l"))
     except ValueError:
         return str(word("ord", value, "mad std var sum l0 l1 l2 l3 l4 linf inf"))
-    if number == math.inf:
-        return "inf"
-    return int(number) if number.is_integer() else number
+    return "inf" if number == math.inf else int(number) if number.is_integer() else number
 
 
 def dims(parameter: str, value: object) -> list[int] | None:
@@ -134,21 +128,6 @@ def dims(parameter: str, value: object) -> list[int] | None:
     if not isinstance(values, (list, tuple)) or not all(type(d) is int for d in values):
         raise ValueError(f"{parameter} must be an int, a list of ints or None, got {shown(value)}")
     return list(values)
-
-
-def at_least(low: int, **values: object) -> int:
-    """Return the one keyword value if it is a whole number from `low` on."""
-    ((name, value),) = values.items()
-    if type(value) is not int or value < low:
-        raise ValueError(f"{name} must be a whole number >= {low}, got {shown(value)}")
-    return value
-
-
-def require(holds: bool, value: float, what: str) -> float:
-    """Return a value if what must hold of it does."""
-    if not holds:
-        raise ValueError(f"{what}, got {shown(value)}")
-    return value
 
 
 def only_one(what: str, least: int, **values: object) -> object:
@@ -164,10 +143,7 @@ def only_none(**values: object) -> None:
     """Refuse modules inside a clipper."""
     for name, value in values.items():
         if value is not None:
-            raise ValueError(
-                f"{name} can only be None: other modules inside a clipper leave it without a "
-                "bound, and without a state that a checkpoint could hold"
-            )
+            raise ValueError(f"{name} can only be None: modules inside a clipper have no bound")
 
 
 def spanned(dim: object, inverse: bool, min_size: object) -> Config | None:
@@ -189,9 +165,8 @@ def negative(dim: object) -> bool:
 def grouped(ord: object, tensorwise: object, parameterwise: object) -> Config:
     """Return our order and scope for torchzero's, whose `tensorwise` had another name."""
     tensorwise = tensorwise if parameterwise is None else parameterwise
-    if not isinstance(tensorwise, bool):
-        raise ValueError(f"parameterwise must be True or False, got {shown(tensorwise)}")
-    return {"ord": order(ord), "scope": "tensor" if tensorwise else "global"}
+    scope = "tensor" if boolean(parameterwise=tensorwise) else "global"
+    return {"ord": order(ord), "scope": scope}
 
 
 def start(init: object, ema_init: object, first: float | str) -> object:
@@ -231,8 +206,8 @@ def made(
 
 def drytorch_criterion(given: object, classes: Mapping[str, Config], **more: object) -> Config:
     """Return the decay, threshold and action of a criterion, parts of which are in `more`."""
-    known = {n: classes[_SHORT.get(n, n)] for n in ("ZStatCriterion", "EMACriterion")}
-    known |= {n: classes[_SHORT[n]] for n in ("zstat", "ema")}
+    names = ("ZStatCriterion", "EMACriterion", "zstat", "ema")
+    known = {n: classes[_SHORT.get(n, n)] for n in names}
     name, options = made("criterion", given, known, _OWN)
     threshold = "z_thresh" if "z_thresh" in known[name] else "r_thresh"
     for key, value in more.items():

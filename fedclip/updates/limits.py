@@ -28,11 +28,11 @@ from fedclip.transforms import (
     Gradient,
     NormClipping,
     NotFiniteError,
-    Plan,
     Transform,
     prepare,
     take_step,
 )
+from fedclip.transforms.base import Plan
 from fedclip.updates.protocol import Arrays, Reply
 from fedclip.updates.votes import COUNTS, is_one_of
 
@@ -91,10 +91,10 @@ class Limits:
         return last[1]
 
     def prepared(
-        self, arrays: Arrays, groups: Groups, limits: tuple[float, ...], *, dry: bool = False
+        self, arrays: Arrays, groups: Groups, limits: tuple[float, ...], only_measures: bool = False
     ) -> tuple[Transform, Gradient]:
         """Return what brings each group of an update within its limit, and the update."""
-        transform = NormClipping(Constant(limits), dry=dry)
+        transform = NormClipping(Constant(limits), only_measures=only_measures)
         gradient = prepare(self.called, arrays, groups, transform, plan=self._plan)
         self._plan = gradient.plan
         return transform, gradient
@@ -141,7 +141,7 @@ class Limits:
         if clients > 1:
             return ""
         limits = self.of(groups, bound, whole)
-        transform, gradient = self.prepared(arrays, groups, limits, dry=True)
+        transform, gradient = self.prepared(arrays, groups, limits, only_measures=True)
         try:
             norms = take_step(transform, gradient, NoState(), "raise").norms
         except NotFiniteError:
@@ -176,7 +176,7 @@ class Limits:
 
 def norm_of(arrays: Arrays, called: str, ord: Order = 2) -> float | None:
     """Return the norm of a whole update; None if an array holds NaN or infinity."""
-    transform = NormClipping(Constant((math.inf,)), ord, dry=True)
+    transform = NormClipping(Constant((math.inf,)), ord, only_measures=True)
     gradient = prepare(called, arrays, resolve("global", None, tuple(arrays)), transform)
     try:
         norms = take_step(transform, gradient, NoState(), "raise").norms

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 from fedclip.core.plugins import VERSION
 from fedclip.core.records import SERVED, RoundRecord
 from fedclip.errors import StateError, nearest
-from fedclip.privacy.ledger import FILE
-from fedclip.privacy.locks import locked
+from fedclip.privacy.ledger import FILE, locked
 from fedclip.updates.aggregation import Combining
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient

@@ -65,7 +65,7 @@ def judged(folder: Path, table: dict[str, Any], rounds: int, evaluates: bool) ->
     )
     job = folder / "job" / "app" / "config"
     job.mkdir(parents=True, exist_ok=True)
-    aggregator = {"path": "fedclip.engines.nvflare.server.CloseRound"}
+    aggregator = {"path": "fedclip.engines.nvflare.clipping.CloseRound"}
     workflow = {
         "aggregator": {**aggregator, "args": {"settings": {**table, "start_norm": 1.0}}},
         "num_rounds": rounds,

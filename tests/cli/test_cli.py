@@ -88,7 +88,7 @@ except SystemExit:
 @pytest.mark.parametrize(
     ("words", "needs"),
     [
-        *(("--version", ""), ("--help", "rich"), ("list", ""), ("doctor", "")),
+        *(("--version", ""), ("--help", "numpy rich"), ("list", ""), ("doctor", "")),
         *(("list zscore-clip", "numpy"), ("report nowhere", "numpy rich")),
         ("init . --model torch", "numpy rich"),
     ],

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from checkouts import ROOT
 
-from fedclip.cli import demo
+from fedclip.cli import projects as demo
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.demo import FACTOR, SITES, pulls, run_demo, write_data
-from fedclip.cli.ranking import interval
-from fedclip.cli.ranking import shown as in_words
+from fedclip.cli.projects import FACTOR, SITES, pulls, write_data
+from fedclip.cli.projects import demo as run_demo
+from fedclip.cli.reporting import interval
+from fedclip.cli.reporting import shown as in_words
 from fedclip.errors import ToolError
 from fedclip.report import read_report
 
@@ -150,10 +151,9 @@ def test_data_is_all_of_it_and_one_site_trains_in_another_unit(tmp_path: Path) -
 
 def test_it_does_not_write_into_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ToolError, match="holds something else"):
-        run_demo(tmp_path)
-    with pytest.raises(ToolError, match="is a file"):
-        run_demo(tmp_path / "thesis.tex")
+    for folder in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(ToolError, match="is not empty"):
+            run_demo(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 

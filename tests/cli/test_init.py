@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_runs import call
 
-from fedclip.cli.init import PACKAGES
+from fedclip.cli.projects import PACKAGES
 
 Rows = list[list[str]]
 SITES = ("north", "south", "east")

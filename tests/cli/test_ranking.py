@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import Node, call, large_run
 
-from fedclip.cli.ranking import NONE, Ranking, interval
+from fedclip.cli.reporting import NONE, Ranking, interval
 from fedclip.report import read_report
 from fedclip.report.results import Result, result_of
 
@@ -125,7 +125,7 @@ def test_the_majority_share_and_balanced_accuracy_stand_next_to_accuracy() -> No
     found = Ranking({NONE: {"1": run}, "x": {"1": run}}, NONE)
     assert (
         "The majority class alone gives 0.98; balanced accuracy: no clipping 0.5, x 0.5."
-        in (found.tables()[0]["caption"])
+        in (found.tables()[0][1])
     )
     settings: Any = found.as_dict()["settings"]
     assert settings[0]["balanced_accuracy"] == 0.5

@@ -15,7 +15,7 @@ from helpers import free_port
 from quickruns import write_config, write_sites
 from report_runs import call
 
-from fedclip.cli.spent import read_spent
+from fedclip.cli.privacy import read_spent
 from fedclip.cli.suggest import read_norms
 from fedclip.engines.declearn.quickrun import Federation
 from fedclip.engines.local import simulate
@@ -244,11 +244,10 @@ def test_turns_over_the_network_are_those_in_one_process(write: Any) -> None:
 
 def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
     close = TURNS.replace("separation = 2", "separation = 3")
-    result = call("check", write(server=close))
-    assert "3 clients have a turn every 2 rounds" in result.stdout
-    with pytest.raises(ToolError, match="3 clients have a turn every 2 rounds"):
-        Simulation(write(server=close))
-    with pytest.raises(ToolError, match="remove one of them"):
+    file = write(server=close.replace(', generator = "insecure", seed = 3', ""))
+    assert "that takes more than 4 clients" in call("simulate", file).stderr
+    assert "that takes more than 4 clients" in Simulation(write(server=close)).step()
+    with pytest.raises(ToolError, match="remove sampled"):
         Simulation(write(server=TURNS, more="[simulate]\nsampled = 2\n"))
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from report_runs import call
 
-from fedclip.cli.site import ENGINES
 from fedclip.privacy.ledger import Ledger
 from fedclip.site.gate import Gate
 from fedclip.site.policy import Policy
@@ -87,10 +86,3 @@ def test_spent_reads_the_ledger_of_a_site(tmp_path: Path) -> None:
     found = call("privacy", "spent", tmp_path / "spent.json")
     assert "privacy loss for replacing one site's data set" in found.output
     assert "epsilon 4.377 at delta 1e-05" in found.output
-
-
-def test_the_table_in_the_docs_is_that_of_the_command() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "site-policy.md").read_text(encoding="utf-8")
-    rows = page.replace("`", "").splitlines()
-    for (name, _), (where, unseen) in ENGINES.items():
-        assert f"| {name} | {where} | {unseen} |" in rows

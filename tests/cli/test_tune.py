@@ -15,11 +15,12 @@ from cli.test_simulate import write  # noqa: F401
 from helpers import free_port
 from report_runs import call, large_run
 
-from fedclip.cli import runner
+from fedclip.cli import running
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.ranking import AS_IS, NONE, Ranking
-from fedclip.cli.runner import MARK, Planned
-from fedclip.cli.tune import Tuning, rewritten, unclipped
+from fedclip.cli.reporting import AS_IS, NONE, Ranking
+from fedclip.cli.running import MARK, Planned
+from fedclip.cli.suggest import rewritten
+from fedclip.cli.tune import Tuning, unclipped
 from fedclip.errors import ToolError
 from fedclip.report import read_report
 from fedclip.report.findings import Advice, Proposal
@@ -163,7 +164,7 @@ def test_named_values_are_ranked_and_go_on_where_they_stopped(
         tell(planned.rounds)
         (planned.folder / MARK).write_bytes(planned.text.encode())
 
-    monkeypatch.setattr(runner, "run", played)
+    monkeypatch.setattr(running, "run_one", played)
     words = ["tune", config, "norm-clip.max_norm=1.5,3.0", "--seeds", 2, "--jobs", 1]
     interrupted = call(*words)
     assert interrupted.exit_code == 130
@@ -176,13 +177,15 @@ def test_named_values_are_ranked_and_go_on_where_they_stopped(
     assert "was not changed" in result.stderr
     # Seeds that come to the same are no seeds: then there is one run of each.
     (config.with_name("config-tune") / "no-clipping").rename(config.with_name("other"))
-    monkeypatch.setattr(runner, "run", lambda plan, *more: played(plan._replace(seed=1), *more))
+    monkeypatch.setattr(
+        running, "run_one", lambda plan, *more: played(plan._replace(seed=1), *more)
+    )
     started.clear()
     alike = call(*words[:3], "--seeds", 4, "--jobs", 1, "--rounds", 6)
     assert alike.exit_code == 0, alike.stderr
     assert [label for label, _ in started] == [NONE, NONE, "max_norm=1.5", "max_norm=3.0"]
     assert "No winner: the first seeds of no clipping gave equal results" in alike.stdout
-    monkeypatch.setattr(runner, "run", played)
+    monkeypatch.setattr(running, "run_one", played)
     started.clear()
     assert call(*words).exit_code == 0
     # Another configuration is another run, and other seeds are not mixed in.
@@ -227,9 +230,9 @@ def odd(write: Any) -> Path:  # noqa: F811
 def test_tune_ranks_writes_and_runs_nothing_twice(
     odd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, started = runner.run, []
+    real, started = running.run_one, []
     words = ["tune", odd, "--seeds", 2, "--jobs", 2]
-    monkeypatch.setattr(runner, "run", lambda *args: (started.append(args[0]), real(*args))[1])
+    monkeypatch.setattr(running, "run_one", lambda *args: (started.append(args[0]), real(*args))[1])
     done = call(*words)
     assert done.exit_code == 0, done.stderr
     assert "Not counted, as outliers: c." in done.stdout

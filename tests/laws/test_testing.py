@@ -188,7 +188,7 @@ CHECKS: list[Callable[[Any], None]] = [
         (Widens, testing.check_dtype_and_shape, "the dtype float64, not float16"),
         (Flattens, testing.check_dtype_and_shape, r"the shape \(1,\), not \(\)"),
         (LearnsFromNaN, testing.check_nonfinite, "the steps after one of nan"),
-        (LosesState, testing.check_state_round_trip, "gives back another"),
+        (LosesState, testing.check_state_round_trip, "gives back another state"),
         (ResumesOtherwise, testing.check_resume, "a run resumed at step 0"),
         (AcceptsAnything, testing.check_state_refusals, "is taken over"),
         (HalfKeeps, testing.check_state_refusals, "half kept"),

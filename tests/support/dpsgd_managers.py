@@ -19,7 +19,7 @@ from declearn.model.sklearn import SklearnSGDModel
 from declearn.optimizer import Optimizer
 
 import fedclip
-from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.step import IndependentNoise
 from fedclip.engines.declearn.private_client import PrivateTrainingManager
 
 N, D = 60, 5

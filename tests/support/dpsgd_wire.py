@@ -132,16 +132,16 @@ def _server(settings: dict[str, Any]) -> None:
 
 def seeded(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let private clients draw samples and noise from seeds, which nobody may do in earnest."""
-    from fedclip.dpsgd import noise, sampling
+    from fedclip.dpsgd import step
     from fedclip.engines.declearn import private_client as manager
     from fedclip.privacy.noise import insecure_normals
 
     bits, normals = np.random.default_rng(2), insecure_normals(2)
-    replace(manager, "IndependentNoise", lambda: noise.IndependentNoise(normals))
+    replace(manager, "IndependentNoise", lambda: step.IndependentNoise(normals))
     replace(manager, "secure_normals", insecure_normals(3))
 
     def sampler(*size: int) -> Any:
-        return sampling.PoissonSampler(*size, lambda n: bits.integers(0, 2**64, n, dtype=np.uint64))
+        return step.PoissonSampler(*size, lambda n: bits.integers(0, 2**64, n, dtype=np.uint64))
 
     replace(manager, "PoissonSampler", sampler)
 

@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
-from fedclip.engines.flower.mod import RECORD
+from fedclip.engines.flower.clipping import RECORD
 
 # Flower sets these in the processes that it starts.
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1

@@ -20,7 +20,8 @@ from typer.testing import CliRunner, Result
 
 import fedclip.cli.main
 from fedclip import UpdateNorms
-from fedclip.core.records import LEARNT, Recorder, RoundRecord
+from fedclip.core.records import Recorder, RoundRecord
+from fedclip.rules import LEARNT
 
 # To build the commands anew takes longer than most of them do.
 built = cache(get_command)

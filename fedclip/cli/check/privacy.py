@@ -23,8 +23,7 @@ from fedclip.engines.declearn.sample_clip import SampleClip, problems_before
 from fedclip.engines.declearn.secagg import plan
 from fedclip.engines.declearn.stages import analyse, before_noise, warnings
 from fedclip.privacy.accounting import Release, epsilon
-from fedclip.privacy.guarantees import Context, Plugin
-from fedclip.privacy.norm_conversions import number
+from fedclip.privacy.guarantees import Context, Plugin, number
 from fedclip.privacy.sensitivity import look_up
 
 _PLACES = {"noise": SERVER, "sampler": "[client_sampler]"}

@@ -21,12 +21,6 @@ import fedclip  # noqa: F401 (declearn learns of the clippers that the server se
 HERE = Path(__file__).resolve().parent
 
 
-def read_data(folder: Path, part: str) -> InMemoryDataset:
-    """Return the records of one part of a site's data."""
-    target = str(folder / f"{part}_target.npy")
-    return InMemoryDataset(str(folder / f"{part}_data.npy"), target=target)
-
-
 def main() -> None:
     """Take part in the training."""
     parser = argparse.ArgumentParser(description="Run the client of a site.")
@@ -45,8 +39,8 @@ def main() -> None:
         netwk=NetworkClientConfig(
             "websockets", options.server, options.name, certificate=options.certificate
         ),
-        train_data=read_data(data, "train"),
-        valid_data=read_data(data, "valid"),
+        train_data=InMemoryDataset(f"{data}/train_data.npy", target=f"{data}/train_target.npy"),
+        valid_data=InMemoryDataset(f"{data}/valid_data.npy", target=f"{data}/valid_target.npy"),
         checkpoint=str(results),
         verbose=False,
     )

@@ -17,25 +17,12 @@ host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Self
 
 import numpy as np
 
-from fedclip.core.scopes import Groups
+from fedclip.core.scopes import Groups, resolve
 from fedclip.dpsgd.persample.base import Array, Arrays, Float64, HostStack, Stack
-
-__all__ = ["ClippedSum", "add_up"]
-
-
-def add_up(
-    stacks: Iterable[Stack],
-    shapes: Mapping[str, tuple[int, ...]],
-    factors: Callable[[Float64], Float64],
-    groups: Groups | None = None,
-) -> tuple[dict[str, Float64], Float64]:
-    """Return the sum of clipped gradients by name, and their norms before the clip."""
-    total = ClippedSum(shapes, factors, groups)
-    total.add(stacks)
-    return total.result()
 
 
 class ClippedSum:
@@ -61,21 +48,35 @@ class ClippedSum:
         each: Callable[[Arrays], Arrays] | None = None,
     ) -> None:
         self._shapes, self._factors, self._each = shapes, factors, each
-        self._names = groups.names if groups is not None else tuple(shapes)
-        all_names = (tuple(range(len(self._names))),)
-        self._members = groups.members if groups is not None else all_names
+        groups = resolve("global", None, tuple(shapes)) if groups is None else groups
+        self._names, self._members = groups.names, groups.members
         self._totals: dict[str, Array] = {}
         self._norms = [np.zeros((0, len(self._members)))]
 
-    def add(self, stacks: Iterable[Stack]) -> None:
+    def add(self, stacks: Iterable[Stack]) -> Self:
         """Add all these gradients; if one raises, add nothing."""
         totals, norms = dict(self._totals), []
         for stack in stacks:
             if self._each is not None:
                 stack = _one_by_one(stack.arrays(), self._each)
-            norms.append(_add(totals, stack, self._names, self._members, self._factors))
+            norms.append(self._add(totals, stack))
         self._totals = totals
         self._norms += norms
+        return self
+
+    def _add(self, totals: dict[str, Array], stack: Stack) -> Float64:
+        squares = stack.squares(self._names)
+        with np.errstate(all="ignore"):
+            sums = [squares[:, list(m)].sum(axis=1) for m in self._members]
+            norms = np.sqrt(np.stack(sums, axis=1))
+        finite = np.isfinite(norms).all(axis=1)
+        norms[~finite] = np.nan
+        scales = np.zeros_like(norms)
+        scales[finite] = self._factors(norms[finite])
+        groups = enumerate(self._members)
+        columns = {self._names[i]: scales[:, group] for group, m in groups for i in m}
+        stack.add(totals, columns, finite)
+        return np.asarray(norms)
 
     def result(self) -> tuple[dict[str, Float64], Float64]:
         """Return float64 sums by name, and the norms; NaN in the row of a record that is zero."""
@@ -97,22 +98,3 @@ def _one_by_one(arrays: Arrays, each: Callable[[Arrays], Arrays]) -> HostStack:
         finite = all(np.isfinite(array).all() for array in record.values())
         done.append(each(record) if finite else record)
     return HostStack({name: np.stack([gradient[name] for gradient in done]) for name in arrays})
-
-
-def _add(
-    totals: dict[str, Array],
-    stack: Stack,
-    names: tuple[str, ...],
-    members: tuple[tuple[int, ...], ...],
-    factors: Callable[[Float64], Float64],
-) -> Float64:
-    squares = stack.squares(names)
-    with np.errstate(all="ignore"):
-        norms = np.sqrt(np.stack([squares[:, list(m)].sum(axis=1) for m in members], axis=1))
-    finite = np.isfinite(norms).all(axis=1)
-    norms[~finite] = np.nan
-    scales = np.zeros_like(norms)
-    scales[finite] = factors(norms[finite])
-    columns = {names[i]: scales[:, group] for group, m in enumerate(members) for i in m}
-    stack.add(totals, columns, finite)
-    return np.asarray(norms)

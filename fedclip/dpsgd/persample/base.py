@@ -12,11 +12,6 @@ from numpy.typing import NDArray
 
 from fedclip.core import parameters
 
-__all__ = [
-    *("Array", "Arrays", "Batch", "Data", "Failed", "Float64", "Host", "HostStack", "Positions"),
-    *("Stack", "UnsupportedModelError", "at_once", "padded", "retry_halving", "spread"),
-]
-
 Float64: TypeAlias = NDArray[np.float64]
 Host: TypeAlias = NDArray[Any]
 Array: TypeAlias = Any

@@ -20,13 +20,14 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_leaves, tree_map
 from numpy.typing import DTypeLike
 
 from fedclip.dpsgd.persample.base import Data, Float64, Host, at_once, padded, spread
 
-__all__ = ["JaxStack", "RecordGradients"]
-
 Tree: TypeAlias = Any
+Arguments: TypeAlias = tuple[Tree, Tree, Tree]
+"""Weights, other arrays, records."""
 Loss: TypeAlias = Callable[[Tree, Tree, Tree], jax.Array]
 """From the trained weights, other arrays and one record to a number."""
 
@@ -52,16 +53,14 @@ class RecordGradients:
         each = jax.vmap(jax.grad(loss), in_axes=(None, None, 0))
         losses = jax.vmap(loss, in_axes=(None, None, 0))
 
-        def squares(setting: bool, weights: Tree, others: Tree, records: Tree) -> jax.Array:
+        def squares(setting: bool, *arguments: Tree) -> Any:
             with _float64(setting):
-                gradients = jax.tree_util.tree_leaves(each(weights, others, records))
-            result: jax.Array = _squares(gradients)
-            return result
+                gradients = tree_leaves(each(*arguments))
+            return _squares(gradients)
 
         def total(weights: Tree, others: Tree, records: Tree, factors: jax.Array) -> jax.Array:
-            values: jax.Array = losses(weights, others, records)
-            product: jax.Array = jnp.dot(values, factors.astype(values.dtype))
-            return product
+            values = losses(weights, others, records)
+            return jnp.dot(values, factors.astype(values.dtype))
 
         self.stored = jax.jit(each)
         self.squares = jax.jit(squares, static_argnums=0)
@@ -90,29 +89,28 @@ class RecordGradients:
         materialise
             Whether the gradients themselves will be asked for.
         """
-        weights, others = jax.tree_util.tree_map(jnp.asarray, (weights, others))
+        weights, others = tree_map(jnp.asarray, (weights, others))
         # NumPy takes rows faster.
-        records = jax.tree_util.tree_map(_on_host, records)
-        leaves = jax.tree_util.tree_leaves(records)
-        elements = sum(leaf.size for leaf in jax.tree_util.tree_leaves(weights))
+        records = tree_map(_on_host, records)
+        leaves = tree_leaves(records)
+        elements = sum(leaf.size for leaf in tree_leaves(weights))
         for rows, count in padded(len(leaves[0]), at_once(micro_batch, elements)):
-            some = jax.tree_util.tree_map(lambda a, rows=rows: a[rows], records)
-            if not materialise and self._is_faster(weights, others, some):
-                yield TwoPassStack(self, names, (weights, others, some), count)
-            else:
-                yield _stored(self, names, (weights, others, some), count)
+            some = tree_map(lambda a, rows=rows: a[rows], records)
+            two_passes = not materialise and self._is_faster(weights, others, some)
+            make = TwoPassStack if two_passes else _stored
+            yield make(self, names, (weights, others, some), count)
 
     def _is_faster(self, weights: Tree, others: Tree, records: Tree) -> bool:
         """Return whether two passes are faster for records of these shapes, and agree."""
-        key = tuple((a.shape, str(a.dtype)) for a in jax.tree_util.tree_leaves(records))
+        key = tuple((a.shape, str(a.dtype)) for a in tree_leaves(records))
         if key not in self._two_passes:
-            made_up = jax.tree_util.tree_map(_made_up, records)
+            made_up = tree_map(_made_up, records)
             self._two_passes[key] = self._compare(weights, others, made_up)
         return self._two_passes[key]
 
     def _compare(self, weights: Tree, others: Tree, records: Tree) -> bool:
-        names = [str(i) for i in range(len(jax.tree_util.tree_leaves(weights)))]
-        size = len(jax.tree_util.tree_leaves(records)[0])
+        names = [str(i) for i in range(len(tree_leaves(weights)))]
+        size = len(tree_leaves(records)[0])
         # Not powers of two, whose products are exact in low precision too.
         factors = dict.fromkeys(names, np.linspace(0.3, 0.7, size))
         arguments, finite = (weights, others, records), np.ones(size, dtype=bool)
@@ -148,9 +146,9 @@ def _made_up(array: Data) -> Data:
 
 
 def _stored(
-    gradients: RecordGradients, names: Sequence[str], arguments: tuple[Tree, ...], size: int
+    gradients: RecordGradients, names: Sequence[str], arguments: Arguments, size: int
 ) -> JaxStack:
-    leaves = jax.tree_util.tree_leaves(gradients.stored(*arguments))
+    leaves = tree_leaves(gradients.stored(*arguments))
     return JaxStack(dict(zip(names, leaves, strict=True)), size)
 
 
@@ -158,11 +156,7 @@ class TwoPassStack:
     """The gradients of some records, none of which is stored; the first `size` count."""
 
     def __init__(
-        self,
-        gradients: RecordGradients,
-        names: Sequence[str],
-        arguments: tuple[Tree, ...],
-        size: int,
+        self, gradients: RecordGradients, names: Sequence[str], arguments: Arguments, size: int
     ) -> None:
         self._gradients, self._names, self._size = gradients, [*names], size
         self._arguments = arguments
@@ -180,17 +174,17 @@ class TwoPassStack:
         if not finite.any():
             return
         weights, others, records = self._arguments
-        scales, rows = spread(factors, finite, len(jax.tree_util.tree_leaves(records)[0]))
+        scales, rows = spread(factors, finite, len(tree_leaves(records)[0]))
         if not rows.all():
             # Zero times NaN would be NaN: another record stands for one that does not count.
             counting = np.where(rows, np.arange(len(rows)), np.argmax(rows))
-            records = jax.tree_util.tree_map(lambda a: a[counting], records)
+            records = tree_map(lambda a: a[counting], records)
         distinct, group = np.unique(scales, axis=0, return_inverse=True)
         if (distinct[distinct != 0.0] < _SMALL).any():
             self._stored().add(totals, factors, finite)
             return
         gradients = [
-            jax.tree_util.tree_leaves(self._gradients.weighted(weights, others, records, scale))
+            tree_leaves(self._gradients.weighted(weights, others, records, scale))
             for scale in distinct
         ]
         groups = zip(factors, group.reshape(-1), strict=True)

@@ -17,8 +17,6 @@ from torch import nn
 from fedclip.dpsgd.persample.base import Host
 from fedclip.dpsgd.persample.torch_plan import full
 
-__all__ = ["check", "held"]
-
 
 def held(
     value: object, name: str = "", seen: set[int] | None = None
@@ -48,11 +46,7 @@ def held(
         elif isinstance(value, FunctionType):
             known = (value.__globals__.get(n) for n in value.__code__.co_names)
             parts = [cell.cell_contents for cell in value.__closure__ or ()]
-            parts += [
-                value_of_name
-                for value_of_name in known
-                if not (callable(value_of_name) or isinstance(value_of_name, Logger))
-            ]
+            parts += [x for x in known if not (callable(x) or isinstance(x, Logger))]
             parts += [value.__defaults__, value.__kwdefaults__, attributes]
         elif isinstance(value, partial):
             parts = [value.func, value.args, value.keywords, attributes]
@@ -74,24 +68,18 @@ def _digest(array: torch.Tensor | Host) -> object:
 def check(module: nn.Module) -> None:
     """Refuse layers that mix records, or remember them outside of the trained parameters."""
     for name, layer in module.named_modules():
-        mixes = isinstance(layer, nn.modules.batchnorm._BatchNorm)
-        if mixes or getattr(layer, "running_mean", None) is not None:
-            raise ValueError(
-                f"the layer {name!r} ({type(layer).__name__}) mixes the records of a batch, or "
-                "remembers them unclipped and without noise: use GroupNorm or LayerNorm"
-            )
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
-            raise ValueError(
-                f"the layer {name!r} ({type(layer).__name__}) has max_norm, and would change the "
-                "weights that a record looks up, without noise: leave max_norm out"
-            )
-        if isinstance(layer, nn.utils.parametrizations._SpectralNorm):
-            raise ValueError(
-                f"{name!r} is a spectral norm, whose vectors follow the weights in training, and "
-                "would stand still here: use weight_norm, or none"
-            )
-        if isinstance(layer, torch.jit.ScriptModule):
-            raise TypeError(
-                f"the layer {name!r} is compiled by torch.jit, and cannot be given a copy of its "
-                "weights for each record: give the module as it was before"
-            )
+        if why := _fault_of(layer):
+            raise ValueError(f"the layer {name!r} ({type(layer).__name__}) {why}")
+
+
+def _fault_of(layer: nn.Module) -> str:
+    mixes = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    if mixes or getattr(layer, "running_mean", None) is not None:
+        return "mixes the records of a batch, or remembers them: use GroupNorm or LayerNorm"
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
+        return "has max_norm, and would change weights without noise: leave max_norm out"
+    if isinstance(layer, nn.utils.parametrizations._SpectralNorm):
+        return "is a spectral norm, and would stand still here: use weight_norm, or none"
+    if isinstance(layer, torch.jit.ScriptModule):
+        return "is compiled by torch.jit, which hides its weights: give the module as it was before"
+    return ""

@@ -22,9 +22,10 @@ never used.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,17 +34,9 @@ from torch.linalg import vecdot
 from torch.nn import functional
 from torch.nn import grad as gradients
 
-from fedclip.dpsgd.persample.torch_recurrent import (
-    RECURRENT,
-    Recurrent,
-    sides,
-    supported,
-    tap_shape,
-)
+from fedclip.dpsgd.persample import torch_recurrent
+from fedclip.dpsgd.persample.torch_recurrent import Recurrent
 
-__all__ = ["LAYERS", "Part", "Rows", "parts", "takes", "tap_of"]
-
-Kept: TypeAlias = Tensor | slice
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 # Of what positions multiply to, how much float64 may lose where they cancel.
@@ -52,24 +45,31 @@ _LOST = 2.0**-42
 _MOST_LOST, _SHORTEST, _LONGEST = 2.0**-10, 2.0**-60, 2.0**60
 
 
-class Part(Protocol):
+@dataclass(frozen=True)
+class Part(ABC):
     """The gradients of one tensor, of each record."""
 
+    @abstractmethod
     def squares(self) -> Tensor:
         """Return the squared norm of each record, in float64."""
 
-    def numbers(self) -> int:
-        """Return how many numbers are in memory."""
-
-    def only(self, kept: Kept) -> Part:
-        """Return those of these records: a tensor of positions, or a slice."""
-
+    @abstractmethod
     def sum(self, factors: Tensor) -> Tensor:
         """Return their sum, each times its factor, in float64; of the tensor's size."""
 
+    def numbers(self) -> int:
+        """Return how many numbers are in memory."""
+        floats = [x for x in vars(self).values() if isinstance(x, Tensor) and x.is_floating_point()]
+        return sum(-(-x.numel() * x.element_size() // 8) for x in floats)
+
+    def only(self, kept: Tensor | slice) -> Self:
+        """Return those of these records: a tensor of positions, or a slice."""
+        tensors = {n: x[kept] for n, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
+
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Part):
     """Gradients themselves, of shape (records, ...)."""
 
     rows: Tensor
@@ -81,18 +81,12 @@ class Rows:
         # There may be no record, and a gradient may be a number.
         return self.rows.reshape(len(self.rows), math.prod(self.rows.shape[1:])).double()
 
-    def numbers(self) -> int:
-        return _words(self.rows)
-
-    def only(self, kept: Kept) -> Rows:
-        return Rows(self.rows[kept])
-
     def sum(self, factors: Tensor) -> Tensor:
         return factors @ self._flat()
 
 
 @dataclass(frozen=True)
-class Products:
+class Products(Part):
     """Gradients Σ b a^T: `a` of shape (records, positions, p), `b` of (records, positions, q)."""
 
     a: Tensor
@@ -108,19 +102,13 @@ class Products:
         a, b = self.a.to(dtype), self.b.to(dtype)
         return a @ a.mT, b @ b.mT
 
-    def numbers(self) -> int:
-        return _words(self.a) + _words(self.b)
-
-    def only(self, kept: Kept) -> Products:
-        return Products(self.a[kept], self.b[kept])
-
     def sum(self, factors: Tensor) -> Tensor:
         weighted = (self.b * factors[:, None, None]).flatten(0, 1)
         return weighted.T @ self.a.flatten(0, 1).double()
 
 
 @dataclass(frozen=True)
-class Looked:
+class Looked(Part):
     """Gradients of a table of `size` rows: `b` (records, positions, q) goes to the rows `at`."""
 
     at: Tensor
@@ -134,21 +122,10 @@ class Looked:
         b = self.b.to(dtype)
         return (self.at[:, :, None] == self.at[:, None, :]).to(dtype), b @ b.mT
 
-    def numbers(self) -> int:
-        return _words(self.b)
-
-    def only(self, kept: Kept) -> Looked:
-        return Looked(self.at[kept], self.b[kept], self.size)
-
     def sum(self, factors: Tensor) -> Tensor:
         weighted = (self.b * factors[:, None, None]).flatten(0, 1)
-        return weighted.new_zeros(self.size, weighted.shape[1]).index_add_(
-            0, self.at.flatten(), weighted
-        )
-
-
-def _words(x: Tensor) -> int:
-    return -(-x.numel() * x.element_size() // 8)
+        table = weighted.new_zeros(self.size, weighted.shape[1])
+        return table.index_add_(0, self.at.flatten(), weighted)
 
 
 def _squares(part: Products | Looked, terms: int) -> Tensor:
@@ -270,10 +247,8 @@ def takes(layer: nn.Module) -> bool:
     if "forward" in vars(layer):
         return False
     if isinstance(layer, Recurrent):
-        return type(layer) in RECURRENT and supported(layer)
-    if type(layer) not in LAYERS:
-        return False
-    if not {*layer._parameters} <= {"weight", "bias"}:
+        return type(layer) in torch_recurrent.RECURRENT and torch_recurrent.supported(layer)
+    if type(layer) not in LAYERS or not {*layer._parameters} <= {"weight", "bias"}:
         return False
     if isinstance(layer, Convolution):
         return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
@@ -282,7 +257,7 @@ def takes(layer: nn.Module) -> bool:
 
 def tap_of(layer: nn.Module, x: Tensor, out: Tensor) -> torch.Size | None:
     """Return the shape of the tap: of what the layer puts out, or of its gates; None for none."""
-    return tap_shape(layer, x) if isinstance(layer, Recurrent) else out.shape
+    return torch_recurrent.tap_shape(layer, x) if isinstance(layer, Recurrent) else out.shape
 
 
 def parts(layer: nn.Module, x: Any, out: Tensor) -> dict[str, Part]:
@@ -306,7 +281,7 @@ def parts(layer: nn.Module, x: Any, out: Tensor) -> dict[str, Part]:
 
 def _recurrent(layer: Recurrent, seen: tuple[Tensor, ...], taps: Tensor) -> dict[str, Part]:
     result: dict[str, Part] = {}
-    for name, a, b in sides(layer, seen, taps):
+    for name, a, b in torch_recurrent.sides(layer, seen, taps):
         result[f"weight_{name}"] = _products(a, b)
         result[f"bias_{name}"] = Rows(b.sum(1, dtype=torch.float64))
     return result

@@ -27,9 +27,8 @@ from fedclip.dpsgd.persample.base import Data
 from fedclip.dpsgd.persample.torch_layers import parts, takes, tap_of
 from fedclip.dpsgd.persample.torch_recurrent import Recurrent, made_up
 
-__all__ = ["Loss", "Model", "Plan", "Run", "Tensors", "full", "plan_of"]
-
-Run: TypeAlias = Callable[[tuple[Tensor, ...]], Data]
+Args: TypeAlias = tuple[Tensor, ...]
+Run: TypeAlias = Callable[[Args], Data]
 """Runs the module on its arguments."""
 
 Loss: TypeAlias = Callable[[Run, Data], Tensor]
@@ -95,12 +94,10 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
         and any(p is not None and p.requires_grad for p in layer._parameters.values())
         and all(p is None or owners[id(p)] == 1 for p in layer._parameters.values())
     }
-    seen: dict[str, list[tuple[tuple[Tensor, ...], Kwargs, Data]]] = {name: [] for name in known}
+    seen: dict[str, list[tuple[Args, Kwargs, Data]]] = {name: [] for name in known}
     inside = [False]
 
-    def look(
-        name: str, layer: nn.Module, args: tuple[Tensor, ...], kwargs: Kwargs, out: Data
-    ) -> Data:
+    def look(name: str, layer: nn.Module, args: Args, kwargs: Kwargs, out: Data) -> Data:
         if inside[0]:
             return None
         seen[name].append((args, kwargs, out))

@@ -27,17 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from fedclip.dpsgd.persample.base import Data, Float64, Host, UnsupportedModelError, at_once
 from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts, tap_of
 from fedclip.dpsgd.persample.torch_plan import Loss, Model, Plan, Tensors, full, plan_of
 from fedclip.dpsgd.persample.torch_recurrent import Recurrent
 from fedclip.dpsgd.persample.torch_recurrent import run as run_recurrent
-
-__all__ = [
-    *("TorchStack", "check_tracked", "record_parts", "record_stacks", "restored", "trained"),
-]
 
 # Records taken together are filled up to a multiple of this.
 _SIZES = 32
@@ -52,11 +48,9 @@ def trained(module: nn.Module) -> Tensors:
 
 def restored(arrays: Mapping[str, Float64], weights: Tensors) -> Tensors:
     """Return float64 arrays as tensors of the weights' dtypes, on their devices."""
-    return {
-        # Arithmetic makes a number of an array without dimensions.
-        n: torch.from_numpy(np.asarray(a)).to(weights[n].device, weights[n].dtype)
-        for n, a in arrays.items()
-    }
+    # Arithmetic makes a number of an array without dimensions.
+    tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
+    return {n: t.to(weights[n].device, weights[n].dtype) for n, t in tensors.items()}
 
 
 def record_parts(
@@ -77,7 +71,7 @@ def record_parts(
     whole
         Give the gradients themselves, as `Rows`.
     """
-    leaves, tree = torch.utils._pytree.tree_flatten(records)
+    leaves, tree = tree_flatten(records)
     if not leaves or not len(leaves[0]):
         return
     # The module's own buffers are never written to.
@@ -86,7 +80,7 @@ def record_parts(
 
     def of(part: slice | int) -> Data:
         # A module may change what it is given in place.
-        return torch.utils._pytree.tree_unflatten([leaf[part].clone() for leaf in leaves], tree)
+        return tree_unflatten([leaf[part].clone() for leaf in leaves], tree)
 
     plan = plan_of(model, partial(of, 0), leaves, whole)
     together = at_once(size, plan.elements)
@@ -99,13 +93,12 @@ def record_parts(
         if padded > count:
             part = [torch.cat([x, x[-1:].expand(padded - count, *x.shape[1:])]) for x in part]
         try:
-            filled = _together(model, plan, part, tree)
-            named = {name: each.only(slice(count)) for name, each in filled.items()}
+            named = _together(model, plan, part, tree)
+            named = {name: each.only(slice(count)) for name, each in named.items()}
         except RuntimeError:
             # No rule for `vmap` (recurrent layers, branches on values); a fault of the module
             # comes again.
-            singles = [of(start + i) for i in range(count)]
-            named = _one_by_one(model, singles)
+            named = _one_by_one(model, [of(start + i) for i in range(count)])
         _unchanged(module, buffers)
         yield named
 
@@ -126,20 +119,19 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
         own_copies = {name: next(remaining) for name in plan.others}
         came: dict[str, Data] = {}
 
-        def tap(name: str, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            if name in came or out.shape != own_taps[name].shape:
+        def tap_at(name: str, shape: object) -> Tensor:
+            if name in came or shape != own_taps[name].shape:
                 raise RuntimeError(f"{name} is not called as it was for another record")
+            return own_taps[name]
+
+        def tap(name: str, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            tapped = out + tap_at(name, out.shape)
             came[name] = args[0]
-            return out + own_taps[name]
+            return tapped
 
         def step(name: str, layer: Recurrent, *args: Tensor) -> Data:
-            if (
-                name in came
-                or len(args) != 1
-                or tap_of(layer, args[0], args[0]) != own_taps[name].shape
-            ):
-                raise RuntimeError(f"{name} is not called as it was for another record")
-            out, came[name] = run_recurrent(layer, own_taps[name], args[0])
+            shape = tap_of(layer, args[0], args[0]) if len(args) == 1 else None
+            out, came[name] = run_recurrent(layer, tap_at(name, shape), args[0])
             return out
 
         instead = {**own_copies, **model.buffers}
@@ -152,7 +144,7 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
                     continue
                 hook = layer.register_forward_hook(partial(tap, name), prepend=True)
                 hooks.callback(hook.remove)
-            value = model.loss(run, torch.utils._pytree.tree_unflatten([*remaining], tree))
+            value = model.loss(run, tree_unflatten([*remaining], tree))
         if len(came) < len(taps):
             raise RuntimeError("a layer is not called that was for another record")
         return value, *(came[name] for name in plan.layers)
@@ -166,7 +158,7 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
     pairs = zip([*taps, *copies], gradients, strict=True)
     grads = [torch.zeros_like(like) if grad is None else grad for like, grad in pairs]
     for (name, layer), x, out in zip(layers.items(), came, grads, strict=False):
-        x = torch.utils._pytree.tree_map(torch.Tensor.detach, x)
+        x = tree_map(torch.Tensor.detach, x)
         for parameter, part in parts(layer, x, out).items():
             result[full(name, parameter)] = part
     for name, rows in zip(plan.others, grads[len(taps) :], strict=True):
@@ -201,10 +193,10 @@ def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
         If a parameter is used past what is followed here, which would get noise alone.
     """
     # Of several copies, as dropout may leave nothing of one.
-    many = torch.utils._pytree.tree_map(lambda x: x.expand(_COPIES, *x.shape[1:]), record)
+    many = tree_map(lambda x: x.expand(_COPIES, *x.shape[1:]), record)
     # Of a copy: what a module keeps of a pass under `vmap` cannot be copied any more.
     chunks = [*record_parts(copy.deepcopy(module), loss, many, _COPIES)]
-    single = torch.utils._pytree.tree_map(lambda x: x[0], record)
+    single = tree_map(lambda x: x[0], record)
     first, again = (_plain(module, loss, single, seed) for seed in (0, 1))
     same = all(torch.equal(first[n], again[n]) for n in first)
     for name, plain in first.items():
@@ -217,9 +209,8 @@ def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
         off = float((mean - plain).abs().max()) if same and largest else 0.0
         if largest and (not mean.any() or off > 0.02 * largest):
             raise UnsupportedModelError(
-                f"the gradient of {name!r} for one record is not that of backward(): the model "
-                "uses it in a way that cannot be followed, such as "
-                "checkpoint(..., use_reentrant=True): take use_reentrant=False, or do not train it"
+                f"the gradient of {name!r} for one record is not that of backward(). If the model "
+                "uses it in a checkpoint, set use_reentrant=False; else do not train it"
             )
 
 
@@ -242,8 +233,7 @@ def _unchanged(module: nn.Module, buffers: Tensors) -> None:
     for name, buffer in module.named_buffers() if buffers else ():
         if not torch.equal(buffers[name].nan_to_num(), buffer.nan_to_num()):
             raise UnsupportedModelError(
-                f"training changes the buffer {name!r}, which would keep "
-                "records unclipped and without noise: use a layer without such a memory"
+                f"training changes the buffer {name!r}, which would keep records: use another layer"
             )
 
 
@@ -259,7 +249,7 @@ def record_stacks(
 class TorchStack:
     """Gradients by parameter, on the device of the module."""
 
-    def __init__(self, found: dict[str, Part], weights: Tensors) -> None:
+    def __init__(self, found: dict[str, Any], weights: Tensors) -> None:
         self._parts, self._weights = found, weights
 
     def squares(self, names: tuple[str, ...]) -> Float64:
@@ -276,9 +266,5 @@ class TorchStack:
             totals[name] = totals[name] + total if name in totals else total
 
     def arrays(self) -> dict[str, Host]:
-        return {name: _host(part) for name, part in self._parts.items()}
-
-
-def _host(part: Any) -> Host:
-    rows = part.rows.detach().cpu()
-    return np.asarray((rows.float() if rows.dtype is torch.bfloat16 else rows).numpy())
+        rows = {n: part.rows.detach().cpu() for n, part in self._parts.items()}
+        return {n: (r.float() if r.dtype is torch.bfloat16 else r).numpy() for n, r in rows.items()}

@@ -23,16 +23,10 @@ from torch.nn import functional
 
 from fedclip.dpsgd.persample.base import Data
 
-__all__ = ["RECURRENT", "Recurrent", "made_up", "run", "sides", "supported", "tap_shape"]
-
 Recurrent: TypeAlias = nn.LSTM | nn.GRU | nn.RNN
 
 # Of each, how many gates it has, and how many taps.
-RECURRENT: dict[type[nn.Module], tuple[int, int]] = {
-    nn.LSTM: (4, 1),
-    nn.GRU: (3, 2),
-    nn.RNN: (1, 1),
-}
+RECURRENT: dict[type, tuple[int, int]] = {nn.LSTM: (4, 1), nn.GRU: (3, 2), nn.RNN: (1, 1)}
 
 
 def supported(layer: Recurrent) -> bool:
@@ -63,11 +57,10 @@ def run(layer: Recurrent, tap: Tensor, x: Tensor) -> tuple[Any, tuple[Tensor, ..
 def made_up(layer: Recurrent, x: Tensor) -> tuple[Tensor, ...]:
     """Return zeros in the shapes of what `run` sees, for one record."""
     steps, width = x.numel() // x.shape[-1], (1 + layer.bidirectional) * layer.hidden_size
-    below = 1 + layer.bidirectional
-    sizes = (
-        (x.shape[-1] if i < below else width, layer.hidden_size) for i in range(len(_names(layer)))
-    )
-    return tuple(x.new_zeros(1, steps, size) for pair in sizes for size in pair)
+    inputs = [x.shape[-1], *[width] * (layer.num_layers - 1)]
+    sizes = [size for size in inputs for _ in range(1 + layer.bidirectional)]
+    pairs = ((x.new_zeros(1, steps, n) for n in (size, layer.hidden_size)) for size in sizes)
+    return tuple(zeros for pair in pairs for zeros in pair)
 
 
 def sides(
@@ -110,11 +103,11 @@ def _all_layers(layer: Recurrent, taps: Tensor, x: Tensor) -> tuple[Tensor, ...]
     for first in range(0, len(names), 1 + layer.bidirectional):
         outputs = []
         for i in range(first, first + 1 + layer.bidirectional):
-            matrices = [weights.get(f"{kind}_{names[i]}") for kind in ("weight_ih", "weight_hh")]
-            biases = [weights.get(f"{kind}_{names[i]}") for kind in ("bias_ih", "bias_hh")]
-            output, before, h, c = _direction(
-                layer, x, matrices, biases, taps[:, i], names[i].endswith("_reverse")
-            )
+            matrices = [weights[f"weight_{side}_{names[i]}"] for side in ("ih", "hh")]
+            biases = [weights.get(f"bias_{side}_{names[i]}") for side in ("ih", "hh")]
+            sides = [*zip(matrices, biases, strict=True)]
+            reverse = names[i].endswith("_reverse")
+            output, before, h, c = _direction(layer, x, sides, taps[:, i], reverse)
             outputs.append(output)
             hidden.append(h)
             cells.append(c)
@@ -126,27 +119,24 @@ def _all_layers(layer: Recurrent, taps: Tensor, x: Tensor) -> tuple[Tensor, ...]
 
 
 def _direction(
-    layer: Recurrent, x: Tensor, matrices: Any, biases: Any, taps: Tensor, reverse: bool
+    layer: Recurrent, x: Tensor, weights: Any, taps: Tensor, reverse: bool
 ) -> tuple[Tensor, ...]:
     """Return outputs, the states before each step, and the last state and cell."""
-    inputs = (functional.linear(x, matrices[0], biases[0]) + taps[:, 0]).unbind(1)
+    inputs = (functional.linear(x, *weights[0]) + taps[:, 0]).unbind(1)
     others = taps[:, 1].unbind(1) if taps.shape[1] > 1 else None
     h = c = x.new_zeros(len(x), layer.hidden_size)
+    activation = torch.relu if layer.mode == "RNN_RELU" else torch.tanh
     steps = range(len(inputs))
     outputs, before = list[Tensor](), list[Tensor]()
     for t in reversed(steps) if reverse else steps:
         before.append(h)
-        state = functional.linear(h, matrices[1], biases[1])
+        state = functional.linear(h, *weights[1])
         if others is not None:
             h = _gru(inputs[t], state + others[t], h)
         elif isinstance(layer, nn.LSTM):
             h, c = _lstm(inputs[t] + state, c)
         else:
-            h = (
-                torch.tanh(inputs[t] + state)
-                if layer.nonlinearity == "tanh"
-                else torch.relu(inputs[t] + state)
-            )
+            h = activation(inputs[t] + state)
         outputs.append(h)
     order = slice(None, None, -1) if reverse else slice(None)
     return torch.stack(outputs[order], 1), torch.stack(before[order], 1), h, c

@@ -31,7 +31,7 @@ from fedclip.arrays import Array, Float64, HostView, narrowed
 from fedclip.core.scopes import Groups
 from fedclip.dpsgd.persample import ClippedSum, base
 from fedclip.dpsgd.persample.base import Arrays, Batch, Data, Failed, Positions, Stack
-from fedclip.dpsgd.persample.means import Means
+from fedclip.dpsgd.persons import Means
 from fedclip.engines.declearn.context import AnyModel, AnyVector
 
 # So many records are tried, before all count as impossible to read.

@@ -31,7 +31,6 @@ from declearn.model.api import Vector
 from declearn.training import TrainingManager
 from declearn.utils.serialize import msgpack_dump, msgpack_load
 
-from fedclip.arrays.frozen import unused
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import check_exclude, resolve
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
@@ -46,6 +45,7 @@ from fedclip.engines.declearn.personal import (
     merged,
     part,
     statistics_problems,
+    unused,
 )
 from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.engines.declearn.update_modules import UpdateClipClient, UpdateNorms

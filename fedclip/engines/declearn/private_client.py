@@ -41,11 +41,9 @@ from declearn.training import TrainingManager
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
-from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.noise import IndependentNoise, Noise
 from fedclip.dpsgd.persample.base import Data, Float64, UnsupportedModelError
 from fedclip.dpsgd.persons import Ids, Persons
-from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.dpsgd.step import IndependentNoise, PoissonSampler, SampleClipping
 from fedclip.engines.declearn import persample
 from fedclip.engines.declearn.evaluation import Evaluation
 from fedclip.engines.declearn.members import untold
@@ -278,7 +276,7 @@ class PrivateTrainingManager(TrainingManager):
             if self._evaluation is not None:
                 for record in tried:
                     self._evaluation.of_record(self.model, record)
-        self.noise: Noise = IndependentNoise()
+        self.noise = IndependentNoise()
         self._start(path, spent)
 
     def _plan(

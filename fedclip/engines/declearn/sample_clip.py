@@ -14,8 +14,8 @@ from fedclip.core import parameters
 from fedclip.core.docstrings import Documented
 from fedclip.core.parameters import parameter
 from fedclip.core.scopes import Groups, check_scope
-from fedclip.dpsgd.clipping import MODES, SampleClipping
 from fedclip.dpsgd.persample.base import Arrays
+from fedclip.dpsgd.step import MODES, SampleClipping
 from fedclip.engines.declearn.context import AnyModule, AnyVector
 from fedclip.engines.declearn.stages import analyse
 from fedclip.errors import Problem
@@ -55,7 +55,7 @@ class SampleClip(Documented, OptiModule[AuxVar]):
             for each record of the batch:
                 g = gradient of the record
                 g = the modules before sample-clip, applied to g
-                g *= factor(norm(g))                       (fedclip.dpsgd.clipping)
+                g *= factor(norm(g))                       (fedclip.dpsgd.step)
             grads = (sum of g + noise) / expected batch size
             apply the modules after sample-clip to grads
 

@@ -21,8 +21,7 @@ from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
 from fedclip.errors import nearest
-from fedclip.privacy.guarantees import Plugin, Shapes
-from fedclip.privacy.norm_conversions import COARSEST, number
+from fedclip.privacy.guarantees import COARSEST, Plugin, Shapes, number
 from fedclip.privacy.sensitivity import Analysis, analyse_plugins
 
 __all__ = ["analyse", "before_noise", "in_words", "warnings"]

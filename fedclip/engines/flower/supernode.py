@@ -25,53 +25,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flwr
-import numpy as np
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.constant import TaskType
 from flwr.supercore.exit import ExitCode, flwr_exit
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    iterate_object_tree,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    inflate_object_from_contents,
-    pull_objects,
-    push_objects,
-)
+from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from flwr.supercore.logger import console_handler
 from flwr.supercore.servicer.runtime import runtime_handlers
 from flwr.supercore.version import package_version
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.cli import flower_supernode
 
-from fedclip.engines.flower.mod import RECORD
+from fedclip.engines.flower.clipping import RECORD, record_of
 from fedclip.errors import shown
 from fedclip.site.gate import REFUSED, Gate, Refused
 from fedclip.site.policy import Policy
 
-__all__ = ["Border", "passed", "run"]
-
 _LOGGER = logging.getLogger("fedclip.site")
 
+# The versions of flwr between whose functions this file stands, and SHA-256 of all their files.
 KNOWN = {
     "1.41.0": "c92a946057b8fee676c67bcb1f9e636539574d71050745282c4148a7bf12bb18",
     "1.42.0": "5a388aca5684c7cf99f26ef1c6929229b73439172d8bab993d93ba5d642533aa",
 }
-"""The versions of flwr between whose functions this file stands, and SHA-256 of all their files."""
 
+# How many messages may wait for a reply; flwr hands out one at a time.
 WAITING = 16
-"""How many messages may wait for a reply; flwr hands out one at a time."""
-
-NOT_FORCED = """\
-fedclip site supernode: replies of the app leave as the policy allows, or stay.
-It does not control sockets and files of the app's process: start the SuperNode with \
---isolation process, and the app as another user, without a way to any network but this SuperNode.
-"""
 
 
 class Border:
@@ -98,7 +80,7 @@ class Border:
         self._node_id, self._receive, self._send, self._get_run, self._get_fab = connection[:5]
         self._pull, self._push, self._confirm = connection[5:]
         self._asked: dict[str, tuple[Message, dict[str, bytes]]] = {}
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, tuple[set[str], dict[str, bytes], Callable[..., Message]]] = {}
         self._lock = threading.Lock()
 
     def connection(self) -> tuple[Any, ...]:
@@ -118,9 +100,9 @@ class Border:
             self._deliver(_refusal(message, exc))
             self._confirm(metadata.run_id, metadata.message_id)
             return None
-        ids = [node.object_id for node in iterate_object_tree(tree)]
+        ids = [node.object_id for node in inflatable_object.iterate_object_tree(tree)]
         try:
-            objects = pull_objects(ids, partial(self._pull, metadata.run_id))
+            objects = inflatable_utils.pull_objects(ids, partial(self._pull, metadata.run_id))
         except Exception as exc:
             # flwr will ask for them again, and gets objects that were not seen here.
             _LOGGER.error("a message came without its model: %s", shown(exc))
@@ -150,61 +132,53 @@ class Border:
             _LOGGER.error("not sent: a reply to no message that waits for one")
             return set(), ""
         del self._asked[replied_to]
-        ids = {node.object_id for node in iterate_object_tree(tree)}
-        self._held[replied_to] = _Held(*pending, tree.object_id, ids, {})
+        ids = {node.object_id for node in inflatable_object.iterate_object_tree(tree)}
+        self._held[replied_to] = ids, {}, partial(self._answer, *pending, tree.object_id)
         return ids, replied_to
 
     def push(self, _run_id: int, replied_to: str, object_id: str, content: bytes) -> None:
         """Hold back an object of a reply; with the last one, send what may leave of the reply."""
         with self._lock:
-            held = self._held[replied_to]
-            held.objects[object_id] = content
-            if held.objects.keys() != held.ids:
+            ids, objects, answer = self._held[replied_to]
+            objects[object_id] = content
+            if objects.keys() != ids:
                 return
             del self._held[replied_to]
-        self._deliver(self._answer(held))
+        self._deliver(answer(objects))
 
     def _deliver(self, reply: Message) -> None:
         """Send a message that was made here."""
         reply.metadata.__dict__["_message_id"] = reply.object_id
         # The time that the app took stays here: an app can choose it.
-        missing, session = self._send(reply, get_object_tree(reply), 0.0)
-        push_objects(
-            get_all_nested_objects(reply),
+        missing, session = self._send(reply, inflatable_object.get_object_tree(reply), 0.0)
+        inflatable_utils.push_objects(
+            inflatable_object.get_all_nested_objects(reply),
             partial(self._push, reply.metadata.run_id, session),
             object_ids_to_push=missing,
         )
 
-    def _answer(self, held: _Held) -> Message:
+    def _answer(
+        self, asked: Message, seen: dict[str, bytes], reply_id: str, objects: dict[str, bytes]
+    ) -> Message:
         """Return a message of what the gate lets out, or an error."""
         try:
-            if not held.seen:
+            if not seen:
                 raise Refused("the model that this replies to has not been seen at the border")
-            message: Any = inflate_object_from_contents(held.message.metadata.message_id, held.seen)
-            reply: Any = inflate_object_from_contents(held.reply_id, held.objects)
+            inflated = inflatable_utils.inflate_object_from_contents
+            message: Any = inflated(asked.metadata.message_id, seen)
+            reply: Any = inflated(reply_id, objects)
             if reply.has_error():
                 raise Refused(f"the app has failed: {shown(reply.error.reason)}")
-            kind = held.message.metadata.message_type
-            content = passed(kind, message.content, reply.content, self._gate)
-            return Message(content, reply_to=held.message)
+            kind = asked.metadata.message_type
+            return Message(passed(kind, message.content, reply.content, self._gate), reply_to=asked)
         except Exception as exc:  # its text may hold data
-            return _refusal(held.message, exc)
+            return _refusal(asked, exc)
 
 
 def _refusal(message: Message, why: Exception) -> Message:
     """Return the error that leaves instead of a reply; only the log has the reason."""
     _LOGGER.error("not sent: %s", shown(why))
     return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, REFUSED), reply_to=message)
-
-
-class _Held(NamedTuple):
-    """A reply that has not arrived completely: the message, its objects, and those of the reply."""
-
-    message: Message
-    seen: dict[str, bytes]
-    reply_id: str
-    ids: set[str]
-    objects: dict[str, bytes]
 
 
 def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> RecordDict:
@@ -247,25 +221,19 @@ def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> Recor
             raise Refused("a model and the reply to it must be one ArrayRecord each")
         ((name, model),) = asked.array_records.items()
         (trained,) = reply.array_records.values()
-        out[name] = _update(model, trained, gate, full=voted is None)
-    if numbers := gate.metrics(
-        {name: n for record in records.values() for name, n in record.items()}
-    ):
+        before = {k: array.numpy() for k, array in model.items()}
+        after = {k: array.numpy() for k, array in trained.items()}
+        if voted is None:
+            sent = gate.model(after, before)
+        else:
+            sent = gate.update(after, {k: x for k, x in before.items() if x.dtype.kind == "f"})
+        out[name] = record_of(sent)
+    named = {name: number for record in records.values() for name, number in record.items()}
+    if numbers := gate.metrics(named):
         out["metrics"] = MetricRecord(numbers)
     if voted is not None:
         out[RECORD] = MetricRecord(gate.votes(voted))
     return out
-
-
-def _update(model: ArrayRecord, trained: ArrayRecord, gate: Gate, *, full: bool) -> ArrayRecord:
-    """Return the model, moved as far as the gate lets it; or, if not full, the update alone."""
-    before = {name: array.numpy() for name, array in model.items()}
-    after = {name: array.numpy() for name, array in trained.items()}
-    if full:
-        sent = gate.model(after, before)
-    else:
-        sent = gate.update(after, {k: x for k, x in before.items() if x.dtype.kind == "f"})
-    return ArrayRecord({name: Array(np.asarray(array)) for name, array in sent.items()})
 
 
 def _guard(gate: Gate, connect: Callable[..., Any]) -> None:
@@ -290,9 +258,8 @@ def _check() -> None:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     if KNOWN.get(package_version) != digest.hexdigest():
         raise RuntimeError(
-            f"a site's SuperNode needs flwr {' or '.join(KNOWN)} from PyPI, and the installed one "
-            f"is {package_version}, or changed: run pip install --force-reinstall "
-            f"flwr=={[*KNOWN][-1]}"
+            f"a site's SuperNode needs flwr {' or '.join(KNOWN)} from PyPI, and {package_version} "
+            f"is installed, or changed: run pip install --force-reinstall flwr=={[*KNOWN][-1]}"
         )
 
 
@@ -318,7 +285,6 @@ def run(policy: Path, words: Sequence[str]) -> None:
     _guard(gate, fleet_http_connection.http_request_response)
     _LOGGER.addHandler(console_handler)
     _LOGGER.setLevel(logging.INFO)
-    sys.stderr.write(NOT_FORCED)
     sys.argv = ["fedclip site supernode", *words]
     # flwr starts others of its programs by their names.
     scripts = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]

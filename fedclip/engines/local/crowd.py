@@ -6,12 +6,12 @@ They share one model. Each has data, a source of its batches, and what its optim
 
 # ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Optional
 
 import numpy as np
 from declearn.dataset import InMemoryDataset
-from declearn.main.config import EvaluateConfig, FLOptimConfig, TrainingConfig
+from declearn.main.config import EvaluateConfig, FLOptimConfig
 from declearn.main.utils import aggregate_clients_data_info
 from declearn.metrics import MetricState
 from declearn.optimizer import Optimizer
@@ -20,8 +20,9 @@ from declearn.training import TrainingManager
 from declearn.utils import TomlConfig
 
 from fedclip import UpdateClipClient
+from fedclip.core import parameters
 from fedclip.core.parameters import Config
-from fedclip.engines.declearn.context import AnyModel, AnyVector
+from fedclip.engines.declearn.context import AnyVector
 from fedclip.engines.declearn.personal import PersonalModel
 from fedclip.engines.declearn.quickrun import Experiment, vectorize_gradients
 
@@ -62,32 +63,28 @@ class SimulateConfig(TomlConfig):
     seed: Optional[int] = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.drop_out < 1:
-            raise ValueError(f"drop_out must be a number in [0, 1), got {self.drop_out!r}")
-        if self.seed is not None and self.seed < 0:
-            raise ValueError(f"seed must be an int >= 0, got {self.seed!r}")
+        parameters.share(drop_out=self.drop_out)
+        parameters.optional(parameters.integer, 0, seed=self.seed)
         for name in ("sampled", "attackers"):
-            value = getattr(self, name)
-            if None not in (value, self.clients) and value > self.clients:
-                raise ValueError(f"{name} = {value} is more than clients = {self.clients}")
+            many = getattr(self, name) or 0
+            if self.clients is not None and many > self.clients:
+                raise ValueError(f"{name} = {many} is more than clients = {self.clients}")
 
 
 class Trained(NamedTuple):
-    """The result of a client's training in a round."""
+    """The result of a client's training in a round.
+
+    Attributes
+    ----------
+    update
+        The model before the round, minus the model after it.
+    aux
+        The messages of its optimizer's modules to those of the server.
+    """
 
     update: AnyVector
-    """The model before the round, minus the model after it."""
     steps: int
     aux: dict[str, AuxVar]
-    """The messages of its optimizer's modules to those of the server."""
-
-
-ClientState: TypeAlias = tuple[Config, Mapping[str, object], AnyVector | None]
-"""The state of a client between rounds: optimizer, source of batches, unshared weights."""
-Task: TypeAlias = tuple[int, AnyVector, Mapping[str, AuxVar], ClientState]
-"""A client, its start weights, the messages of the server, and its state."""
-Ask: TypeAlias = Callable[[Mapping[int, Task]], Mapping[int, tuple[Trained, ClientState]]]
-"""A function that lets clients train in other processes."""
 
 
 class Crowd:
@@ -97,31 +94,24 @@ class Crowd:
     ----------
     experiment
         Where data and model are.
+    optim, effort
+        The section [optim], and how long clients train. The module `update-clip-client` takes no
+        part: it only carries what the caller knows.
+    settings
+        The section [simulate], with a number of clients.
+
+    Attributes
+    ----------
     model
         The model; whoever trains or evaluates leaves its own weights in it.
-    optim, training
-        The sections [optim] and [run.training]. The module `update-clip-client` takes no part: it
-        only carries what the caller knows.
-    settings
-        The section [simulate].
     """
 
     def __init__(
-        self,
-        experiment: Experiment,
-        model: AnyModel,
-        optim: FLOptimConfig,
-        training: TrainingConfig,
-        settings: SimulateConfig,
+        self, experiment: Experiment, optim: FLOptimConfig, effort: Config, settings: SimulateConfig
     ) -> None:
-        self.settings, self.sites = settings, list(experiment.files)
-        self.ask: Ask | None = None
-        """A function for training in other processes; None: clients train in this one."""
-        self.names = [
-            self.sites[i % len(self.sites)] + (f"-{turn}" if (turn := i // len(self.sites)) else "")
-            for i in range(settings.clients or len(self.sites))
-        ]
-        self._places = {name: place for place, name in enumerate(self.names)}
+        self.settings, self.sites, self._effort = settings, list(experiment.files), effort
+        rounds = [divmod(i, len(self.sites)) for i in range(settings.clients or 0)]
+        self.names = [self.sites[i] + f"-{turn}" * bool(turn) for turn, i in rounds]
         self.data = [experiment.data(site) for site in self.sites]
         self._rng = np.random.default_rng(settings.seed)
         hostile = self._rng.permutation(len(self.names))[: settings.attackers or 0]
@@ -132,30 +122,20 @@ class Crowd:
         self._stateless = rates and not config["modules"] and not config["regularizers"]
         self._optims: dict[int, Optimizer] = {}
         self._sources: dict[int, InMemoryDataset] = {}
+        self.model = model = experiment.model()
         if model.required_data_info:
-            model.initialize(aggregate_clients_data_info(self._specs(), model.required_data_info))
-        self._effort = training.message_params
+            pairs = zip(self.sites, self.data, strict=True)
+            specs = {name: vars(train.get_data_specs()) for name, (train, _) in pairs}
+            model.initialize(aggregate_clients_data_info(specs, model.required_data_info))
         # Personal layers are trained too, by the model within.
         inner = model.model if isinstance(model, PersonalModel) else model
         vectorize_gradients(inner)
-        self.model = model
-        self._manager = TrainingManager(
-            inner,
-            self.optimizer(0),
-            optim.aggregator,
-            self.data[0][0],
-            metrics=experiment.metrics,
-            verbose=False,
-        )
+        parts = inner, self.optimizer(0), optim.aggregator, self.data[0][0]
+        self._manager = TrainingManager(*parts, metrics=experiment.metrics, verbose=False)
         # A client also keeps values that are not trained, such as running means.
-        inner = model.get_weights()
-        self._has_unshared = set(inner.coefs) != set(model.get_weights(trainable=True).coefs)
+        self._first = model.get_weights()
+        self._has_unshared = {*self._first.coefs} != {*model.get_weights(trainable=True).coefs}
         self._unshared: dict[int, AnyVector] = {}
-        self._first = inner
-
-    def _specs(self) -> dict[str, Config]:
-        pairs = zip(self.sites, self.data, strict=True)
-        return {name: dataclasses.asdict(train.get_data_specs()) for name, (train, _) in pairs}
 
     def asked(self, due: Sequence[str] | None = None) -> list[int]:
         """Draw the clients of a round, and drop-outs; return those that reply.
@@ -164,11 +144,11 @@ class Crowd:
         """
         chosen = np.arange(len(self.names))
         if due is not None:
-            chosen = np.sort([self._places[name] for name in due])
+            chosen = np.flatnonzero(np.isin(self.names, due))
         elif self.settings.sampled is not None:
             chosen = np.sort(self._rng.choice(chosen, self.settings.sampled, replace=False))
         stays = self._rng.random(len(chosen)) >= self.settings.drop_out
-        return [int(client) for client in chosen[stays]]
+        return list(chosen[stays].tolist())
 
     def optimizer(self, client: int) -> Optimizer:
         """Return a client's optimizer; all share one if it has no state."""
@@ -184,8 +164,7 @@ class Crowd:
         manager.optim, manager.train_data = self.optimizer(client), self._records(client)
         manager.optim.process_aux_var(dict(aux))
         manager.optim.start_round()
-        batches, *limits = self._effort.values()
-        effort = manager.train_under_constraints(batches, *limits)
+        effort = manager.train_under_constraints(*self._effort.values())
         manager.model.collect_training_losses()  # they would pile up
         if self._has_unshared:
             self._unshared[client] = self.model.get_weights()
@@ -194,47 +173,19 @@ class Crowd:
             update = update * self.settings.factor
         return Trained(update, int(effort["n_steps"]), manager.optim.collect_aux_var())
 
-    def train_all(
-        self, clients: Sequence[int], start: AnyVector, aux: Mapping[str, AuxVar]
-    ) -> Iterator[tuple[int, Trained]]:
-        """Train clients, in this process or in those of an engine."""
-        if self.ask is None:
-            for client in clients:
-                yield client, self.train(client, start, aux)
-            return
-        tasks = {client: (client, start, aux, self.state(client)) for client in clients}
-        for client, (trained, state) in self.ask(tasks).items():
-            self.take_over(client, state)
-            yield client, trained
-
-    def state(self, client: int) -> ClientState:
-        """Return the state of a client, for another process."""
-        source = self._records(client)._rng.bit_generator.state
-        return self.optimizer(client).get_state(), source, self._unshared.get(client)
-
-    def take_over(self, client: int, state: ClientState) -> None:
-        """Set the state of a client that trained in another process."""
-        optimizer, source, weights = state
-        self.optimizer(client).set_state(optimizer)
-        self._records(client)._rng.bit_generator.state = source
-        if weights is not None:
-            self._unshared[client] = weights
-
     def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
         """Return loss and metrics over the validation data of all folders, and of each."""
-        metrics, by_site = self._manager.metrics, {}
+        manager, by_site = self._manager, {}
         total: dict[str, MetricState] = {}
-        limits = how.message_params
         for place, (site, (_, valid)) in enumerate(zip(self.sites, self.data, strict=True)):
             self.hand_over(place, start)
-            self._manager.valid_data = valid
-            by_site[site], states, _ = self._manager.evaluate_under_constraints(
-                limits["batches"], limits["n_steps"], limits["timeout"]
-            )
+            manager.valid_data = valid
+            measured = manager.evaluate_under_constraints(*how.message_params.values())
+            by_site[site], states, _ = measured
             total = {k: total[k] + v if total else v for k, v in states.items()}
-        metrics.set_states(total)
+        manager.metrics.set_states(total)
         self.hand_over(None, start)
-        return metrics.get_result(), by_site
+        return manager.metrics.get_result(), by_site
 
     def _records(self, client: int) -> InMemoryDataset:
         """Return the training records of a client."""

@@ -8,40 +8,31 @@ names. declearn's model, optimizers and metrics do the rest, as in a run.
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-import math
-import operator
-import os
 import shutil
 import time
 import tomllib
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
-import msgpack
-import numpy as np
 from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.main.utils import Checkpointer
+from declearn.optimizer import Optimizer
 from declearn.optimizer.modules import AuxVar
 from declearn.utils import set_device_policy
 
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
-from fedclip.core.records import ALL
-from fedclip.engines.declearn.context import AnyVector
 from fedclip.engines.declearn.personal import label
 from fedclip.engines.declearn.quickrun import Experiment, draw_from
-from fedclip.engines.local.crowd import Ask, ClientState, Crowd, SimulateConfig, Task, Trained
+from fedclip.engines.local.crowd import Crowd, SimulateConfig, Trained
 from fedclip.errors import FedclipWarning, ToolError
-from fedclip.report.norms import norms_by_stage, outliers_of, unusual_norms
-from fedclip.report.results import Result, best_round
-from fedclip.report.rows import Row
+from fedclip.report import Reader, ReportError
+from fedclip.report.results import Result, best_round, result_of
 from fedclip.updates.bound import AdaptiveBound
-from fedclip.updates.limits import norm_of
 from fedclip.updates.protocol import Reply, Schedule, SentBound
 from fedclip.updates.server import UpdateServer
 
@@ -49,22 +40,29 @@ EARLY = "the loss stopped improving (early_stop)"
 _NODES = ("server", "clients")
 _ROUNDS_A_FILE = 100  # as many as a `Recorder` keeps
 _MEASURED = 100  # clients whose own records are written
-_LIVE = 10  # as many as are written after each evaluation
 
 
 class Simulated(NamedTuple):
-    """The result of a simulation."""
+    """The result of a simulation.
+
+    Attributes
+    ----------
+    seconds
+        The mean duration of a round, in seconds.
+    results
+        The folder of records, metrics and the model.
+    ended
+        Why it ended early; "" if it did not.
+    best
+        The round of the best weights: those with the lowest mean loss of the healthy sites.
+    """
 
     clients: int
     rounds: int
     seconds: float
-    """The mean duration of a round, in seconds."""
     results: str
-    """The folder of records, metrics and the model."""
     ended: str
-    """Why it ended early; "" if it did not."""
     best: int = 0
-    """The round of the best weights: those with the lowest mean loss of the healthy sites."""
 
 
 class Simulation:
@@ -75,7 +73,8 @@ class Simulation:
     file
         A quickrun file that has been checked.
     seed
-        Takes the place of that in [simulate].
+        Takes the place of that in [simulate]. Python's, NumPy's and torch's own sources start from
+        it too.
 
     Raises
     ------
@@ -87,54 +86,67 @@ class Simulation:
         self.experiment = Experiment(file)
         toml = self.experiment.toml
         optim = FLOptimConfig.from_toml(toml, False, "optim")
-        with file.open("rb") as text:
-            config = tomllib.load(text)["run"]
+        run = tomllib.loads(file.read_text("utf-8"))["run"]
         # Nobody registers here, and declearn wants to know how many do.
-        self.config = FLRunConfig.from_params(**{"register": 1, **config})
-        settings = SimulateConfig.from_toml(toml, False, "simulate", True)
-        self.settings = settings if seed is None else replace(settings, seed=seed)
-        _refuse(optim, self.config, self.settings, self.experiment.files)
+        self.config = FLRunConfig.from_params(**{"register": 1, **run})
+        self.settings = self._settings(toml, seed)
+        modules = optim.client_opt.modules
+        if self.config.privacy or any(isinstance(module, SampleClip) for module in modules):
+            raise ToolError("DP-SGD is not simulated: use fedclip quickrun")
+        if self.settings.seed is not None:
+            draw_from(self.settings.seed)
         set_device_policy(gpu=False)
         self.aggregator = cast(Any, optim.aggregator)
-        self.crowd = Crowd(
-            self.experiment, self.experiment.model(), optim, self.config.training, self.settings
-        )
+        effort = self.config.training.message_params
+        self.crowd = Crowd(self.experiment, optim, effort, self.settings)
         self.model = self.crowd.model
         self.bound = _bound(optim)
-        if self.bound is not None:
-            # Nothing of a simulation is released.
-            self.bound.charge_to(None)
-        self.server = self._server() if self.bound else None
-        self.schedule = _schedule(self.bound, self.crowd.names, self.settings)
+        self.server = self._server(self.bound) if self.bound else None
+        self.schedule: Schedule | None = None
+        if self.bound and self.bound.separation > 1:
+            if self.settings.sampled is not None:
+                raise ToolError("[simulate] remove sampled: with separation > 1 clients take turns")
+            self.schedule = Schedule(self.crowd.names, self.bound.expected_clients or 1)
         # The bound acts first, by the core; what stands after it acts on what the core releases.
         self.optim, self.rest = optim.server_opt, copy.copy(optim.server_opt)
         self.rest.modules = [m for m in self.optim.modules if not isinstance(m, UpdateClipServer)]
         self.records = UpdateClipClient()
         self.norms = {client: UpdateNorms() for client in range(len(self.crowd.names))[:_MEASURED]}
-        self.losses: list[float] = []
-        self.by_site: list[dict[str, float]] = []
-        self.outliers: list[str] = []
+        self.losses: list[dict[str, float]] = []
         self.result = Result()
+        self.reader: Reader | None = None
         self.rounds = self.best_round = 0
-        self.best: AnyVector = self.model.get_weights(trainable=True)
+        self.best = self.model.get_weights(trainable=True)
         self.folder = Path(self.experiment.results, "simulated")
 
-    def _server(self) -> UpdateServer:
-        of, clients = self.aggregator, self.crowd.names
+    def _settings(self, toml: str, seed: int | None) -> SimulateConfig:
+        """Return the section [simulate], with a number of clients."""
+        settings = SimulateConfig.from_toml(toml, False, "simulate", True)
+        sites = self.experiment.files
+        if taken := sites.keys() & set(_NODES):
+            raise ToolError(f"[data] rename the client {min(taken)!r}: the name is for records")
+        clients = len(sites) if settings.clients is None else settings.clients
+        if clients < len(sites):
+            text = f"clients = {clients}, but the data folder has {len(sites)}: raise clients"
+            raise ToolError(f"[simulate] {text}")
         try:
-            server = UpdateServer(
-                cast(AdaptiveBound, self.bound),
-                scope=of.scope,
-                exclude=of.exclude,
-                shares=of.shares,
-                combining=of.combining,
-            )
+            settings = replace(settings, clients=clients)
         except ValueError as exc:
-            raise ToolError(f"[optim.aggregator] {exc}") from None
+            raise ToolError(f"[simulate] {exc}: lower it") from None
+        return settings if seed is None else replace(settings, seed=seed)
+
+    def _server(self, bound: AdaptiveBound) -> UpdateServer:
+        # Nothing of a simulation is released.
+        bound.charge_to(None)
+        of, clients = self.aggregator, self.crowd.names
         few = of.combining.too_few(self.settings.sampled or len(clients))
         if why := of.shares.strangers(clients) or few:
             raise ToolError(f"[optim.aggregator] {why}")
-        return server
+        parts = {name: getattr(of, name) for name in ("scope", "exclude", "shares", "combining")}
+        try:
+            return UpdateServer(bound, **parts)
+        except ValueError as exc:
+            raise ToolError(f"[optim.aggregator] {exc}") from None
 
     def step(self) -> str:
         """Run a round of training; return why training ends, or ""."""
@@ -144,59 +156,50 @@ class Simulation:
             if self.bound and module.aux_name in aux:
                 self.bound.admit(module.name)
         turn = self.schedule.at(self.rounds) if self.schedule else None
+        due = self.schedule.due(self.rounds) if self.schedule else None
         sent = self.server.open(turn) if self.server else None
         if sent and sent.stop:
             return sent.stop
         for records in (self.records, *self.norms.values()):
             records.recorder.start_round()
-        replies, messages = [], dict[str, AuxVar]()
-        due = self.schedule.due(self.rounds) if self.schedule else None
+        updates, messages = None, dict[str, AuxVar]()
         self.rounds += 1
-        for client, trained in self.crowd.train_all(self.crowd.asked(due), start, aux):
-            reply = self._reply(client, trained, sent)
-            if self.server:
-                self.server.add(reply, start.coefs)
+        for client in self.crowd.asked(due):
+            trained = self.crowd.train(client, start, aux)
+            if self.server and sent:
+                self.server.add(self._reply(client, trained, sent), start.coefs)
             else:
-                replies.append(reply)
+                if client in self.norms:
+                    self.norms[client].measure(trained.update)
+                shared = self.aggregator.prepare_for_sharing(trained.update, trained.steps)
+                updates = shared if updates is None else updates + shared
             for name, message in trained.aux.items():
                 messages[name] = messages[name] + message if name in messages else message
         self.crowd.hand_over(None, start)
-        if messages:
-            self.rest.process_aux_var(messages)
+        self.rest.process_aux_var(messages)
         if self.server:
             closed = self.server.close(like=start.coefs)
             self.rest.apply_gradients(self.model, type(start)(closed.average))
-        elif replies:
-            updates = functools.reduce(operator.add, replies)
+        elif updates is not None:
             self.rest.apply_gradients(self.model, self.aggregator.finalize_updates(updates))
         if self.records.recorder.round % _ROUNDS_A_FILE == 0:
-            self._keep_records()
+            self.keep_records()
         return ""
 
-    def _reply(self, client: int, trained: Trained, sent: SentBound | None) -> Any:
+    def _reply(self, client: int, trained: Trained, sent: SentBound) -> Reply:
         """Return what a client replies; an attacker may send more than the bound allows."""
         update, steps = trained.update, trained.steps
-        if sent is None:
-            measured = norm_of(update.coefs, "simulate")
-            norm = math.nan if measured is None else measured
-            self._note(client, norm, SentBound(math.inf, adaptive=False), False)
-            return self.aggregator.prepare_for_sharing(update, steps)
         outcome = self.aggregator.outcome(update.coefs, sent.bound, steps)
-        if steps:
-            norm = math.nan if outcome.norm is None else outcome.norm
-            self._note(client, norm, sent, outcome.clipped)
-        reply = outcome.reply(sent)
+        for records in filter(None, (self.records, self.norms.get(client))) if steps else ():
+            if outcome.norm is None:
+                records.recorder.add_nonfinite()
+            else:
+                records.note(outcome.norm, sent, outcome.clipped)
+        reply: Reply = outcome.reply(sent)
         if client in self.crowd.hostile and not self.settings.attackers_clip:
             vote = int(sent.adaptive)
             reply = Reply(update.coefs, votes=vote, within=vote)
         return replace(reply, sender=self.crowd.names[client], steps=steps)
-
-    def _note(self, client: int, norm: float, sent: SentBound, clipped: bool) -> None:
-        for records in filter(None, (self.records, self.norms.get(client))):
-            if math.isfinite(norm):
-                records.note(norm, sent, clipped)
-            else:
-                records.recorder.add_nonfinite()
 
     def evaluate(self) -> None:
         """Evaluate the model, and write what a run writes: metrics, states and records."""
@@ -207,151 +210,74 @@ class Simulation:
         stamp = checkpoints.checkpoint(self.model, self.optim, metrics, first_call=first)
         for site, values in sites.items():
             checkpoints.save_metrics(values, f"metrics_{site}", timestamp=stamp)
-        self.losses.append(float(metrics["loss"]))
-        plain = {
-            s: {k: v for k, v in values.items() if np.ndim(v) == 0} for s, values in sites.items()
-        }
-        confusions = {
-            s: values["confusion"] for s, values in sites.items() if "confusion" in values
-        }
-        # Of 100 clients they take a fifth of a second.
+        self.losses.append({"": float(metrics["loss"])} | {s: v["loss"] for s, v in sites.items()})
+        # Of 100 clients it takes a fifth of a second.
         if (n := len(self.losses)) < 10 or n % 10 == 0 or self.rounds == self.config.rounds:
-            self.outliers = [site for site in self._outliers() if site in sites]
-        self.result = Result(plain, self.outliers, confusions=confusions)
-        self.by_site.append({site: values["loss"] for site, values in plain.items()})
-        if best_round(self.by_site, self.result.healthy) == len(self.by_site) - 1:
+            self.keep_records()
+            self.reader = self.reader or Reader(self.folder)
+            with suppress(ReportError):
+                self.result = result_of(self.reader.read(), "")
+            if self.bound and self.bound.noise_multiplier:
+                # Noise does not cover the clients' norms.
+                self.result = self.result._replace(outliers=())
+        if best_round(self.losses, self.result.healthy or sites) == n - 1:
             self.best, self.best_round = weights, self.rounds
-        if self.bound:
-            state = {"modules": [(UpdateClipClient.name, self.records.get_state())]}
-            file = self.folder / "clients" / f"optimizer_state_{self._part}.mpk"
-            file.write_bytes(msgpack.packb(state))
-        elif len(self.norms) <= _LIVE:
-            self._keep_records()
 
-    def _outliers(self) -> list[str]:
-        """Return the clients with norms far above those of others; none with noise for clients."""
-        if self.bound and self.bound.noise_multiplier:
-            return []
-        rows = [
-            Row(self.crowd.names[client], 0, module.name, record, index=index)
-            for client, norms in self.norms.items()
-            for index, module in enumerate([*self.crowd.optimizer(client).modules, norms])
-            for record in getattr(module, "rounds", ())
-            if record.group == ALL
-        ]
-        return outliers_of(unusual_norms(norms_by_stage(rows)))
-
-    def finish(self) -> None:
-        """Keep the best model, as a run does at its end."""
-        self._keep_records()
-        self.crowd.hand_over(None, self.best)
-        Checkpointer(str(self.folder / "server")).save_model(self.model, timestamp="best")
-        label(self.folder / "server", self.model)
-
-    @property
-    def _part(self) -> str:
-        """Number of the file of this round's records."""
-        return f"{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}"
-
-    def _keep_records(self) -> None:
+    def keep_records(self) -> None:
         """Write the records of the first clients' modules to the files that a run would have."""
-        for client, norms in self.norms.items():
-            saved = copy.copy(self.crowd.optimizer(client))
-            saved.modules = [*saved.modules, norms]
-            folder = str(self.folder / self.crowd.names[client])
-            Checkpointer(folder).save_optimizer(saved, timestamp=self._part)
-
-
-Progress: TypeAlias = Callable[[int, int, str], None]
-"""Receives the rounds done, the rounds planned, and the sites' metrics."""
+        part = f"{(self.records.recorder.round - 1) // _ROUNDS_A_FILE:06}"
+        saved = {self.crowd.names[i]: (self.crowd.optimizer(i), n) for i, n in self.norms.items()}
+        if self.bound:
+            saved["clients"] = Optimizer(0.0), self.records
+        for name, (optimizer, norms) in saved.items():
+            optimizer = copy.copy(optimizer)
+            optimizer.modules = [*optimizer.modules, norms]
+            Checkpointer(str(self.folder / name)).save_optimizer(optimizer, timestamp=part)
 
 
 def run(
     file: Path,
     seed: int | None = None,
     *,
-    engine: str = "process",
-    progress: Progress = lambda done, total, text: None,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
 ) -> Simulated:
     """Simulate what a checked quickrun file describes.
 
-    A `seed` takes the place of that in [simulate]. Python's, NumPy's and torch's own sources start
-    from it too. With the `engine` "flower" the clients train in the processes of Flower's
-    simulation engine, several at a time, and come to the same.
+    A `seed` takes the place of that in [simulate]. After each round, `progress` is called with the
+    rounds done, the rounds planned and the sites' metrics.
 
     Raises
     ------
     ToolError
         If the simulation cannot start.
     """
-    if seed is None:
-        settings = SimulateConfig.from_toml(str(file), False, "simulate", True)
-        seed = settings.seed
     try:
-        simulation = _seeded(file, seed)
-        spread = _spread() if engine == "flower" else None
+        simulation = Simulation(file, seed)
     except ModuleNotFoundError as exc:
         raise ToolError(f"a package that this run needs is missing: {exc}") from None
-    if spread is None:
-        return _run(simulation, progress)
-    done: list[Simulated] = []
-
-    def serve(ask: Ask) -> None:
-        simulation.crowd.ask = ask
-        done.append(_run(simulation, progress))
-
-    spread(serve, functools.partial(work, file.resolve(), seed), len(simulation.crowd.names))
-    return done[0]
-
-
-def _seeded(file: Path, seed: int | None) -> Simulation:
-    if seed is not None:
-        draw_from(seed)
-    return Simulation(file, seed)
-
-
-def _spread() -> Any:
-    # Neither tells anybody of the runs of a hospital.
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from fedclip.engines.flower.spread import spread
-
-    return spread
-
-
-_workers = functools.lru_cache(maxsize=1)(_seeded)
-
-
-def work(file: Path, seed: int | None, task: Task) -> tuple[Trained, ClientState]:
-    """Train a client in another process; return its update and its state."""
-    client, start, aux, state = task
-    crowd = _workers(file, seed).crowd
-    crowd.take_over(client, state)
-    return crowd.train(client, start, aux), crowd.state(client)
-
-
-def _run(simulation: Simulation, progress: Progress) -> Simulated:
     config, folder = simulation.config, simulation.folder
     shutil.rmtree(folder, ignore_errors=True)
-    for node in _NODES:
-        (folder / node).mkdir(parents=True)
+    (folder / "server").mkdir(parents=True)
     early: Any = config.early_stop
     stop = early.instantiate() if early else None
     begun, ended, done = time.monotonic(), "", 0
-    with _logged(folder / "server" / "logs.txt"):
-        try:
-            while done < config.rounds and not (ended := simulation.step()):
-                done += 1
-                if done % config.evaluate.frequency == 0 or done == config.rounds:
-                    simulation.evaluate()
-                progress(done, config.rounds, simulation.result.in_words())
-                if stop and simulation.losses and not stop.update(simulation.losses[-1]):
-                    ended = EARLY
-                    break
-        except KeyboardInterrupt:
-            ended = "interrupted"
+    with _logged(folder / "server" / "logs.txt"), suppress(KeyboardInterrupt):
+        ended = "interrupted"
+        while done < config.rounds and not (why := simulation.step()):
+            done += 1
+            if done % config.evaluate.frequency == 0 or done == config.rounds:
+                simulation.evaluate()
+            progress(done, config.rounds, simulation.result.in_words())
+            if stop and simulation.losses and not stop.update(simulation.losses[-1][""]):
+                why = EARLY
+                break
+        ended = why
     seconds = (time.monotonic() - begun) / max(done, 1)
-    simulation.finish()
+    simulation.keep_records()
+    # The best model is kept, as a run does at its end.
+    simulation.crowd.hand_over(None, simulation.best)
+    Checkpointer(str(folder / "server")).save_model(simulation.model, timestamp="best")
+    label(folder / "server", simulation.model)
     count, best = len(simulation.crowd.names), simulation.best_round
     return Simulated(count, done, seconds, str(folder), ended, best)
 
@@ -359,68 +285,15 @@ def _run(simulation: Simulation, progress: Progress) -> Simulated:
 def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:
     """Return the bound of the updates; None if the aggregator does not clip them."""
     aggregator, modules = optim.aggregator, optim.server_opt.modules
-    bounds = [module for module in modules if isinstance(module, UpdateClipServer)]
     if not isinstance(aggregator, ClippedAveraging):
         return None
-    if aggregator.max_norm is not None:
-        most = aggregator.max_norm
+    if (most := aggregator.max_norm) is not None:
         if aggregator.scope != "global":
-            raise ToolError(
-                "[optim.aggregator] max_norm is simulated with scope = 'global' only: instead of "
-                "it, "
-                "use update-clip-server with start_norm and learning_rate = 0"
-            )
+            raise ToolError("[optim.aggregator] max_norm is simulated with scope = 'global' only")
         return AdaptiveBound(most, learning_rate=0.0, min_norm=most, max_norm=most)
-    if len(bounds) != 1 or modules[0] is not bounds[0]:
-        raise ToolError(
-            "[optim.server_opt] update-clip-server must be the first module, and listed once"
-        )
-    return bounds[0]
-
-
-def _schedule(
-    bound: AdaptiveBound | None, names: list[str], settings: SimulateConfig
-) -> Schedule | None:
-    """Return the schedule, if each client takes part in some rounds only."""
-    if bound is None or bound.separation == 1:
-        return None
-    if settings.sampled is not None:
-        raise ToolError(
-            f"[simulate] sampled draws clients at random, but separation = {bound.separation} of "
-            "update-clip-server needs a schedule: remove one of them"
-        )
-    most = bound.expected_clients or 1
-    schedule = Schedule(names, most)
-    if why := schedule.turns.refusal(bound.separation, most):
-        raise ToolError(f"[optim.server_opt] {why}")
-    return schedule
-
-
-def _refuse(
-    optim: FLOptimConfig, config: FLRunConfig, crowd: SimulateConfig, names: Collection[str]
-) -> None:
-    """Raise a `ToolError` for a configuration that cannot be simulated."""
-    private = any(isinstance(module, SampleClip) for module in optim.client_opt.modules)
-    if private or config.privacy is not None:
-        raise ToolError("DP-SGD is not simulated: use fedclip quickrun")
-    if optim.fairness is not None:
-        raise ToolError("[optim] fairness is not simulated: use fedclip quickrun")
-    if taken := set(names) & set(_NODES):
-        raise ToolError(
-            f"[data] the name {min(taken)!r} is reserved for records: rename this client's folder"
-        )
-    sites = len(names)
-    clients = crowd.clients or sites
-    if clients < sites:
-        raise ToolError(
-            f"[simulate] clients = {clients}, but the data folder has {sites}: raise clients"
-        )
-    for name in ("sampled", "attackers"):
-        if (getattr(crowd, name) or 0) > clients:
-            raise ToolError(
-                f"[simulate] {name} = {getattr(crowd, name)} is more than clients = {clients}: "
-                "lower it"
-            )
+    if not modules or not isinstance(modules[0], UpdateClipServer):
+        raise ToolError("[optim.server_opt] update-clip-server must be the first module")
+    return modules[0]
 
 
 @contextmanager
@@ -428,17 +301,11 @@ def _logged(file: Path) -> Iterator[None]:
     """Send log messages to a file, and warnings only there."""
     logger, handler = logging.getLogger("declearn"), logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
-    level = logging.getLogger("declearn.server.fedclip")
-    was = level.level
-    level.setLevel(logging.INFO)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FedclipWarning)
             yield
     finally:
-        level.setLevel(was)
-        logger.propagate = before
         logger.removeHandler(handler)
         handler.close()

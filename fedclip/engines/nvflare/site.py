@@ -19,7 +19,7 @@ import copy
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from nvflare.apis.app_validation import AppValidationKey
@@ -32,24 +32,15 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 from nvflare.app_common.logging.constants import is_log_streaming_allowed
 
-from fedclip.engines.nvflare.client import ClipUpdate
+from fedclip.engines.nvflare.clipping import ClipUpdate
 from fedclip.errors import shown
 from fedclip.site.gate import Gate, Refused
 from fedclip.site.policy import Policy
 
-__all__ = ["SitePolicy"]
-
 _LOGGER = logging.getLogger("fedclip.site")
 
+# The name of a task's model in its context, and of the reason why the task gets no answer.
 _SEEN = "fedclip.site"
-"""The name of the stored task in its context."""
-
-
-class _Seen(NamedTuple):
-    """Variables that a clipper has seen in eager code, and the axes of their outputs."""
-
-    model: Any = None
-    why: str = ""
 
 
 class SitePolicy(Filter):
@@ -92,15 +83,14 @@ class SitePolicy(Filter):
             return self._leaving(shareable, fl_ctx)
         self._check(fl_ctx)
         # A copy: scripts may train in place.
-        seen = _Seen(copy.deepcopy(_model(shareable)))
+        model, why = copy.deepcopy(_model(shareable)), ""
         try:
             self._gate.admit(fl_ctx.get_job_id())
         except Refused as exc:
-            seen = _Seen(None, str(exc))
-        fl_ctx.set_prop(_SEEN, seen, private=True, sticky=False)
-        executor = fl_ctx.get_prop(FLContextKey.RUNNER).find_executor(
-            fl_ctx.get_prop(FLContextKey.TASK_NAME)
-        )
+            why = str(exc)
+        fl_ctx.set_prop(_SEEN, (model, why), private=True, sticky=False)
+        runner, name = fl_ctx.get_prop(FLContextKey.RUNNER), fl_ctx.get_prop(FLContextKey.TASK_NAME)
+        executor = runner.find_executor(name)
         executor.execute = partial(_executed, type(executor).execute, executor)
         return shareable
 
@@ -108,14 +98,14 @@ class SitePolicy(Filter):
         """Return a new reply of what the policy allows, or an error."""
         try:
             self._check(fl_ctx)
-            return self._passed(result, fl_ctx.get_prop(_SEEN) or _Seen())
+            return self._passed(result, *(fl_ctx.get_prop(_SEEN) or (None, "")))
         except Exception as exc:  # its text may hold data
             _LOGGER.error("not sent: %s", exc)
             return make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
 
-    def _passed(self, result: Shareable, seen: _Seen) -> Shareable:
-        if seen.why or result.get_return_code() != ReturnCode.OK:
-            raise Refused(seen.why or f"the job has failed: {shown(result.get_return_code())}")
+    def _passed(self, result: Shareable, model: Any, why: str) -> Shareable:
+        if why or result.get_return_code() != ReturnCode.OK:
+            raise Refused(why or f"the job has failed: {shown(result.get_return_code())}")
         dxo = from_shareable(result)
         kind, meta = dxo.data_kind, dict(dxo.meta)
         inner = meta.pop(MetaKey.INITIAL_METRICS, None)
@@ -126,18 +116,12 @@ class SitePolicy(Filter):
             return DXO(kind, self._gate.metrics(dxo.data), sent).to_shareable()
         if kind not in (DataKind.WEIGHT_DIFF, DataKind.WEIGHTS):
             raise Refused("the site's policy does not allow results of this kind")
-        if seen.model is None:
-            raise Refused(
-                "no model has arrived with this task, to take the difference to: put SitePolicy "
-                "into the task_data_filters of each scope of privacy.json, too"
-            )
+        if model is None:
+            raise Refused("no model has come: put SitePolicy into the task_data_filters, too")
         # Differences of counters are NumPy's scalars.
         arrays = {k: np.asarray(v) if isinstance(v, np.generic) else v for k, v in dxo.data.items()}
-        if kind == DataKind.WEIGHT_DIFF:
-            data = self._gate.update(arrays, seen.model)
-        else:
-            data = self._gate.model(arrays, seen.model)
-        return DXO(kind, data, sent).to_shareable()
+        passed = self._gate.update if kind == DataKind.WEIGHT_DIFF else self._gate.model
+        return DXO(kind, passed(arrays, model), sent).to_shareable()
 
     def _check(self, fl_ctx: FLContext) -> None:
         """Refuse a job whose results the policy would not see last, and a site that sends its logs.
@@ -146,34 +130,28 @@ class SitePolicy(Filter):
         """
         tables = fl_ctx.get_prop(FLContextKey.RUNNER).task_result_filters.values()
         others = {type(f).__name__ for table in tables for f in table if type(f) is not ClipUpdate}
+        meta, why = fl_ctx.get_prop(FLContextKey.JOB_META), ""
         if others:
-            raise UnsafeJobError(
-                f"this job has result filters ({', '.join(sorted(others))!s:.200}), which NVFlare "
-                "runs after the site's: nothing is shared"
-            )
-        meta = fl_ctx.get_prop(FLContextKey.JOB_META)
+            why = f"result filters ({', '.join(sorted(others)):.200}) would run after the site's"
         # Without the job's description, it may have anything.
-        code = not isinstance(meta, Mapping) or meta.get(AppValidationKey.BYOC)
-        if code and not self._gate.policy.allow_job_code:
-            raise UnsafeJobError(
-                "this job brings code (byoc), which can send anything: install its scripts at the "
-                "site, or set allow_job_code = true in the policy"
-            )
-        if is_log_streaming_allowed(fl_ctx):
-            raise UnsafeJobError(
-                "this site sends its logs to the server, and errors can hold data: write "
-                '"allow_log_streaming": false into local/resources.json; nothing is shared'
-            )
+        elif not self._gate.policy.allow_job_code and (
+            not isinstance(meta, Mapping) or meta.get(AppValidationKey.BYOC)
+        ):
+            why = "code in the job (byoc) can send anything: set allow_job_code = true to allow it"
+        elif is_log_streaming_allowed(fl_ctx):
+            why = 'logs can hold data: write "allow_log_streaming": false into local/resources.json'
+        if why:
+            raise UnsafeJobError(f"nothing of this job is shared: {why}")
 
 
 def _executed(
     execute: Any, executor: Any, name: str, task: Shareable, fl_ctx: FLContext, signal: Any
 ) -> Any:
     """Run an executor, if its task gets an answer; an exception goes to the log only."""
-    seen, jar = fl_ctx.get_prop(_SEEN), copy.deepcopy(task.get_cookie_jar())
+    (_, why), jar = fl_ctx.get_prop(_SEEN), copy.deepcopy(task.get_cookie_jar())
     reply = None
     try:
-        if not seen.why:
+        if not why:
             # A new signal: an executor that aborts its task would cause another error code.
             reply = execute(executor, name, task, fl_ctx, Signal(parent=signal))
     except Exception as exc:

@@ -156,7 +156,7 @@ def private_gradients(
         (Σ min(1, max_norm / n_i) g_i  +  noise_multiplier max_norm normal) / expected_batch_size
 
     Each record passes the module separately; layers that remember records are refused. Draw Poisson
-    samples (`fedclip.dpsgd.sampling.PoissonSampler`), call it for empty samples too, and account
+    samples (`fedclip.dpsgd.step.PoissonSampler`), call it for empty samples too, and account
     for each call with the mean's `noise_multiplier` (``fedclip privacy calibrate``).
 
     Parameters

@@ -73,7 +73,7 @@ def test_a_wildcard_keeps_what_only_wrappers_hide_from_it() -> None:
         ("*", "matches all of what is trained, .*nothing would be shared"),
         ("*.running_*", "matches none of what is trained, .* never shared"),
         ([], "personal names no tensor"),
-        (["head", ""], "an empty pattern"),
+        (["head", ""], "not empty"),
         ("tail", "'module.body.weight' and 'module.tail.weight' are one tensor, and personal="),
     ],
 )

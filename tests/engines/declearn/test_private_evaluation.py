@@ -24,7 +24,7 @@ from benchmarks import dpsgd_evaluation as benchmark
 from benchmarks.audit import estimate
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.main import app
-from fedclip.cli.spent import in_words, read_spent
+from fedclip.cli.privacy import in_words, read_spent
 from fedclip.dpsgd.calibrate import calibrate, evaluation_noise
 from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn import evaluation as evaluations
@@ -195,7 +195,7 @@ def test_steps_and_evaluations_together_cost_the_budget(share: float) -> None:
     # Without sampling it is the closed form.
     half = noise_multiplier(3.0, 1e-5, 10, besides=(Release(noise_multiplier(1.5, 1e-5, 5), 5),))
     assert account([Release(half, 10)], 1e-5).epsilon < 2.9
-    with pytest.raises(ValueError, match="no number is large enough"):
+    with pytest.raises(ValueError, match="no noise is enough"):
         noise_multiplier(3.0, 1e-5, 10, besides=(Release(1.0, 10),))
 
 

@@ -19,7 +19,7 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import FedAvg
 
 from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
-from fedclip.engines.flower.mod import RECORD
+from fedclip.engines.flower.clipping import RECORD
 
 FIVE = range(1, 6)
 FIXED = {"start_norm": 1.0, "learning_rate": 0.0}
@@ -175,7 +175,9 @@ def test_local_noise_after_the_clip_is_refused_and_said(caplog: Any) -> None:
         w, strategy = outcome(Loop(FIVE, steady, mods=lambda node: [local(), UpdateClipMod()]))
     assert strategy.served.rounds[0]["refused"] == 5
     np.testing.assert_array_equal(w, 0.0)
-    assert "it must be the first of the mods, before any such as LocalDpMod" in caplog.text
+    assert (
+        "UpdateClipMod must be the first of the mods, before any such as LocalDpMod" in caplog.text
+    )
     # The other way round, noise is a part of the update that is clipped.
     w, strategy = outcome(Loop(FIVE, steady, mods=lambda node: [UpdateClipMod(), local()]))
     assert strategy.served.rounds[0]["refused"] == 0

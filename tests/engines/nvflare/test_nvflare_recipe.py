@@ -63,7 +63,7 @@ def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
     server, client = exported(job, tmp_path)
     settings = {"start_norm": 0.5, "scope": {"a": 1.0, "*": 1.0}}
     assert server["workflows"][0]["args"]["aggregator"] == {
-        "path": "fedclip.engines.nvflare.server.CloseRound",
+        "path": "fedclip.engines.nvflare.clipping.CloseRound",
         "args": {"settings": settings, "folder": "/srv/spent"},
     }
     (sends,), (receives,), (clips,) = (
@@ -73,10 +73,10 @@ def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
     )
     # Only of the training: evaluation is left alone.
     assert sends["tasks"] == receives["tasks"] == clips["tasks"] == ["train"]
-    assert sends["filters"][0]["path"] == "fedclip.engines.nvflare.server.SendBound"
-    assert receives["filters"][0]["path"] == "fedclip.engines.nvflare.client.ReceiveBound"
+    assert sends["filters"][0]["path"] == "fedclip.engines.nvflare.clipping.SendBound"
+    assert receives["filters"][0]["path"] == "fedclip.engines.nvflare.clipping.ReceiveBound"
     assert clips["filters"] == [
-        {"path": "fedclip.engines.nvflare.client.ClipUpdate", "args": {"settings": settings}}
+        {"path": "fedclip.engines.nvflare.clipping.ClipUpdate", "args": {"settings": settings}}
     ]
     # What the page has an operator write into a list of classes.
     parts = [sends["filters"][0], *receives["filters"], *clips["filters"]]
@@ -113,11 +113,11 @@ def test_settings_travel_through_json(tmp_path: Path) -> None:
         (
             {"per_site_config": {"site-1": {"params_transfer_type": TransferType.FULL}}},
             {},
-            "the clients must send differences",
+            "give the recipe params_transfer_type=",
         ),
-        ({"server_expected_format": "raw"}, {}, "the server adds NumPy arrays up"),
+        ({"server_expected_format": "raw"}, {}, "give the recipe server_expected_format="),
         ({"aggregator": CollectAndAssembleModelAggregator("x")}, {}, "leave aggregator out"),
-        ({"exclude_vars": "a"}, {}, r"leave exclude_vars out of the recipe: exclude="),
+        ({"exclude_vars": "a"}, {}, "leave exclude_vars out: update clipping has exclude"),
         ({"aggregation_weights": {"site-1": 2.0}}, {}, "leave aggregation_weights out"),
         ({"stop_cond": "accuracy >= 80"}, {}, "leave stop_cond out"),
         ({}, {"start_nrom": 1.0}, "did you mean 'start_norm'"),
@@ -128,7 +128,7 @@ def test_settings_travel_through_json(tmp_path: Path) -> None:
         (
             {},
             {"noise_multiplier": 1.0, "expected_clients": 3, "separation": 2},
-            "NVFlare's FedAvg draws them at random",
+            "NVFlare's FedAvg draws clients at random",
         ),
     ],
 )

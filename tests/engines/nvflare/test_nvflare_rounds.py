@@ -17,7 +17,7 @@ from nvflare.app_common.abstract.fl_model import ParamsType
 from nvflare_rounds import Federation, contexts, result, task
 
 from fedclip.engines.nvflare import ClipUpdate, CloseRound, ReceiveBound, SendBound
-from fedclip.engines.nvflare.client import KEY
+from fedclip.engines.nvflare.clipping import KEY
 from fedclip.errors import FedclipWarning
 from fedclip.updates.store import client_of, server_of
 

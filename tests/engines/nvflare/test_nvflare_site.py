@@ -26,7 +26,7 @@ from nvflare.private.privacy_manager import Scope
 from nvflare_rounds import Federation, contexts, result, task, wire
 
 from fedclip.engines.nvflare import ClipUpdate, ReceiveBound, SitePolicy
-from fedclip.engines.nvflare.client import KEY
+from fedclip.engines.nvflare.clipping import KEY
 from fedclip.site.gate import spent
 from fedclip.site.policy import Policy
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from quickruns import write_config, write_sites
 
-from fedclip.cli.spent import read_spent
+from fedclip.cli.privacy import read_spent
 from fedclip.core.records import SERVED
 from fedclip.report import read_report
 from fedclip.updates.store import read
@@ -89,7 +89,7 @@ def test_bounds_model_and_epsilon_are_the_same(
     write_sites(tmp_path)
 
     def written(out: str) -> Path:
-        from fedclip.cli.runner import free_port
+        from fedclip.cli.running import free_port
 
         server = ", ".join(f"{k} = {json.dumps(v)}" for k, v in settings.items())
         changes = {

@@ -87,7 +87,7 @@ def test_every_call_is_made_once_and_errors_come_out() -> None:
 
 def test_nobody_waits_for_threads_that_others_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(cores, "_pool", pool)
+        monkeypatch.setattr(cores, "_helpers", lambda: pool)
         go = threading.Event()
         pool.submit(go.wait, PATIENCE)
         made: list[int] = []
@@ -118,7 +118,7 @@ def norm(seed):
 
 # The threads are there when the process is forked.
 here = [norm(seed) for seed in range(3)]
-assert cores._pool is not None
+assert cores._helpers.cache_info().currsize
 done, found = run_as_processes(*[(norm, (seed,)) for seed in range(3)])
 assert done, found
 assert found == here, (found, here)

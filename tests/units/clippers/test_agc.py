@@ -66,7 +66,7 @@ def test_global_is_one_ratio() -> None:
 def test_weights_of_zero_or_not_finite_leave_the_floor() -> None:
     grads = {"w": np.ones((3, 4))}
     weights = {"w": np.array([[0.0] * 4, [np.nan] * 4, [1e200, np.inf, 0, 0]])}
-    with pytest.warns(FedclipWarning, match=r"weights hold NaN or infinity.* is 0\.05"):
+    with pytest.warns(FedclipWarning, match=r"weights with NaN or infinity.* is 0\.05"):
         got = run(AGC(0.1, axis=0, min_norm=0.5), grads, weights)
     np.testing.assert_allclose(unit_norms(got["w"], 0), 0.05)
 

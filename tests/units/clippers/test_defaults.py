@@ -19,7 +19,7 @@ from fedclip import translate
 from fedclip.arrays import backend_named
 from fedclip.clippers import by_name
 from fedclip.rules import state_of, updated
-from fedclip.rules.protection import WarmupGuard
+from fedclip.rules.warmup import WarmupGuard
 from fedclip.translate import PRESETS
 
 # Those whose limit follows the norms, and promises something of it.

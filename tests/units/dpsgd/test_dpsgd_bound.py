@@ -24,8 +24,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from units.dpsgd.test_dpsgd_persample import MODELS, Model, numbers, rng
 
-from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.noise import IndependentNoise
+from fedclip.dpsgd.step import IndependentNoise, SampleClipping
 from fedclip.engines.declearn.persample import clipped_sum
 from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.engines.declearn.sample_clip import SampleClip

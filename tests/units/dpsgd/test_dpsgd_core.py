@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedclip.cli.spent import read_spent
+from fedclip.cli.privacy import read_spent
 from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round, too_few
-from fedclip.dpsgd.clipping import MODES, SampleClipping
-from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.dpsgd.step import MODES, PoissonSampler, SampleClipping
 from fedclip.privacy import ledger as ledgers
 from fedclip.privacy.accounting import Release, epsilon, order_for
 from fedclip.privacy.ledger import Ledger, fingerprint, read_entries, total

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fedclip.core.scopes import Groups
-from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.persample import add_up
+from fedclip.dpsgd.persample import ClippedSum
+from fedclip.dpsgd.step import SampleClipping
 
 # Whatever the backends that are asked for: the faults of these passes are in no other.
 jax: Any = pytest.importorskip("jax")
@@ -62,7 +62,7 @@ def total(two_passes: bool, some: Any, factors: Any, groups: Any = None) -> Any:
     stacks = [*compiled(two_passes).stacks(NAMES, weights(), (), some, 5)]
     kind = made.TwoPassStack if two_passes else made.JaxStack
     assert {type(stack) for stack in stacks} == {kind}
-    return add_up(stacks, SHAPES, factors, groups)
+    return ClippedSum(SHAPES, factors, groups).add(stacks).result()
 
 
 def flat(norms: Any, bound: float = 0.1) -> Any:
@@ -114,6 +114,7 @@ def test_keys_of_jax_are_records_too() -> None:
     x, y, keys = records()
     gradients = made.RecordGradients(loss)
     typed = jax.random.wrap_key_data(keys)
-    sums, _ = add_up(gradients.stacks(NAMES, weights(), (), (x, y, typed), 5), SHAPES, flat)
+    stacks = gradients.stacks(NAMES, weights(), (), (x, y, typed), 5)
+    sums, _ = ClippedSum(SHAPES, flat).add(stacks).result()
     right, _ = total(False, (x, y, keys), flat)
     np.testing.assert_allclose(sums["w"], right["w"], rtol=1e-4, atol=1e-6)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from helpers import require
 
-from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persample.base import UnsupportedModelError
+from fedclip.dpsgd.step import SampleClipping
 from fedclip.engines.declearn.persample import check, clipped_sum, vector
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from declearn.optimizer import Optimizer
 from dpsgd_managers import request
 from helpers import require
 
-from fedclip.dpsgd.clipping import SampleClipping
+from fedclip.dpsgd.step import SampleClipping
 from fedclip.engines.declearn.persample import Records, clipped_sum, first_records
 from fedclip.engines.declearn.private_client import PrivateTrainingManager
 

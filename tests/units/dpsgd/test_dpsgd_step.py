@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from helpers import require
 
-from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.dpsgd.step import PrivateMean
+from fedclip.dpsgd.step import IndependentNoise, PrivateMean
 
 pytestmark = pytest.mark.slow
 

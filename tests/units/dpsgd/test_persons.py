@@ -17,8 +17,8 @@ from units.dpsgd.test_dpsgd_persample import MODELS
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.check.data import person_findings, units
-from fedclip.dpsgd.clipping import SampleClipping
 from fedclip.dpsgd.persons import Persons
+from fedclip.dpsgd.step import SampleClipping
 from fedclip.engines.declearn.persample import Records, clipped_sum
 from fedclip.engines.declearn.sample_clip import SampleClip
 from fedclip.privacy.ledger import Ledger, fingerprint
@@ -170,14 +170,14 @@ def test_noise_rate_and_steps_are_for_persons() -> None:
     [
         (["a"] * 12, ValueError, "one id for each of the 13 records"),
         (np.ones((13, 2), int), ValueError, "shape \\(13, 2\\)"),
-        (["a"] * 12 + [None], ValueError, "of 1 of 13 records"),
+        (["a"] * 12 + [None], ValueError, "1 of 13 records have no id"),
         (np.where(np.arange(13) < 3, np.nan, 1.0), TypeError, "texts or whole numbers"),
-        ([""] * 13, ValueError, "of 13 of 13 records"),
+        ([""] * 13, ValueError, "13 of 13 records have no id"),
         ([True] * 13, TypeError, "got bool"),
         # Of one person, and of another: each would be protected for a part of its records.
-        (["a"] * 12 + [np.nan], ValueError, "of 1 of 13 records"),
-        (["a"] * 11 + ["nan", " "], ValueError, "of 2 of 13 records"),
-        ([1] * 12 + [None], ValueError, "of 1 of 13 records"),
+        (["a"] * 12 + [np.nan], ValueError, "1 of 13 records have no id"),
+        (["a"] * 11 + ["nan", " "], ValueError, "2 of 13 records have no id"),
+        ([1] * 12 + [None], ValueError, "1 of 13 records have no id"),
         (["1", 1.0] * 6 + [1], TypeError, "got float"),
         ([b"a"] * 13, TypeError, "got bytes"),
     ],

@@ -15,10 +15,8 @@ from report_runs import call
 
 from fedclip import UpdateClipClient, UpdateClipServer
 from fedclip.cli.check.configuration import check_config
-from fedclip.privacy.accounting import Release, epsilon
-from fedclip.privacy.gaussian import mu_of
-from fedclip.privacy.planning import plan
-from fedclip.privacy.trust_models import Prices
+from fedclip.privacy.accounting import Release, epsilon, mu_of
+from fedclip.privacy.planning import TrustModels, plan
 from fedclip.updates.client_noise import SiteNoise
 
 BUDGET = ("privacy", "plan", "--epsilon", "8", "--rounds", "100", "--clients", "100")
@@ -75,7 +73,7 @@ def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
 )
 def test_prices_of_noise_from_the_sites(clients: int, honest: float, sites: int) -> None:
     found = plan(2.0, 1e-5, 50, clients, relation="replace-one")
-    prices = Prices(found, honest)
+    prices = TrustModels(found, honest)
     server, sure, nobody = prices.rows
     assert (server.noise, server.each, prices.sites) == (found.noise, 0.0, sites)
     for row, enough in ((sure, sites), (nobody, 1)):
@@ -122,7 +120,10 @@ def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: s
     [
         (("--honest", "0"), "honest must be a number in (0, 1]"),
         (("--honest", "1.1"), "honest must be a number in (0, 1]"),
-        (("--honest", "1", "--per-round", "10"), "take turns leave the noise to the server"),
+        (
+            ("--honest", "1", "--per-round", "10"),
+            "turns and evaluations leave the noise",
+        ),
     ],
 )
 def test_prices_that_there_are_not(words: tuple[str, ...], said: str) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedclip import NormClip, ValueClip, ZScoreClip, analyse
 from fedclip.privacy import GUARANTEES, Context, Guarantee
-from fedclip.privacy.norm_conversions import l2_of, stretch
+from fedclip.privacy.guarantees import l2_of, stretch
 
 SHAPES = {"enc.w": (3, 2), "enc.b": (2,), "head.w": (2, 2), "none": (0, 7)}
 

@@ -19,14 +19,12 @@ from hypothesis import strategies as st
 from quickruns import write_config, write_sites
 from report_runs import call
 
-from fedclip.dpsgd.clipping import SampleClipping
-from fedclip.dpsgd.noise import IndependentNoise
-from fedclip.dpsgd.sampling import PoissonSampler
+from fedclip.dpsgd.step import IndependentNoise, PoissonSampler, SampleClipping
 from fedclip.engines.local import audit as attack
 from fedclip.engines.local.audit import Audit, audit
 from fedclip.errors import ToolError
+from fedclip.privacy.accounting import epsilon_of
 from fedclip.privacy.audit import Claim, Guesses, guess, lower_bound
-from fedclip.privacy.gaussian import epsilon_of
 from fedclip.privacy.noise import insecure_normals
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import Limits
@@ -189,7 +187,6 @@ def test_no_fault_is_found_where_there_is_none(write: Any, more: str, rate: str)
     assert found.audited
     assert found.claimed < found.most
     assert found.claimed / 4 < found.least
-    assert found.membership.low < 0.6
 
 
 def test_no_fault_is_found_in_dp_sgd_where_there_is_none(write: Any) -> None:
@@ -309,4 +306,3 @@ def test_the_command_fails_where_the_claim_can_not_be_audited(
     result = json.loads(done.stdout)
     assert result["fault"] is result["audited"] is False
     assert result["most"] < result["claimed"]
-    assert result["membership"]["low"] < result["membership"]["auc"]

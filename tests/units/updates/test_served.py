@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedclip.cli.spent import read_spent
+from fedclip.cli.privacy import read_spent
 from fedclip.core.records import SERVED
 from fedclip.errors import StateError
 from fedclip.report import read_report

@@ -32,7 +32,7 @@ from units.updates.test_site_noise import (
 )
 
 import fedclip
-from fedclip.cli.spent import in_words, read_spent
+from fedclip.cli.privacy import in_words, read_spent
 from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.privacy.accounting import Release, epsilon

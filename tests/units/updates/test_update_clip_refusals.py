@@ -58,7 +58,7 @@ def test_parameters_of_the_aggregator(
     ("config", "text"),
     [
         ({"noise_multiplier": 1.0}, "needs expected_clients"),
-        ({**NOISE, "bits_noise": 0.5}, r"bits_noise > 0\.5 .*noise_multiplier < 1"),
+        ({**NOISE, "bits_noise": 0.5}, r"bits_noise > 0\.5, or noise_multiplier < 1"),
         ({"max_epsilon": 3.0}, "max_epsilon goes with noise_multiplier > 0"),
         ({"bits_noise": 3.0}, "bits_noise goes with noise_multiplier > 0"),
         ({**NOISE, "max_epsilon": 1.0}, r"one round costs .*take noise_multiplier >= 3\.7"),

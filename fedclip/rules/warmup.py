@@ -38,10 +38,11 @@ class WarmupGuard:
 
     factor: float
     least: int = 5
+    slots: tuple[str, ...] = _SLOTS
 
     def init(self, groups: int, xp: Arithmetic) -> dict[str, Array]:
         """Return the fields before the first norm."""
-        return dict.fromkeys(_SLOTS, xp.asarray([0.0] * groups))
+        return dict.fromkeys(self.slots, xp.asarray([0.0] * groups))
 
     def median(self, state: State, xp: Arithmetic) -> Array:
         """Return the median of the last norms; infinity before the first."""
@@ -52,6 +53,8 @@ class WarmupGuard:
 
     def limits(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, Array]:
         """Return the norm above which a norm is a spike, and what is learnt of a spike."""
+        if not self.slots:
+            return math.inf, norms
         median = self.median(state, xp)
         return self.factor * median, _LEARNT * median
 
@@ -62,22 +65,9 @@ class WarmupGuard:
 
     def learn(self, norms: Array, state: State) -> tuple[Array, dict[str, Array]]:
         """Return the groups that learn these norms, which ignore 0, and their fields after."""
-        later = [getattr(state, slot) for slot in _SLOTS[1:]]
-        return norms > 0, dict(zip(_SLOTS, [*later, norms], strict=True))
+        later = [getattr(state, slot) for slot in self.slots[1:]]
+        return norms > 0, dict(zip(self.slots, [*later, norms], strict=False))
 
 
-@dataclass(frozen=True)
-class NoGuard(WarmupGuard):
-    """No limit before the rule is ready, which learns all norms unchanged."""
-
-    factor: float = math.inf
-    least: int = 0
-
-    def init(self, groups: int, xp: Arithmetic) -> dict[str, Array]:
-        return {}
-
-    def limits(self, norms: Array, state: State, xp: Arithmetic) -> tuple[Array, Array]:
-        return math.inf, norms
-
-    def learn(self, norms: Array, state: State) -> tuple[Array, dict[str, Array]]:
-        return norms > 0, {}
+NO_GUARD = WarmupGuard(math.inf, least=0, slots=())
+"""No limit before the rule is ready, which learns all norms unchanged."""

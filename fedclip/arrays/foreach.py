@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of PyTorch on which one operation works as on one, so that few operations are launched.
+"""Many tensors of PyTorch on which an operation works as on one: on a device it is one launch.
 
 ::
 
-    x = Many([a, b])
+    x = Foreach([a, b])
     abs(x), x * 2.0, torch.clamp(x, max=1.0)        torch._foreach_abs([a, b]), ...
     x < 0.0                                         one for each: torch has none for many
 
-Numbers, one for each tensor, are `Many` too. They are kept as one tensor, until they meet others.
+Numbers, one for each tensor, are `Foreach` too: one tensor, until they meet others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _reflected(function: Call) -> Call:
     return lambda self, other: _apply(function, other, self)
 
 
-class Many:
+class Foreach:
     """Tensors of one dtype and device, as one; `numbers`, if they are, as one tensor."""
 
     requires_grad = False
@@ -64,33 +64,33 @@ class Many:
         """The shapes of all."""
         return tuple(t.shape for t in self.tensors)
 
-    def to(self, dtype: torch.dtype) -> Many:
+    def to(self, dtype: torch.dtype) -> Foreach:
         """Return them in another dtype."""
         if dtype == self.dtype:
             return self
         if self.numbers is None and torch.promote_types(dtype, self.dtype) == dtype:
             # Torch has no cast for many; a product is of the wider dtype.
             ones = self.tensors[0].new_ones(1, dtype=dtype)
-            return Many(torch._foreach_mul(self.tensors, [ones] * len(self.tensors)))
+            return Foreach(torch._foreach_mul(self.tensors, [ones] * len(self.tensors)))
         return _apply(torch.Tensor.to, self, dtype)
 
-    def highest(self) -> Many:
+    def amax(self) -> Foreach:
         """Return the largest element of each."""
-        return self if self.numbers is not None else Many(torch._foreach_max(self.tensors))
+        return self if self.numbers is not None else Foreach(torch._foreach_max(self.tensors))
 
-    def norm(self, ord: float) -> Many:
+    def norm(self, ord: float) -> Foreach:
         """Return the norm of each."""
         is_number = self.numbers is not None
-        return abs(self) if is_number else Many(torch._foreach_norm(self.tensors, ord))
+        return abs(self) if is_number else Foreach(torch._foreach_norm(self.tensors, ord))
 
-    def masked_fill(self, condition: Many, number: float) -> Many:
+    def masked_fill(self, condition: Foreach, number: float) -> Foreach:
         """Return them with a number where the condition holds."""
         return _apply(torch.masked_fill, self, condition, number)
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Many:
+    ) -> Foreach:
         return _apply(function, *args, **(kwargs or {}))
 
     __abs__, __neg__ = _method(torch.abs), _method(torch.neg)
@@ -112,34 +112,29 @@ def _clamp(x: list[torch.Tensor], min: Any = None, max: Any = None) -> Sequence[
     return list(result)
 
 
+_SINGLE: Any = (torch.abs, torch.neg, torch.add, torch.sub, torch.mul, torch.div, torch.pow)
 _FORMS: dict[Any, Call] = {
-    torch.abs: torch._foreach_abs,
-    torch.neg: torch._foreach_neg,
-    torch.add: torch._foreach_add,
-    torch.sub: torch._foreach_sub,
-    torch.mul: torch._foreach_mul,
-    torch.div: torch._foreach_div,
-    torch.pow: torch._foreach_pow,
-    torch.clamp: _clamp,
+    single: getattr(torch, f"_foreach_{single.__name__}") for single in (*_SINGLE, torch.trunc)
 }
+_FORMS[torch.clamp] = _clamp
 """Operations that torch has for many tensors at once."""
 
 
-def _apply(function: Call, *args: Any, **kwargs: Any) -> Many:
+def _apply(function: Call, *args: Any, **kwargs: Any) -> Foreach:
     """Return a function of each: in one operation on numbers, or if torch has one for many."""
-    many = [x for x in (*args, *kwargs.values()) if isinstance(x, Many)]
+    many = [x for x in (*args, *kwargs.values()) if isinstance(x, Foreach)]
     if all(x.numbers is not None for x in many):
-        return Many(None, _called(function, "numbers", args, kwargs))
+        return Foreach(None, _called(function, "numbers", args, kwargs))
     if function in _FORMS:
-        return Many(_called(_FORMS[function], "tensors", args, kwargs))
-    rows = zip(*(x.tensors if isinstance(x, Many) else repeat(x) for x in args), strict=False)
-    return Many([function(*row, **kwargs) for row in rows])
+        return Foreach(_called(_FORMS[function], "tensors", args, kwargs))
+    rows = zip(*(x.tensors if isinstance(x, Foreach) else repeat(x) for x in args), strict=False)
+    return Foreach([function(*row, **kwargs) for row in rows])
 
 
 def _called(function: Call, kind: str, args: Any, kwargs: Any) -> Any:
     """Call a function on the numbers, or the tensors, of all that are many."""
 
     def given(x: Any) -> Any:
-        return getattr(x, kind) if isinstance(x, Many) else x
+        return getattr(x, kind) if isinstance(x, Foreach) else x
 
     return function(*map(given, args), **{name: given(x) for name, x in kwargs.items()})
