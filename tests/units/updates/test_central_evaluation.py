@@ -193,21 +193,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"loss_bound": None}, "go together"),
-        ({"evaluation_share": 0.0}, "go together"),
-        ({"noise_multiplier": 0.0}, "evaluation_share goes with noise_multiplier > 0"),
-        ({"separation": 2}, "evaluation_share does not go with"),
-        ({"noise_at": "clients", "honest": 0.75}, "goes with evaluation_share=0.0"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        module(**settings)
-
-
 def test_what_can_have_no_noise_ends_the_run_at_its_first_round() -> None:
     change(evaluations=None)
     assert "needs the server's protocol 'fedclip-websockets'" in module().collect_aux_var().stop

@@ -14,7 +14,7 @@ from declearn.aggregator import Aggregator
 from declearn.communication import NetworkServerConfig
 from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
-from federation_helpers import Clients, Server, norm
+from federation_helpers import Server, norm
 from helpers import each_framework, needs
 from laws.test_sparse import dense_values, indexed_slices, sparse_coo
 
@@ -169,46 +169,6 @@ def test_a_refused_reply_counts_as_zeros(kind: str, fault: float) -> None:
     np.testing.assert_allclose(found.average["w"], by_hand(kind, np.array(rows), 2), atol=1e-6)
 
 
-NOISE = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 3}
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({"combine": "median", "n_hostile": 1}, ValueError, "combine must be one of"),
-        ({"combine": "arc"}, ValueError, "go with n_hostile"),
-        ({"n_hostile": 1}, ValueError, "go with n_hostile"),
-        ({"combine": "arc", "n_hostile": 0}, ValueError, "n_hostile must be an int >= 1, got 0"),
-        ({"combine": "arc", "n_hostile": 1.0}, TypeError, "n_hostile must be an int >= 1"),
-        ({**ARC, "weights": "steps"}, ValueError, "does not go with weights: n_hostile counts"),
-        ({**ARC, "weights": {"a": 1.0}, "max_share": 1.0}, ValueError, "does not go with weights"),
-    ],
-)
-def test_parameters(settings: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        Aggregator.from_config({"name": "clipped-averaging", "max_norm": 1.0, **settings})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_noise_weights_and_sums_are_refused(kind: str) -> None:
-    combining, config = Combining(kind, 1), {**CONFIG, "combine": kind}
-    noise = "does not go with noise: that is sized on 1 / n"
-    with pytest.raises(ValueError, match=noise):
-        UpdateServer(AdaptiveBound(**NOISE), combining=combining)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="does not go with weights"):
-        UpdateServer(AdaptiveBound(1.0), combining=combining, shares=Shares("steps"))
-    with pytest.raises(ValueError, match="secure aggregation: the server sees the sum"):
-        closed(kind, [[1.0, 0.0]] * 4, clients=3)
-    server = Server([("update-clip-server", NOISE)], config)
-    with pytest.raises(ValueError, match="does not go with noise"):
-        Clients(3, ["update-clip-client"], config).round(0, server.start(), np.ones(2))
-    # Clients of another version that reply all the same.
-    mean = Clients(3, ["update-clip-client"], {"name": "clipped-averaging"})
-    aux = server.start()
-    assert norm(server.finish([mean.round(i, aux, np.ones(2)) for i in range(3)])) == 0.0
-    assert "does not go with noise" in server.start()["update-clip"].stop
-
-
 @pytest.mark.parametrize("modules", [["update-clip-server"], []])
 def test_a_secure_sum_that_comes_all_the_same_counts_as_zeros(
     modules: list[str], caplog: pytest.LogCaptureFixture
@@ -242,3 +202,11 @@ def test_a_server_refuses_before_the_first_round(
     with pytest.raises(RuntimeError, match=text):
         network._begin(request)
     change(evaluations=None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_and_sums_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="does not go with weights"):
+        UpdateServer(AdaptiveBound(1.0), combining=Combining(kind, 1), shares=Shares("steps"))
+    with pytest.raises(ValueError, match="secure aggregation: the server sees the sum"):
+        closed(kind, [[1.0, 0.0]] * 4, clients=3)

@@ -93,10 +93,6 @@ strategy = "criterion"
 n_samples = 2
 criterion = {name = "gradient_norm"}
 """
-NAMED = """[client_sampler]
-strategy = "named-clients"
-sampler = {strategy = "criterion", n_samples = 2, criterion = {name = "gradient_norm"}}
-"""
 SHARED = {"server": ', "zscore-clip-server"', "client": ', ["zscore-clip", {shared = true}]'}
 UNIFORM = '[client_sampler]\nstrategy = "uniform"\nn_samples = 2\n'
 VOTES = '["update-clip-server", {{{{{}}}}}]'
@@ -139,7 +135,6 @@ CENTRAL: list[tuple[dict[str, Any], str, str]] = [
     ({"noise": sized("noise_multiplier = 1e-300")}, "problem", "is a guarantee in name only"),
     ({"aggregator": RAISES}, "leak", "reveals that client without noise: take 'skip'"),
     ({"run": CRITERION}, "problem", "a criterion chooses clients by what they sent"),
-    ({"run": NAMED}, "problem", "a criterion chooses clients by what they sent"),
     (
         {
             "more": ", bits_noise = 9.0",

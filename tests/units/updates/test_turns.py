@@ -210,24 +210,6 @@ def test_a_restart_begins_a_schedule_and_a_state_without_a_ledger_goes_nowhere()
     assert "there is no ledger of what it spent" in again.open(Participation(3, 12)).stop
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"separation": 1}, "needs separation > 1"),
-        ({"rounds": None}, "and rounds, the planned number"),
-        ({"rounds": 0}, "rounds must be"),
-        ({"momentum": 1.0}, "momentum must be"),
-        ({"noise": "independent"}, "goes with noise='banded'"),
-        ({"noise": "bandet"}, "did you mean 'banded'"),
-        ({"noise_multiplier": 0.0}, "separation goes with noise_multiplier"),
-        ({"separation": 0}, "separation must be"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        AdaptiveBound(**{**BANDED, **changes})
-
-
 LIFE = st.sampled_from(["round", "round", "ask", "save", "restart", "forget", "again", "newcomer"])
 
 

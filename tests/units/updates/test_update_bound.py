@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from benchmarks.bound_speed import Federation
+from fedclip import UpdateClipServer
 from fedclip.errors import StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon
 from fedclip.privacy.planning import plan
@@ -266,18 +267,50 @@ def test_the_budget_counts_a_first_round_of_votes() -> None:
     assert "the privacy budget is spent" in bound.open().stop
 
 
+BANDED: dict[str, Any] = {**PRIVATE, "separation": 3, "noise": "banded", "rounds": 12}
+
+
+EVALUATED: dict[str, Any] = {**PRIVATE, "evaluation_share": 0.4, "loss_bound": 3.0}
+
+
+AT_CLIENTS: dict[str, Any] = {**PRIVATE, "honest": 0.75, "noise_at": "clients", "max_norm": 1.0}
+
+
 @pytest.mark.parametrize(
     ("config", "text"),
     [
         ({"start_norm": "serach"}, "start_norm must be"),
         ({"learning_rate": 0.5}, "must be 0, which fixes the bound, or left out"),
         ({"learning_rate": 0}, "fixes the bound: give start_norm a number"),
-        ({"min_norm": 2.0, "max_norm": 1.0}, "within"),
+        ({"start_norm": 3.0, "max_norm": 2.0}, "start_norm must be within"),
+        ({"noise_multiplier": 1.0}, "needs expected_clients"),
+        ({**PRIVATE, "bits_noise": 0.5}, r"bits_noise > 0\.5, or noise_multiplier < 1"),
+        ({"max_epsilon": 3.0}, "max_epsilon goes with noise_multiplier > 0"),
+        ({"bits_noise": 3.0}, "bits_noise goes with noise_multiplier > 0"),
+        ({**PRIVATE, "max_epsilon": 1.0}, r"one round costs .*take noise_multiplier >= 3\.7"),
+        ({"seed": 3}, "seed goes with generator='insecure' only"),
+        ({"relation": "replace"}, "did you mean 'replace-one'"),
+        ({**BANDED, "separation": 1}, "needs separation > 1"),
+        ({**BANDED, "rounds": None}, "and rounds, the planned number"),
+        ({**BANDED, "momentum": 1.0}, "momentum must be"),
+        ({**BANDED, "noise": "independent"}, "goes with noise='banded'"),
+        ({**BANDED, "noise": "bandet"}, "did you mean 'banded'"),
+        ({**BANDED, "noise_multiplier": 0.0}, "separation goes with noise_multiplier"),
+        ({**EVALUATED, "loss_bound": None}, "go together"),
+        ({**EVALUATED, "noise_multiplier": 0.0}, "evaluation_share goes with noise_multiplier > 0"),
+        ({**EVALUATED, "separation": 2}, "evaluation_share does not go with"),
+        ({**EVALUATED, **AT_CLIENTS}, "goes with evaluation_share=0.0"),
+        ({**AT_CLIENTS, "honest": None}, "needs noise_multiplier and honest"),
+        ({**AT_CLIENTS, "honest": 1.5}, r"honest must be a number in \(0, 1\]"),
+        ({**AT_CLIENTS, "noise_at": "server"}, "honest goes with noise_at='clients'"),
+        ({**AT_CLIENTS, "separation": 2}, "goes with separation=1, got 2"),
+        ({**AT_CLIENTS, "learning_rate": 0.0, "start_norm": 0.5}, "needs max_norm = start_norm"),
+        ({**AT_CLIENTS, "generator": "insecure"}, "goes with generator='secure', got"),
     ],
 )
 def test_settings_that_are_refused(config: dict[str, Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
-        AdaptiveBound(**config)
+        UpdateClipServer(**config)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from federation_helpers import Clients, Server, norm, sent
 
 from fedclip.engines.declearn.messages import ClippedUpdates
 from fedclip.engines.declearn.samplers import NamedClients, note_senders
-from fedclip.updates.aggregation import averaged
+from fedclip.updates.aggregation import Combining, averaged
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import Reply, RoundResult
@@ -96,9 +96,17 @@ def test_shares_are_in_proportion_below_the_cap_and_never_above_it() -> None:
         assert [s == 0 for s in shares] == [w == 0 for w in weights]
 
 
+ARC: dict[str, Any] = {"combine": "arc", "n_hostile": 1}
+
+
 @pytest.mark.parametrize(
     ("config", "error", "text"),
     [
+        ({"max_norm": 0}, ValueError, "max_norm must be a finite number > 0"),
+        ({"max_nrom": 1.0}, TypeError, "did you mean 'max_norm'"),
+        ({"max_norm": None, "scope": {"a": 1.0}}, ValueError, "the table scope=.* in proportion"),
+        ({"zeroing_factor": 1.0}, ValueError, "zeroing_factor must be a finite number > 1"),
+        ({"on_nonfinite": "propagate"}, ValueError, "on_nonfinite"),
         ({"weights": "samples"}, ValueError, "weights must be one of"),
         ({"weights": {}}, ValueError, "at least one client"),
         ({"weights": {"a": 0.0}}, ValueError, r"weights\['a'\] must be a finite number > 0"),
@@ -109,6 +117,13 @@ def test_shares_are_in_proportion_below_the_cap_and_never_above_it() -> None:
         ({"weights": "steps", "max_share": 1.5}, ValueError, "a number > 0 and <= 1"),
         ({"max_share": 0.5}, ValueError, "max_share goes with weights"),
         ({"weights": TABLE, "max_share": 0.2}, ValueError, "at least 1 / 4"),
+        ({**ARC, "combine": "median"}, ValueError, "combine must be one of"),
+        ({"combine": "arc"}, ValueError, "go with n_hostile"),
+        ({"n_hostile": 1}, ValueError, "go with n_hostile"),
+        ({**ARC, "n_hostile": 0}, ValueError, "n_hostile must be an int >= 1, got 0"),
+        ({**ARC, "n_hostile": 1.0}, TypeError, "n_hostile must be an int >= 1"),
+        ({**ARC, "weights": "steps"}, ValueError, "does not go with weights: n_hostile counts"),
+        ({**ARC, "weights": {"a": 1.0}, "max_share": 1.0}, ValueError, "does not go with weights"),
     ],
 )
 def test_parameters(config: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -270,22 +285,7 @@ def test_a_sum_of_steps_that_can_not_be_is_refused(steps: Any) -> None:
 
 # -- refusals -----------------------------------------------------------------------------------
 
-NOISE = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 2}
-
-
-def test_noise_refuses_weights() -> None:
-    with pytest.raises(ValueError, match="weights do not go with noise"):
-        UpdateServer(AdaptiveBound(**NOISE), shares=Shares("steps"))  # type: ignore[arg-type]
-    config = {"name": "clipped-averaging", "weights": "steps"}
-    server = Server([("update-clip-server", NOISE)], config)
-    clients = Clients(2, ["update-clip-client"], config)
-    with pytest.raises(ValueError, match="sized on the largest share"):
-        clients.round(0, server.start(), np.ones(2))
-    # A client of another version that replies all the same.
-    equal = Clients(2, ["update-clip-client"], {"name": "clipped-averaging"})
-    aux = server.start()
-    assert norm(server.finish([equal.round(i, aux, np.ones(2)) for i in range(2)])) == 0.0
-    assert "weights do not go with noise" in server.start()["update-clip"].stop
+NOISE: dict[str, Any] = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 2}
 
 
 def test_shares_at_the_ends_of_float64() -> None:
@@ -318,3 +318,20 @@ def test_a_table_needs_to_know_who_is_in_a_sum_and_who_sends_what() -> None:
     with pytest.raises(ValueError, match="does not know who has sent which reply"):
         aggregator.finalize_updates(sum(shared))
     assert "does not name 'eve'" in shares.strangers({"a", "b", "eve"})
+
+
+@pytest.mark.parametrize("more", [{"weights": "steps"}, ARC, {**ARC, "combine": "trimmed"}])
+def test_noise_is_refused(more: dict[str, Any]) -> None:
+    config = {"name": "clipped-averaging", **more}
+    text = f"{'combine = ' if 'combine' in more else 'weights '}.*do.* not go with noise"
+    parts: Any = {"combining": Combining(*more.values())} if "combine" in more else {}
+    with pytest.raises(ValueError, match=text):
+        UpdateServer(AdaptiveBound(**NOISE), **parts or {"shares": Shares(**more)})
+    server = Server([("update-clip-server", NOISE)], config)
+    with pytest.raises(ValueError, match=text):
+        Clients(2, ["update-clip-client"], config).round(0, server.start(), np.ones(2))
+    # Clients of another version that reply all the same.
+    equal = Clients(2, ["update-clip-client"], {"name": "clipped-averaging"})
+    aux = server.start()
+    assert norm(server.finish([equal.round(i, aux, np.ones(2)) for i in range(2)])) == 0.0
+    assert "not go with noise" in server.start()["update-clip"].stop
