@@ -177,7 +177,7 @@ def require_federations(what: str) -> None:
 
 
 LOOPS = {
-    "torch": "PureClipping attach clip_ clip_grad_norm_",
+    "torch": "PureClipping attach attach_update clip_ clip_grad_norm_",
     "jax": "as_optax",
     "tensorflow": "CompiledClipper clip",
     "keras": "ClipHistory ClippedOptimizer",

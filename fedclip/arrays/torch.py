@@ -557,5 +557,8 @@ class TorchInPlace(TorchBackend):
         if not self._foreach(likes):
             return [like.copy_(value) for value, like in zip(values, likes, strict=True)]
         if values[0] is not likes[0]:
-            torch._foreach_copy_(list(likes), list(values))
+            # What has no dimensions may have been given one, which DTensors do not copy.
+            pairs = zip(values, likes, strict=True)
+            values = [v if x.dim() else v.reshape(()) for v, x in pairs]
+            torch._foreach_copy_(list(likes), values)
         return likes

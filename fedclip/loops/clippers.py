@@ -230,6 +230,7 @@ class Members:
 
     def __init__(self) -> None:
         self.last: list[int] = []
+        self._shapes: dict[str, Sequence[int]] = {}
         self._turns: Counter[str] = Counter()
         self._homes: dict[int, tuple[weakref.ref[Any], Home]] = {}
 
@@ -258,8 +259,11 @@ class Members:
             homes = {home for tensor in members if (home := self.home(tensor)) is not None}
             if not homes:
                 self._turns[label] += 1
-            turn = self._turns[label]
-            if homes - {(label, turn)} or (fixed and (another or turn > 1)):
+            turn, shape = self._turns[label], members[0].shape
+            replaced = homes - {(label, turn)} or (fixed and (another or turn > 1))
+            # A group of one tensor, which has its name.
+            reshaped = label in tensors and self._shapes.setdefault(label, shape) != shape
+            if replaced or reshaped:
                 raise ValueError(
                     f"the statistics of {clipper.name} for {label!r} are of other tensors: give "
                     "model.named_parameters(), at each step, and give each model a clipper"
@@ -270,6 +274,8 @@ class Members:
 
     def _forget(self, key: int, _: object) -> None:
         self._homes.pop(key, None)
+        # Another tensor may get this id.
+        self.last = [0 for _ in self.last]
 
 
 def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -338,6 +344,15 @@ def use_of(clipper: Clipper | AGC) -> Use:
     return use
 
 
+def is_held(clipper: Clipper | AGC) -> bool:
+    """Return whether something clips with a clipper now."""
+    holder = use_of(clipper).holder
+    if holder is not None and holder() is not None:
+        # Objects that nothing refers to may still wait to be collected.
+        gc.collect()
+    return holder is not None and holder() is not None
+
+
 def hold(clipper: Clipper | AGC, holder: object, place: str) -> None:
     """Note what clips with a clipper from now on.
 
@@ -360,9 +375,6 @@ def release(clipper: Clipper | AGC, holder: object) -> None:
 
 def check_free(clipper: Clipper | AGC) -> None:
     """Raise a ValueError for a clipper that something clips with."""
-    use = use_of(clipper)
-    if use.holder is not None and use.holder() is not None:
-        # Objects that nothing refers to may still wait to be collected.
-        gc.collect()
-    if use.holder is not None and use.holder() is not None:
-        raise ValueError(f"this {clipper.name} is already {use.place}: give copy.deepcopy(clipper)")
+    if is_held(clipper):
+        place = use_of(clipper).place
+        raise ValueError(f"this {clipper.name} is already {place}: give copy.deepcopy(clipper)")

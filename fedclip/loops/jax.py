@@ -21,7 +21,7 @@ from fedclip.arrays import Array
 from fedclip.arrays.jax import JaxBackend
 from fedclip.clippers.agc import AGC, Axes, Outputs
 from fedclip.clippers.base import Clipper
-from fedclip.core.scopes import resolve
+from fedclip.core.scopes import Groups, resolve
 from fedclip.dpsgd.persample.jax_records import RecordGradients
 from fedclip.dpsgd.step import PrivateMean
 from fedclip.loops import compiled
@@ -73,7 +73,8 @@ def as_optax(
     tensors are refused.
 
     Scopes name a leaf by its path, as in ``enc.w``; a second leaf with the same path is
-    ``enc.w#1``. Leaves of dtype float0, the gradients of integers, do not change.
+    ``enc.w#1``. Complex numbers count by their absolute value. Leaves of dtype float0, the
+    gradients of integers, do not change.
 
     Parameters
     ----------
@@ -100,7 +101,8 @@ def as_optax(
         tensors; with `inner`, if ``on_spike="skip"`` and the scope is not "global".
     TypeError
         If `max_norm` is given and the clipper has none. At an update, if the state is not from
-        `init`, or from another clipper. At an update, if a leaf that is not excluded is no float.
+        `init`, or from another clipper. At an update, if a leaf that is not excluded has another
+        dtype, or is complex and the clipper does not use L2 norms of whole tensors.
     ValueError
         At an update: with `AGC`, if it gets no parameters; if the state has another number of
         groups; or without a state, if the clipper learns from past steps.
@@ -154,19 +156,25 @@ def as_optax(
         if not groups.names:
             return updates, state
         compiled.check_state(state, len(groups), compiled.kind_of(clipper, groups), clipper.name)
-        _check_floats({name: leaves[name] for name in groups.names})
         weights = _by_name(params) if isinstance(clipper, AGC) and params is not None else None
         outputs = _outputs(clipper, params) if weights is not None else None
         transform = compiled.transform_of(clipper, groups, weights, backend, outputs)
         if max_norm is not None:
             transform = _limited(transform, clipper, jnp.maximum(backend.asarray(max_norm), 0.0))
-        if axes and not (isinstance(transform, NormClipping) and transform.ord == 2):
+        by_l2_norms = isinstance(transform, NormClipping) and transform.ord == 2
+        if axes and not by_l2_norms:
             raise NotImplementedError(
                 f"axis_name needs a clipper by L2 norms of whole tensors, not {clipper.name}"
             )
-        policy = clipper.on_nonfinite
-        clipped, step = clip_on_device(transform, leaves, groups, backend, state.statistics, policy)
-        news = iter(clipped.values())
+        clipped, step = clip_on_device(
+            transform,
+            _as_floats(leaves, groups, by_l2_norms),
+            groups,
+            backend,
+            state.statistics,
+            clipper.on_nonfinite,
+        )
+        news = iter([_like(leaf, clipped[name]) for name, leaf in leaves.items()])
         outputs = jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates)
         return outputs, compiled.after(state, step)
 
@@ -229,10 +237,24 @@ def _is_float0(leaf: object) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _check_floats(leaves: Mapping[str, Array]) -> None:
-    for name, leaf in leaves.items():
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"{name!r} is {leaf.dtype}, not a float: put its name in exclude")
+def _as_floats(leaves: Mapping[str, Array], groups: Groups, by_l2_norms: bool) -> dict[str, Array]:
+    """Return leaves of floats; for complex numbers, their real and imaginary parts."""
+    floats = dict(leaves)
+    for name in groups.names:
+        leaf = leaves[name]
+        if by_l2_norms and jnp.iscomplexobj(leaf):
+            floats[name] = jnp.stack([leaf.real, leaf.imag], axis=-1)
+        elif not jnp.issubdtype(leaf.dtype, jnp.floating):
+            also = " or clip by L2 norms of whole tensors" if jnp.iscomplexobj(leaf) else ""
+            raise TypeError(f"{name!r} is {leaf.dtype}, not a float: put its name in exclude{also}")
+    return floats
+
+
+def _like(leaf: Array, clipped: Array) -> Array:
+    """Return a leaf of `_as_floats` in the dtype of the leaf again."""
+    if jnp.iscomplexobj(leaf) and not jnp.iscomplexobj(clipped):
+        return jax.lax.complex(clipped[..., 0], clipped[..., 1])
+    return clipped
 
 
 def metrics(

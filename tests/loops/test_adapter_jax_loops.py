@@ -1,4 +1,4 @@
-"""JAX as it is used: donated states, meshes, shard_map, schedules, pytrees."""
+"""JAX as it is used: donated states, meshes, shard_map, schedules, complex numbers, pytrees."""
 
 import dataclasses
 import os
@@ -116,10 +116,18 @@ def test_pytrees_of_other_kinds():
     assert norm(updates.rest) == pytest.approx(1.0, rel=1e-5)
 
 
-def test_complex_numbers_are_refused_unless_they_are_excluded():
+def test_complex_numbers_count_by_their_absolute_value():
     gradient = {"z": jnp.array([3.0 + 4.0j, 0.0]), "w": jnp.array([12.0])}
-    with pytest.raises(TypeError, match=r"'z' is complex\d+, not a float: put its name in exclude"):
-        as_optax(NormClip(1.0)).update(gradient, None)
+    expected, _ = optax.clip_by_global_norm(1.0).update(gradient, None)
+    found, state = jax.jit(as_optax(NormClip(1.0)).update)(gradient, None)
+    assert found["z"].dtype == gradient["z"].dtype
+    close(found, expected, 1e-5)
+    assert float(state.norm[0]) == pytest.approx(13.0)
+    by_tensor, _ = as_optax(NormClip(1.0, scope="tensor")).update(gradient, None)
+    assert norm(by_tensor["z"]) == pytest.approx(1.0, rel=1e-5)
+    for clipper in (ValueClip(1.0), NormClip(1.0, dims=[0])):
+        with pytest.raises(TypeError, match=r"is complex64, not a float: .* or clip by L2"):
+            as_optax(clipper).update(gradient, None)
     left, _ = as_optax(ValueClip(1.0, exclude="z")).update(gradient, None)
     assert left["z"].dtype == gradient["z"].dtype
     assert jnp.array_equal(left["z"], gradient["z"])

@@ -1,5 +1,8 @@
 """PyTorch loops: pure functions, clippers of one model, and steps that are seen to act."""
 
+import gc
+import pickle
+
 import pytest
 from helpers import require
 
@@ -187,16 +190,42 @@ def test_pure_clipping_gives_each_group_its_own_statistics():
 # -- what is attached is seen to act -------------------------------------------------------------
 
 
-def test_another_optimizer_that_steps_with_the_parameters_is_seen():
+@torch.no_grad()
+def _by_hand(model):
+    for p in model.parameters():
+        p -= 1e-3 * p.grad
+        p.grad = None
+
+
+def _pasts_hooks(model, optimizer):
+    optimizer.step = lambda: _by_hand(model)
+    return lambda: (backward(model), optimizer.step())
+
+
+def _without_grad(model, optimizer):
+    @torch.no_grad()
+    def round_():
+        with torch.enable_grad():
+            loss = model(torch.ones(3, 5)).square().sum()
+        for p, g in zip(
+            model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+        ):
+            p -= 1e-3 * g
+
+    return round_
+
+
+@pytest.mark.parametrize("past", [_pasts_hooks, _without_grad])
+def test_weights_that_learn_past_the_steps_are_seen_in_the_second_round(past):
     model = build()
-    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer = type("Own", (SGD,), {})(model.parameters(), lr=0.1)
     handle = attach(optimizer, ZScoreClip(), model)
-    stepping = torch.optim.Adam(model.parameters(), lr=1e-3)
-    backward(model)
-    with pytest.warns(FedclipWarning, match="Adam steps with parameters of SGD") as said:
-        stepping.step()
-    stepping.step()
+    one_round = past(model, optimizer)
+    one_round()
+    with pytest.warns(FedclipWarning, match=r"no step of the optimizer \(Own\).* was seen") as said:
+        one_round()
     assert len(said) == 1
+    one_round()
     assert handle.last is None
 
 
@@ -259,6 +288,7 @@ def test_ordinary_loops_raise_no_alarm(loop):
     handle = attach(optimizer, ZScoreClip(), model)
     loop(model, optimizer)
     assert handle.metrics()["round/steps"] > 0
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_a_closure_that_the_step_brings_itself_is_clipped():
@@ -280,3 +310,24 @@ def test_a_closure_that_the_step_brings_itself_is_clipped():
     optimizer.step()
     assert float(handle.last) == pytest.approx(norms[0])
     assert total(model) <= 1e-3
+
+
+def test_an_optimizer_that_is_gone_raises_no_alarm():
+    model = build()
+    attach(SGD(model.parameters(), lr=0.1), ZScoreClip(), model)
+    gc.collect()
+    for _ in range(3):
+        backward(model)
+        _by_hand(model)
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_tensors_that_are_watched_are_saved_without_a_word():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = SGD([weight], lr=0.1)
+    attach(optimizer, NormClip())
+    for twin, other in (pickle.loads(pickle.dumps((weight, optimizer))), (weight, optimizer)):
+        other.zero_grad()
+        (100 * twin).sum().backward()
+        other.step()
+        assert float(twin.grad.norm()) <= 1.0

@@ -11,6 +11,7 @@ torch = require("torch")
 from fedclip import AGC, FedclipWarning, NormClip, ZScoreClip  # noqa: E402
 from fedclip.loops.torch import (  # noqa: E402
     attach,
+    attach_update,
     clip_,
     get_state,
     handles,
@@ -58,12 +59,39 @@ def test_equal_clippers_and_handles_are_not_confused():
     with pytest.warns(FedclipWarning, match="of another model"):
         inner = attach(one, twin, first)
     assert repr(outer) == "ClipHandle(SGD, ZScoreClip())"
+    assert copy.copy(inner) is inner
     inner.remove()
     (left,) = handles(one)
     assert left is outer
     attach(other, twin, second)
     with pytest.raises(ValueError, match="already attached to"):
         attach(other, clipper, second)
+
+
+# -- steps with a closure ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": torch.optim.Adam, "fused": True}])
+def test_a_closure_in_the_step_of_a_scaler_is_refused(settings):
+    # The scaler refuses closures itself, but only by name; unscaled are gradients from before.
+    model, optimizer = build(**settings)
+    handle = attach(optimizer, NormClip(1.0), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        scaler.scale(loss).backward()
+        return loss
+
+    closure()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="still scaled by the GradScaler: call closure"):
+        scaler.step(optimizer, closure)
+    assert handle.last is None
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.step(optimizer, closure)
+    assert total(model) <= 1.0
 
 
 # -- parameters that come, go and are copied -----------------------------------------------------
@@ -98,15 +126,30 @@ def test_names_that_the_optimizer_has_or_numbers():
         attach(plain, NormClip(1.0, scope="layer"))
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
-def test_an_optimizer_with_a_clipper_is_not_copied_without_it(how):
-    _, optimizer = build(optimizer=torch.optim.Adam)
-    handle = attach(optimizer, NormClip(0.4))
-    with pytest.raises(TypeError, match="cannot be copied or pickled"):
-        how(optimizer)
-    handle.remove()
-    how(optimizer)
-    assert handles(optimizer) == []
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
+def test_a_copy_of_the_optimizer_and_its_handles_clips_too(how):
+    model, optimizer = build(optimizer=torch.optim.Adam)
+    attach(optimizer, ZScoreClip(warmup=2, max_norm=0.5, scope="layer"), model)
+    handle = attach(optimizer, NormClip(0.4), model)
+    attach_update(optimizer, NormClip(0.1), model)
+    for _ in range(3):
+        optimizer.step(closure_of(model, optimizer))
+    second, other, twin = how((handle, model, optimizer))
+    first, norm, update = handles(twin)
+    assert norm is second
+    assert first.get_state() == handles(optimizer)[0].get_state()
+    assert first.clipper is not handles(optimizer)[0].clipper
+    twin.step(closure_of(other, twin))
+    assert (update.metrics()["round/steps"], handle.metrics()["round/steps"]) == (4, 3)
+    optimizer.step(closure_of(model, optimizer))
+    assert total(other) <= 0.4
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for held in (update, second, first):
+        held.remove()
+    assert handles(twin) == handles(copy.deepcopy(twin)) == []
+    with pytest.raises(TypeError, match=r"norm-clip was removed .* keep handle\.get_state"):
+        how(second)
 
 
 @pytest.mark.slow
@@ -141,7 +184,7 @@ def test_a_state_from_before_is_a_fresh_start_said_once():
     assert {**handle.get_state(), "owner": 0} == {**get_state(ZScoreClip()), "owner": 0}
 
 
-# -- graphs and wrappers -------------------------------------------------------------
+# -- graphs, pure functions, updates -------------------------------------------------------------
 
 
 def test_a_step_that_a_cuda_graph_captures_is_refused(monkeypatch):
@@ -153,6 +196,22 @@ def test_a_step_that_a_cuda_graph_captures_is_refused(monkeypatch):
         weight.grad = torch.ones(2, device="cuda")
         with pytest.raises(RuntimeError, match="a CUDA graph does not replay: clip outside"):
             clip_([weight], NormClip(1.0))
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("Adam", 5.0), ("LBFGS", 1.0)])
+def test_updates_are_clipped_after_the_optimizer(kind, rate):
+    model, optimizer = build(optimizer=getattr(torch.optim, kind), lr=rate)
+    with attach_update(optimizer, NormClip(0.125), model) as handle:
+        for _ in range(5):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.step(closure_of(model, optimizer))
+            moved = [(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]
+            assert float(torch.cat(moved).detach().norm()) <= 0.125 * (1 + 1e-4)
+    assert handle.metrics()["round/steps"] == 5
+    assert handle.metrics()["round/clipped"] > 0
+    optimizer.step(closure_of(model, optimizer))
+    assert handle.metrics()["round/steps"] == 5
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
 
 
 class Wrapper:

@@ -16,6 +16,7 @@ torch = require("torch")
 from fedclip import FedclipWarning, GrowthValueClip, NormClip, ZScoreClip  # noqa: E402
 from fedclip.loops.torch import (  # noqa: E402
     attach,
+    attach_update,
     clip_,
     clip_grad_norm_,
     get_state,
@@ -129,9 +130,29 @@ def test_a_step_is_clipped_once_however_many_steps_it_calls(kind, closure, sched
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kind", [SGD, Twice, Fails])
+def test_an_update_is_that_of_the_outermost_step(kind):
+    model = build()
+    optimizer = kind(model.parameters(), lr=0.1)
+    handle = attach_update(optimizer, NormClip(0.01), model)
+    for step in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.fails = step == 1
+        if kind is Fails and step == 1:
+            with pytest.raises(RuntimeError, match="memory"):
+                optimizer.step()
+            continue
+        optimizer.step()
+        moved = [(p - b).detach().reshape(-1) for p, b in zip(model.parameters(), before)]  # noqa: B905
+        assert 0 < float(torch.cat(moved).norm()) <= 0.01001
+    assert handle.metrics()["round/steps"] == (2 if kind is Fails else 3)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("how", [attach, None])
+@pytest.mark.parametrize("how", [attach, attach_update, None])
 def test_a_compiled_step_does_what_an_eager_one_does(how):
     found = []
     for compiled in (False, True):
@@ -259,7 +280,7 @@ def _clip(clipper, how=clip_):
     [
         (_attach, _attach),
         (_attach, _clip),
-        (_attach, partial(_clip, how=clip_grad_norm_)),
+        (partial(_attach, how=attach_update), partial(_clip, how=clip_grad_norm_)),
     ],
 )
 def test_a_clipper_that_is_attached_acts_nowhere_else(first, second):
@@ -276,7 +297,7 @@ def test_a_clipper_that_is_attached_acts_nowhere_else(first, second):
     second(clipper)
 
 
-@pytest.mark.parametrize("how", ["dropped", "by name"])
+@pytest.mark.parametrize("how", ["dropped", "shallow", "by name"])
 def test_uses_of_a_clipper_that_are_one_after_the_other(how):
     clipper = ZScoreClip()
     optimizer, handle = _attach(clipper)
@@ -289,5 +310,9 @@ def test_uses_of_a_clipper_that_are_one_after_the_other(how):
         gc.collect()
         assert gone() is None
         assert again.clipper is handle.clipper
-    else:
+    elif how == "by name":
         assert _attach("zscore-clip")[1].clipper is not _attach("zscore-clip")[1].clipper
+    else:
+        (twin,) = handles(copy.copy(optimizer))
+        assert twin.clipper is not clipper
+        assert twin.get_state() == handle.get_state()

@@ -16,11 +16,11 @@ def keras_optimizer(spec):
     return import_module("fedclip.loops.keras").ClippedOptimizer(keras.optimizers.SGD(), spec)
 
 
-def torch_handle(spec):
+def torch_handle(spec, how="attach"):
     torch = pytest.importorskip("torch")
     layer = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    return import_module("fedclip.loops.torch").attach(optimizer, spec, layer)
+    return getattr(import_module("fedclip.loops.torch"), how)(optimizer, spec, layer)
 
 
 def of_optax(spec):
@@ -41,6 +41,7 @@ def of(adapter, kind, package):
 
 MAKERS = {
     "attach": torch_handle,
+    "attach_update": partial(torch_handle, how="attach_update"),
     "PureClipping": of("torch", "PureClipping", "torch"),
     "as_optax": of_optax,
     "CompiledClipper": of("tensorflow", "CompiledClipper", "tensorflow"),

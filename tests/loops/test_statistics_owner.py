@@ -162,6 +162,23 @@ def train(model: Any, optimizer: Any) -> Any:
     return copy.deepcopy(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("how", ["clip_", "clip_grad_norm_"])
+def test_new_tensors_replace_those_of_their_shape_only(how: str) -> None:
+    torch, loops = require("torch"), pytest.importorskip("fedclip.loops.torch")
+    clipper = ZScoreClip(scope="tensor")
+
+    def step(*shape: int) -> None:
+        tensor = torch.zeros(shape, requires_grad=True)
+        tensor.grad = torch.ones(shape)
+        getattr(loops, how)([tensor], clipper)
+
+    step(2, 3)
+    step(2, 3)
+    with pytest.raises(ValueError, match="statistics of zscore-clip for '0' are of other tensors"):
+        step(3, 3)
+    assert clipper.metrics()["round/steps"] == 2
+
+
 def test_a_state_of_another_configuration_optimizer_or_model() -> None:
     model, optimizer, handle = build()
     saved = train(model, optimizer)
@@ -216,10 +233,16 @@ def test_a_state_that_is_loaded_before_attach_warns(optimizer: str) -> None:
 def test_steps_that_are_none_teach_nothing() -> None:
     torch = require("torch")
     state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
-    model, optimizer, handle = build(clipper=EmaClip())
-    state_dict.get_optimizer_state_dict(model, optimizer)
-    assert handle.last is None
-    assert not handle.get_state()["rounds"]
+    from fedclip.loops.torch import attach_update
+
+    for make in (None, attach_update):
+        model, optimizer, handle = build(clipper=EmaClip())
+        if make is not None:
+            handle.remove()
+            handle = make(optimizer, EmaClip(), model)
+        state_dict.get_optimizer_state_dict(model, optimizer)
+        assert handle.last is None
+        assert not handle.get_state()["rounds"]
     # A rate of zero alone, as at the begin of a warm-up, is a step.
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -14,7 +14,9 @@ with needing(__name__, "PyTorch: pip install torch"):
 from fedclip.loops.torch.clip import Parameters, clip_, clip_grad_norm_
 from fedclip.loops.torch.handle import (
     ClipHandle,
+    UpdateHandle,
     attach,
+    attach_update,
     get_state,
     handles,
     set_state,
@@ -25,7 +27,9 @@ __all__ = [
     "ClipHandle",
     "Parameters",
     "PureClipping",
+    "UpdateHandle",
     "attach",
+    "attach_update",
     "clip_",
     "clip_grad_norm_",
     "get_state",

@@ -316,9 +316,12 @@ def selected(
         names, tensors = [*pairs], [*pairs.values()]
     elif type(pairs) is list and pairs and isinstance(pairs[0], torch.Tensor):
         tensors = pairs
-    use, ids = getattr(clipper, "use", None), [*map(id, tensors)]
-    last = None if use is None else use.selection
-    if ids and last is not None and ids == last.ids and names == last.user_names:
+    use: Any = getattr(clipper, "use", None)
+    last: Any = None if use is None else use.selection
+    ids = [*map(id, tensors)]
+    # Freed tensors give their ids to others, which the clipper notes.
+    known = ids and last is not None and ids == last.ids == use.members.last
+    if known and names == last.user_names:
         return dict(zip(last.names, tensors, strict=True)), None
     clipper = check_clipper(clipper)
     parameters = named(source, clipper)

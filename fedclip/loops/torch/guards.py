@@ -4,35 +4,44 @@
 ==========================================================  ======================================
 loop                                                        guard
 ==========================================================  ======================================
+``scaler.step(optimizer, closure)``                         `check_unscaled`
 an optimizer that steps in ``backward()``: LOMO             `check_step`
-a step that calls another step, or fails                    `Steps`
-another optimizer that steps with the same parameters       `watch_others`
+a step that calls another step, or fails                    `running_steps`
+weights that learn without a step of the optimizer          `Watch`
 wrappers: Accelerate, SAM, Lookahead                        `levels_of`
 optimizers that save without torch's hooks: bitsandbytes    `Saving`
+copies and pickles of an optimizer                          `reduced`
 ==========================================================  ======================================
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fedclip.core.states import Fields
 from fedclip.errors import FedclipWarning
-from fedclip.loops.torch.clip import uncompiled
+from fedclip.loops.clippers import is_held
 
 MARK = "fedclip"
 """In the first group of parameters of a state: it was saved together with a clipper's."""
 _STEPS_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+# Called by a GradScaler that is enabled; one that is not calls the optimizer's step itself.
+_SCALED_STEP = torch.amp.GradScaler._maybe_opt_step.__code__
+# DTensors and other subclasses may not be read.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+NOTED: Any = WeakIdKeyDictionary()
+"""Of each parameter that is watched: some of its weights, and of their gradient."""
 
 
 # -- any optimizer -------------------------------------------------------------------------------
@@ -55,6 +64,24 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+# -- a GradScaler's step -------------------------------------------------------------------------
+def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error in a GradScaler's step, whose closure would compute scaled gradients.
+
+    The scaler itself refuses only closures that are passed by name. It marks fused optimizers; for
+    others, only the call stack shows it.
+    """
+    in_scaler = any(frame.f_code is _SCALED_STEP for frame, _ in walk_stack(None))
+    if in_scaler or hasattr(optimizer, "found_inf"):
+        # The scaler would leave its marks on a fused optimizer.
+        for mark in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(mark, None)
+        raise RuntimeError(
+            "the gradients of a closure are still scaled by the GradScaler: call closure(), then "
+            "scaler.unscale_(optimizer) and scaler.step(optimizer)"
+        )
+
+
 # -- an optimizer that steps in backward() -------------------------------------------------------
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise a TypeError for an optimizer that has no step, such as LOMO."""
@@ -66,49 +93,88 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 # -- a step that calls another step, or fails ----------------------------------------------------
-class Steps:
-    """The steps of one optimizer that are running: a step may call another one, or fail.
+def running_steps() -> list[FrameType]:
+    """Return the frames of all steps that are running, the innermost first.
 
     A step that fails calls no hook at its end. Only the call stack shows that it is over.
     """
-
-    def __init__(self) -> None:
-        self._running: list[FrameType] = []
-
-    def begin(self) -> bool:
-        """Return whether the step that begins is the outermost one."""
-        callers = [frame for frame, _ in walk_stack(None)]
-        self._running = [frame for frame in self._running if frame in callers]
-        outermost = not self._running
-        self._running += [f for f in callers if f.f_code.co_filename == _STEPS_FILE][:1]
-        return outermost
-
-    def end(self, *_: object) -> None:
-        """Note that the innermost step has ended."""
-        del self._running[-1:]
+    return [frame for frame, _ in walk_stack(None) if frame.f_code.co_filename == _STEPS_FILE]
 
 
-# -- another optimizer that steps instead of the one with a clipper ------------------------------
-ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-"""The handles of each optimizer."""
+# -- weights that learn without a step of the optimizer ------------------------------------------
+class Watch:
+    """Warns if weights learn before the first step of their optimizer.
 
+    ::
 
-@cache
-def watch_others() -> None:
-    """Warn, from now on, if another optimizer steps with the parameters of one with a clipper."""
-    register_optimizer_step_post_hook(uncompiled(_look))
+        first gradient     note a few weights, and their gradient
+        next gradient      weights that have moved down the slope since then were in a step
 
+    Weights that stay were in no step, however many gradients come: they accumulate, were not
+    finite, or another model is trained. SAM and adversarial attacks move weights up the slope.
+    """
 
-def _look(stepping: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    unseen = [] if stepping in ATTACHED else [x for x in ATTACHED.items() if not x[1].seen]
-    for optimizer, attached in unseen:
-        if not {*map(id, held(stepping))}.isdisjoint(map(id, held(optimizer))):
-            attached.seen = True
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        # Another watch may have noted them, long ago.
+        forget(optimizer)
+        # A parameter is saved without its hook, and without a warning.
+        unsaved: Any = torch.utils.hooks.unserializable_hook
+        watched: Any = [p for p in held(optimizer) if type(p) in _PLAIN and p.requires_grad]
+        self.hooks = [
+            p.register_hook(unsaved(partial(self._look, weakref.ref(p)))) for p in watched
+        ]
+
+    def end(self) -> None:
+        """Stop watching."""
+        while self.hooks:
+            self.hooks.pop().remove()
+
+    def _look(self, known: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
+        optimizer, parameter = self._optimizer(), known()
+        if optimizer is None or parameter is None:
+            self.end()
+            return
+        gradients = [g for g in (gradient, parameter.grad) if g is not None]
+        if any(g.layout is not torch.strided for g in gradients) or _is_recorded(gradient):
+            return
+        weights, slope = _some(parameter), torch.stack([*map(_some, gradients)]).sum(0)
+        before, past = NOTED.get(parameter, (weights, slope))
+        if not _are_alike(before, weights) or _stays(before, weights):
+            NOTED[parameter] = weights, slope
+        elif ((weights - before) * past.conj()).real.sum() < 0:
+            self.end()
             warn(
-                f"{type(stepping).__name__} steps with parameters of "
-                f"{type(optimizer).__name__}, which has the clipper: attach it to the other",
-                4,
+                f"the weights change, but no step of the optimizer ({type(optimizer).__name__}) "
+                "was seen: attach the clipper to the optimizer that steps, or call clip_",
+                3,
             )
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Forget what was noted of an optimizer's parameters: they are in a clipped step."""
+    for parameter in held(optimizer):
+        NOTED.pop(parameter, None)
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].clone()
+
+
+def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
+    return (before.device, before.dtype, before.shape) == (now.device, now.dtype, now.shape)
+
+
+def _stays(before: torch.Tensor, now: torch.Tensor) -> bool:
+    # Adding and subtracting the same leaves a rounding error.
+    return torch.allclose(before, now, rtol=4 * torch.finfo(now.dtype).eps, atol=0.0)
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Return whether a graph is recorded, where numbers cannot be read."""
+    return torch.compiler.is_compiling() or (
+        tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
 
 
 # -- wrappers ------------------------------------------------------------------------------------
@@ -162,17 +228,16 @@ class Saving:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Save and load with an optimizer too; it is not copied or pickled without its clipper."""
+        """Save and load with an optimizer too."""
         self._optimizers.add(optimizer)
         replaced = {"state_dict": self._state_dict, "load_state_dict": self._load_state_dict}
         ref = weakref.ref(optimizer)
         vars(optimizer).update({name: partial(call, ref) for name, call in replaced.items()})
-        vars(optimizer)["__reduce_ex__"] = _refuse_copy
 
     def end(self) -> None:
         """Give the optimizers their methods back."""
         for optimizer in self._optimizers:
-            for name in ("state_dict", "load_state_dict", "__reduce_ex__"):
+            for name in ("state_dict", "load_state_dict"):
                 vars(optimizer).pop(name, None)
 
     def _state_dict(self, ref: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,8 +271,24 @@ def is_in(saved: object, keys: Iterable[str]) -> bool:
     )
 
 
-def _refuse_copy(protocol: object) -> None:
-    # Torch leaves out hooks, so that a copy would clip nothing.
-    raise TypeError(
-        "an optimizer with a clipper cannot be copied or pickled: call handle.remove() first"
-    )
+# -- copies and pickles of an optimizer: torch leaves out hooks, so a copy would clip nothing -----
+ATTACHED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+"""The handles of each optimizer; `parts` makes those of a copy."""
+
+
+def reduced(ref: Any, protocol: int) -> tuple[object, ...]:
+    """Return what copies and pickles an optimizer with what is attached to it."""
+    optimizer = ref()
+    kind: Any = type(optimizer)
+    make, args, state, *_ = kind.__reduce_ex__(optimizer, protocol)
+    return _again, (make, args, state, ATTACHED[optimizer].parts(optimizer))
+
+
+def _again(make: Callable[..., Any], args: Any, state: Any, parts: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = make(*args)
+    optimizer.__setstate__(state)
+    for handle, clipper, *settings in parts:
+        # A shallow copy comes with the clipper of the original.
+        free = copy.deepcopy(clipper) if is_held(clipper) else clipper
+        handle(optimizer, free, *settings)
+    return optimizer

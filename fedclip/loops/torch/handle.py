@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clipper that acts in every step of an optimizer.
+"""A clipper that acts in every step of an optimizer, on the gradients or on the update.
 
 ::
 
     step()           clip, then the optimizer's step
     step(closure)    the optimizer's step; each time it calls the closure: closure, then clip
+    of an update     remember the weights, the optimizer's step, clip the change of the weights
 
 It uses torch's hooks, and replaces no method of the optimizer's class.
 """
@@ -14,13 +15,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from operator import is_
-from typing import Any, Self
+from types import FrameType
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 
-from fedclip.clippers.agc import AGC
+from fedclip.clippers.agc import AGC, Outputs
 from fedclip.clippers.base import Clipper
 from fedclip.core import states
 from fedclip.core.records import StepRecord
@@ -93,12 +96,16 @@ class ClipHandle:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        clipper: Spec,
+        parameters: Parameters | None,
+        outputs: Outputs | None = None,
     ) -> None:
         self.clipper = clippers.clipper_of(clipper)
         if parameters is not None and not isinstance(parameters, torch.nn.Module):
             parameters = named(parameters, self.clipper)
-        self._source = parameters
+        self._source, self._outputs = parameters, outputs
         self._parameters: dict[str, torch.Tensor] = {}
         self._held: list[torch.Tensor] = []
         self._key = ""
@@ -112,7 +119,7 @@ class ClipHandle:
             guards.warn(
                 f"{kind} stepped or loaded a state before {self.clipper.name} was attached, "
                 "which has no statistics: attach first, and then call load_state_dict",
-                4,
+                5,
             )
         self._kind = f"an optimizer ({kind})"
         clippers.hold(self.clipper, optimizer, f"attached to {self._kind}")
@@ -180,6 +187,16 @@ class ClipHandle:
         optimizer = type(self._others.optimizer()).__name__
         return f"{type(self).__name__}({optimizer}, {self.clipper!r})"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return how to make the handle again: from its optimizer, or that one's copy."""
+        optimizer = self._others.optimizer()
+        if optimizer is None or self not in self._others.handles:
+            raise TypeError(
+                f"the handle of {self.clipper.name} was removed and cannot be copied or pickled: "
+                "keep handle.get_state(), or the clipper"
+            )
+        return _handle_of, (optimizer, self._others.handles.index(self))
+
     def _resolve(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters that the optimizer holds now, by name."""
         now = held(optimizer)
@@ -201,7 +218,8 @@ class ClipHandle:
                 f"{shapes}): give attach the model that has them, or names for all"
             )
         check_sharding(now)
-        self._outputs = outputs_of(self._source, chosen, self.clipper)
+        if self._outputs is None or isinstance(self._source, torch.nn.Module):
+            self._outputs = outputs_of(self._source, chosen, self.clipper)
         self._held, self._parameters = now, chosen
         if self._key and isinstance(self.clipper, Clipper) and self.clipper.owner:
             # Parameters were added: it is the same model still.
@@ -219,15 +237,40 @@ class ClipHandle:
         clip_named(self._resolve(optimizer), self.clipper, self._outputs)
 
 
+class UpdateHandle(ClipHandle):
+    """A clipper of updates; `attach_update` returns it."""
+
+    _before: Mapping[str, torch.Tensor] = {}
+
+    def _remember(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the weights."""
+        self._before = {n: p.detach().clone() for n, p in self._resolve(optimizer).items()}
+
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the gradients are the optimizer's."""
+
+    @torch.no_grad()
+    def _clip_change(self) -> None:
+        """Clip the change of the weights."""
+        before, self._before = self._before, {}
+        change = {name: self._parameters[name] - weight for name, weight in before.items()}
+        if isinstance(self.clipper, AGC):
+            clipped = self.clipper.clip(change, before, outputs=self._outputs)
+        else:
+            clipped = self.clipper.clip(change)
+        for name, weight in before.items() if clipped is not change else ():
+            self._parameters[name].copy_(weight + clipped[name])
+
+
 class _Attached:
     """All handles of one optimizer, and the hooks in which they act.
 
     ::
 
-        a step begins
-            it was given a closure:            clip after each call, unless a clip was in the call
-            or the outermost step that is
-            running has not clipped so far:    clip
+        a step begins, and no other of this optimizer is running:    remember the weights
+            it was given a closure:           clip after each call, unless a clip was in the call
+            or nothing was clipped so far:    clip
+        it ends, and no other of this optimizer is running:          clip the change
 
     A class and those it comes from may all have a ``step`` with hooks, of which one calls the
     next; the outermost is the user's.
@@ -237,17 +280,18 @@ class _Attached:
         self.handles: list[ClipHandle] = []
         self.optimizer = weakref.ref(optimizer)
         self.clips = self._clips_before = 0
-        self.seen, self._is_step = False, True
-        self._steps = guards.Steps()
+        self._is_step = True
+        self._outermost: FrameType | None = None
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
         self._hooks = [
             optimizer.register_step_pre_hook(uncompiled(self._begin)),
-            optimizer.register_step_post_hook(uncompiled(self._steps.end)),
+            optimizer.register_step_post_hook(uncompiled(self._end)),
         ]
         self.saving = guards.Saving(self._states, self._load)
         self.saving.add(optimizer)
-        guards.watch_others()
+        vars(optimizer)["__reduce_ex__"] = partial(guards.reduced, self.optimizer)
+        self._watch = guards.Watch(optimizer)
         guards.ATTACHED[optimizer] = self
 
     def leave(self, handle: ClipHandle) -> None:
@@ -261,20 +305,30 @@ class _Attached:
             for hook in self._hooks:
                 hook.remove()
             self.saving.end()
+            self._watch.end()
+            del vars(optimizer)["__reduce_ex__"]
             del guards.ATTACHED[optimizer]
 
     def _begin(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        if self._steps.begin():
+        steps = guards.running_steps()
+        if self._outermost not in steps:
+            self._outermost = next(iter(steps), None)
             self._is_step = not _is_dummy(optimizer)
             self._clips_before = self.clips
+            if guards.NOTED:
+                guards.forget(optimizer)
+            for handle in self.handles if self._is_step else ():
+                if isinstance(handle, UpdateHandle):
+                    handle._remember(optimizer)
         by_name = kwargs.get("closure")
         compute = by_name or (args[1] if len(args) > 1 else None)
         if not callable(compute):
             if self.clips == self._clips_before and self._is_step:
                 self._clip(optimizer)
             return None
+        guards.check_unscaled(optimizer)
 
         def closure() -> object:
             clips = self.clips
@@ -289,9 +343,23 @@ class _Attached:
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         self.clips += 1
-        self.seen = True
+        if guards.NOTED:
+            guards.forget(optimizer)
+        if self._watch.hooks and any(p.grad is not None for p in held(optimizer)):
+            self._watch.end()
         for handle in self.handles:
             handle._clip(optimizer)
+
+    def _end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if next(iter(guards.running_steps()), None) is self._outermost:
+            self._outermost = None
+            for handle in self.handles if self._is_step else ():
+                if isinstance(handle, UpdateHandle):
+                    handle._clip_change()
+
+    def parts(self, optimizer: torch.optim.Optimizer) -> list[tuple[object, ...]]:
+        """Return what makes each handle again, for a copy of the optimizer."""
+        return [(type(h), h.clipper, h._resolve(optimizer), h._outputs) for h in self.handles]
 
     def _states(self) -> dict[str, Fields]:
         # AGC has no state to save.
@@ -333,10 +401,38 @@ def _with_names(optimizer: torch.optim.Optimizer) -> Parameters:
     return [p for g in groups for p in zip(g["param_names"], g["params"], strict=True)]
 
 
+def _handle_of(optimizer: torch.optim.Optimizer, place: int) -> ClipHandle:
+    return handles(optimizer)[place]
+
+
 def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
-    """Return the handles of an optimizer, in the order in which they clip."""
+    """Return the handles of an optimizer, in the order in which they clip; also of a copy."""
     attached = guards.ATTACHED.get(guards.levels_of(optimizer)[-1])
     return list(attached.handles) if attached else []
+
+
+H = TypeVar("H", bound=ClipHandle)
+
+
+def _attach(
+    kind: type[H], optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None
+) -> H:
+    """Return a handle of this kind, whose clipper is saved with the optimizer, or warn."""
+    levels = guards.levels_of(optimizer)
+    handle = kind(levels[-1], clipper, parameters)
+    for level in filter(guards.is_hooked, levels[:-1]):
+        guards.ATTACHED[levels[-1]].saving.add(level)
+    save: Any = getattr(levels[0], "state_dict", None)
+    # Some cannot be saved yet, such as ZeRO before it has gathered its parts.
+    with suppress(RuntimeError, NotImplementedError):
+        has_state = len(levels) > 1 and save is not None and handle.get_state()
+        if has_state and not guards.is_in(save(), [handle._key]):
+            guards.warn(
+                f"the state_dict() of {type(levels[0]).__name__} lacks the clipper's statistics: "
+                "save handle.get_state() too",
+                4,
+            )
+    return handle
 
 
 def attach(
@@ -355,11 +451,11 @@ def attach(
     Several handles clip one after the other.
 
     ``optimizer.state_dict()`` includes the clipper's state. If you load a state without one, the
-    clipper starts from the beginning, with a warning. An optimizer with a clipper cannot be copied
-    or pickled: remove the clipper first.
+    clipper starts from the beginning, with a warning. A copied or pickled
+    optimizer has a copy of the clipper.
 
-    A `FedclipWarning` reports another optimizer that steps with the same parameters, and a wrapper
-    with a state that cannot hold the clipper's.
+    A `FedclipWarning` reports weights that change before the first step is seen, and a wrapper with
+    a state that cannot hold the clipper's.
 
     Parameters
     ----------
@@ -398,18 +494,29 @@ def attach(
     1.732
     >>> handle.remove()
     """
-    levels = guards.levels_of(optimizer)
-    handle = ClipHandle(levels[-1], clipper, parameters)
-    for level in filter(guards.is_hooked, levels[:-1]):
-        guards.ATTACHED[levels[-1]].saving.add(level)
-    save: Any = getattr(levels[0], "state_dict", None)
-    # Some cannot be saved yet, such as ZeRO before it has gathered its parts.
-    with suppress(RuntimeError, NotImplementedError):
-        has_state = len(levels) > 1 and save is not None and handle.get_state()
-        if has_state and not guards.is_in(save(), [handle._key]):
-            guards.warn(
-                f"the state_dict() of {type(levels[0]).__name__} lacks the clipper's statistics: "
-                "save handle.get_state() too",
-                4,
-            )
-    return handle
+    return _attach(ClipHandle, optimizer, clipper, parameters)
+
+
+def attach_update(
+    optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None = None
+) -> UpdateHandle:
+    """Clip the change of the weights in every ``optimizer.step()``.
+
+    `attach` clips the gradients that enter the optimizer; this clips the resulting change. It
+    includes momentum, adaptive step sizes, weight decay and the learning rate, and limits are in
+    units of the weights. It copies the weights during each step. Otherwise it works like `attach`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fedclip import NormClip
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.Adam(layer.parameters(), lr=10.0)
+    >>> before = layer.weight.detach().clone()
+    >>> with attach_update(optimizer, NormClip(0.5), layer) as handle:
+    ...     layer(torch.ones(1, 2)).sum().backward()
+    ...     optimizer.step()
+    >>> f"{float(handle.last):.2f} {float(torch.dist(layer.weight.detach(), before)):.2f}"
+    '14.14 0.50'
+    """
+    return _attach(UpdateHandle, optimizer, clipper, parameters)
