@@ -46,7 +46,6 @@ class Federation:
         *,
         secagg: Callable[[Sequence[str]], tuple[dict[str, Any], Any]] | None = None,
         server: Mapping[str, Any] | None = None,
-        also: Sequence[Any] = (),
         **config: Any,
     ) -> None:
         self.config: dict[str, Any] = {**CONFIGS[name], **config}
@@ -54,7 +53,7 @@ class Federation:
         (cls,) = [c for c in counterpart() if c.name == f"{name}-server"]
         known = {k: v for k, v in self.config.items() if k in cls.clipper._shared_settings()}
         self.name = name
-        self.server = Optimizer(1.0, modules=[(cls.name, {**known, **(server or {})}), *also])
+        self.server = Optimizer(1.0, modules=[(cls.name, {**known, **(server or {})})])
         self.clients: dict[str, Optimizer] = {}
         for i in range(clients):
             self.join(f"client_{i}")

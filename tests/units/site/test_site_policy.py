@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -201,19 +200,6 @@ def test_each_call_is_charged_and_none_is_refunded(tmp_path: Path) -> None:
     for again in (gate, Gate(with_budget(tmp_path))):
         with pytest.raises(Refused, match=r"would make epsilon 11\.48, above"):
             again.update(MODEL)
-
-
-def test_threads_share_one_budget(tmp_path: Path) -> None:
-    gates = [Gate(with_budget(tmp_path)) for _ in range(2)]
-
-    def one(i: int) -> bool:
-        try:
-            return bool(gates[i % 2].update(MODEL))
-        except Refused:
-            return False
-
-    with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(one, range(40))) == 4
 
 
 def test_what_can_not_be_charged_does_not_leave(tmp_path: Path) -> None:

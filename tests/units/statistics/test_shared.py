@@ -329,25 +329,6 @@ def test_check_finds_it_before_the_run(
     assert found.ok or any(message in problem.message for problem in found.problems)
 
 
-@pytest.mark.parametrize(("name", "shared", "first"), pairwise([False, True], [False, True, True]))
-def test_the_server_clips_its_own_steps_by_their_own_statistics(
-    name: str, shared: bool, first: bool
-) -> None:
-    """Next to a counterpart, with or without shared = true, before it or behind it."""
-    rng = np.random.default_rng(15)
-    fed = Federation(name, also=[(name, {**CONFIGS[name], "shared": shared})])
-    without = Federation(name)
-    if first:
-        fed.server.modules.reverse()
-    own: Any = fed.server.modules[0 if first else 1]
-    for _ in range(4):
-        steps = {c: draw(rng, 9) for c in fed.clients}
-        fed.round(steps)
-        without.round(steps)
-    assert fed.counterpart.get_state() == without.counterpart.get_state()
-    assert sum(r.steps for r in own.rounds if r.group == "all") == 4
-
-
 @pytest.mark.parametrize("name", ["auto-clip", "adaptive-clip"])
 @each_framework(oracle=False)
 def test_counting_is_the_same_text_in_every_arithmetic(name: str, framework: str) -> None:
