@@ -19,7 +19,7 @@ from fedclip import UpdateClipServer
 from fedclip.errors import StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon
 from fedclip.privacy.planning import plan
-from fedclip.updates.bound import FIRST, AdaptiveBound
+from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.noise import Budget, draws_of
 from fedclip.updates.protocol import (
@@ -104,17 +104,6 @@ def test_a_quantile_other_than_the_median_and_noise_by_hand() -> None:
     # A jump of three octaves counts more than anything from before.
     jumped = RULE.after(1.0, 0.01, counts(b9=10.0), 10, 2.0)
     assert math.log2(jumped.bound) > 2.5
-
-
-def test_nobody_votes_and_limits() -> None:
-    after = RULE.after(2.0, 0.5, np.zeros(BINS))
-    assert (after.bound, after.share) == (2.0, None)
-    assert after.variance == pytest.approx(0.5225)
-    narrow = BoundRule(0.5, 0.9, 1.2)
-    assert narrow.after(1.0, 1.0, counts(b9=3.0)).bound == 1.2
-    assert narrow.after(1.0, 1.0, counts(b0=3.0)).bound == 0.9
-    assert AdaptiveBound().bound == FIRST
-    assert AdaptiveBound(min_norm=0.5).bound == 0.5
 
 
 @pytest.mark.parametrize(

@@ -296,18 +296,6 @@ def test_shares_at_the_ends_of_float64() -> None:
     assert shares_of([1e308, 1e-308]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("weights", [w for w in SECURE if w])
-@pytest.mark.parametrize("times", [0.9, 1.1, 1e4])
-def test_a_sum_is_projected_onto_the_bound(weights: dict[str, Any], times: float) -> None:
-    """That of the whole average, as with equal weights."""
-    shares = Shares(**weights)
-    mass = sum(shares.factor(n, s) or 0.0 for n, s in zip(NAMES, STEPS, strict=True))
-    steps = sum(min(n, 50) for n in STEPS)
-    total = ClippedUpdates(NumpyVector({"w": np.array([times * mass])}), steps, 4)
-    moved = norm(averaging(**weights).finalize_updates(total))
-    assert moved == pytest.approx(min(times, 1.0))
-
-
 def test_a_table_needs_to_know_who_is_in_a_sum_and_who_sends_what() -> None:
     shares = Shares(TABLE)
     for senders, clients in (((), 3), (("a", "b", "eve"), 3), (("a", "a"), 2), (NAMES, 3)):
