@@ -144,7 +144,7 @@ def test_what_a_model_warns_of_is_not_shown(
         ('["norm-clip"]', '[["norm-clip", {max_norm = nan}]]', "nan as None"),
         ('["norm-clip"]', '[["norm-clip"]]', "must be a name, or [name, {parameter = value}]"),
         ('["norm-clip"]', '"norm-clip"', "modules must be a list, got 'norm-clip'"),
-        ('["norm-clip"]', '["lasso"]', "'lasso' is not one of the modules: put it in regularize"),
+        ('["norm-clip"]', '["lasso"]', "'lasso' is a regularizer, not a module: move it to"),
         ('["norm-clip"]', '[["l2-clipping", {max_norm = nan}]]', "max_norm must be a number, got"),
         ('["norm-clip"]', '[["adam", {beta_1 = "x"}]]', "adam: beta_1 must be a number, got 'x'"),
         ('["norm-clip"]', "[1, 2.5]", "1 in modules must be a name"),

@@ -76,7 +76,7 @@ def test_it_says_when_there_are_too_few_records() -> None:
     assert "too few" not in call(*BUDGET, "--values", 650).stdout
     few = call(*BUDGET, "--values", 10**6).stdout
     assert "400 records are too few for this epsilon" in few
-    assert "larger than the updates: with 16,16" in few
+    assert "larger than the updates: 16,16" in few
     # Too few for whatever model; and a delta for which one record is nothing.
     least = ("--epsilon", 0.02, "--rounds", 1, "--records", 9, "--batch-size", 3)
     text = call("calibrate", *least).stdout
@@ -175,7 +175,7 @@ def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> N
 
 def test_a_batch_of_all_records_is_no_sample() -> None:
     text = call(*BUDGET[:-1], 500).stdout
-    assert "each batch has all 400 records, without sampling" in text
+    assert "each batch has all 400 records: smaller" in text
     assert "Poisson" not in text
     assert json.loads(call(*BUDGET[:-1], 400, "--json").stdout)["sampling"] == "none"
 

@@ -57,7 +57,7 @@ def test_the_first_ten_minutes_in_a_fresh_environment(built: Path, tmp_path: Pat
     assert (folder / "fedclip-demo" / "demo.png").exists()
     assert "valley: the norms of its steps are" in shown
     assert '"no-op"' not in (results / "config.toml").read_text("utf-8").partition("server_opt")[0]
-    assert "before" in shown
+    assert "unclipped" in shown
 
     # What needs more than the core says what to install, and it is true of a wheel.
     for module, package in (("torch", "torch"), ("tensorflow", "tensorflow"), ("jax", "jax optax")):

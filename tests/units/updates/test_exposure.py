@@ -329,7 +329,7 @@ def test_declearn_clips_each_tensor_of_a_sample_by_itself() -> None:
         ("", ["each tensor of each sample to 0.5, a sample of k tensors to 0.5·√k", "no bound"]),
         (
             'regularizers = [["agc", {ratio = 0.02}]]',
-            ["Before the noise, agc: On an aggregate: it makes no sensitivity larger"],
+            ["Before the noise, agc: On an aggregate: it does not increase a sensitivity"],
         ),
         (
             'regularizers = ["ridge"]\nmodules = ["norm-clip"]',
