@@ -241,7 +241,7 @@ def brought_to_norm(clipper: Plugin, context: Context) -> Guarantee:
     if not clipper.eps:
         return replace(result, lipschitz=math.inf, growth=math.inf, expands=why)
     norms = clipper.scope.values() if isinstance(clipper.scope, Mapping) else ()
-    steepest = slope(max(clipper.norm, *norms), clipper.eps)
+    steepest = slope(max([clipper.norm, *norms]), clipper.eps)
     # Tensors left alone keep their distances.
     least = 1.0 if result.unbounded else 0.0
     lipschitz = max(steepest * result.lipschitz, least)

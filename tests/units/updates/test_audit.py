@@ -12,23 +12,15 @@ pytestmark = pytest.mark.slow
 CLAIM = 1 / NOISE
 
 
+@pytest.mark.parametrize("rounds", [400, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", CASES)
-def test_a_short_attack_finds_the_faults_and_no_others(name: str) -> None:
-    found = estimate(*observe(CASES[name], 400, seed=1))
+def test_a_short_attack_finds_the_faults_and_no_others(name: str, rounds: int) -> None:
+    found = estimate(*observe(CASES[name], rounds, seed=1))
     assert (found.low > CLAIM) == CASES[name].succeeds
     assert found.low <= found.mu <= found.high
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", CASES)
-def test_ten_thousand_rounds_reach_no_more_than_is_claimed(name: str) -> None:
-    found = estimate(*observe(CASES[name], 10_000, seed=2))
-    assert (found.low > CLAIM) == CASES[name].succeeds
-    if name == "as it is":
+    if name == "as it is" and rounds > 400:
         # Nor much less: the noise is what it has to be.
         assert 0.9 * CLAIM < found.mu < 1.1 * CLAIM
-    if name == "half the noise":
-        assert found.mu == pytest.approx(2 * CLAIM, rel=0.1)
 
 
 @pytest.mark.parametrize("mu", [0.3, 1.0, 3.0])

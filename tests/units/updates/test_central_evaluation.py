@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import json
 import math
@@ -14,17 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.communication import NetworkServerConfig
-from declearn.communication.websockets import WebsocketsServer
 from declearn.messaging import Error, EvaluationReply, Message
-from declearn.metrics import MetricSet
+from declearn.metrics import Metric, MetricSet
 from declearn.metrics._mean import MeanState
-from federation_runs import ADAPTIVE, N, complete, running
+from federation_runs import ADAPTIVE, N, complete
 from report_runs import call
 
 from benchmarks.audit import estimate
 from fedclip import UpdateClipServer
-from fedclip.cli.check.configuration import check_config
-from fedclip.engines.declearn.context import ROUND, change
+from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.evaluation import Accuracy, Evaluations
 from fedclip.engines.declearn.messages import UpdateClipVotes
 from fedclip.privacy.accounting import Release, epsilon
@@ -56,11 +53,15 @@ def module(**settings: Any) -> UpdateClipServer:
     return UpdateClipServer(**{**SETTINGS, **settings})
 
 
-def listening(server: UpdateClipServer, clients: int = CLIENTS, secure: bool = False) -> Any:
+def listening(
+    server: UpdateClipServer, clients: int = CLIENTS, secure: bool = False, more: Any = ()
+) -> Any:
     """Return a network that has begun a run, and the module's answer to its first round."""
     change(server=None)
     network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
-    network._evaluated = Evaluations(MetricSet([Accuracy()]), clients, secure)
+    network._evaluated = Evaluations(
+        MetricSet([Accuracy(), *map(Metric.from_specs, more)]), clients, secure
+    )
     change(evaluations=network._evaluated)
     return network, server.collect_aux_var()
 
@@ -83,19 +84,6 @@ def told(server: UpdateClipServer, network: Any, replies: list[Message]) -> Eval
     found = network._evaluations({f"client {i}": one for i, one in enumerate(replies)})
     assert list(found) == ["all clients"]
     return found["all clients"]  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Leave the noise out; return the standard deviations that it would have had."""
-    seen: list[float] = []
-
-    def noised(values: Any, std: float, normals: Any) -> Any:
-        seen.append(std)
-        return values
-
-    monkeypatch.setattr(budgets, "noised", noised)
-    return seen
 
 
 OTHERS = [reply(1.0, 0.9) for _ in range(CLIENTS - 1)]
@@ -197,54 +185,26 @@ def test_an_audit_finds_the_faults_and_no_others(
     assert found.high > 0.7 * claimed
 
 
-# -- what is refused ---------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"loss_bound": None}, "go together"),
-        ({"evaluation_share": 0.0}, "go together"),
-        ({"noise_multiplier": 0.0}, "evaluation_share goes with noise_multiplier > 0"),
-        ({"separation": 2}, "evaluation_share does not go with"),
-        ({"noise_at": "clients", "honest": 0.75}, "goes with evaluation_share=0.0"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        module(**settings)
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Leave the noise out; return the standard deviations that it would have had."""
+    seen: list[float] = []
+    monkeypatch.setattr(budgets, "noised", lambda values, std, normals: seen.append(std) or values)
+    return seen
 
 
 def test_what_can_have_no_noise_ends_the_run_at_its_first_round() -> None:
     change(evaluations=None)
     assert "needs the server's protocol 'fedclip-websockets'" in module().collect_aux_var().stop
-    for clients, secure, said in (
-        (CLIENTS + 1, False, "evaluations ask all 11 clients"),
-        (CLIENTS, True, "secure aggregation hides the evaluations"),
+    for clients, secure, more, said in (
+        (CLIENTS + 1, False, [], "evaluations ask all 11 clients"),
+        (CLIENTS, True, [], "secure aggregation hides the evaluations"),
+        (CLIENTS, False, ["binary-classif"], "asks for binary-classif too: leave that out"),
+        (CLIENTS, False, [], ""),
     ):
-        _, sent = listening(module(), clients, secure)
-        assert said in sent.stop
-    assert listening(module())[1].stop == ""
-
-
-def test_a_run_after_one_that_failed_begins_without_its_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Both in one task, as in a notebook that awaits `async_run` and still holds the first."""
-
-    async def registered(self: WebsocketsServer) -> None:
-        pass
-
-    monkeypatch.setattr(WebsocketsServer, "wait_for_clients", registered)
-    first, second = module(), module()
-    listening(first)
-    network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
-    assert ROUND.get().server is not None
-
-    async def begin() -> str:
-        await network.wait_for_clients()
-        change(evaluations=Evaluations(MetricSet([]), CLIENTS, False))
-        return second.collect_aux_var().stop
-
-    assert asyncio.run(begin()) == ""
+        stop = listening(module(), clients, secure, more)[1].stop
+        assert said in stop
+        assert bool(said) == bool(stop)
 
 
 def test_other_engines_refuse_it() -> None:
@@ -252,59 +212,6 @@ def test_other_engines_refuse_it() -> None:
         server_of(SETTINGS)
     with pytest.raises(ValueError, match="fedclip-websockets: leave it out"):
         UpdateServer(module())
-
-
-# -- the tools ---------------------------------------------------------------------------------
-CONFIG = """
-[network]
-protocol = "{protocol}"
-host = "127.0.0.1"
-port = 8765
-[data]
-[experiment]
-metrics = [{metrics}]
-[optim]
-aggregator = "clipped-averaging"
-[optim.client_opt]
-lrate = 1.0
-modules = ["update-clip-client"]
-[optim.server_opt]
-lrate = 1.0
-modules = [["update-clip-server", {server}]]
-[run]
-rounds = 4
-register = {register}
-training = {{ batch_size = 15 }}
-evaluate = {{ batch_size = 30 }}
-{more}
-"""
-SOME = "[client_sampler]\nstrategy = 'uniform'\nn_samples = 100"
-PLAIN = "noise_multiplier = 4.0, expected_clients = 100"
-NOISED = f"{{{PLAIN}, evaluation_share = 0.2, loss_bound = 3.0}}"
-
-
-@pytest.mark.parametrize(
-    ("changed", "said", "refused"),
-    [
-        ({}, "for each client, against all but the server", False),
-        ({"server": f"{{{PLAIN}}}"}, "evaluation loss and metrics", False),
-        ({"protocol": "grpc"}, "needs protocol = 'fedclip-websockets' on the server", True),
-        ({"metrics": "'accuracy', 'mse'"}, "asks for mse too", True),
-        ({"register": 101, "more": SOME}, "evaluations ask all 101 clients", True),
-    ],
-)
-def test_a_check_knows_what_is_covered(
-    changed: dict[str, Any], said: str, refused: bool, tmp_path: Path
-) -> None:
-    file = tmp_path / "config.toml"
-    settings = {"protocol": "websockets", "metrics": "'accuracy'", "server": NOISED}
-    settings |= {"register": "100", "more": ""}
-    file.write_text(CONFIG.format(**{**settings, **changed}))
-    found = check_config(file)
-    assert said in " ".join(finding.message for finding in found.findings)
-    assert any(said in finding.message for finding in found.problems) == refused
-    covered = "server" not in changed
-    assert any("evaluation loss and metrics" in text for text in map(str, found.leaks)) != covered
 
 
 def test_a_plan_prices_it() -> None:
@@ -318,62 +225,33 @@ def test_a_plan_prices_it() -> None:
     assert "either evaluation_share or per_round" in call(*asked, *share, "--per-round", 9).stderr
 
 
-# -- real federations --------------------------------------------------------------------------
-def run_settings(**changed: Any) -> dict[str, Any]:
-    server = {**SETTINGS, "expected_clients": N}
-    modules = [["update-clip-server", server]]
-    return {
-        "optim": {**ADAPTIVE, "server_opt": {"lrate": 1.0, "modules": modules}},
-        "protocol": "fedclip-websockets",
-        "metrics": ["accuracy"],
-        "checkpoint": "saved",
-        "run": {"evaluate": {"batch_size": 60}},
-        **changed,
-    }
-
-
-def measured(folder: Path) -> list[dict[str, str]]:
-    return [*csv.DictReader((folder / "metrics.csv").read_text(encoding="utf-8").splitlines())]
-
-
 @pytest.mark.slow
 def test_a_server_writes_means_with_noise_alone(tmp_path: Path) -> None:
-    run = complete(tmp_path, **run_settings())
-    saved = tmp_path / "saved"
-    assert not [*saved.glob("metrics_*")]
-    rows = measured(saved)
-    assert len(rows) == 4
-    for row in rows:
-        assert 0.0 <= float(row["loss"]) <= BOUND
-        assert 0.0 <= float(row["accuracy"]) <= 1.0
+    modules = [["update-clip-server", {**SETTINGS, "expected_clients": N}]]
+    run = complete(
+        tmp_path,
+        optim={**ADAPTIVE, "server_opt": {"lrate": 1.0, "modules": modules}},
+        protocol="fedclip-websockets",
+        metrics=["accuracy"],
+        checkpoint="saved",
+        run={"evaluate": {"batch_size": 60}},
+    )
+
+    def measured(folder: str) -> Any:
+        rows = (tmp_path / folder / "metrics.csv").read_text(encoding="utf-8").splitlines()
+        return np.array([[float(r["loss"]), float(r["accuracy"])] for r in csv.DictReader(rows)])
+
+    assert not [*(tmp_path / "saved").glob("metrics_*")]
+    found = measured("saved")
+    assert found.shape == (4, 2)
+    assert np.all((found >= 0.0) & (found <= [BOUND, 1.0]))
     # An evaluation costs nothing besides its round.
     assert run.state()["spent"] == [[Z, 4]]
     # What a client has measured is in its own folder, and in no file of the server's.
-    own = [measured(tmp_path / f"saved_client_{i}") for i in range(N)]
-    losses = [[float(row["loss"]) for row in rows] for rows in own]
-    assert np.shape(losses) == (N, 4)
-    files = [tmp_path / "server.txt", *saved.iterdir()]
-    told = b"".join(file.read_bytes() for file in files)
-    assert b"Averaged loss is" in told
-    for loss in [*np.ravel(losses), *np.mean(losses, axis=0)]:
-        assert str(loss)[:8].encode() not in told
-        assert np.float64(loss).tobytes() not in told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"protocol": "websockets"}, "needs the server's protocol 'fedclip-websockets'"),
-        ({"metrics": ["binary-classif"]}, "asks for binary-classif too: leave that out"),
-    ],
-)
-def test_a_run_that_can_not_have_it_ends_before_its_first_step(
-    tmp_path: Path, changed: dict[str, Any], said: str
-) -> None:
-    with running(tmp_path, **run_settings(**changed)) as run:
-        codes = run.wait()
-    assert 0 not in codes.values()
-    for name in codes:
-        assert said in run.said(name), run.said(name)[-3000:]
-    assert not [*(tmp_path / "saved").glob("metrics*")]
+    losses = np.array([measured(f"saved_client_{i}")[:, 0] for i in range(N)])
+    files = [tmp_path / "server.txt", *(tmp_path / "saved").iterdir()]
+    written = b"".join(file.read_bytes() for file in files)
+    assert b"Averaged loss is" in written
+    for loss in [*losses.ravel(), *losses.mean(axis=0)]:
+        assert str(loss)[:8].encode() not in written
+        assert np.float64(loss).tobytes() not in written

@@ -5,24 +5,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from declearn.aggregator import Aggregator
+from declearn.communication import NetworkServerConfig
 from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
-from federation_helpers import Clients, Server, norm
-from federation_runs import running
+from federation_helpers import Server, norm
 from helpers import each_framework, needs
 from laws.test_dtype_shape import dense_values, indexed_slices, sparse_coo
 
-from fedclip.cli.check.configuration import check_config
+from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
 from fedclip.testing import to_numpy, to_vector
 from fedclip.updates import aggregation as trimmed
-from fedclip.updates.aggregation import Combining, arc_factors, trimmed_mean
+from fedclip.updates.aggregation import Combining, trimmed_mean
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import RoundResult
@@ -30,9 +30,15 @@ from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares
 
 KINDS = ("arc", "trimmed")
+ARC = {"combine": "arc", "n_hostile": 1}
+SPARSE = {"torch": sparse_coo, "tensorflow": indexed_slices}
+CONFIG = {"name": "clipped-averaging", **ARC}
 
 
-pytestmark = pytest.mark.usefixtures("no_round_left_open")
+pytestmark = [
+    pytest.mark.usefixtures("no_round_left_open"),
+    pytest.mark.filterwarnings("ignore:Argument 'logger'"),
+]
 
 
 def by_hand(kind: str, rows: np.ndarray, f: int) -> np.ndarray:
@@ -61,9 +67,6 @@ def random_rows(rng: np.random.Generator) -> tuple[np.ndarray, int]:
 def combined(kind: str, rows: np.ndarray, f: int) -> np.ndarray:
     updates = [{"w": row} for row in rows]
     return np.asarray(Combining(kind, f).of(updates, len(rows), [1.0] * len(rows))["w"])
-
-
-# -- what they are ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,14 +99,9 @@ def test_arrays_of_each_framework_and_dtype(
         assert {name: mean.dtype for name, mean in found.items()} == dict.fromkeys("wbe", float)
         np.testing.assert_allclose(found["w"], right[:-1].reshape(3, 4, 5), rtol=1e-12)
         np.testing.assert_allclose(found["b"], right[-1], rtol=1e-12)
-
-
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_sparse_arrays_are_dense_before(framework: str) -> None:
-    needs(framework)
-    table = sparse_coo() if framework == "torch" else indexed_slices()
-    means = trimmed_mean([{"w": table}] * 4, 5, 1)
-    np.testing.assert_allclose(means["w"], dense_values())
+    if framework in SPARSE:
+        means = trimmed_mean([{"w": SPARSE[framework]()}] * 4, 5, 1)
+        np.testing.assert_allclose(means["w"], dense_values())
 
 
 def test_no_coordinate_of_a_trimmed_mean_is_beyond_those_of_the_others() -> None:
@@ -114,9 +112,6 @@ def test_no_coordinate_of_a_trimmed_mean_is_beyond_those_of_the_others() -> None
         found = combined("trimmed", rows, f)
         assert (found <= rows[f:].max(axis=0) + 1e-12).all()
         assert (found >= rows[f:].min(axis=0) - 1e-12).all()
-
-
-# -- what one client does -----------------------------------------------------------------------
 
 
 def pull(kind: str, n: int, f: int) -> float:
@@ -148,13 +143,6 @@ def test_what_is_said_is_reached() -> None:
     assert np.linalg.norm(combined("trimmed", pairs, 1)) == pytest.approx(math.sqrt(3 / 2))
 
 
-# -- rounds -------------------------------------------------------------------------------------
-
-
-def config(kind: str, f: int = 1, **more: Any) -> dict[str, Any]:
-    return {"name": "clipped-averaging", "combine": kind, "n_hostile": f, **more}
-
-
 def closed(kind: str, updates: list[Any], f: int = 1, **changes: Any) -> RoundResult:
     """Return a round of the core in which the first reply has other fields."""
     server = UpdateServer(AdaptiveBound(1.0), combining=Combining(kind, f))
@@ -181,66 +169,11 @@ def test_a_refused_reply_counts_as_zeros(kind: str, fault: float) -> None:
     np.testing.assert_allclose(found.average["w"], by_hand(kind, np.array(rows), 2), atol=1e-6)
 
 
-# -- refusals -----------------------------------------------------------------------------------
-
-NOISE = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 3}
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({"combine": "median", "n_hostile": 1}, ValueError, "combine must be one of"),
-        ({"combine": "arc"}, ValueError, "go with n_hostile"),
-        ({"n_hostile": 1}, ValueError, "go with n_hostile"),
-        ({"combine": "arc", "n_hostile": 0}, ValueError, "n_hostile must be an int >= 1, got 0"),
-        ({"combine": "arc", "n_hostile": -1}, ValueError, "n_hostile must be an int >= 1, got -1"),
-        ({"combine": "arc", "n_hostile": True}, TypeError, "n_hostile must be an int >= 1"),
-        ({"combine": "arc", "n_hostile": 1.0}, TypeError, "n_hostile must be an int >= 1"),
-        (
-            {"combine": "arc", "n_hostile": 1, "weights": "steps"},
-            ValueError,
-            "does not go with weights: n_hostile counts clients",
-        ),
-        (
-            {"combine": "arc", "n_hostile": 1, "weights": {"a": 1.0}, "max_share": 1.0},
-            ValueError,
-            "does not go with weights",
-        ),
-    ],
-)
-def test_parameters(settings: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        Aggregator.from_config({"name": "clipped-averaging", "max_norm": 1.0, **settings})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_core_refuses_noise_weights_and_sums(kind: str) -> None:
-    combining = Combining(kind, 1)
-    with pytest.raises(ValueError, match="does not go with noise: that is sized on 1 / n"):
-        UpdateServer(AdaptiveBound(**NOISE), combining=combining)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="does not go with weights"):
-        UpdateServer(AdaptiveBound(1.0), combining=combining, shares=Shares("steps"))
-    with pytest.raises(ValueError, match="secure aggregation: the server sees the sum"):
-        closed(kind, [[1.0, 0.0]] * 4, clients=3)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_plugins_refuse_noise(kind: str) -> None:
-    server = Server([("update-clip-server", NOISE)], config(kind))
-    with pytest.raises(ValueError, match="does not go with noise"):
-        Clients(3, ["update-clip-client"], config(kind)).round(0, server.start(), np.ones(2))
-    # Clients of another version that reply all the same.
-    mean = Clients(3, ["update-clip-client"], {"name": "clipped-averaging"})
-    aux = server.start()
-    assert norm(server.finish([mean.round(i, aux, np.ones(2)) for i in range(3)])) == 0.0
-    assert "does not go with noise" in server.start()["update-clip"].stop
-
-
 @pytest.mark.parametrize("modules", [["update-clip-server"], []])
 def test_a_secure_sum_that_comes_all_the_same_counts_as_zeros(
     modules: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = Server(modules, config("arc", **({} if modules else {"max_norm": 1.0})))
+    server = Server(modules, CONFIG | ({} if modules else {"max_norm": 1.0}))
     server.start()
     total = ClippedUpdates(NumpyVector({"w": np.ones(2) / 9}), 4, 4)
     aux = {"update-clip": UpdateClipVotes(4, 4, 1)} if modules else {}
@@ -251,69 +184,29 @@ def test_a_secure_sum_that_comes_all_the_same_counts_as_zeros(
 
 
 @pytest.mark.parametrize(
-    ("rest", "level", "text"),
+    ("secagg", "aggregator", "text"),
     [
-        ("", "note", "one client moves the average by at most 2 / n of the bound"),
-        ("", "note", "The guarantee of ARC's paper is for robust means"),
-        ("[secagg]\nsecagg_type = 'masking'", "problem", "does not go with secure aggregation"),
-        ("[secagg]\nsecagg_type = 'joye-libert'", "problem", "with secure aggregation"),
-        (
-            "[network]\nprotocol = 'fedclip-websockets'\nkwargs = {min_replies = 2}",
-            "note",
-            "there are 2 with min_replies, and such a round changes nothing",
-        ),
-        ("[run]\nrounds = 3\nregister = 2", "problem", "more than 2 replies in a round, and there"),
-        (
-            "[server_opt]\nlrate = 1.0\nmodules = ['update-clip-server']",
-            "note",
-            "About 50% of the updates reach the adaptive bound",
-        ),
-        (
-            "[server_opt]\nlrate = 1.0\nmodules = [['update-clip-server', "
-            "{noise_multiplier = 1.0, expected_clients = 20}]]",
-            "problem",
-            "does not go with noise",
-        ),
-    ],
-)
-def test_check_says_so_before(tmp_path: Path, rest: str, level: str, text: str) -> None:
-    bound = "" if "server_opt" in rest else "max_norm = 1.0"
-    client = "modules = ['update-clip-client']" if "server_opt" in rest else ""
-    (tmp_path / "optim.toml").write_text(
-        f"[aggregator]\nname = 'clipped-averaging'\n{bound}\ncombine = 'arc'\nn_hostile = 1\n"
-        f"[client_opt]\nlrate = 0.5\n{client}\n{rest}\n"
-    )
-    found = check_config(tmp_path / "optim.toml")
-    assert any(text in f.message and f.level == level for f in found.findings), found.findings
-    assert "by more than 2 / n of that" in str(found.places) or level == "problem"
-
-
-def test_no_update_is_longer_after_arc_than_the_longest_of_the_others() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(300):
-        rows, f = random_rows(rng)
-        norms = np.linalg.norm(rows, axis=1)
-        norms[:f] *= 1e6
-        after = norms * arc_factors(norms.tolist(), f)
-        assert after.max() <= norms[f:].max() * (1 + 1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("f", "secagg", "text"),
-    [
-        (1, "masking", "does not go with secure aggregation"),
-        (1, "joye-libert", "does not go with secure aggregation"),
-        (2, None, "needs more than 4 replies in a round, and there are 3"),
+        ({}, ARC, "does not go with secure aggregation"),
+        (None, {**ARC, "n_hostile": 2}, "needs more than 4 replies in a round, and there are 3"),
+        (None, {"weights": {"a": 1.0}}, "weights of clipped-averaging does not name 'b', 'c'"),
+        ({}, {"weights": "steps"}, "needs max_steps"),
     ],
 )
 def test_a_server_refuses_before_the_first_round(
-    tmp_path: Path, f: int, secagg: str | None, text: str
+    secagg: Any, aggregator: dict[str, Any], text: str
 ) -> None:
-    optim = {"aggregator": config("trimmed", f, max_norm=1.0), "client_opt": 0.5}
-    settings: dict[str, Any] = {"protocol": "fedclip-websockets", "secagg": secagg}
-    with running(tmp_path, optim=optim, **settings) as run:
-        codes = run.wait()
-    assert codes["server"] != 0
-    assert text in run.said("server")
-    assert "Initiating training round" not in run.said("server")
+    network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
+    network.handler.registered_clients |= {name: name for name in "abc"}
+    within = Aggregator.from_config({"name": "clipped-averaging", "max_norm": 1.0, **aggregator})
+    request = SimpleNamespace(secagg=secagg, metrics=[], fairness=False, aggrg=within)
+    with pytest.raises(RuntimeError, match=text):
+        network._begin(request)
+    change(evaluations=None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_and_sums_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="does not go with weights"):
+        UpdateServer(AdaptiveBound(1.0), combining=Combining(kind, 1), shares=Shares("steps"))
+    with pytest.raises(ValueError, match="secure aggregation: the server sees the sum"):
+        closed(kind, [[1.0, 0.0]] * 4, clients=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from dataclasses import replace
@@ -11,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
+from declearn.optimizer import Optimizer
 from federation_helpers import Clients, Server
 from federation_helpers import sent as arrived
 from helpers import require
 
+from fedclip import UpdateClipServer
+from fedclip.engines.declearn.messages import UpdateClipVotes
 from fedclip.engines.declearn.samplers import note_senders
+from fedclip.engines.declearn.statistics_server import ZScoreClipServer
 from fedclip.errors import FedclipWarning
 from fedclip.updates.aggregation import Combining
 from fedclip.updates.bound import AdaptiveBound
@@ -133,33 +136,6 @@ def test_the_core_and_the_plugins_give_the_same(
             np.testing.assert_array_equal(average[name], same[name])
 
 
-LIES: dict[str, dict[str, Any]] = {
-    "nan": {"arrays": {"w": np.array([math.nan])}},
-    "too long": {"arrays": {"w": np.array([1.001])}},
-    "other names": {"arrays": {"v": np.zeros(1)}},
-    "counts": {"clipped": 1, "zeroed": 1},
-    "a count of another type": {"clipped": True},
-    "on arrival": {"fault": "it could not be read"},
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_what_no_honest_client_replies_counts_as_zeros(
-    lie: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    server, client = UpdateServer(AdaptiveBound(1.0)), UpdateClient()
-    sent, model = server.open(), {"w": np.zeros(1)}
-    honest = client.clip({"w": np.array([9.0])}, sent, steps=1)
-    false = replace(honest, sender="eve", votes=5, within=5, **LIES[lie])
-    with caplog.at_level(logging.INFO, "fedclip"):
-        closed = server.close([honest, false], model)
-    assert closed.average["w"] == pytest.approx(0.5)
-    assert [bool(fault) for fault in closed.faults] == [False, True]
-    assert "update clipping: the update of 'eve' counts as zero: " in caplog.text
-    # Nor do five votes count: the one that is left was above the bound.
-    assert (closed.record["share"], closed.record["refused"]) == (0.0, 1)
-
-
 def test_all_zeros_abstain_where_steps_are_not_known() -> None:
     client, sent = UpdateClient(), SentBound(1.0)
     for size, steps, votes in ((0.0, None, 0), (0.5, None, 1), (0.0, 3, 1), (0.5, 0, 0)):
@@ -175,21 +151,6 @@ def test_a_client_refuses_what_is_not_for_it() -> None:
     ):
         with pytest.raises(error, match=text):
             UpdateClient().clip(update, sent)
-
-
-def test_a_server_opens_before_it_closes_and_stops_when_the_budget_is_spent() -> None:
-    noise: dict[str, Any] = {"noise_multiplier": 1.0, "expected_clients": 1, "max_epsilon": 5.0}
-    with pytest.raises(ValueError, match="noise cannot be sized on exclude="):
-        UpdateServer(AdaptiveBound(1.0, **noise), exclude="w")
-    server, model = UpdateServer(AdaptiveBound(1.0, **noise)), {"w": np.zeros(1)}
-    with pytest.raises(RuntimeError, match="no round is open"):
-        server.close([], model)
-    sent = server.open()
-    assert not sent.stop
-    server.close([UpdateClient().clip(model, sent)], model)
-    assert "the privacy budget is spent" in server.open().stop
-    with pytest.raises(RuntimeError, match="the privacy budget is spent"):
-        server.close([], model)
 
 
 # -- noise is for weights ----------------------------------------------------------------------
@@ -279,3 +240,38 @@ def test_noise_ends_if_no_reply_of_the_first_round_can_be_used() -> None:
         # Later, whether a client replies is not to be seen.
         server.open()
         assert np.any(server.close(replies, model).average["w"])
+
+
+def test_a_server_refuses_them_before_its_first_message() -> None:
+    """One client's norm of 40 would give all others a mean of 14."""
+    config = {"noise_multiplier": 1.0, "expected_clients": 3}
+    server = Optimizer(lrate=1.0, modules=[UpdateClipServer(**config), ZScoreClipServer()])
+    # What a server learnt in another life does not go out, either.
+    aux: Any = server.collect_aux_var()
+    assert "zscore-clip-server sends statistics" in aux["update-clip"].stop
+    assert (aux["zscore-clip-shared"].labels, aux["zscore-clip-shared"].state) == ([], {})
+    client = Optimizer(lrate=1.0, modules=["update-clip-client"])
+    with pytest.raises(RuntimeError, match="zscore-clip-server sends statistics"):
+        client.process_aux_var({"update-clip": aux["update-clip"]})
+    assert "zscore-clip-server" in server.collect_aux_var()["update-clip"].stop  # type: ignore[attr-defined]
+    may = UpdateClipServer(**config, unnoised=["zscore-clip-server"])
+    server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
+    assert set(server.collect_aux_var()) == {"update-clip", "zscore-clip-shared"}
+    # It is allowed by name.
+    may = UpdateClipServer(**config, unnoised=["other"])
+    server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
+    assert "zscore-clip-server" in server.collect_aux_var()["update-clip"].stop  # type: ignore[attr-defined]
+    # Nothing is refused without noise.
+    server = Optimizer(lrate=1.0, modules=[UpdateClipServer(), ZScoreClipServer()])
+    server.collect_aux_var()
+
+
+def test_a_server_refuses_statistics_that_stand_before_its_noise() -> None:
+    config = {"noise_multiplier": 1.0, "expected_clients": 3}
+    noise, shared = UpdateClipServer(**config), ZScoreClipServer()
+    server = Optimizer(lrate=1.0, modules=[shared, noise])
+    server.collect_aux_var()
+    noise.process_aux_var(UpdateClipVotes(n_clients=3, n_votes=3, n_within=3))
+    with pytest.raises(ValueError, match="stands before the noise: put update-clip-server first"):
+        shared.run(NumpyVector({"w": np.ones(2)}))
+    noise.run(NumpyVector({"w": np.ones(2)}))
