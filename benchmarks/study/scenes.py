@@ -23,7 +23,7 @@ from sklearn.linear_model import SGDClassifier
 
 from fedclip.core.toml import toml_value
 from fedclip.engines.declearn.quickrun import draw_from
-from fedclip.engines.local.crowd import Crowd, Trained
+from fedclip.engines.local.crowd import Crowd
 from fedclip.engines.local.simulate import Simulation
 
 Array = np.ndarray[Any, Any]
@@ -218,9 +218,9 @@ def _claim(crowd: Crowd) -> None:
     """Have the hostile sites of a crowd claim steps."""
     train = crowd.train
 
-    def claiming(client: int, *given: Any) -> Trained:
-        found = train(client, *given)
-        return found._replace(steps=CLAIMED) if client in crowd.hostile else found
+    def claiming(client: int, *given: Any) -> tuple[NumpyVector, int, Any]:
+        update, steps, aux = train(client, *given)
+        return update, CLAIMED if client in crowd.hostile else steps, aux
 
     crowd.train = claiming  # type: ignore[method-assign]
 
@@ -241,7 +241,7 @@ def norms(data: str) -> tuple[float, float]:
 
             crowd.model.compute_batch_gradients = noted
             for client in range(len(crowd.names)):
-                updates.append(_norm(crowd.train(client, start, {}).update))
+                updates.append(_norm(crowd.train(client, start, {})[0]))
     return float(np.median(steps)), float(np.median(updates))
 
 

@@ -88,8 +88,10 @@ class TorchBackend(Backend):
     def restored(self, values: Array, like: Array) -> Array:
         if like.layout is torch.strided:
             return values
-        options: Any = {"is_coalesced": like.is_coalesced(), "check_invariants": False}
-        return torch.sparse_coo_tensor(like._indices(), values, like.shape, **options)
+        # As in `values`: rows that come twice are one.
+        indices = like.coalesce().indices()
+        options: Any = {"is_coalesced": True, "check_invariants": False}
+        return torch.sparse_coo_tensor(indices, values, like.shape, **options)
 
     def dense_views(self, arrays: Arrays) -> Sequence[HostView] | None:
         try:

@@ -45,7 +45,7 @@ def dispatched(call: Callable[[], Any]) -> int:
 # How many operations there are for 20 tensors, and how many more for each further one.
 OPERATIONS = {
     "norm-clip": (22, 0),
-    "zscore-clip": (65, 0),
+    "zscore-clip": (66, 0),
     "ema-clip": (58, 0),
     "adaptive-clip": (79, 0),
     "percentile-norm-clip": (83, 0),
@@ -60,7 +60,7 @@ OPERATIONS = {
     "ema-value-clip": (62, 0),
     # Torch sums along dimensions, compares, and sorts in one tensor at a time.
     "centralize": (70, 2),
-    "growth-value-clip": (129, 4),
+    "growth-value-clip": (132, 4),
     "percentile-clip": (96, 3),
     # Two norms for each tensor: of its units, and of those of its weights.
     "agc": (106, 2),

@@ -326,7 +326,7 @@ def test_declearn_clips_each_tensor_of_a_sample_by_itself() -> None:
 @pytest.mark.parametrize(
     ("client", "texts"),
     [
-        ("", ["each tensor of each sample to 0.5, a sample of k tensors to 0.5·√k", "no bound"]),
+        ("", ["each tensor of each sample to 0.5, a sample of k tensors to 0.5·√k"]),
         (
             'regularizers = [["agc", {ratio = 0.02}]]',
             ["Before the noise, agc: On an aggregate: it does not increase a sensitivity"],
