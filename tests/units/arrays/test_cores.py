@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import PATIENCE, python, require
+from helpers import PATIENCE, python
 
 from fedclip import NormClip, ValueClip
 from fedclip.arrays import blocks, cores
@@ -50,16 +50,6 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
         arrays = (*output.values(), *values.values())
         found.append((norms, [np.asarray(v).tobytes() for v in arrays]))
     assert all(other == found[0] for other in found)
-
-
-def test_torch_gives_the_same_bits(threads: Any) -> None:
-    torch = require("torch")
-    gradient = {n: torch.from_numpy(np.ascontiguousarray(v)) for n, v in large().items()}
-    threads(1)
-    first = NormClip(1.0, keep_memory=False).clip(gradient)
-    threads(3)
-    second = NormClip(1.0).clip(gradient)
-    assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 @pytest.mark.parametrize(

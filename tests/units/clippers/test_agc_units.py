@@ -227,23 +227,6 @@ def test_units_of_jax_layers(package: str, made: str) -> None:
             check_units(*map(np.asarray, four), f"{package} {made}")
 
 
-def test_queries_of_flax_and_arrays_without_a_layer() -> None:
-    jax = require("jax")
-    nn = pytest.importorskip("flax.linen")
-    from fedclip.loops.jax import as_optax
-
-    x = jax.numpy.ones((1, 4, 6))
-    params = nn.MultiHeadDotProductAttention(2).init(jax.random.key(0), x, x)["params"]
-    gradient = jax.tree.map(lambda p: FAR * jax.random.normal(jax.random.key(1), p.shape), params)
-    transform = as_optax(AGC(0.1, min_norm=1e-6))
-    clipped, _ = transform.update(gradient, transform.init(params), params)
-    for name, axes in (("query", 0), ("key", 0), ("value", 0), ("out", (0, 1))):
-        norms, limits = (
-            np.sqrt((np.asarray(t[name]["kernel"]) ** 2).sum(axes)) for t in (clipped, params)
-        )
-        np.testing.assert_allclose(norms, 0.1 * limits, rtol=1e-5)
-
-
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow", "jax"])
 def test_vectors_of_declearn_have_the_layout_of_their_framework(framework: str) -> None:
     require(framework)

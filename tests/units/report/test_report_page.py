@@ -101,13 +101,6 @@ def clipper_of(text: str) -> Any:
     return experiment["clippers"][0]
 
 
-def test_a_few_clients_have_a_line_each(tmp_path: Path) -> None:
-    clipper = clipper_of(page(sites(tmp_path, 3)))
-    assert [name for name, _ in clipper["lines"]] == ["site-0", "site-1", "site-2"]
-    assert clipper["lines"][2][1] == [[1, 102.0, 0.0], [2, 102.0, 0.0], [3, 102.0, 0.0]]
-    assert clipper["band"] == []
-
-
 def test_of_many_clients_the_ends_have_names_and_are_not_in_the_band(tmp_path: Path) -> None:
     clipper = clipper_of(page(sites(tmp_path, 12)))
     assert [name for name, _ in clipper["lines"]] == ["highest: site-11", "lowest: site-0"]
@@ -302,17 +295,3 @@ def test_a_large_run_in_a_browser(new_tab: Any, tmp_path: Path, width: int) -> N
         "(before) => document.querySelector('[data-norms] svg')?.innerHTML !== before", arg=before
     )
     assert not wrong
-
-
-@pytest.mark.slow
-def test_names_run_nothing_in_a_browser(new_tab: Any, tmp_path: Path) -> None:
-    file = tmp_path / "r.html"
-    file.write_text(page(of_others(tmp_path)), encoding="utf-8")
-    alerts: list[str] = []
-    tab = new_tab()
-    tab.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
-    tab.on("pageerror", lambda error: alerts.append(str(error)))
-    tab.goto(file.as_uri())
-    tab.wait_for_function("document.querySelectorAll('.chart svg').length > 3")
-    assert alerts == []
-    assert tab.locator("img").count() == 0
