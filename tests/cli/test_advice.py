@@ -169,30 +169,6 @@ def test_the_metric_of_each_site_is_looked_at(
     assert advice.start == ""
 
 
-def test_updates_of_one_class_are_no_reason_to_clip(tmp_path: Path) -> None:
-    a_run(tmp_path, odd(1.0), odd(3.0))
-    server = Node(tmp_path / "server", []).checkpointer
-    server.save_optimizer(Optimizer(lrate=1.0), timestamp="1")
-    for name in CLIENTS:
-        cells = np.array([[9, 1], [0, 0]] if name == "site-e" else [[9, 1], [1, 9]])
-        metrics = {"loss": 0.5, "accuracy": 0.9, "confusion": cells}
-        server.save_metrics(metrics, f"metrics_{name}", timestamp="1")
-    advice = advice_of(tmp_path)
-    assert (advice.start, "has only one class" in advice.answer) == ("", True)
-
-
-@pytest.mark.parametrize(("times", "named"), [(2.2, False), (6.0, True)])
-def test_beside_odd_sites_an_update_must_be_far_longer(
-    tmp_path: Path, times: float, named: bool
-) -> None:
-    advice = a_run(tmp_path, odd(100.0), lambda round_, place: times if place == 0 else 1.0)
-    assert any(text.startswith("site-a:") for text in advice.findings) == named
-    # The report names the same ones.
-    said = read_report(tmp_path).in_words()
-    assert {text for text in advice.findings if "units" in text} <= {*said}
-    assert any("site-a:" in text for text in said) == named
-
-
 def test_the_page_has_the_thresholds() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "suggest.md").read_text(encoding="utf-8")
     for text in (
@@ -205,22 +181,6 @@ def test_the_page_has_the_thresholds() -> None:
         f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
     ):
         assert text in page
-
-
-def test_a_client_with_many_steps_is_not_odd_and_keeps_its_weight(tmp_path: Path) -> None:
-    nodes = [Node(tmp_path / name, ["no-op", "update-norms"]) for name in CLIENTS]
-    for _ in range(6):
-        for place, node in enumerate(nodes):
-            steps = 40 if place == 4 else 8
-            node.round([1.0] * steps, update=steps * 1.0)
-    advice = advice_of(tmp_path)
-    assert advice.start == ""
-    weights = [
-        proposal.plugins["aggregator"][1].get("weights")
-        for proposal in advice.proposals
-        if proposal.name.startswith("update.")
-    ]
-    assert weights == ["steps", "steps"]
 
 
 def test_two_clients(tmp_path: Path) -> None:

@@ -85,16 +85,6 @@ def test_it_says_when_there_are_too_few_records() -> None:
     assert "not below 1 / 9 records" in call("calibrate", *least, "--delta", 0.2).stdout
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [(("--epsilon", 0), "epsilon must be"), (("--values", 0), "values must be")],
-)
-def test_numbers_that_are_not_allowed_are_named(changed: tuple[Any, ...], said: str) -> None:
-    done = call(*BUDGET, *changed)
-    assert done.exit_code == 2
-    assert said in done.stderr
-
-
 # -- spent -------------------------------------------------------------------------------------
 def exported(*arguments: object) -> list[dict[str, str]]:
     return [*csv.DictReader(io.StringIO(call("spent", *arguments, "--csv", "-").stdout))]
@@ -142,42 +132,12 @@ def test_a_ledger_is_read_and_its_accountant_named(tmp_path: Path) -> None:
     assert other["epsilons"]["pld"] == epsilon([Release(2.0, 30, 0.16)], 1e-3)
 
 
-def test_a_ledger_is_exported_for_those_who_have_to_answer_for_it(tmp_path: Path) -> None:
-    path = tmp_path / "privacy_spent.json"
-    ledger = Ledger(9.0, 1e-5, path, data="400 records, features (3,) float64")
-    for z in (2.0, 2.0, 3.0):
-        ledger.reserve(z, 1.0, 4)
-    (found,) = json.loads(call("spent", path, "--json").stdout)
-    assert [release["steps"] for release in found["releases"]] == [8, 4]
-    assert [(e["noise_multiplier"], e["steps"]) for e in found["entries"]] == [
-        (2.0, 4),
-        (2.0, 4),
-        (3.0, 4),
-    ]
-    rows = exported(path)
-    assert {row["data"] for row in rows} == {"400 records, features (3,) float64"}
-    assert {row["fedclip"] for row in rows} == {fedclip.__version__}
-    assert [(row["turn"], float(row["noise_multiplier"])) for row in rows] == [
-        *(("1", 2.0), ("2", 2.0), ("3", 3.0))
-    ]
-    assert found["versions"]["fedclip"] == fedclip.__version__
-    assert "of 400 records, features (3,) float64" in call("spent", path).stdout
-    assert call("spent", path, "--csv", "-", "--json").exit_code == 2
-
-
 def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> None:
     path = tmp_path / "=1.json"
     Ledger(9.0, 1e-5, path, data='=HYPERLINK("x"),\n').reserve(2.0, 1.0, 4)
     for row in exported(path):
         assert row["where"] == "'=1.json"
         assert row["data"] in ("", '\'=HYPERLINK("x"),\n')
-
-
-def test_a_batch_of_all_records_is_no_sample() -> None:
-    text = call(*BUDGET[:-1], 500).stdout
-    assert "each batch has all 400 records, without sampling" in text
-    assert "Poisson" not in text
-    assert json.loads(call(*BUDGET[:-1], 400, "--json").stdout)["sampling"] == "none"
 
 
 @pytest.mark.slow

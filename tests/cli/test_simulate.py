@@ -135,17 +135,6 @@ def test_an_attacker_that_does_not_clip_counts_as_zeros(
     assert (records[0]["refused"], records[0]["clipped"]) == (refused, 1 - refused)
 
 
-def test_other_aggregators_run_too_and_are_measured(write: Any) -> None:
-    file = write(aggregator='"averaging"', client="[]", server="[]")
-    report = read_report(run(file, 0).results)
-    # Norms of updates are no norms of steps, and each client's are known.
-    step, update = read_norms(report, "")
-    assert step.rows == []
-    counts = {name: record.steps for name, record in update.clients.items()}
-    assert counts == dict.fromkeys("abc", 3)
-    assert {row.name for row in report.rows} == {"update-norms"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
@@ -318,24 +307,6 @@ def test_mistakes_in_its_section_are_found_before(write: Any, line: str, text: s
     assert text in result.stderr
 
 
-def test_a_fixed_bound_of_the_aggregator_holds(write: Any) -> None:
-    aggregator = '{name = "clipped-averaging", max_norm = 0.01}'
-    file = write(aggregator=aggregator, client="[]", server="[]")
-    report = read_report(run(file, 0).results)
-    assert {row.record.limit for row in report.select(node="clients")} == {0.01}
-    assert {row.record.limited_by for row in report.select(node="clients")} == {"fixed"}
-
-
-def test_clients_keep_what_their_modules_learn_apart(write: Any) -> None:
-    file = write(client='["zscore-clip", "update-clip-client"]')
-    simulation = Simulation(file, 0)
-    simulation.step()
-    simulation.step()
-    states = [simulation.crowd.optimizer(i).modules[0].get_state() for i in range(3)]
-    assert [state["round"] for state in states] == [2, 2, 2]
-    assert states[0]["groups"] != states[1]["groups"]
-
-
 def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any) -> None:
     """c has another unit: its loss rises while that of the others falls."""
     changes = {"aggregator": '"averaging"', "client": '["no-op"]', "server": "[]", "rounds": 6}
@@ -358,18 +329,3 @@ def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any) -> 
     shown = call("report", done.results).stdout.splitlines()
     assert "limit the influence of each" in shown[0]
     assert f"loss {healthy[-1]:.3g}" in shown[1]
-
-
-@pytest.mark.slow
-def test_a_run_over_the_network_keeps_the_same_best_weights(write: Any) -> None:
-    changes = {"aggregator": '"averaging"', "client": '["no-op"]', "server": "[]", "rounds": 6}
-    file = write(training="n_epoch = 1", port=free_port(), **changes)
-    for part in ("train", "valid"):
-        data = file.parent / "data" / "c" / f"{part}_data.npy"
-        np.save(data, np.load(data) * 100)
-    here = Path(run(file, 5).results, "server", "model_state_best.mpk")
-    wanted = msgpack_load(str(here))
-    asyncio.run((federation := Federation(file)).run(seed=5))
-    found = msgpack_load(str(Path(federation.results, "server", here.name)))
-    for name, values in wanted.coefs.items():
-        np.testing.assert_allclose(found.coefs[name], values, rtol=1e-5)

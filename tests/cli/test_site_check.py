@@ -77,12 +77,3 @@ def test_problems_of_a_policy_are_said(tmp_path: Path) -> None:
         assert found.exit_code == 1
         assert "others than its owner may change" in found.stderr
     assert "nowhere.toml: No such file" in check(tmp_path / "nowhere.toml").stderr
-
-
-def test_spent_reads_the_ledger_of_a_site(tmp_path: Path) -> None:
-    rules = {"noise_multiplier": 2.0, "max_epsilon": 10.0, "delta": 1e-5}
-    ledger = str(tmp_path / "spent.json")
-    Gate(Policy(max_norm=0.5, ledger=ledger, **rules)).update(MODEL)
-    found = call("privacy", "spent", tmp_path / "spent.json")
-    assert "privacy loss for replacing one site's data set" in found.output
-    assert "epsilon 4.377 at delta 1e-05" in found.output

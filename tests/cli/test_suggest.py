@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import textwrap
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,6 @@ import pytest
 from cli.test_advice import a_run, advice_of, odd
 from report_runs import Node, call
 
-from fedclip.cli.catalogue import build
 from fedclip.cli.check.configuration import check_config
 from fedclip.report import read_report
 
@@ -105,15 +101,6 @@ def test_with_noise_nobody_is_asked_to_measure(tmp_path: Path) -> None:
     assert "no-op" not in shown
 
 
-@pytest.mark.parametrize(("use", "shown"), [("", 3), ("step.learnt", 1)])
-def test_every_printed_block_is_toml(looked: Path, use: str, shown: int) -> None:
-    result = call("suggest", looked, *(["--use", use] if use else []))
-    assert result.exit_code == 0, result.stderr
-    blocks = [b.partition("\n    [")[2] for b in result.stdout.split("\n\n")]
-    parsed = [tomllib.loads(textwrap.dedent(f"    [{block}")) for block in blocks if block]
-    assert len(parsed) == shown
-
-
 @pytest.mark.parametrize("name", ["step.fixed", "step.shared", "update.adaptive"])
 def test_a_proposal_is_written_and_the_rest_stays(looked: Path, tmp_path: Path, name: str) -> None:
     file = tmp_path / "config.toml"
@@ -128,12 +115,6 @@ def test_a_proposal_is_written_and_the_rest_stays(looked: Path, tmp_path: Path, 
         assert "# one weight for each" in text
     assert "# only looks" in text
     assert [p.name for p in tmp_path.iterdir() if "fedclip" in p.name] == []
-
-
-def test_every_proposal_can_be_built(looked: Path) -> None:
-    for proposal in advice_of(looked).proposals:
-        for section, (name, config) in proposal.plugins.items():
-            build("aggregator" if section == "aggregator" else "module", name, dict(config))
 
 
 @pytest.mark.parametrize(
@@ -211,10 +192,3 @@ def test_what_is_not_there_is_said(looked: Path, tmp_path: Path) -> None:
     assert "did you mean 'run'?" in missing.stderr
     (tmp_path / "empty").mkdir()
     assert "run fedclip simulate or quickrun first" in call("report", tmp_path / "empty").stderr
-
-
-def test_the_advice_is_data_too(looked: Path) -> None:
-    facts = json.loads(call("suggest", looked, "--json").stdout)
-    assert facts["schema"] == "fedclip-suggest/2"
-    assert facts["start"] == facts["proposals"][0]["name"] == "step.fixed"
-    assert facts["proposals"][0]["shares"]["c"] == 1.0

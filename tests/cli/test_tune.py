@@ -74,12 +74,6 @@ modules = {server}
     assert unclipped(bare) == (bare, False)
 
 
-def test_dp_sgd_is_refused() -> None:
-    text = "[optim.client_opt]\nlrate = 0.1\nmodules = [%s]\n"
-    with pytest.raises(ValueError, match="privacy calibrate"):
-        unclipped(text % '["sample-clip", {max_norm = 1.0}]')
-
-
 def test_a_bound_without_noise_takes_no_noise_out() -> None:
     server = '["update-clip-server", {noise_multiplier = 2.0, expected_clients = 3}]'
     text = f"""[optim]

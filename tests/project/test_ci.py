@@ -54,12 +54,6 @@ def test_the_workflow_runs_every_python_that_the_package_names() -> None:
     assert "make extras" in extras["steps"][-1]["run"]
 
 
-def test_contributing_names_targets_that_there_are() -> None:
-    assert (
-        {"lint", "quick", "test", "soak"} <= called("docs/developers/contributing.md") <= targets()
-    )
-
-
 def test_a_release_is_published_only_on_request() -> None:
     jobs = yaml.safe_load(read(".github/workflows/release.yml"))["jobs"]
     assert jobs["publish"]["if"].startswith("vars.PUBLISH == 'true' && ")

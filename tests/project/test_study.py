@@ -56,10 +56,6 @@ def test_the_pages_are_what_the_numbers_say() -> None:
     assert shown == len(tables.TABLES)
 
 
-def test_holm_corrects_in_order() -> None:
-    assert part("tables").holm([0.04, 0.001, 0.03, 0.5]) == [0.09, 0.004, 0.09, 0.5]
-
-
 def test_a_model_that_is_lost_counts_as_nothing_right_and_is_not_chosen() -> None:
     cells = part("cells")
     scores = {

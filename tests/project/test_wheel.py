@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
-from checkouts import ROOT, checkout, on_path, type_in
-from helpers import FRAMEWORK_MODULES, PATIENCE, ended, hiding, require
+from checkouts import ROOT, on_path, type_in
+from helpers import ended, hiding, require
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -148,22 +148,6 @@ def test_what_is_missing_is_named_in_one_sentence(
     assert done.stdout == ""
     if words:
         assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_a_run_whose_model_needs_a_missing_package_ends_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkout(tmp_path)
-    folder = tmp_path / "examples" / "quickrun"
-    (folder / "model.py").write_text("import absent_package\n", encoding="utf-8")
-    monkeypatch.chdir(folder)
-    subprocess.run([sys.executable, "prepare.py"], check=True, timeout=PATIENCE)
-    done = without(",".join(FRAMEWORK_MODULES), COMMAND, "quickrun", "config.toml")
-    assert done.returncode == 1
-    last = done.stderr.rstrip().splitlines()[-1]
-    assert last.startswith("fedclip: a package that this run needs is missing: No module named")
-    assert "Traceback" not in done.stderr
 
 
 # -- installed ----------------------------------------------------------------------------------
