@@ -87,7 +87,7 @@ def page_id(page: Path) -> str:
     [
         pytest.param(page, id=page_id(page), marks=[pytest.mark.slow] * (page.stem in SLOW))
         for page in PAGES
-        # tests/project/test_tutorials.py runs it.
+        # tests/project/test_wheel.py runs it.
         if page.stem != "tutorial-loops"
     ],
 )
