@@ -83,10 +83,6 @@ def test_prose_is_plain(room: str) -> None:
     assert len(long) <= SHARE * total, "\n".join(sorted(long, key=len))
 
 
-def test_a_list_of_rooms_names_rooms() -> None:
-    assert set(listed()[1]) <= set(rooms())
-
-
 @pytest.mark.parametrize(
     ("text", "bad"),
     [

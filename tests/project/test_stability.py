@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE, free_port
 
-from fedclip.engines.declearn.messages import UpdateClipVotes
-
 ROOT = Path(__file__).parents[2]
 NODE = ROOT / "tests" / "support" / "mixed_node.py"
 OLD = "e0101f2"
@@ -41,13 +39,12 @@ def test_the_tests_that_a_migration_page_names_are_there() -> None:
         assert f"def {name}(" in path.read_text(encoding="utf-8"), name
 
 
-def node(*words: object, path: Path = ROOT, python: str = sys.executable) -> subprocess.Popen[str]:
+def node(*words: object, path: Path = ROOT) -> subprocess.Popen[str]:
     """Start the server or a client, with the fedclip of a folder."""
     env = {**os.environ, "PYTHONPATH": str(path)}
-    command = [python, "-W", "ignore", str(NODE), *map(str, words)]
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = [sys.executable, "-W", "ignore", str(NODE), *map(str, words)]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=env, **pipe)
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +59,11 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("noise", [False, True])
 def test_an_older_client_takes_part_and_its_vote_is_refused_with_noise(
     noise: bool, old: Path
 ) -> None:
-    if noise and not hasattr(UpdateClipVotes, "n_bins"):
-        pytest.skip("votes are bits")
     more = {"noise_multiplier": 1.0, "expected_clients": 2} if noise else {}
     port = free_port()
     server = node("server", port, json.dumps({"start_norm": 1.0, **more}))
