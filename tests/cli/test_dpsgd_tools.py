@@ -140,20 +140,6 @@ def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> N
         assert row["data"] in ("", '\'=HYPERLINK("x"),\n')
 
 
-@pytest.mark.slow
-def test_the_accountant_that_counts_is_named(tmp_path: Path) -> None:
-    """Where delta is too small for the arithmetic of PLD, Rényi's counts."""
-    path = tmp_path / "privacy_spent.json"
-    Ledger(9.0, 1e-17, path).reserve(1.0, 1e-4, 10**6)
-    (found,) = json.loads(call("spent", path, "--json").stdout)
-    assert [*found["epsilons"]] == ["rdp"]
-    assert found["epsilons"]["rdp"] > 2
-    # Delta is less than what rounding may come to.
-    made = calibrate(3.0, 1e-13, records=100, batch_size=1, steps=10**3)
-    assert made.accountant == "rdp"
-    assert "by rdp, for zeroing out one record (the number of records is public)" in made.in_words()
-
-
 def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "privacy_spent.json").write_text("{}")
     for arguments, said in [

@@ -15,10 +15,7 @@ from helpers import free_port
 from quickruns import write_config, write_sites
 from report_runs import call
 
-from fedclip.cli.privacy import read_spent
-from fedclip.cli.suggest import read_norms
 from fedclip.engines.declearn.quickrun import Federation
-from fedclip.engines.local import simulate
 from fedclip.engines.local.simulate import Simulation, run
 from fedclip.errors import ToolError
 from fedclip.report import read_report
@@ -159,33 +156,6 @@ def test_each_setting_of_the_aggregator_moves_the_model(write: Any, settings: st
     assert all(values.any() for values in found.values())
 
 
-@pytest.mark.slow
-def test_records_of_the_first_clients_are_reported_and_suggest_reads_them(
-    write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(simulate, "_MEASURED", 4)
-    client = '[["norm-clip", {max_norm = 1.0, ord = 1}], "update-clip-client"]'
-    run(write(client=client, more="[simulate]\nclients = 9\n"), 0)
-    file = write(client=client, more="[simulate]\nclients = 5\n", rounds=6)
-    report = read_report(run(file, 0).results)
-    assert {row.node for row in report.select(module="norm-clip")} == {"a", "b", "c", "a-1"}
-    assert [row.record.steps for row in report.select("a-1", "norm-clip")] == [2] * 6
-    step, update = read_norms(report, "")
-    assert [*step.clients] == ["a", "a-1", "b", "c"]
-    assert (sum(step.whole.counts), step.order) == (48, {"ord": 1})
-    assert ([*update.clients], sum(update.whole.counts)) == (["a", "a-1", "b", "c"], 24)
-
-
-def test_shared_statistics_go_round(write: Any) -> None:
-    client = '[["zscore-clip", {shared = true}], "update-clip-client"]'
-    server = '["update-clip-server", "zscore-clip-server"]'
-    simulation = Simulation(write(client=client, server=server), 0)
-    for _ in range(3):
-        assert not simulation.step()
-    (module,) = simulation.rest.modules
-    assert module.get_state()["groups"]
-
-
 def test_running_means_stay_with_their_client(write: Any, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     file = write(server='["update-clip-server"]')
@@ -209,26 +179,6 @@ TURNS = (
     'separation = 2, noise = "banded", rounds = 5, delta = 0.01, generator = "insecure", '
     "seed = 3}]]"
 )
-
-
-@pytest.mark.slow
-def test_turns_over_the_network_are_those_in_one_process(write: Any) -> None:
-    file = write(port=free_port(), rounds=5, server=TURNS)
-    federation = Federation(file)
-    asyncio.run(federation.run(seed=5))
-    there = read_report(federation.results)
-    here = read_report(run(file, 5).results)
-    assert {s: len([*there.select(node=s)]) for s in "abc"} == {"a": 3, "b": 2, "c": 3}
-    losses = [
-        [c.points for c in report.curves if (c.node, c.metric) == ("server", "loss")]
-        for report in (there, here)
-    ]
-    np.testing.assert_allclose(*losses)
-    # The folder holds the run, and below it the simulation.
-    for spent in read_spent(Path(federation.results)):
-        assert spent.separation == 2
-        assert spent.accountant.spent == [(1.0, 3, 1.0)]
-    assert [*read_spent(Path(federation.results, "simulated"))]
 
 
 def test_turns_that_do_not_fit_are_refused(write: Any) -> None:

@@ -184,11 +184,3 @@ def test_what_will_not_help_is_written_by_name_only(tmp_path: Path) -> None:
     assert "To write it" not in shown
     assert "To see it in full:  --use update.fixed" in shown.splitlines()[-1]
     assert call("suggest", tmp_path, "--write", file, "--use", "step.learnt").exit_code == 0
-
-
-def test_what_is_not_there_is_said(looked: Path, tmp_path: Path) -> None:
-    missing = call("suggest", tmp_path / "runs")
-    assert missing.exit_code == 2
-    assert "did you mean 'run'?" in missing.stderr
-    (tmp_path / "empty").mkdir()
-    assert "run fedclip simulate or quickrun first" in call("report", tmp_path / "empty").stderr

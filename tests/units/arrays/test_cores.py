@@ -67,14 +67,6 @@ def test_settings_limit_the_number(
     assert cores.num_threads([1 << 30]) == 1
 
 
-def test_every_call_is_made_once_and_errors_come_out() -> None:
-    made: list[int] = []
-    cores.each([partial(made.append, i) for i in range(1000)], 4)
-    assert sorted(made) == [*range(1000)]
-    with pytest.raises(ZeroDivisionError):
-        cores.each([partial(divmod, 1, 0)] * 9, 3)
-
-
 def test_nobody_waits_for_threads_that_others_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(cores, "_helpers", lambda: pool)

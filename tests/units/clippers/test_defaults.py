@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import numpy as np
@@ -212,16 +211,3 @@ def test_the_first_norms_are_judged_by_their_lower_median(framework: str) -> Non
         state = updated(state, [protection.learn(norms, state)], xp)
         lower = [sorted(order[:held])[(held - 1) // 2] for order in orders]
         assert np.asarray(protection.median(state, xp)).tolist() == lower
-
-
-@pytest.mark.parametrize("name", ON_NORMS)
-def test_what_protects_a_client_survives_rounds_and_checkpoints(name: str) -> None:
-    server, clippers = shared(name, 1)
-    federated(server, clippers, [[1.0, 1.1]])
-    resumed = make(name, shared=True)
-    resumed.set_state(json.loads(json.dumps(clippers[0].get_state())))
-    held = resumed.get_state()["groups"]["all"]
-    assert [held[f"start_{i}"] for i in (4, 5)] == [1.0, 1.1]
-    federated(server, [resumed], [[1.05]])
-    held = resumed.get_state()["groups"]["all"]
-    assert [held[f"start_{i}"] for i in (2, 3, 4, 5)] == [0.0, 1.0, 1.1, 1.05]
