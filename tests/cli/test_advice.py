@@ -29,15 +29,15 @@ CLIENTS = [f"site-{letter}" for letter in "abcde"]
 Scale = Callable[[int, int], float]
 
 
-def a_run(folder: Path, steps: Scale, updates: Scale | None, clients: int = 5) -> Advice:
+def a_run(folder: Path, steps: Scale, updates: Scale | None) -> Advice:
     """Return the advice after ten rounds of eight steps, given the scale of norms.
 
     It depends on the round and on the client, of which the last one is the odd one.
     """
     rng, looks = np.random.default_rng(0), ["no-op", *(["update-norms"] if updates else [])]
-    nodes = [Node(folder / name, looks) for name in CLIENTS[-clients:]]
+    nodes = [Node(folder / name, looks) for name in CLIENTS]
     for round_ in range(1, 11):
-        for place, node in enumerate(nodes, 5 - clients):
+        for place, node in enumerate(nodes):
             norms = steps(round_, place) * rng.lognormal(0, 0.3, 8)
             update = updates(round_, place) * rng.lognormal(0, 0.2) if updates else 0.0
             node.round(norms, update=update, save=round_ == 10)
@@ -64,7 +64,6 @@ def in_round(chosen: int, times: float) -> Scale:
         (odd(100.0), None, "step.fixed", "the norms of updates were not measured"),
         (odd(0.01), odd(1.0), "", "times smaller than those of"),
         (in_round(7, 1000.0), odd(1.0), "step.fixed", "site-c: a norm of up to"),
-        (in_round(7, 20.0), odd(1.0), "", "is unlikely to help"),
     ],
 )
 def test_what_comes_first_and_why(
@@ -181,12 +180,6 @@ def test_the_page_has_the_thresholds() -> None:
         f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
     ):
         assert text in page
-
-
-def test_two_clients(tmp_path: Path) -> None:
-    advice = a_run(tmp_path, odd(100.0), odd(20.0), clients=2)
-    assert advice.start == "step.fixed"
-    assert "two clients" in advice.answer
 
 
 def test_a_model_that_has_diverged(tmp_path: Path) -> None:

@@ -135,40 +135,19 @@ def test_check_counts_notes_and_is_strict_if_asked(write: Write) -> None:
     ("text", "message"),
     [
         ("x = [", "config.toml is not valid TOML"),
-        ("client_opt = 1", "1 must be a float: write 1.0"),
         ("client_opt = true", "must be a learning rate or a section, got True"),
         ("client_opt = 'nowhere.toml'", "must be a learning rate or a section, got 'nowhere"),
         ("rounds = 1", "has neither [optim] nor client_opt"),
         ("data = 1\noptim = 1", "[optim] must be a section, got 1"),
+        ("server_opt = 0.5\n[client_opt]\nlrate = 0.1\nmodules = ['no-op']", ""),
+        ("[client_opt]\nlrate = ['linear-decay', {base = 0.1, rate = 0.01}]", ""),
+        ("[client_opt]\nlrate = 0.1\nregularizers = [['lasso', {alpha = 0.1}]]", ""),
     ],
 )
-def test_check_of_a_bad_file(write: Write, text: str, message: str) -> None:
+def test_check_of_each_form_of_a_file(write: Write, text: str, message: str) -> None:
     result = call("check", write(text))
-    assert result.exit_code == 1
+    assert (result.exit_code, "problem " in result.stdout) == (bool(message), bool(message))
     assert message in result.stdout
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "client_opt = 0.1",
-        "server_opt = 0.5\n[client_opt]\nlrate = 0.1\nmodules = ['no-op']",
-        "[client_opt]\nlrate = ['linear-decay', {base = 0.1, rate = 0.01}]",
-        '[client_opt]\nlrate = 0.1\nregularizers = [["lasso", {alpha = 0.1}]]\n'
-        '[aggregator]\nname = "averaging"\nsteps_weighted = false',
-    ],
-)
-def test_check_reads_every_form_of_an_optimizer_file(write: Write, text: str) -> None:
-    result = call("check", write(text))
-    assert (result.exit_code, result.stdout.count("problem ")) == (0, 0), result.stdout
-
-
-def test_check_of_a_folder_and_of_nothing(write: Write, tmp_path: Path) -> None:
-    write(config())
-    assert call("check", tmp_path).exit_code == 0
-    result = call("check", tmp_path / "no.toml")
-    assert result.exit_code == 2
-    assert "no.toml does not exist" in one_sentence(result)
 
 
 # -------------------------------------------------------------------------------- quickrun

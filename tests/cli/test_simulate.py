@@ -98,6 +98,12 @@ def test_its_records_are_reported(write: Any) -> None:
     assert call("check", file).exit_code == 0
 
 
+def in_another_unit(site: Path) -> None:
+    for part in ("train", "valid"):
+        data = site / f"{part}_data.npy"
+        np.save(data, np.load(data) * 100)
+
+
 def weights(file: Path) -> dict[str, Any]:
     simulation = Simulation(file)
     for _ in range(3):
@@ -139,9 +145,7 @@ def test_an_attacker_that_does_not_clip_counts_as_zeros(
         "weights = {a = 1.0, b = 5.0, c = 2.0}",
         "weights = 'steps'",
         "weights = 'steps', max_steps = 4",
-        "weights = 'steps', max_share = 0.4",
         "combine = 'arc', n_hostile = 1",
-        "combine = 'trimmed', n_hostile = 1",
     ],
 )
 def test_each_setting_of_the_aggregator_moves_the_model(write: Any, settings: str) -> None:
@@ -216,14 +220,6 @@ def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:
             "more than 4 replies in a round, and there are 3",
         ),
         (
-            {
-                "aggregator": "{name = 'clipped-averaging', weights = 'steps'}",
-                "server": '[["update-clip-server", {noise_multiplier = 1.0, '
-                "expected_clients = 3}]]",
-            },
-            "weights do not go with noise",
-        ),
-        (
             {"server": '["adam", "update-clip-server"]'},
             "update-clip-server must be the first module",
         ),
@@ -261,9 +257,7 @@ def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any) -> 
     """c has another unit: its loss rises while that of the others falls."""
     changes = {"aggregator": '"averaging"', "client": '["no-op"]', "server": "[]", "rounds": 6}
     file = write(training="n_epoch = 1", **changes)
-    for part in ("train", "valid"):
-        data = file.parent / "data" / "c" / f"{part}_data.npy"
-        np.save(data, np.load(data) * 100)
+    in_another_unit(file.parent / "data" / "c")
     texts: list[str] = []
     done = run(file, 0, progress=lambda done, total, text: texts.append(text))
     told = texts[-1]

