@@ -216,25 +216,6 @@ def test_a_quorum_in_a_file_for_a_script(problems: Messages) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        f"client_opt = {'1' * 5_000}",
-        f"client_opt = {'[' * 200}{']' * 200}",
-        "client_opt = 0.1\naggregator = [['a'], {}]",
-        f"[client_opt]\nlrate = 0.1\nmodules = [['norm-clip', {{max_norm = {'7' * 400}}}]]",
-        "[client_opt]\nlrate = {a = 1}\nmodules = {b = 2}\nregularizers = 1979-05-27",
-        GOOD.replace("[data]", "[data]\ndata_folder = '/dev'\nclient_names = ['../..']"),
-        GOOD.replace("[run]", "[secagg]\nclipval = 'a'\nbitsize = []\n[run]"),
-    ],
-    ids=range(7),
-)
-def test_what_is_too_large_or_of_another_kind_is_a_finding(problems: Messages, text: str) -> None:
-    found = problems(text)
-    assert found
-    assert all(len(line) < 2_000 for line in found)
-
-
-@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"batch_size": 30, "training": "n_epoch = 1"}, "[run.training] b has 24"),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli.test_check import GOOD
 from declearn.optimizer import list_optim_modules
 from helpers import free_port
 from report_runs import call
@@ -20,26 +21,6 @@ from typer.testing import Result
 from fedclip.cli.output import progress
 
 Write = Callable[..., Path]
-
-QUICKRUN = """
-[network]
-protocol = "websockets"
-host = "127.0.0.1"
-port = {port}
-[data]
-[optim]
-aggregator = "averaging"
-[optim.client_opt]
-lrate = 0.1
-modules = {modules}
-[run]
-rounds = 1
-[run.register]
-min_clients = 1
-max_clients = 1
-[run.training]
-batch_size = 8
-"""
 
 
 def one_sentence(result: Result) -> str:
@@ -60,7 +41,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def config(modules: str = "[]", port: int = 1) -> str:
-    return QUICKRUN.format(modules=modules, port=port)
+    return GOOD.replace('["norm-clip"]', modules).replace("port = 8765", f"port = {port}")
 
 
 def test_no_line_of_the_help_is_cut_off() -> None:

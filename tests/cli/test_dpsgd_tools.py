@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import re
 import tomllib
 from functools import partial
@@ -19,7 +18,6 @@ from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
 
 import fedclip
-from fedclip.dpsgd.calibrate import calibrate
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.ledger import Ledger
 
@@ -44,20 +42,6 @@ BUDGET = ("calibrate", "--epsilon", 3, "--rounds", 10, "--records", 400, "--batc
 
 
 # -- calibrate ---------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_a_calibration_is_what_the_client_works_out() -> None:
-    facts = json.loads(call(*BUDGET, "--json", "--values", 650).stdout)
-    found = calibrate(3.0, 1e-5, records=400, batch_size=64, steps=60)
-    assert facts["noise_multiplier"] == found.noise_multiplier
-    assert facts["steps"] == 60
-    assert facts["noise"] == found.noise_multiplier / 64
-    assert facts["drift"] == pytest.approx(found.noise * math.sqrt(650 / 60))
-    assert 2.99 < facts["spent"] <= 3.0
-    named = (facts["accountant"], facts["relation"], facts["sampling"])
-    assert named == ("pld", "zero-out", "Poisson")
-    every = json.loads(call(*BUDGET, "--json", "--steps", 2, "--epochs", 3).stdout)
-    assert every["steps"] == 20
-    assert json.loads(call(*BUDGET[:-1], 500, "--json").stdout)["accountant"] == "closed form"
 
 
 def test_its_lines_are_a_configuration() -> None:

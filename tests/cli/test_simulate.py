@@ -86,18 +86,6 @@ def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
     assert len(labelled) == 2 * personal
 
 
-def test_its_records_are_reported(write: Any) -> None:
-    file = write(more="[simulate]\nclients = 30\nsampled = 20\nrecords = 8\nseed = 1\n")
-    result = call("simulate", file)
-    assert result.exit_code == 0, result.output
-    assert "fedclip: 30 clients, 3 rounds of " in result.stdout
-    report = read_report(file.parent / "out" / "simulated")
-    assert [row.record.steps for row in report.select(node="clients")] == [20, 20, 20]
-    assert report.servers == {"server"}
-    assert {curve.node for curve in report.curves} == {"server", "a", "b", "c"}
-    assert call("check", file).exit_code == 0
-
-
 def in_another_unit(site: Path) -> None:
     for part in ("train", "valid"):
         data = site / f"{part}_data.npy"

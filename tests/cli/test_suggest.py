@@ -10,38 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli.test_advice import a_run, advice_of, odd
+from cli.test_check import GOOD
 from report_runs import Node, call
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.report import read_report
 
-CONFIG = """\
-# a comment on top
-
-[network]
-protocol = "websockets"
-host = "127.0.0.1"
-port = 8765
-
-[data]
-
-[optim]
-aggregator = "averaging"   # one weight for each
-
-[optim.client_opt]
-lrate = 0.5
-modules = [
-  "no-op",       # only looks
-  ["momentum", { beta = 0.9 }],
-]
-
-[run]
-rounds = 5
-[run.register]
-min_clients = 3
-[run.training]
-batch_size = 32
-"""
+CONFIG = "# a comment on top\n" + GOOD.replace(
+    '["norm-clip"]', '[\n  "no-op",       # only looks\n  ["momentum", { beta = 0.9 }],\n]'
+).replace('"averaging"', '"averaging"   # one weight for each')
 
 
 @pytest.fixture
@@ -136,14 +113,6 @@ def test_what_can_not_be_written_is_a_sentence(
     assert words in result.stderr
     assert "Traceback" not in result.stderr
     assert file.read_text() == text
-
-
-def test_several_experiments_are_not_mixed(looked: Path, tmp_path: Path) -> None:
-    Node(tmp_path / "other" / "a", ["no-op"]).round([1.0])
-    result = call("suggest", tmp_path)
-    assert result.exit_code == 1
-    assert "holds 2 experiments" in result.stderr
-    assert f"({tmp_path / 'other'}, {looked})" in result.stderr
 
 
 @pytest.mark.parametrize("inner", ["new", "old"])

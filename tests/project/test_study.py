@@ -68,7 +68,7 @@ def test_the_gradient_is_that_of_the_quick_linear_models(labels: int) -> None:
         np.testing.assert_allclose(gradients[0].coefs[name], values, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("trouble", "data", "name"),
     [

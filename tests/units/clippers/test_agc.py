@@ -59,19 +59,6 @@ def test_weights_of_zero_or_not_finite_leave_the_floor() -> None:
     np.testing.assert_allclose(unit_norms(got["w"], 0), 0.05)
 
 
-def test_vectors_are_skipped_whatever_their_names() -> None:
-    names = ["w", "b[0]", "b*", "b"]
-    grads = NumpyVector({"w": np.ones((2, 2)), **{n: np.ones(2) for n in names[1:]}})
-    weights = NumpyVector({"w": np.ones((2, 2)), **{n: np.zeros(2) for n in names[1:]}})
-    agc = AGC(0.1, skip_vectors=True, exclude="b")
-    output = agc.run(grads, weights).coefs
-    assert [output[n] is grads.coefs[n] for n in names] == [False, True, True, True]
-    assert agc.last.groups == ("w",)
-    assert agc.get_config()["exclude"] == ["b"]
-    only = NumpyVector({"b": np.ones(2)})
-    assert agc.run(only, only) is only
-
-
 # -- in declearn ------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from report_runs import Node, large_run, record_of, write_states
+from report_runs import Node, large_run
 from rich.console import Console
 
 from fedclip.core.records import RoundRecord
@@ -37,17 +37,6 @@ def text(report: Report, **options: bool) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(report.table(**options))
     return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_a_second_run_in_the_same_folder_replaces_the_first(tmp_path: Path) -> None:
-    old = Node(tmp_path / "c0", ["no-op"])
-    for _ in range(3):
-        old.round([9.0])
-    new = Node(tmp_path / "c0", ["no-op"])
-    new.saved = old.saved
-    new.round([1.0])
-    rows = read_report(tmp_path).rows
-    assert [(row.record.round, row.record.norm_max) for row in rows] == [(1, pytest.approx(1.0))]
 
 
 @pytest.mark.parametrize("clock", ["set back", "names alone"])
@@ -163,18 +152,6 @@ def test_curves_are_read_where_declearn_writes_them(tmp_path: Path) -> None:
     assert curves["far", "loss"] == ((5, 9.0),)
     assert ("server", "timestamp") not in curves
     assert report.servers == {"server"}
-
-
-@pytest.mark.parametrize("content", [b"", b"a", b"\xff\xfe", b"timestamp,loss\n1\n2,x,3\n", b"\0"])
-def test_damaged_metrics_are_no_curve(tmp_path: Path, content: bytes) -> None:
-    Node(tmp_path, ["no-op"]).round([1.0])
-    (tmp_path / "metrics.csv").write_bytes(content)
-    assert read_report(tmp_path).curves == ()
-
-
-def test_more_rounds_than_a_state_keeps(tmp_path: Path) -> None:
-    write_states(tmp_path, "no-op", [record_of(r, [1.0], 2.0) for r in range(1, 251)])
-    assert [row.record.round for row in read_report(tmp_path).rows] == list(range(1, 251))
 
 
 def test_a_loss_that_is_no_number_is_said(tmp_path: Path) -> None:

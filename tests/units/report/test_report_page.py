@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,40 +204,11 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
     assert "data-norms" not in re.sub("<script.*", "", text, flags=re.S)
 
 
-def test_a_bound_without_noise_has_spent_nothing(tmp_path: Path) -> None:
-    run = sites(tmp_path / "run", 3)
-    Node(run / "server", ["update-clip-server"]).checkpointer.checkpoint(
-        optimizer=Optimizer(1.0, modules=["update-clip-server"])
-    )
-    shown = call("report", run, "--html", tmp_path / "r.html")
-    assert shown.exit_code == 0
-    # Last, where it is seen, and not before a long table.
-    assert shown.stdout.endswith(f"wrote {tmp_path / 'r.html'}\n")
-    assert "Privacy spent" not in (tmp_path / "r.html").read_text()
-
-
 # -- in a browser -------------------------------------------------------------------------------
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 ]
-
-
-@pytest.fixture(scope="module")
-def new_tab() -> Iterator[Callable[..., Any]]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("there is no chromium")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=ARGUMENTS)
-
-        def new_tab(**options: Any) -> Any:
-            tab = browser.new_page(**options)
-            tab.set_default_timeout(1000 * PATIENCE)
-            return tab
-
-        yield new_tab
 
 
 OVERLAPS = """() => [...document.querySelectorAll(".chart svg")].flatMap((svg) => {
@@ -255,14 +225,25 @@ OVERLAPS = """() => [...document.querySelectorAll(".chart svg")].flatMap((svg) =
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1400])
-def test_a_large_run_in_a_browser(new_tab: Any, tmp_path: Path, width: int) -> None:
+def test_a_large_run_in_a_browser(tmp_path: Path, width: int) -> None:
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("there is no chromium")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=ARGUMENTS)
+        tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark")
+        tab.set_default_timeout(1000 * PATIENCE)
+        look_at(tab, tmp_path, width)
+
+
+def look_at(tab: Any, tmp_path: Path, width: int) -> None:
     folder = large_run(tmp_path / "run", 300, 100 if width == 1400 else 6)
     file = tmp_path / "r.html"
     file.write_text(page(folder), encoding="utf-8")
     assert file.stat().st_size < 5e6
     asked: list[str] = []
     wrong: list[str] = []
-    tab = new_tab(viewport={"width": width, "height": 900}, color_scheme="dark")
     tab.on("request", lambda request: asked.append(request.url))
     tab.on("console", lambda message: wrong.append(message.text))
     tab.on("pageerror", lambda error: wrong.append(str(error)))

@@ -12,7 +12,7 @@ from declearn.model.sklearn import NumpyVector
 
 from fedclip import AdaptiveClip, AutoClip, Clipper, EmaClip, GrowthClip, PercentileNormClip
 from fedclip.arrays import NUMPY
-from fedclip.rules.quantiles import Markers, Quantile, Stream
+from fedclip.rules.quantiles import Markers, Quantile
 
 
 def feed(clipper: Clipper, norms: Iterable[float]) -> list[float]:
@@ -51,17 +51,6 @@ def test_p2_as_in_its_paper() -> None:
     medians = estimates(Markers(0.5), norms)
     assert medians[4] == 0.74
     assert medians[-1] == pytest.approx(4.44, abs=0.005)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("p", [0.5, 0.9])
-def test_stream_falls_and_rises(p: float) -> None:
-    first, second = lognormal(2000), lognormal(3000, 1)
-    quantile = Stream(p, rate=0.05, decay=0.98)
-    for scale in (0.1, 10.0):
-        moved = [scale * norm for norm in second]
-        level = estimates(quantile, first + moved)[-1]
-        assert level == pytest.approx(np.quantile(moved, p), rel=0.15)
 
 
 # -- protection ---------------------------------------------------------------------------------
