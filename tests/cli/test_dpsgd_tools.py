@@ -97,25 +97,6 @@ def test_the_last_line_of_an_export_is_what_is_said(
     assert [*csv.DictReader((tmp_path / "s.csv").read_text().splitlines())] == rows
 
 
-@pytest.mark.slow
-def test_a_ledger_is_read_and_its_accountant_named(tmp_path: Path) -> None:
-    path = tmp_path / "result" / "client_0" / "privacy_spent.json"
-    ledger = Ledger(3.0, 1e-5, path)
-    ledger.reserve(2.0, 0.16, 30)
-    for place in (path, tmp_path):
-        (found,) = json.loads(call("spent", place, "--json").stdout)
-        assert found["releases"] == [{"noise_multiplier": 2.0, "steps": 30, "sampling": 0.16}]
-        assert found["epsilons"] == {"pld": ledger.spent}
-    text = call("spent", path).stdout
-    assert "zeroing out one record" in text
-    assert "the number of records is public, because rate and steps depend on it" in text
-    assert found["relation"] == "zero-out"
-    assert "30 steps at noise multiplier 2, Poisson samples at rate 0.16" in text
-    assert f"pld          epsilon {ledger.spent:.4g} at delta 1e-05" in text
-    other = json.loads(call("spent", path, "--delta", 1e-3, "--json").stdout)[0]
-    assert other["epsilons"]["pld"] == epsilon([Release(2.0, 30, 0.16)], 1e-3)
-
-
 def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> None:
     path = tmp_path / "=1.json"
     Ledger(9.0, 1e-5, path, data='=HYPERLINK("x"),\n').reserve(2.0, 1.0, 4)

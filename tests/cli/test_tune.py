@@ -29,7 +29,7 @@ from fedclip.cli.suggest import rewritten
 from fedclip.cli.tune import Tuning, unclipped
 from fedclip.errors import ToolError
 from fedclip.report import read_report
-from fedclip.report.findings import Advice, Proposal
+from fedclip.report.findings import Proposal
 from fedclip.report.results import result_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
@@ -236,26 +236,6 @@ def test_tune_ranks_writes_and_runs_nothing_twice(
         assert "clip" not in text
     assert AS_IS not in {setting["name"] for setting in facts["settings"]}
     assert "there is no site 'aa'" in call(*words, "--sites", "aa").stderr
-
-
-@pytest.mark.slow
-def test_nodes_are_run_over_websockets_and_their_own_metrics_are_read(
-    odd: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = {"client_opt": ("norm-clip", {"max_norm": 1.0})}
-    one = Advice("x", proposals=[Proposal("step.fixed", lines)])
-    monkeypatch.setattr("fedclip.cli.tune.advised", lambda report, experiment: one)
-    done = call("tune", odd, "--seeds", 2, "--rounds", 2, "--jobs", 2, "--nodes", "--json")
-    assert done.exit_code == 0, done.stderr
-    facts = json.loads(done.stdout)
-    folder = odd.parent / "config-tune-nodes" / "no-clipping" / "seed-1"
-    assert (folder / "a" / "metrics.csv").is_file()
-    assert set(facts["sites"]) == {"a", "b", "c"}
-    assert {setting["name"] for setting in facts["settings"]} == {NONE, "step.fixed"}
-    # What is to be typed judges these very runs.
-    monkeypatch.setattr(Ranking, "winner", "step.fixed")
-    words = "--seeds 2 --rounds 2 --nodes --sites a,b"
-    assert f"{words} --write\n" in call("tune", odd, *words.split()).stdout
 
 
 # -- the demo -----------------------------------------------------------------------------------

@@ -7,12 +7,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from declearn.dataset import InMemoryDataset
-from declearn.model.sklearn import SklearnSGDModel
-
-from fedclip.engines.declearn.quickrun import vectorize_gradients
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "study" / "results"
 
@@ -49,23 +44,6 @@ def test_the_pages_are_what_the_numbers_say() -> None:
         assert tables.rewritten(page, study) == page, "run: python -m benchmarks.study page"
         shown += page.count("<!-- table: ")
     assert shown == len(tables.TABLES)
-
-
-@pytest.mark.parametrize("labels", [2, 3])
-def test_the_gradient_is_that_of_the_quick_linear_models(labels: int) -> None:
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(12, 4)), np.arange(12) % labels
-    info = {"features_shape": (4,), "n_features": 4, "classes": np.arange(labels)}
-    theirs = SklearnSGDModel.from_parameters("classifier", loss="log_loss", penalty=None)
-    gradients = []
-    for model in (part("scenes").Linear(), theirs):
-        model.initialize(info)
-        vectorize_gradients(model)
-        model.set_weights(model.get_weights() + 0.1)
-        (batch,) = InMemoryDataset(x, y, seed=0).generate_batches(12)
-        gradients.append(model.compute_batch_gradients(batch))
-    for name, values in gradients[1].coefs.items():
-        np.testing.assert_allclose(gradients[0].coefs[name], values, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.soak

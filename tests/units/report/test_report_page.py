@@ -259,20 +259,6 @@ def look_at(tab: Any, tmp_path: Path, width: int) -> None:
         "[...document.querySelectorAll('.stack')]"
         ".some((table) => table.scrollWidth > table.parentElement.clientWidth)"
     )
-    titles = tab.evaluate(
-        "[...document.querySelectorAll('.chart svg text')].map(t => t.textContent)"
-    )
-    assert {"round", "loss", "accuracy", "steps clipped", "median norm before clipping"} <= set(
-        titles
-    )
-    # By keyboard: first the link past the head, then a client.
+    # By keyboard: first the link past the head.
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
-    before = tab.locator("[data-norms] svg").inner_html()
-    tab.locator("select").focus()
-    tab.keyboard.press("ArrowDown")
-    tab.wait_for_function("document.querySelector('select').value === '0'")
-    tab.wait_for_function(
-        "(before) => document.querySelector('[data-norms] svg')?.innerHTML !== before", arg=before
-    )
-    assert not wrong
