@@ -133,10 +133,12 @@ def test_named_values_are_ranked_and_go_on_where_they_stopped(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[str, int]] = []
+    commands: set[str] = set()
     interrupts = [True]
 
     def played(planned: Planned, tell: Any, command: str) -> None:
         started.append((planned.label, planned.seed))
+        commands.add(command)
         if len(started) > 3 and interrupts:
             raise KeyboardInterrupt
         large_run(planned.folder, 3, 3, seed=planned.seed)
@@ -173,6 +175,9 @@ def test_named_values_are_ranked_and_go_on_where_they_stopped(
     assert len(started) == 10
     out = config.with_name("config-tune")
     assert call("compare", out).stdout.count("max_norm=") >= 2
+    assert commands == {"simulate"}
+    call(*words, "--nodes")
+    assert commands == {"simulate", "quickrun"}
     # A winner is written as it was named.
     monkeypatch.setattr(Ranking, "winner", "max_norm=3.0")
     done = call(*words, "--write")

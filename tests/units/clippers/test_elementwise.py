@@ -148,22 +148,6 @@ def test_average_grows_by_max_growth_at_most() -> None:
     np.testing.assert_allclose(np.divide(limits[1:], limits[:-1]), 1.5, rtol=1e-9)
 
 
-# -- growth -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("clipper", "given", "wanted"),
-    [
-        (GrowthValueClip(2.0, min_value=0.25), [0.0, 9.0, 9.0, -9.0], [0.0, 0.5, 1.0, -2.0]),
-        # Without a floor, zero counts as not yet seen.
-        (GrowthValueClip(2.0, min_value=None), [0.0, 9.0, 20.0], [0.0, 9.0, 18.0]),
-        (GrowthValueClip(2.0, add=1.0, max_decay=None), [0.5, 9.0, 9.0, 9.0], [0.5, 1.0, 2.0, 3.0]),
-        (GrowthValueClip(1.0, max_decay=2.0), [8.0, 0.0, 0.0, 9.0], [8.0, 0.0, 0.0, 2.0]),
-        (GrowthValueClip(None), [1.0, 1e6, 0.0, -1e9], [1.0, 1e6, 0.0, -1e9]),
-    ],
-)
-def test_growth_by_hand(clipper: Any, given: list[float], wanted: list[float]) -> None:
-    assert [one(clipper, [value])[0] for value in given] == wanted
-
-
 # -- in place ---------------------------------------------------------------------------------
 
 

@@ -17,28 +17,6 @@ from fedclip import FedclipWarning, NoOp, NormClip
 from fedclip.core.scopes import matched, resolve
 from fedclip.testing import to_vector
 
-NAMES = ["enc.weight", "enc.bias", "head.weight", "head.scale"]
-
-
-@pytest.mark.parametrize(
-    ("scope", "groups"),
-    [
-        ("global", {"all": NAMES}),
-        ("tensor", {name: [name] for name in NAMES}),
-        ("layer", {"enc": NAMES[:2], "head": NAMES[2:]}),
-        (["*.weight"], {"*.weight": [NAMES[0], NAMES[2]], "*": [NAMES[1], NAMES[3]]}),
-        # The first pattern that matches takes the name.
-        (["*.bias", "enc.*"], {"*.bias": [NAMES[1]], "enc.*": [NAMES[0]], "*": NAMES[2:]}),
-        ({"enc.*": 0.5}, {"enc.*": NAMES[:2], "*": NAMES[2:]}),
-    ],
-)
-def test_groups(scope: Any, groups: dict[str, list[str]]) -> None:
-    found = resolve(scope, None, NAMES)
-    assert {
-        label: [found.names[i] for i in members]
-        for label, members in zip(found.labels, found.members, strict=True)
-    } == groups
-
 
 def test_table_gives_each_group_its_limit() -> None:
     arrays = gradient(3, 1.0)

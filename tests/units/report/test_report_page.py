@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import msgpack
 import pytest
 from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
-from helpers import PATIENCE
 from report_runs import Node, call, large_run
 
 from fedclip.report import page_of, read_report
@@ -202,63 +200,3 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
     assert "After the last evaluation: loss 0.5." in shown.stdout
     assert call("compare", tmp_path / "run").exit_code == 0
     assert "data-norms" not in re.sub("<script.*", "", text, flags=re.S)
-
-
-# -- in a browser -------------------------------------------------------------------------------
-ARGUMENTS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-]
-
-
-OVERLAPS = """() => [...document.querySelectorAll(".chart svg")].flatMap((svg) => {
-  const seen = [...svg.querySelectorAll("text")].filter((t) => t.textContent.trim()
-    && getComputedStyle(t).opacity !== "0" && t.getAttribute("opacity") !== "0")
-    .map((t) => [t.textContent, t.getBoundingClientRect()]);
-  const frame = svg.getBoundingClientRect();
-  return seen.flatMap(([a, r], i) => [
-    ...(r.left < frame.left - 1 || r.right > frame.right + 1 ? [`${a} is cut off`] : []),
-    ...seen.slice(i + 1).filter(([b, s]) => r.left < s.right && s.left < r.right
-      && r.top < s.bottom && s.top < r.bottom).map(([b]) => `${a} on ${b}`)]);
-})"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [360, 1400])
-def test_a_large_run_in_a_browser(tmp_path: Path, width: int) -> None:
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("there is no chromium")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=ARGUMENTS)
-        tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark")
-        tab.set_default_timeout(1000 * PATIENCE)
-        look_at(tab, tmp_path, width)
-
-
-def look_at(tab: Any, tmp_path: Path, width: int) -> None:
-    folder = large_run(tmp_path / "run", 300, 100 if width == 1400 else 6)
-    file = tmp_path / "r.html"
-    file.write_text(page(folder), encoding="utf-8")
-    assert file.stat().st_size < 5e6
-    asked: list[str] = []
-    wrong: list[str] = []
-    tab.on("request", lambda request: asked.append(request.url))
-    tab.on("console", lambda message: wrong.append(message.text))
-    tab.on("pageerror", lambda error: wrong.append(str(error)))
-    tab.goto(file.as_uri())
-    tab.wait_for_function("document.querySelectorAll('.chart svg').length === 4")
-    assert asked == [file.as_uri()]
-    assert not wrong
-    # Nothing is wider than the window, and no text in a chart is on another.
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    assert tab.evaluate(OVERLAPS) == []
-    # Each table is a list, or its columns fit, or it scrolls in a box.
-    assert not tab.evaluate(
-        "[...document.querySelectorAll('.stack')]"
-        ".some((table) => table.scrollWidth > table.parentElement.clientWidth)"
-    )
-    # By keyboard: first the link past the head.
-    tab.keyboard.press("Tab")
-    assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"

@@ -109,12 +109,6 @@ def test_the_page_lists_every_class_and_its_clipper() -> None:
 @pytest.mark.parametrize(
     ("peer", "cls", "config", "expected"),
     [
-        (
-            "torch",
-            "clip_grad_norm_",
-            {"max_norm": 2, "error_if_nonfinite": True},
-            {"on_nonfinite": "raise"},
-        ),
         ("torchzero", "ClipNorm", {"max_norm": 1, "ord": 0}, {}),
         (
             "drytorch",
@@ -127,7 +121,6 @@ def test_the_page_lists_every_class_and_its_clipper() -> None:
             {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup_norm": 5},
         ),
         ("keras", "Optimizer", {"clipnorm": 0.7}, {"max_norm": 0.7, "scope": "tensor"}),
-        ("keras", "Optimizer", {"global_clipnorm": 0.7}, {"max_norm": 0.7}),
         ("keras", "Optimizer", {"clipvalue": 0.7}, {"max_value": 0.7}),
         ("keras", "Optimizer", {"clipnorm": -1.0}, {}),
         ("lightning", "Trainer", {"gradient_clip_val": 2}, {"max_norm": 2, "eps": 1e-6}),
