@@ -101,6 +101,6 @@ def _find(cls: type) -> Backend:
     if name is None or not _REFUSED.isdisjoint(base.__name__ for base in cls.__mro__):
         raise TypeError(
             "fedclip clips dense arrays of NumPy, PyTorch, TensorFlow and JAX, sparse COO tensors "
-            f"and IndexedSlices, got {cls.__module__}.{cls.__name__}: convert it, such as by NumPy"
+            f"and IndexedSlices, got {cls.__module__}.{cls.__name__}: convert it to one of these"
         )
     return backend_named(name)

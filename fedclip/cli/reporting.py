@@ -322,7 +322,7 @@ class Ranking:
             same = f"{even[0]} differs from {over} by the same amount with all seeds"
             more = "use more seeds, or more validation records"
             return f"No winner: {same}, {self.against(even[0])} {of}: {more}."
-        text = f"Nothing is better than {over} by more than its interval {of}."
+        text = f"No setting is better than {over} by more than its interval {of}."
         text += "".join(f" The nearest is {n}: {self.against(n)}." for n in others[:1])
         return text + " One run has no interval: repeat with `fedclip tune`." * (seeds < 2)
 

@@ -67,8 +67,8 @@ _TEXTS = {
     "update.adaptive": (
         "an adaptive bound at the median norm of the updates, starting at that of round 1",
         "Limits the influence of each client, whatever its steps were.",
-        f"{_CHOSEN} In each round every client sends whether its update was below the bound. To "
-        "cover this bit, set noise_multiplier (`fedclip privacy plan`): weights are then equal.",
+        f"{_CHOSEN} In each round every client sends how far its update is from the bound. To "
+        "cover this vote, set noise_multiplier (`fedclip privacy plan`): weights are then equal.",
     ),
 }
 """What each proposal does, where it helps, and what it reveals about the data."""

@@ -56,7 +56,7 @@ def tune(
     write: Annotated[bool, typer.Option("--write", help="Write the winner into CONFIG.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Rank values, or what `suggest` proposes, over several seeds.
+    """Rank settings, or what `suggest` proposes, over several seeds.
 
     The ranking goes by the metric of each site, against no clipping. Several runs go on at a time.
     After an interruption the same command continues.

@@ -183,9 +183,9 @@ class AGC(Core, Regularizer):
         traced: bool = False,
         outputs: Outputs | None = None,
     ) -> NormClipping | SliceClipping:
-        """Return the transform with the limits for these weights, where they are.
+        """Return the transform with limits for these weights, on their device.
 
-        In code that is `traced` they are not looked at on the host. `outputs` is as in `clip`.
+        In `traced` code the host does not read the weights. `outputs` is as in `clip`.
         """
         native = [*map(backend.dense, backend.prepared(weights))]
         if not traced:

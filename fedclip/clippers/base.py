@@ -162,7 +162,7 @@ class Clipper(Core, OptiModule, register=False):
             if key not in state:
                 raise StateError(f"the state lacks {key!r}; it has {sorted(map(str, state))}")
         if state["clipper"] != self.name:
-            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
+            raise StateError(f"the state is of {state['clipper']!r}, not of {self.name!r}")
         single = transform.init(Groups(("x",), ("x",), ((0,),)))
         statistics = states.check_groups(state["groups"], single)
         arrays = states.check_arrays(state["arrays"], transform.array_fields)

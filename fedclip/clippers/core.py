@@ -357,7 +357,7 @@ class Core(Documented):
             self._warned = number
             done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
             warnings.warn(
-                f"{self.name}: {reason}; the gradient is {done} (warned once, round {number})",
+                f"{self.name}: {reason}; the gradient is {done} (round {number})",
                 FedclipWarning,
                 # Point to the caller of `run`.
                 stacklevel=5,

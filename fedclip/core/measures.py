@@ -30,13 +30,12 @@ from fedclip.core.parameters import number
 from fedclip.core.scopes import Groups
 from fedclip.errors import nearest
 
+# What users write for `ord`.
 Order = float | str
-"""What users write for `ord`."""
 
+# Orders that are means over all elements, zeros included; and those of degree 2.
 MEANS = ("rms", "mad", "std", "var")
-"""Orders that are means over all elements, zeros included."""
 SQUARED = ("var",)
-"""Orders of degree 2."""
 _WORDS = ("inf", *MEANS)
 
 

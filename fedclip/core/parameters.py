@@ -29,12 +29,11 @@ from fedclip.errors import Unchecked, nearest, shown
 
 T = TypeVar("T")
 
+# Plain values by name: the parameters of a plug-in, or a section of a file.
 Config: TypeAlias = dict[str, Any]
-"""Plain values by name: the parameters of a plug-in, or a section of a file."""
 
-
+# The smallest and the largest limit that can be set.
 LEAST, MOST = 1e-30, 1e30
-"""The smallest and the largest limit that can be set."""
 
 # The largest whole number of TOML, and of other languages.
 _LARGEST = 2**63 - 1
@@ -44,7 +43,8 @@ _BY_PLACE = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 def _typed(name: str, allowed: str, value: object) -> TypeError:
     """Return the error for a value of another type."""
-    return TypeError(f"{name} must be {allowed}, got {shown(value)} ({type(value).__name__})")
+    kind = "declearn's TOML reads nan as None" if value is None else type(value).__name__
+    return TypeError(f"{name} must be {allowed}, got {shown(value)} ({kind})")
 
 
 def _one(values: Mapping[str, object]) -> tuple[str, Unchecked]:
@@ -64,10 +64,6 @@ def number(
     """Return the one keyword value as a finite float inside [low, high] (or open ends)."""
     name, value = _one(values)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        if value is None:
-            raise TypeError(
-                f"{name} must be {allowed}, got None (declearn's TOML reads nan as None)"
-            )
         raise _typed(name, allowed, value)
     try:
         result = float(value)
@@ -94,18 +90,14 @@ def limit(**values: Unchecked) -> float:
 
     Beyond, products of gradients and limits would leave the numbers of float32.
     """
-    ((name, value),) = values.items()
+    name, value = _one(values)
     if isinstance(value, numbers.Real) and value == math.inf:
-        raise ValueError(
-            f"{name} must be a finite number > 0, got inf: for no limit, give None to a clipper "
-            "that learns its limit; take NoOp (no-op) if you want the norms alone"
-        )
-    result = number("a finite number > 0", 0.0, open_low=True, **values)
+        hint = "for no limit, give None to a clipper that learns it; take NoOp for norms alone"
+        raise ValueError(f"{name} must be a finite number > 0, got inf: {hint}")
+    result = positive(**values)
     if not LEAST <= result <= MOST:
-        raise ValueError(
-            f"{name} must be a number from {LEAST:g} to {MOST:g}, got {shown(value)}: "
-            "beyond that, products leave the numbers of float32"
-        )
+        allowed = f"a number from {LEAST:g} to {MOST:g}"
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}: others leave float32")
     return result
 
 
@@ -193,18 +185,23 @@ def refuse_unknown(cls: Any, config: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Parameter:
-    """The declaration of one parameter of a class."""
+    """The declaration of one parameter of a class.
+
+    Attributes
+    ----------
+    check, allowed, default, kw_only, kind
+        Those of `parameter`.
+    common : bool
+        Whether it comes from a base class without a name, which many plug-ins have.
+    """
 
     check: Callable[..., object] | None
-    """Takes the value by the parameter's name, after `allowed`, and returns it checked."""
     allowed: tuple[Any, ...]
     default: object
     kw_only: bool
     kind: str
-    """Its type, in words; "" for what annotation and check say."""
     annotation: str = ""
     common: bool = False
-    """Whether it comes from a base class without a name, which many plug-ins have."""
 
     def over(self, before: Parameter | None, annotation: object, common: bool) -> Parameter:
         """Return the parameter as a class has it; what is not said is as in the class before."""
@@ -268,13 +265,17 @@ class Configured:
 
     Each value is kept under its parameter's name. Then `__post_init__` is called, which checks
     what must go together. A class that writes an `__init__` writes its parameters there.
+
+    Attributes
+    ----------
+    parameters : mapping
+        The declared parameters, by name: a class's own first.
     """
 
     name: ClassVar[str]
     parameters: ClassVar[Mapping[str, Parameter]] = MappingProxyType({})
-    """The declared parameters, by name: a class's own first."""
+    # The order of the common ones, which follow.
     _common_order: ClassVar[Sequence[str]] = ()
-    """The order of the common ones, which follow."""
     _signature: ClassVar[inspect.Signature]
     __signature__: ClassVar[inspect.Signature]
 
@@ -292,11 +293,8 @@ class Configured:
                 setattr(cls, name, collected[name].default)
         known = [*cls._common_order, *collected]
         # Those by position come first, then a class's own ones.
-        place = {
-            name: (p.kw_only, known.index(name) if p.common else -1)
-            for name, p in collected.items()
-        }
-        cls.parameters = {n: collected[n] for n in sorted(collected, key=place.__getitem__)}
+        of = {n: (p.kw_only, known.index(n) if p.common else -1) for n, p in collected.items()}
+        cls.parameters = {name: collected[name] for name in sorted(collected, key=of.__getitem__)}
         formal = inspect.Signature([p.formal(name) for name, p in cls.parameters.items()])
         cls._signature = cls.__signature__ = formal
         if cls.__init__ is not Configured.__init__:
@@ -347,5 +345,5 @@ def changed_from_default(cls: type, config: Mapping[str, object]) -> Config:
     return {k: v for k, v in config.items() if k not in known or v != known[k].default}
 
 
+# Largest size of a window: a state can still hold it, and a step sorts it in a millisecond.
 LARGEST_WINDOW = 65_536
-"""Largest size of a window: a state can still hold it, and a step sorts it in a millisecond."""

@@ -14,21 +14,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 from fedclip.core.parameters import Configured, parameter
 from fedclip.errors import nearest
 
+# A declearn Vector, of the framework that the caller uses.
 V = TypeVar("V")
-"""A declearn Vector, of the framework that the caller uses."""
 
+# The clippers by declearn's group and by name.
 PLUGINS: dict[tuple[str, str], type[Plugin]] = {}
-"""The clippers by declearn's group and by name."""
 
 _engines: list[Callable[[type[Plugin]], None]] = []
 
 
 class Plugin:
-    """A class that declearn registers; declearn need not be installed."""
+    """A class that declearn registers; declearn need not be installed.
+
+    Attributes
+    ----------
+    group : str
+        The name of declearn's base class.
+    """
 
     name: ClassVar[str]
     group: ClassVar[str]
-    """The name of declearn's base class."""
 
     def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Register the class with declearn: now, or as soon as declearn is imported."""

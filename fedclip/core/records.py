@@ -83,8 +83,8 @@ _BUFFER = 256
 _LAZY_BUFFER = 4096
 
 Bools = NDArray[np.bool_]
+# Where limits come from: a `fedclip.rules.Basis`.
 Basis = tuple[float, str, float]
-"""Where limits come from: a `fedclip.rules.Basis`."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -188,8 +188,8 @@ def _plain(numbers: object) -> tuple[Any, ...]:
     return numbers if isinstance(numbers, tuple) else tuple(on_host(numbers).tolist())
 
 
+# The name of the file that a server of update clipping keeps, on any engine but declearn.
 SERVED = "update_clip.json"
-"""The name of the file that a server of update clipping keeps, on any engine but declearn."""
 
 
 @dataclass
@@ -420,11 +420,10 @@ class Recorder:
         finite = np.isfinite(norms).all(axis=1)
         if not finite.all():
             self.add_nonfinite(int((~finite).sum()))
-            norms, limits, clipped, setters = (
-                column[finite] for column in (norms, limits, clipped, setters)
-            )
-            if not len(norms):
-                return
+        if not finite.any():
+            return
+        rows: Iterator[Any] = (column[finite] for column in (norms, limits, clipped, setters))
+        norms, limits, clipped, setters = rows
         labels = self._labels if len(self._labels) > 1 else (ALL,)
         batches = _batches(norms, limits, clipped, setters)
         for label, batch in zip(labels, batches, strict=True):

@@ -21,9 +21,8 @@ import numpy as np
 from fedclip.arrays import Array, backend_of, on_host
 from fedclip.errors import StateError
 
+# The numbers of one group, or the arrays of one tensor, by field.
 Fields: TypeAlias = dict[str, Any]
-"""The numbers of one group, or the arrays of one tensor, by field."""
-
 Statistics: TypeAlias = dict[str, Fields]
 
 

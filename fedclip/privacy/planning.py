@@ -293,7 +293,7 @@ def verdict(drift: float, takers: int, kind: str) -> str:
     """Return what to expect of noise, given its share of the largest possible change.
 
     >>> verdict(0.5, 100, "clients")[:44]
-    'the noise is large: with 500 clients it woul'
+    'the noise is large: 500 clients would reduce'
     """
     if drift <= 0.1:
         return "the noise is small: expect about the accuracy of clipping without noise"
@@ -301,8 +301,8 @@ def verdict(drift: float, takers: int, kind: str) -> str:
     # An upper bound: the votes of many clients cost less.
     enough = math.ceil(10 * drift * takers)
     return (
-        f"the noise is {much}: with {enough:,} {kind} it would be 10 %. Training fewer values, or "
-        "a larger epsilon, also helps"
+        f"the noise is {much}: {enough:,} {kind} would reduce the total to 10 %. Training "
+        "fewer values, or a larger epsilon, also helps"
     )
 
 
@@ -421,7 +421,7 @@ def silent_in_words(costs: Mapping[int, float | None]) -> str:
     )
     return (
         "  epsilon with secure sums, by the number of clients that reveal their noise to the "
-        f"server: {cases}; without secure sums it is the last\n"
+        f"server: {cases}. Without secure sums, epsilon is the last number\n"
         "  declearn's masks for secure sums use no cryptographic generator: see "
         "docs/secure-aggregation.md"
     )

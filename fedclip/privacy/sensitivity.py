@@ -187,7 +187,7 @@ class Analysis:
         if self.noised:
             return self._noise_in_words()
         if self.non_expansive:
-            return "On an aggregate: it makes no sensitivity larger (it is non-expansive)."
+            return "On an aggregate: it does not increase a sensitivity (it is non-expansive)."
         limits = []
         if not math.isinf(self.lipschitz):
             limits.append(f"at most {number(self.lipschitz)} times the one before")

@@ -164,7 +164,7 @@ class Advice:
     findings
         The findings behind the answer, in sentences; the most important first.
     proposals
-        The best first. Where clipping will not help, they are there to be compared with.
+        The best first; if clipping will not help, `fedclip tune` can compare them.
     start
         The name of the proposal to start with; "" if clipping will not help.
     odd

@@ -138,7 +138,7 @@ class Norms:
 
     @property
     def lacking(self) -> list[Problem]:
-        """Why there are no norms to choose by, and what to do about it; empty if there are."""
+        """Return why no norms can set a limit, and what to do; empty if they can."""
         count, few = sum(self.whole.counts), FEW[self.stage]
         if not self.rows:
             hint = ': add "no-op" to the modules of the clients' if self.stage == "step" else ""

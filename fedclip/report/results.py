@@ -102,7 +102,7 @@ class Result(NamedTuple):
         if metric == "accuracy" and (known := self.classes()):
             text += f" (majority class {number(known[0])}, balanced {number(known[1])})"
         if len(self.healthy) < len(self.sites):
-            text += f", mean of {listed(self.healthy)}"
+            text += f" (mean of {listed(self.healthy)})"
         for site in (site for site in self.outliers if site in self.sites):
             values = ", ".join(f"{name} {number(self.sites[site][name])}" for name in names)
             text += f"; outlier {site}: {values}"

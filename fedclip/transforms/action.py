@@ -23,6 +23,7 @@ from typing import NamedTuple
 from fedclip.arrays import HALF_UNIT, LARGEST, Arithmetic, Array, Arrays, Backend
 from fedclip.core.parameters import LEAST
 
+# Distance that a clipped array keeps below its limit, relatively.
 MARGIN = {
     # Of the norm 11 roundings of float32 (`fedclip.arrays.blocks`), and four of limit / norm, the
     # factor and the product; half precision rounds the product again.
@@ -32,19 +33,24 @@ MARGIN = {
     # No float is wider, and a framework may add up many numbers one after the other.
     "float64": 2.0**-40,
 }
-"""Distance that a clipped array keeps below its limit, relatively."""
 
+# The dtypes that are clipped.
 DTYPES = tuple(MARGIN)
-"""The dtypes that are clipped."""
 
 
 class Decision(NamedTuple):
-    """What happens to each group, or slice."""
+    """What happens to each group, or slice.
+
+    Attributes
+    ----------
+    over : array of bool
+        Whether it is over its limit.
+    is_scaled : array of bool
+        Whether it is scaled, by ``target / base``.
+    """
 
     over: Array
-    """Whether it is over its limit."""
     is_scaled: Array
-    """Whether it is scaled, by ``target / base``."""
     target: Array
     base: Array
 
@@ -92,6 +98,8 @@ class Action:
         Bring every group to its limit, those below it too (normalisation).
     skip
         Set a group over its limit to zero, instead of scaling it.
+    scales_up
+        Whether a group may be scaled up.
     """
 
     eps: float = 0.0
@@ -99,7 +107,6 @@ class Action:
     rescale: bool = False
     skip: bool = False
     scales_up: bool = field(init=False, repr=False, compare=False)
-    """Whether a group may be scaled up."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scales_up", self.rescale or self.min_norm is not None)
@@ -121,5 +128,5 @@ class Action:
         return Decision(over, is_scaled, target, base)
 
 
+# Scale down groups over their limit, and leave the others unchanged.
 SCALE_DOWN = Action()
-"""Scale down groups over their limit, and leave the others alone."""

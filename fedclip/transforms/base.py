@@ -27,19 +27,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays import (
-    NUMPY,
-    Array,
-    Arrays,
-    Backend,
-    Memory,
-    NumpyBackend,
-    backend_of,
-    with_others,
-)
+from fedclip.arrays import NUMPY, Array, Arrays, Backend, Memory, backend_of, with_others
 from fedclip.arrays.base import FLOATS
 from fedclip.arrays.blocks import decode, encode
-from fedclip.arrays.numpy import bits
+from fedclip.arrays.numpy import NumpyBackend, bits
 from fedclip.core.scopes import Groups
 from fedclip.core.states import Statistics
 from fedclip.rules import LEARNT, Basis, NoState, State
@@ -57,34 +48,50 @@ class NotFiniteError(Exception):
 
 
 class Outcome(NamedTuple):
-    """What one step did: new arrays, state, and one number for each group."""
+    """What one step did: new arrays, state, and one number for each group.
+
+    Attributes
+    ----------
+    outputs : sequence of arrays
+        The new arrays; on the host the very same array where nothing changes.
+    finite : bool or array
+        Whether the gradient is finite; always True for a step on the host.
+    factors : sequence of arrays or None
+        Factors by which `finish` multiplies the gradient's arrays, which are the outputs.
+    """
 
     outputs: Arrays
-    """The new arrays; on the host the very same array where nothing changes."""
     state: State
     norms: Array
     limits: Array
     clipped: Array
     finite: Array = True
-    """Whether the gradient is finite; always True for a step on the host."""
     factors: Arrays | None = None
-    """Factors by which `finish` multiplies the gradient's arrays, which are the outputs."""
 
 
 class Plan(NamedTuple):
-    """What gradients of the same names, shapes and dtypes have in common."""
+    """What gradients of the same names, shapes and dtypes have in common.
+
+    Attributes
+    ----------
+    backend : Backend
+        The framework.
+    dtypes : tuple of str
+        The dtype of each array.
+    form : tuple
+        Backend, classes, dtypes and shapes of the arrays; empty for arrays on a device.
+    is_empty : bool
+        Whether no array has elements.
+    keeps_memory : bool
+        Whether new arrays are written to memory that the clipper keeps.
+    """
 
     groups: Groups
     backend: Backend
-    """The framework."""
     dtypes: tuple[str, ...]
-    """The dtype of each array."""
     form: tuple[Any, ...] = ()
-    """Backend, classes, dtypes and shapes of the arrays; empty for arrays on a device."""
     is_empty: bool = False
-    """Whether no array has elements."""
     keeps_memory: bool = False
-    """Whether new arrays are written to memory that the clipper keeps."""
 
 
 class Gradient:
@@ -235,22 +242,27 @@ def prepare(
         if any(view is None for view in views):
             # Sparse arrays, arrays on devices, and those of dtypes that NumPy lacks.
             if transform.runs_on_parts if backend.partial else transform.runs_on_device:
-                plan = Plan(groups, backend, _names(native, backend))
-                return Gradient(plan, native, native, inputs, excluded)
+                return _native(groups, backend, native, inputs, excluded)
             views, copied = [_fetched(a, backend) for a in native], True
     xp = NumpyBackend(backend, views)
     form = backend, types, [*map(_dtype, views)], [*map(_shape, views)]
     if plan is None or plan.groups is not groups or plan.form != form:
         if not {*form[2]} <= FLOATS:
             _check_dtypes(clipper, groups.names, inputs)
-        is_empty = not any(view.size for view in views)
-        keeps = False
-        if memory is not None and not backend.in_place:
-            keeps = memory.serves([view.nbytes for view in views])
+        is_empty, sizes = not any(view.size for view in views), [view.nbytes for view in views]
+        keeps = memory is not None and not backend.in_place and memory.serves(sizes)
         plan = Plan(groups, backend, _names(views, xp), form, is_empty, keeps)
     xp.memory = memory if plan.keeps_memory else None
     xp.in_place = xp.in_place and not copied
     return Gradient(plan, views, native, inputs, excluded, xp)
+
+
+def _native(
+    groups: Groups, backend: Backend, native: Arrays, inputs: Arrays, excluded: Mapping[str, Array]
+) -> Gradient:
+    """Return a gradient that stays where it is."""
+    plan = Plan(groups, backend, _names(native, backend))
+    return Gradient(plan, native, native, inputs, excluded)
 
 
 def _names(arrays: Arrays, xp: Backend) -> tuple[str, ...]:
@@ -409,22 +421,29 @@ def _excluded_norm(excluded: Mapping[str, Array], xp: Backend) -> Array:
 
 # -- transforms ----------------------------------------------------------------------------------
 class Transform(ABC):
-    """The step of a clipper on one gradient."""
+    """The step of a clipper on one gradient.
+
+    Attributes
+    ----------
+    array_fields : tuple of str
+        Names of the arrays that the transform keeps for each tensor, if any.
+    dense : bool
+        Whether it needs sparse arrays as dense ones.
+    by_norms : bool
+        Whether norms decide everything: `Gradient.finite_norms` gives zeros if not finite.
+    runs_on_device : bool
+        Whether its step runs on devices and in compiled code; if not, the host fetches arrays.
+    runs_on_parts : bool
+        Whether its step needs of elements only what `Backend` measures of each of them. Processes
+        that hold a part of each array measure that together. For other steps, each process gets
+        the arrays whole.
+    """
 
     array_fields: ClassVar[tuple[str, ...]] = ()
-    """Names of the arrays that the transform keeps for each tensor, if any."""
     dense: Any = False
-    """Whether it needs sparse arrays as dense ones."""
     by_norms = False
-    """Whether norms decide everything: `Gradient.finite_norms` gives zeros if not finite."""
     runs_on_device = True
-    """Whether its step runs on devices and in compiled code; if not, the host fetches arrays."""
     runs_on_parts: Any = False
-    """Whether its step needs of elements only what `Backend` measures of each of them.
-
-    Processes that hold a part of each array measure that together. For other steps, each process
-    gets the arrays whole.
-    """
 
     def init(self, groups: Groups) -> State:
         """Return the state before the first step: a NamedTuple of arrays over groups."""
@@ -454,12 +473,10 @@ class Transform(ABC):
 
 # -- compiled code -------------------------------------------------------------------------------
 class DeviceState(NamedTuple):
-    """The state, in compiled code, of a transform that keeps arrays for each tensor."""
+    """The state, in compiled code, of a transform that keeps arrays by tensor and field."""
 
     groups: State
-    """A NamedTuple of arrays over groups."""
     arrays: Statistics
-    """Arrays by tensor and field."""
 
 
 def device_state(
@@ -479,8 +496,7 @@ def device_state(
     state = type(state)(*(backend.asarray(np.atleast_1d(c), like=inputs[0]) for c in state))
     if not transform.array_fields:
         return state
-    plan = Plan(groups, backend, _names(inputs, backend))
-    gradient = Gradient(plan, inputs, inputs, inputs, {})
+    gradient = _native(groups, backend, inputs, inputs, {})
     gradient.cached.update(cached)
     return DeviceState(state, transform.recalled(gradient))
 
@@ -500,18 +516,13 @@ def clip_on_device(
     """
     cached: Statistics = {}
     if transform.array_fields:
-        if not isinstance(state, DeviceState):
-            raise TypeError(
-                f"{transform} needs a state of device_state, got {type(state).__name__}"
-            )
         state, cached = state
     if state and tuple(state[0].shape)[-1:] not in ((), (len(groups),)):
         got = f"{state[0].shape[-1]} groups of tensors, and this gradient has {len(groups)}"
         raise ValueError(f"the state is of {got}: give the tensors that it was made for")
     native = _prepared([arrays[name] for name in groups.names], transform, backend)
     excluded = _floats_among(arrays, groups.excluded) if groups.excluded else {}
-    plan = Plan(groups, backend, _names(native, backend))
-    gradient = Gradient(plan, native, native, native, excluded)
+    gradient = _native(groups, backend, native, native, excluded)
     gradient.cached.update(cached)
     outcome = take_step(transform, gradient, state, on_nonfinite)
     clipped = dict(zip(groups.names, outcome.outputs, strict=True))

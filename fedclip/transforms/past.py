@@ -30,8 +30,8 @@ from fedclip.transforms.action import Action
 from fedclip.transforms.base import Gradient, Outcome, Transform, by_tensor
 from fedclip.transforms.norm import NormClipping
 
+# Names of the arrays kept for each tensor: its past, and the number of its gradients.
 PAST = ("past", "count")
-"""Names of the arrays kept for each tensor: its past, and the number of its gradients."""
 
 
 class Remembering(Transform):
@@ -146,10 +146,6 @@ def blend(mean: Array, values: Array, weight: Array) -> Array:
     return mean + half + half
 
 
-def _within(values: Array, limits: Array, xp: Backend) -> Array:
-    return xp.minimum(xp.maximum(values, -limits), limits)
-
-
 @dataclass(frozen=True)
 class EmaValue(PastClipping):
     r"""Moving average of the absolute values (torchzero's ``ClipValueByEMA``).
@@ -173,7 +169,7 @@ class EmaValue(PastClipping):
         size = abs(values)
         begun = xp.minimum(size * self.start, LARGEST[xp.dtype(size)])
         size = blend(past + first * begun, size, weight)
-        return _within(values, size, xp), size, size
+        return xp.minimum(xp.maximum(values, -size), size), size, size
 
 
 @dataclass(frozen=True)
@@ -198,23 +194,18 @@ class GrowthValue(PastClipping):
 
     def clipped(self, values: Array, past: Array, numbers: Arrays, xp: Backend) -> Arrays:
         free, decay = numbers
-        base, rising = abs(past), abs(values)
+        mul, add = (math.inf if x is None else x for x in (self.mul, self.add))
+        base = abs(past)
         floor = xp.maximum(base, self.min_value) if self.min_value else base
-        limits = base + free
-        if self.add is not None:
-            limits = limits + self.add
-            rising = xp.minimum(rising, limits)
-        if self.mul is not None:
-            grown = floor * self.mul + free
-            if not self.min_value:
-                # Without a floor a zero could never grow: treat it as not yet seen.
-                grown = xp.where(floor == 0, math.inf, grown)
-            limits = grown if self.add is None else xp.minimum(limits, grown)
-        if self.mul is None and self.add is None:
-            limits = base + math.inf
-        output = _within(values, limits, xp)
+        added, grown = base + free + add, floor * mul + free
+        if not self.min_value:
+            # Without a floor a zero could never grow: treat it as not yet seen.
+            grown = xp.where(floor == 0, math.inf, grown)
+        limits = xp.minimum(added, grown)
+        output = xp.minimum(xp.maximum(values, -limits), limits)
         if self.max_decay is None:
             return output, limits, output
+        rising = xp.minimum(abs(values), added)
         return output, limits, xp.where(rising < floor / decay, past / self.max_decay, output)
 
 

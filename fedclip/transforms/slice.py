@@ -15,7 +15,7 @@ measured nor clipped. A 0-d array counts as one of shape (1,); a sparse array is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -26,8 +26,8 @@ from fedclip.rules import FIXED, LEARNT, Basis, State
 from fedclip.transforms.action import SCALE_DOWN, Action, Decision
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
+# Numbers of dimensions of an array, or their lengths.
 Axes: TypeAlias = tuple[int, ...]
-"""Numbers of dimensions of an array, or their lengths."""
 
 
 def check_dims(*, dims: Any) -> list[int]:
@@ -59,18 +59,25 @@ def spanned(ndim: int, dims: Axes | None, inverse: bool) -> Axes:
 
 
 class Layout(NamedTuple):
-    """Which slices arrays of some shapes have."""
+    """Which slices arrays of some shapes have.
+
+    Attributes
+    ----------
+    spans : dict
+        The dims that the slices span, of each array that is clipped, by place.
+    unclipped : list of int
+        The places of the other arrays.
+    counts : list of tuple
+        The shapes of the measures of the slices, in which the dims that they span are 1.
+    owners, all_owners : Repeated
+        The group of each slice; and, at the end, of each other array.
+    """
 
     spans: dict[int, Axes]
-    """The dims that the slices span, of each array that is clipped, by place."""
     unclipped: list[int]
-    """The places of the other arrays."""
     counts: list[Axes]
-    """The shapes of the measures of the slices, in which the dims that they span are 1."""
     owners: Repeated
-    """The group of each slice."""
     all_owners: Repeated
-    """The group of each slice, and of each other array."""
 
 
 @lru_cache(maxsize=64)
@@ -87,9 +94,8 @@ def _layout(
         if axes and size >= min_size and all(sizes):
             clipped[i] = axes
     unclipped = [i for i in range(len(shapes)) if i not in clipped]
-    counts = []
-    for i, axes in clipped.items():
-        counts.append(tuple([1 if a in axes else n for a, n in enumerate(shapes[i])]))
+    pairs = clipped.items()
+    counts = [tuple([1 if a in axes else n for a, n in enumerate(shapes[i])]) for i, axes in pairs]
     groups, times = [owners[i] for i in clipped], [*map(math.prod, counts)]
     others = [owners[i] for i in unclipped]
     all_owners = Repeated([*groups, *others], [*times, *([1] * len(others))])
@@ -128,10 +134,9 @@ class SliceClipping(Transform):
     def layout(self, shapes: Sequence[Axes], owners: Sequence[int], is_cached: bool) -> Layout:
         """Return which slices arrays of these shapes have; `owners` holds their groups."""
         # torch.compile cannot follow a cache.
-        make: Any = _layout if is_cached else _layout.__wrapped__
+        make: Callable[..., Layout] = _layout if is_cached else _layout.__wrapped__
         rule = self.dims, self.inverse_dims, self.min_size, self.spans
-        layout: Layout = make(rule, tuple(shapes), tuple(owners))
-        return layout
+        return make(rule, tuple(shapes), tuple(owners))
 
     def axes(self, shape: Axes) -> Axes | None:
         """Return the dims that the slices of an array span; None if it is not clipped."""
@@ -169,13 +174,11 @@ class SliceClipping(Transform):
         ratios = norms / limits
         most = xp.group_max(ratios, owners, number)
         behind = ratios < xp.take(most, owners)
-        worst, bounds = (
-            xp.group_max(xp.where(behind, 0.0, x), owners, number) for x in (norms, limits)
-        )
-        worst = xp.where(most < 0, 0.0, worst)
-        bounds = xp.where(
-            most < 0, self.limit if isinstance(self.limit, float) else math.inf, bounds
-        )
+        worst = xp.group_max(xp.where(behind, 0.0, norms), owners, number)
+        bounds = xp.group_max(xp.where(behind, 0.0, limits), owners, number)
+        # A group without slices.
+        usual = self.limit if isinstance(self.limit, float) else math.inf
+        worst, bounds = xp.where(most < 0, 0.0, worst), xp.where(most < 0, usual, bounds)
         return Outcome(outputs, state, worst, bounds, worst + self.action.eps > bounds)
 
     def _scaled(self, gradient: Gradient, decision: Decision, layout: Layout) -> Arrays:

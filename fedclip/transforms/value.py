@@ -21,8 +21,8 @@ from fedclip.arrays import LARGEST, Array, Arrays, Backend
 from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
+# Number of binary digits of each dtype, and the exponent of its smallest number.
 GRID = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
-"""Number of binary digits of each dtype, and the exponent of its smallest number."""
 
 
 def inwards(limit: float, dtype: str, up: bool) -> float:
@@ -70,9 +70,9 @@ class ValueClipping(Transform):
         """Clip one gradient element by element."""
         owners, xp = gradient.groups.owners, gradient.xp
         peaks, norms = gradient.finite_peaks()
-        names = [*map(xp.dtype, gradient.arrays)]
-        lows = [inwards(self.lows[g], n, True) for g, n in zip(owners, names, strict=True)]
-        highs = [inwards(self.highs[g], n, False) for g, n in zip(owners, names, strict=True)]
+        pairs = [*zip(owners, gradient.plan.dtypes, strict=True)]
+        lows = [inwards(self.lows[group], dtype, True) for group, dtype in pairs]
+        highs = [inwards(self.highs[group], dtype, False) for group, dtype in pairs]
         ends = zip(self.lows, self.highs, strict=True)
         limits = [max([abs(x) for x in end if math.isfinite(x)], default=0.0) for end in ends]
         low, high, limit = (xp.asarray(column, like=peaks) for column in (lows, highs, limits))
@@ -93,7 +93,7 @@ class PercentileClipping(Transform):
         parts = [self._limit([arrays[i] for i in some], xp) for some in groups.members]
         limits = xp.joined(parts)
         ends = xp.take(limits, groups.owners)
-        wide = xp.asarray([float(xp.dtype(a) == "float64") for a in arrays], like=peaks)
+        wide = xp.asarray([float(d == "float64") for d in gradient.plan.dtypes], like=peaks)
         ends = xp.where(wide > 0, ends, _single(ends, xp))
         return _boxed(gradient, [-ends, ends], peaks, norms, limits, state)
 

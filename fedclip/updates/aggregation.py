@@ -136,7 +136,7 @@ class Combining:
         return why and f"combine = {self.kind!r} does not go with {why}; take the mean"
 
     def too_few(self, clients: int) -> str:
-        """Return that there are too few clients in a round; "" if there are enough."""
+        """Return a message if a round has too few clients; "" if it has enough."""
         if not self.n_hostile or clients > 2 * self.n_hostile:
             return ""
         need = (

@@ -56,7 +56,7 @@ ODD_ONLY = [[a, b, 1.0] for a, b, _ in BARE]
         ),
         (standings(no_clipping=RAISED, x=BARE), "", "The nearest is x: -0.105 ± 0.012"),
         # What an odd site gains or loses is shown, and decides nothing.
-        (standings(no_clipping=BARE, x=ODD_ONLY), "", "Nothing is better"),
+        (standings(no_clipping=BARE, x=ODD_ONLY), "", "No setting is better"),
         (standings(no_clipping=BARE, x=[[0.99, 0.6, 1]] * 3), "x", "than its interval"),
         # Two records more with each seed are no spread, and so no interval.
         (standings(no_clipping=BARE, x=[[a + 0.1, b, 1] for a, b, _ in BARE]), "", "more seeds"),

@@ -256,7 +256,7 @@ def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any) -> 
     pooled = [losses["server"][r] for r in rounds]
     assert done.best == 1 + int(np.argmin(healthy)) != 1 + int(np.argmin(pooled))
     assert f"loss {healthy[-1]:.3g}" in told
-    assert "mean of a, b; outlier c: accuracy" in told
+    assert "(mean of a, b); outlier c: accuracy" in told
     assert result_of(report, "").outliers == ["c"]
     shown = call("report", done.results).stdout.splitlines()
     assert "limit the influence of each" in shown[0]

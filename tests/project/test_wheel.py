@@ -282,7 +282,7 @@ def test_the_first_ten_minutes_in_a_fresh_environment(built: Path, tmp_path: Pat
     assert (tmp_path / "checkout" / "fedclip-demo" / "demo.png").exists()
     assert "valley: the norms of its steps are" in shown
     assert '"no-op"' not in (results / "config.toml").read_text("utf-8").partition("server_opt")[0]
-    assert "before" in shown
+    assert "unclipped" in shown
 
 
 @pytest.mark.slow

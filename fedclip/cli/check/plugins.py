@@ -183,7 +183,7 @@ def _check_plugin(check: Check, spec: object, kind: str, where: str) -> Plugin:
     hint = nearest(name, known[kind]) or "; `fedclip list` shows the names"
     text = f"unknown {kind} {shown(name)}{hint}"
     if right:
-        text = f"{name!r} is not one of the {kind}s: put it in {right}s"
+        text = f"{name!r} is a {right}, not a {kind}: move it to {right}s"
     check.add(problem(where, text))
     return None
 

@@ -170,7 +170,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         """Return why there is no bound, or two, with `modules` that bring one; "" if there is."""
         if self.max_norm is None and not modules:
             return "clipped-averaging has no bound: give it max_norm, or set up update-clip-client"
-        bound = f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-client brings "
+        bound = f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-server sends "
         text = f"{bound}another bound: leave one of them out"
         return text if modules and self.max_norm is not None else ""
 

@@ -165,7 +165,7 @@ def _step(client: Sequence[object], optim: Mapping[str, object], steps: object) 
     if analysis.noised:
         text += f" {analysis.record_in_words}"
     elif analysis.formula:
-        text += " That is the gradient of a batch: it bounds no single sample."
+        text += " This limits the gradient of a batch, not that of a sample."
     return f"{text} {_round(analysis, steps)}".rstrip()
 
 
@@ -182,8 +182,10 @@ def _round(analysis: Analysis, steps: object) -> str:
         total = analysis.round_bound(known)
     if total is None:
         count = "the number of steps" if known is None else str(known)
-        return f"A round's update is at most {rate} times {count} times that."
-    return f"A round's update is at most {rate} times {steps} steps times that, {number(total)}."
+        return f"A round's update is at most {rate} times {count} times this limit."
+    return (
+        f"A round's update is at most {rate} times {steps} steps times this limit: {number(total)}."
+    )
 
 
 def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:

@@ -166,7 +166,7 @@ class SharedServer(OptiModule[Any], register=False):
         if not isinstance(state, Mapping) or any(key not in state for key in keys):
             raise StateError(f"a state of {self.name} must have {', '.join(keys)}")
         if state["clipper"] != self.name:
-            raise StateError(f"the state is of {state['clipper']!r}, and this is {self.name!r}")
+            raise StateError(f"the state is of {state['clipper']!r}, not of {self.name!r}")
         refused = states.check_count("refused", state["refused"])
         self.shared_state.set_state(state)
         self.refused = refused

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, Self
@@ -32,15 +33,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import OTHER_TENSORS, signature
-from fedclip.updates.protocol import (
-    Reply,
-    Schedule,
-    SentBound,
-    bound_from,
-    bound_to,
-    reply_from,
-    reply_to,
-)
+from fedclip.updates.protocol import Reply, Schedule, bound_from, bound_to, reply_from, reply_to
 from fedclip.updates.store import PersistentServer, client_of, server_of, settings_in
 
 # The name of fedclip's own record in a message: the bound in one, the votes in the other.
@@ -52,10 +45,7 @@ OLDER_API = (
     "NumPyClient, client_fn and SecAgg+ are of Flower's older API: write a function with "
     "@app.train(), and leave secaggplus_mod out"
 )
-NO_BOUND = (
-    "the message has no bound: put UpdateClipStrategy around the server's strategy, and "
-    "UpdateClipMod once into the mods"
-)
+NO_BOUND = "put UpdateClipStrategy around the strategy, and UpdateClipMod once into the mods"
 
 
 class UpdateClipMod:
@@ -100,7 +90,15 @@ class UpdateClipMod:
             return call_next(message, context)
         try:
             client = self.client or client_of(settings_in(context.run_config))
-            sent, received = _taken(message)
+            content = message.content
+            if RECORD not in content:
+                older = _is_older([*content])
+                raise ValueError(OLDER_API if older else f"the message has no bound: {NO_BOUND}")
+            clip = partial(client.clip, sent=bound_from(content[RECORD]))
+            # The app may empty the record.
+            received = dict(one_record(content, "the message")[1])
+            # Other messages may share the content: replace it.
+            message.content = RecordDict({k: v for k, v in content.items() if k != RECORD})
         except (TypeError, ValueError) as exc:
             return _refused(message, exc)
         try:
@@ -112,7 +110,7 @@ class UpdateClipMod:
             return _refused(message, OLDER_API)
         if not reply.has_error():
             try:
-                _clip(client, reply, received, sent)
+                _clip(reply, received, clip)
             except (TypeError, ValueError, RuntimeError) as exc:
                 return _refused(message, exc)
         return reply
@@ -127,19 +125,7 @@ def _refused(message: Message, why: object) -> Message:
     return Message(error, reply_to=message)
 
 
-def _taken(message: Message) -> tuple[SentBound, Record]:
-    """Take the bound out of a message; return it, and the model."""
-    if RECORD not in message.content:
-        raise ValueError(OLDER_API if _is_older([*message.content]) else NO_BOUND)
-    sent = bound_from(message.content[RECORD])
-    # The app may empty the record.
-    received = dict(one_record(message.content, "the message")[1])
-    # Other messages may share the content: replace it.
-    message.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
-    return sent, received
-
-
-def _clip(client: UpdateClient, reply: Message, received: Record, sent: SentBound) -> None:
+def _clip(reply: Message, received: Record, clip: Callable[[Record], Reply]) -> None:
     """Put the clipped update and the vote into a reply."""
     name, trained = one_record(reply.content, "the reply")
     before = floats_of(received)
@@ -148,7 +134,7 @@ def _clip(client: UpdateClient, reply: Message, received: Record, sent: SentBoun
         raise ValueError(OTHER_TENSORS)
     with np.errstate(over="ignore", invalid="ignore"):
         update = {k: before[k] - after[k] for k in before}
-    clipped = client.clip(update, sent)
+    clipped = clip(update)
     reply.content[name] = record_of(clipped.arrays)
     reply.content[RECORD] = MetricRecord(reply_to(clipped))
 
@@ -198,10 +184,8 @@ _WHY_NOT = {
 def _check_inner(inner: object, private: bool) -> None:
     """Refuse a strategy of another API, and one that is or holds none of _AVERAGES."""
     if not isinstance(inner, Strategy):
-        raise TypeError(
-            f"got {type(inner).__module__}.{type(inner).__name__}, of Flower's older API: take a "
-            "strategy of flwr.serverapp.strategy"
-        )
+        got = f"{type(inner).__module__}.{type(inner).__name__}, of Flower's older API"
+        raise TypeError(f"got {got}: take a strategy of flwr.serverapp.strategy")
     known = _AVERAGES - ({"QFedAvg"} if private else set())
     for cls in type(inner).__mro__:
         of_an_app = not cls.__module__.startswith(("flwr.", "fedclip."))
@@ -273,10 +257,8 @@ class UpdateClipStrategy(Strategy):
         self._key = str(getattr(inner, "weighted_by_key", "num-examples"))
         _check_inner(inner, self._private)
         if bound.separation > 1 and getattr(inner, "fraction_train", 1.0) != 1.0:
-            raise ValueError(
-                f"with separation={bound.separation} nodes take turns: leave fraction_train=1.0, "
-                "and give min_available_nodes the number of all nodes"
-            )
+            turns = f"with separation={bound.separation} nodes take turns"
+            raise ValueError(f"{turns}: leave fraction_train=1.0; min_available_nodes is for all")
         self.inner, self.served = inner, PersistentServer(settings, folder)
         self.server = self.served.server
         self._schedule: Schedule | None = None
@@ -301,10 +283,8 @@ class UpdateClipStrategy(Strategy):
 
     def initialize_parameters(self, client_manager: object) -> None:
         """Refuse Flower's older API, which calls this: it cannot run update clipping."""
-        raise RuntimeError(
-            "server_fn and SecAgg+ are of Flower's older API: call strategy.start(grid, …) in a "
-            "function with @app.main()"
-        )
+        start = "call strategy.start(grid, …) in a function with @app.main()"
+        raise RuntimeError(f"server_fn and SecAgg+ are of Flower's older API: {start}")
 
     def summary(self) -> None:
         """Log the settings."""
@@ -355,10 +335,9 @@ class UpdateClipStrategy(Strategy):
             names = ", ".join(due[:5])
             raise RuntimeError(f"all nodes whose turn it is have left ({names}): start again")
         if len(nodes) != bound.budget.clients:
-            raise RuntimeError(
-                f"{len(nodes)} nodes would be asked, and noise is for expected_clients="
-                f"{bound.budget.clients}: set min_train_nodes and fraction_train to ask that many"
-            )
+            noise = f"noise is for expected_clients={bound.budget.clients}"
+            hint = "set min_train_nodes and fraction_train to ask that many"
+            raise RuntimeError(f"{len(nodes)} nodes would be asked, and {noise}: {hint}")
         return list(messages)
 
     def aggregate_train(
@@ -443,16 +422,13 @@ class UpdateClipStrategy(Strategy):
         """
         forms: dict[int, frozenset[object]] = {}
         for message in valid:
+            records = {n: r for n, r in message.content.metric_records.items() if n != RECORD}
             numbers = {
-                (name, key): np.asarray(value, np.float64)
-                for name, record in message.content.metric_records.items()
-                for key, value in record.items()
-                if name != RECORD
+                (n, k): np.asarray(v, float) for n, r in records.items() for k, v in r.items()
             }
             weights = [x for (_, key), x in numbers.items() if key == self._key]
-            if all(x.ndim == 0 and x > 0 for x in weights) and all(
-                np.isfinite(x).all() for x in numbers.values()
-            ):
+            is_finite = all(np.isfinite(x).all() for x in numbers.values())
+            if is_finite and all(x.ndim == 0 and x > 0 for x in weights):
                 forms[_node(message)] = frozenset((n, x.shape) for n, x in numbers.items())
         most = Counter(forms.values()).most_common(1)
         fit = [m for m in valid if not most or forms.get(_node(m)) == most[0][0]]
@@ -465,8 +441,7 @@ class UpdateClipStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages of the inner strategy; none if the training is over."""
-        sent = self.server.bound.sent
-        if sent and sent.stop:
+        if (sent := self.server.bound.sent) and sent.stop:
             return []
         return list(self.inner.configure_evaluate(server_round, arrays, config, grid))
 

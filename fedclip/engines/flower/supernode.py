@@ -39,7 +39,7 @@ from flwr.supercore.version import package_version
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.cli import flower_supernode
 
-from fedclip.engines.flower.clipping import RECORD, record_of
+from fedclip.engines.flower.clipping import RECORD, one_record, record_of
 from fedclip.errors import shown
 from fedclip.site.gate import REFUSED, Gate, Refused
 from fedclip.site.policy import Policy
@@ -205,7 +205,7 @@ def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> Recor
 
     Raises
     ------
-    Refused
+    Refused, ValueError
         If nothing may leave.
     """
     kind = kind.partition(".")[0]
@@ -217,12 +217,9 @@ def passed(kind: str, asked: RecordDict, reply: RecordDict, gate: Gate) -> Recor
     if reply.array_records:
         if kind != "train":
             raise Refused("arrays leave in replies to train only")
-        if len(reply.array_records) != 1 or len(asked.array_records) != 1:
-            raise Refused("a model and the reply to it must be one ArrayRecord each")
-        ((name, model),) = asked.array_records.items()
-        (trained,) = reply.array_records.values()
+        name, model = one_record(asked, "the message")
         before = {k: array.numpy() for k, array in model.items()}
-        after = {k: array.numpy() for k, array in trained.items()}
+        after = {k: array.numpy() for k, array in one_record(reply, "the reply")[1].items()}
         if voted is None:
             sent = gate.model(after, before)
         else:
@@ -257,10 +254,9 @@ def _check() -> None:
         digest.update(file.relative_to(root).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     if KNOWN.get(package_version) != digest.hexdigest():
-        raise RuntimeError(
-            f"a site's SuperNode needs flwr {' or '.join(KNOWN)} from PyPI, and {package_version} "
-            f"is installed, or changed: run pip install --force-reinstall flwr=={[*KNOWN][-1]}"
-        )
+        needed = f"a site's SuperNode needs flwr {' or '.join(KNOWN)} from PyPI"
+        hint = f"run pip install --force-reinstall flwr=={[*KNOWN][-1]}"
+        raise RuntimeError(f"{needed}, and {package_version} is installed, or changed: {hint}")
 
 
 def run(policy: Path, words: Sequence[str]) -> None:

@@ -25,9 +25,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from declearn.main.config import FLOptimConfig, FLRunConfig
-from declearn.main.utils import aggregate_clients_data_info
 from declearn.messaging import PrivacyRequest
-from declearn.optimizer import Optimizer
 
 from fedclip import SampleClip
 from fedclip.core.parameters import Config
@@ -38,6 +36,7 @@ from fedclip.dpsgd.persons import Persons
 from fedclip.engines.declearn.persample import Records, first_records, shapes
 from fedclip.engines.declearn.private_client import PrivateTrainingManager
 from fedclip.engines.declearn.quickrun import Experiment
+from fedclip.engines.local.crowd import Crowd, SimulateConfig
 from fedclip.engines.local.simulate import Simulation
 from fedclip.errors import ToolError
 from fedclip.privacy.accounting import Accountant, epsilon, epsilon_of, mu_of, split_noise
@@ -166,8 +165,8 @@ def _unlucky(present: Host, half: Host, share: tuple[float, float]) -> Guesses:
 
 def _places(arrays: Mapping[str, Any], groups: Groups, most: int, rng: np.random.Generator) -> Host:
     """Return positions in all values, of shape (canaries, groups), no two of them the same."""
-    sizes = [math.prod(arrays[name].shape) for name in groups.names]
-    of = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    ends = np.cumsum([math.prod(arrays[name].shape) for name in groups.names])
+    of = np.split(np.arange(ends[-1]), ends[:-1])
     within = [rng.permutation(np.concatenate([of[i] for i in m])) for m in groups.members]
     return np.stack([part[: min(most, *map(len, within))] for part in within], axis=1)
 
@@ -178,10 +177,10 @@ def _flat(arrays: Mapping[str, Host], groups: Groups) -> Host:
 
 def _filled(places: Host, values: Any, like: Mapping[str, Any], groups: Groups) -> dict[str, Host]:
     """Return arrays of the shapes of others, with values at these places and zeros elsewhere."""
-    sizes = [math.prod(like[name].shape) for name in groups.names]
-    flat = np.zeros(sum(sizes))
+    ends = np.cumsum([math.prod(like[name].shape) for name in groups.names])
+    flat = np.zeros(ends[-1])
     flat[places] = values
-    named = zip(groups.names, np.split(flat, np.cumsum(sizes)[:-1]), strict=True)
+    named = zip(groups.names, np.split(flat, ends[:-1]), strict=True)
     return {name: part.reshape(like[name].shape) for name, part in named}
 
 
@@ -342,17 +341,14 @@ def _likelier(seen: Host, length: float, noise: float, rate: float) -> Host:
 
 def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> Audit:
     experiment, config = Experiment(file), FLRunConfig.from_toml(str(file), False, "run")
-    site, model = next(iter(experiment.files)), experiment.model()
-    data, persons = experiment.data(site), experiment.persons(site)
-    if model.required_data_info:
-        specs = {"site": vars(data[0].get_data_specs())}
-        model.initialize(aggregate_clients_data_info(specs, model.required_data_info))
-    optimizer = Optimizer.from_config(optim.client_opt.get_config())
+    effort = {k: v for k, v in config.training.message_params.items() if k != "timeout"}
+    crowd = Crowd(experiment, optim, effort, SimulateConfig(clients=1))
+    data, persons = crowd.data[0], experiment.persons(crowd.sites[0])
     logger = logging.getLogger("declearn.client.audit")
     logger.setLevel(logging.ERROR)
     # A client that trains alone, as the server asks it to.
-    manager = _Watched(model, optimizer, optim.aggregator, *data, logger=logger, verbose=False)
-    effort = {k: v for k, v in config.training.message_params.items() if k != "timeout"}
+    parts = crowd.model, crowd.optimizer(0), optim.aggregator, *data
+    manager = _Watched(*parts, logger=logger, verbose=False)
     records = Records(data[0], *first_records(data[1])[:1])
     units = records if persons is None else Persons(records, persons)
     request = PrivacyRequest(rounds=config.rounds, **effort, **vars(config.privacy))
@@ -366,7 +362,7 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
         return charged, manager.there, manager.scores, manager.half, broken
 
     manager.make_private(request, records=units)
-    values = sum(map(math.prod, shapes(model).values()))
+    values = sum(map(math.prod, shapes(crowd.model).values()))
     most = min(len(units), values, _FEWEST)
     seconds = 0.1 + manager.calibration.steps * (3e-4 + 1e-7 * values + 5e-7 * most)
     return _attack(units.unit, play, seconds)

@@ -7,7 +7,7 @@ They share one model. Each has data, a source of its batches, and what its optim
 # ruff: noqa: UP045  (declearn reads the types of a section from its fields, and knows no `|`)
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import numpy as np
 from declearn.dataset import InMemoryDataset
@@ -69,22 +69,6 @@ class SimulateConfig(TomlConfig):
             many = getattr(self, name) or 0
             if self.clients is not None and many > self.clients:
                 raise ValueError(f"{name} = {many} is more than clients = {self.clients}")
-
-
-class Trained(NamedTuple):
-    """The result of a client's training in a round.
-
-    Attributes
-    ----------
-    update
-        The model before the round, minus the model after it.
-    aux
-        The messages of its optimizer's modules to those of the server.
-    """
-
-    update: AnyVector
-    steps: int
-    aux: dict[str, AuxVar]
 
 
 class Crowd:
@@ -157,8 +141,14 @@ class Crowd:
             self._optims[key] = Optimizer.from_config(self._config)
         return self._optims[key]
 
-    def train(self, client: int, start: AnyVector, aux: Mapping[str, AuxVar]) -> Trained:
-        """Train a client from these weights, as [run.training] says, and return its update."""
+    def train(
+        self, client: int, start: AnyVector, aux: Mapping[str, AuxVar]
+    ) -> tuple[AnyVector, int, dict[str, AuxVar]]:
+        """Train a client from these weights, as [run.training] says.
+
+        Return its update, which is the model before the round minus that after it; its number of
+        steps; and the messages of its optimizer's modules to those of the server.
+        """
         self.hand_over(client, start)
         manager = self._manager
         manager.optim, manager.train_data = self.optimizer(client), self._records(client)
@@ -171,7 +161,7 @@ class Crowd:
         update = start - self.model.get_weights(trainable=True)
         if client in self.hostile:
             update = update * self.settings.factor
-        return Trained(update, int(effort["n_steps"]), manager.optim.collect_aux_var())
+        return update, int(effort["n_steps"]), manager.optim.collect_aux_var()
 
     def evaluate(self, start: AnyVector, how: EvaluateConfig) -> tuple[Config, dict[str, Config]]:
         """Return loss and metrics over the validation data of all folders, and of each."""

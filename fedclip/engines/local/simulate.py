@@ -14,7 +14,7 @@ import time
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -28,12 +28,12 @@ from declearn.utils import set_device_policy
 from fedclip import ClippedAveraging, SampleClip, UpdateClipClient, UpdateClipServer, UpdateNorms
 from fedclip.engines.declearn.personal import label
 from fedclip.engines.declearn.quickrun import Experiment, draw_from
-from fedclip.engines.local.crowd import Crowd, SimulateConfig, Trained
+from fedclip.engines.local.crowd import Crowd, SimulateConfig
 from fedclip.errors import FedclipWarning, ToolError
 from fedclip.report import Reader, ReportError
 from fedclip.report.results import Result, best_round, result_of
 from fedclip.updates.bound import AdaptiveBound
-from fedclip.updates.protocol import Reply, Schedule, SentBound
+from fedclip.updates.protocol import Arrays, Reply, Schedule, SentBound
 from fedclip.updates.server import UpdateServer
 
 EARLY = "the loss stopped improving (early_stop)"
@@ -130,20 +130,19 @@ class Simulation:
             text = f"clients = {clients}, but the data folder has {len(sites)}: raise clients"
             raise ToolError(f"[simulate] {text}")
         try:
-            settings = replace(settings, clients=clients)
+            return replace(settings, clients=clients, seed=settings.seed if seed is None else seed)
         except ValueError as exc:
             raise ToolError(f"[simulate] {exc}: lower it") from None
-        return settings if seed is None else replace(settings, seed=seed)
 
     def _server(self, bound: AdaptiveBound) -> UpdateServer:
         # Nothing of a simulation is released.
         bound.charge_to(None)
         of, clients = self.aggregator, self.crowd.names
         few = of.combining.too_few(self.settings.sampled or len(clients))
-        if why := of.shares.strangers(clients) or few:
-            raise ToolError(f"[optim.aggregator] {why}")
         parts = {name: getattr(of, name) for name in ("scope", "exclude", "shares", "combining")}
         try:
+            if why := of.shares.strangers(clients) or few:
+                raise ValueError(why)
             return UpdateServer(bound, **parts)
         except ValueError as exc:
             raise ToolError(f"[optim.aggregator] {exc}") from None
@@ -165,15 +164,15 @@ class Simulation:
         updates, messages = None, dict[str, AuxVar]()
         self.rounds += 1
         for client in self.crowd.asked(due):
-            trained = self.crowd.train(client, start, aux)
+            update, steps, answers = self.crowd.train(client, start, aux)
             if self.server and sent:
-                self.server.add(self._reply(client, trained, sent), start.coefs)
+                self.server.add(self._reply(client, update.coefs, steps, sent), start.coefs)
             else:
                 if client in self.norms:
-                    self.norms[client].measure(trained.update)
-                shared = self.aggregator.prepare_for_sharing(trained.update, trained.steps)
+                    self.norms[client].measure(update)
+                shared = self.aggregator.prepare_for_sharing(update, steps)
                 updates = shared if updates is None else updates + shared
-            for name, message in trained.aux.items():
+            for name, message in answers.items():
                 messages[name] = messages[name] + message if name in messages else message
         self.crowd.hand_over(None, start)
         self.rest.process_aux_var(messages)
@@ -186,10 +185,9 @@ class Simulation:
             self.keep_records()
         return ""
 
-    def _reply(self, client: int, trained: Trained, sent: SentBound) -> Reply:
+    def _reply(self, client: int, update: Arrays, steps: int, sent: SentBound) -> Reply:
         """Return what a client replies; an attacker may send more than the bound allows."""
-        update, steps = trained.update, trained.steps
-        outcome = self.aggregator.outcome(update.coefs, sent.bound, steps)
+        outcome = self.aggregator.outcome(update, sent.bound, steps)
         for records in filter(None, (self.records, self.norms.get(client))) if steps else ():
             if outcome.norm is None:
                 records.recorder.add_nonfinite()
@@ -198,7 +196,7 @@ class Simulation:
         reply: Reply = outcome.reply(sent)
         if client in self.crowd.hostile and not self.settings.attackers_clip:
             vote = int(sent.adaptive)
-            reply = Reply(update.coefs, votes=vote, within=vote)
+            reply = Reply(update, votes=vote, within=vote)
         return replace(reply, sender=self.crowd.names[client], steps=steps)
 
     def evaluate(self) -> None:
@@ -278,8 +276,8 @@ def run(
     simulation.crowd.hand_over(None, simulation.best)
     Checkpointer(str(folder / "server")).save_model(simulation.model, timestamp="best")
     label(folder / "server", simulation.model)
-    count, best = len(simulation.crowd.names), simulation.best_round
-    return Simulated(count, done, seconds, str(folder), ended, best)
+    count = len(simulation.crowd.names)
+    return Simulated(count, done, seconds, str(folder), ended, simulation.best_round)
 
 
 def _bound(optim: FLOptimConfig) -> AdaptiveBound | None:
@@ -302,10 +300,8 @@ def _logged(file: Path) -> Iterator[None]:
     logger, handler = logging.getLogger("declearn"), logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FedclipWarning)
+    with closing(handler), warnings.catch_warnings(action="ignore", category=FedclipWarning):
+        try:
             yield
-    finally:
-        logger.removeHandler(handler)
-        handler.close()
+        finally:
+            logger.removeHandler(handler)

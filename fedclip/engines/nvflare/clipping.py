@@ -123,10 +123,8 @@ class CloseRound(ModelAggregator):
             return FLModel(params_type=ParamsType.DIFF, params={})
         budget = served.server.bound.budget
         if budget and len(self._asked) != budget.clients:
-            raise RuntimeError(
-                f"{len(self._asked)} clients were asked, and noise is for expected_clients="
-                f"{budget.clients}: connect as many, and give the recipe that min_clients"
-            )
+            noise = f"noise is for expected_clients={budget.clients}: connect as many"
+            raise RuntimeError(f"{len(self._asked)} clients were asked, and {noise}")
         average = served.close(like=model).average
         # A late reply does not belong to this round.
         self._model = None
@@ -210,10 +208,8 @@ class ClipUpdate(Filter):
             raise ValueError("no bound has arrived with this task: ReceiveBound is missing")
         dxo = from_shareable(shareable)
         if dxo.data_kind != DataKind.WEIGHT_DIFF:
-            raise ValueError(
-                f"update clipping needs differences, got {dxo.data_kind}: give the recipe "
-                "params_transfer_type=TransferType.DIFF"
-            )
+            hint = "give the recipe params_transfer_type=TransferType.DIFF"
+            raise ValueError(f"update clipping needs differences, got {dxo.data_kind}: {hint}")
         steps = dxo.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND)
         # Torch and NumPy count steps as their own integers; the server takes plain ones.
         plain = int(steps) if isinstance(steps, numbers.Integral) else None
@@ -266,10 +262,8 @@ def add_update_clipping(recipe: Recipe, *, folder: str | None = None, **settings
     closing, workflow = CloseRound(settings, folder), _workflow(recipe)
     budget = server_of(settings).bound.budget
     if budget and workflow.num_clients != budget.clients:
-        raise ValueError(
-            f"noise is for expected_clients={budget.clients}, and the recipe asks "
-            f"{workflow.num_clients} clients: give it min_clients={budget.clients}"
-        )
+        asked = f"the recipe asks {workflow.num_clients} clients: give it min_clients"
+        raise ValueError(f"noise is for expected_clients, and {asked}={budget.clients}")
     tasks = [workflow.task_name]
     recipe.add_server_output_filter(SendBound(), tasks=tasks)
     recipe.add_client_input_filter(ReceiveBound(), tasks=tasks)
@@ -286,10 +280,7 @@ def _workflow(recipe: Recipe) -> FedAvg:
     workflow = next((control for control in controllers if type(control) is FedAvg), None)
     if workflow is None:
         names = ", ".join(type(controller).__name__ for controller in controllers) or "none"
-        raise ValueError(
-            f"the workflow of this recipe is {names}: take a recipe of NVFlare's FedAvg, such as "
-            "NumpyFedAvgRecipe"
-        )
+        raise ValueError(f"the workflow of this recipe is {names}: take one of NVFlare's FedAvg")
     sites = (getattr(recipe, "per_site_config", None) or {}).values()
     needed = {
         "params_transfer_type": TransferType.DIFF,

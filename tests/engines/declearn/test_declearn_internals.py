@@ -18,7 +18,7 @@ import fedclip
 OURS = Path(fedclip.__file__).parent
 TABLE = OURS.parent / "docs" / "developers" / "declearn-internals.md"
 DECLEARN = Path(declearn.__file__).parent
-NAMES = re.findall(r"^\| `([\w.]+:[\w.]+)` \|", TABLE.read_text(encoding="utf-8"), re.M)
+NAMES = re.findall(r"`([\w.]+:[\w.]+)`", TABLE.read_text(encoding="utf-8"))
 
 
 @cache

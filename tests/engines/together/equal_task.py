@@ -32,11 +32,9 @@ def train(client: int, weights: Weights) -> tuple[Weights, int]:
     """Return what a client has made of the model, and its number of steps."""
     start = crowd().model.get_weights(trainable=True)
     like = {name: weights[name].astype(x.dtype) for name, x in start.coefs.items()}
-    trained = crowd().train(client, type(start)(like), {})
-    update = trained.update.coefs
-    return {
-        name: weights[name] - np.asarray(update[name], float) for name in weights
-    }, trained.steps
+    trained, steps, _ = crowd().train(client, type(start)(like), {})
+    update = trained.coefs
+    return {name: weights[name] - np.asarray(update[name], float) for name in weights}, steps
 
 
 def flat(weights: Weights) -> Any:

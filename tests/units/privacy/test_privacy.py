@@ -213,7 +213,7 @@ def test_check_multiplies_a_fixed_number_of_steps(checked: Any) -> None:
     batch_size = 8
     n_steps = 14
     """
-    assert "at most 0.5 times 14 steps times that, 7." in checked(text).places[0]
+    assert "at most 0.5 times 14 steps times this limit: 7." in checked(text).places[0]
     text += "[run.privacy]\nbudget = [1.0, 1e-5]\nsclip_norm = 1.0\n"
     assert "It acts on noise, which [run.privacy] adds first" in checked(text).places[0]
     text = f"{OPTIM}['norm-clip']\nw_decay = 0.1\n"

@@ -299,7 +299,7 @@ def test_declearn_clips_each_tensor_of_a_sample_by_itself() -> None:
 
 def test_agc_before_declearns_noise_promises_no_bound(check: Any) -> None:
     step = check('regularizers = [["agc", {ratio = 0.02}]]', run=PRIVATE).places[0]
-    assert "Before the noise, agc: On an aggregate: it makes no sensitivity larger" in step
+    assert "Before the noise, agc: On an aggregate: it does not increase a sensitivity" in step
     assert "at most 0.02" not in step
     step = check('regularizers = ["ridge"]\nmodules = ["norm-clip"]', run=PRIVATE).places[0]
     assert "Before the noise, ridge" in step

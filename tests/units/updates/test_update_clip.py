@@ -552,7 +552,7 @@ SENT = UpdateClipBound(1.0)
         (ADAPTIVE, CLIPPED, None, RuntimeError, "put update-clip-server into server_opt"),
         (ADAPTIVE * 2, CLIPPED, SENT, RuntimeError, "once each"),
         (ADAPTIVE, {"name": "averaging"}, SENT, RuntimeError, "set aggregator = 'clipped-avera"),
-        (ADAPTIVE, {**CLIPPED, "max_norm": 1.0}, SENT, ValueError, "brings another bound"),
+        (ADAPTIVE, {**CLIPPED, "max_norm": 1.0}, SENT, ValueError, "sends another bound"),
         ([], CLIPPED, None, ValueError, "has no bound"),
         (ADAPTIVE, CLIPPED, UpdateClipBound(0.0), ValueError, "bound must be a finite number"),
     ],
