@@ -85,7 +85,7 @@ def problems(checked: Any) -> Messages:
         ('["norm-clip"]', '["zscor-clip"]', "unknown module 'zscor-clip'; did you mean 'zscore-"),
         ('["norm-clip"]', '[["norm-clip", {maxnorm = 1.0}]]', "'maxnorm'; did you mean 'max_norm'"),
         ('["norm-clip"]', '[["norm-clip", {max_norm = -1.0}]]', "norm-clip: max_norm must be"),
-        ('["norm-clip"]', '["lasso"]', "'lasso' is not one of the modules: put it in regularize"),
+        ('["norm-clip"]', '["lasso"]', "'lasso' is a regularizer, not a module: move it to"),
         ('"averaging"', "{nam = 'sum'}", "unknown aggregator 'None'"),
     ],
 )

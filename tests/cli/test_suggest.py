@@ -23,6 +23,7 @@ from fedclip.report.norms import FEW
 CONFIG = "# a comment on top\n" + GOOD.replace(
     '["norm-clip"]', '[\n  "no-op",       # only looks\n  ["momentum", { beta = 0.9 }],\n]'
 ).replace('"averaging"', '"averaging"   # one weight for each')
+CONFIG = CONFIG.replace("[optim.server_opt]\nlrate = 1.0\n", "")
 
 
 @pytest.fixture
