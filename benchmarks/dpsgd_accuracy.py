@@ -103,7 +103,7 @@ def manager(
         logger=_LOGGER,
         verbose=False,
     )
-    if isinstance(made, DPTrainingManager):
+    if isinstance(made, DPTrainingManager | PrivateTrainingManager):
         request = PrivacyRequest(
             budget=(epsilon, DELTA),
             sclip_norm=setting.bound,

@@ -21,7 +21,7 @@ ALL = ("numpy", "torch", "tensorflow", "jax")
 # Files whose tests take up to minutes: first, so that no process is left with one at the end.
 LONG = re.compile(
     "test_(wheel|examples|adapter_keras|federated|tune|registration|declearn_suite"
-    "|dpsgd_benchmarks|adapter_torch_sharded|adapter_jax_loops)"
+    "|adapter_torch_sharded|adapter_jax_loops)"
 )
 SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)
 # Files whose packages take seconds to import, by the framework that they need, or as slow.

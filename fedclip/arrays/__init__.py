@@ -78,7 +78,7 @@ def narrowed(values: Float64, like: Array) -> Array:
     the result is of the framework's widest ones.
     """
     backend = backend_of(like)
-    like = backend.dense(like)
+    like = like if isinstance(like, np.ndarray) else backend.dense(like)
     dtype = backend.dtype(like)
     if not dtype.startswith(("float", "bfloat")):
         return backend.asarray(values, like)

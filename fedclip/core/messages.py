@@ -62,7 +62,8 @@ class FromServer(Message, register=False):
 
     Decoding never raises: an exception there would end the client without a report, and leave
     the server waiting. Fields that this version of fedclip does not know are kept. Missing fields
-    are None; `missing` names them, and those that are not of the `kinds` of this version.
+    are None; `missing` names them, and those that are not of the `kinds` of this version. What is
+    `lacking` is what it has said of a message from the wire.
 
     Attributes
     ----------
@@ -77,6 +78,7 @@ class FromServer(Message, register=False):
     unread: dict[str, object] = field(
         default_factory=dict, init=False, repr=False, compare=False, kw_only=True
     )
+    lacking: str = field(default="", init=False, repr=False, compare=False, kw_only=True)
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields, those of a newer fedclip too."""
@@ -88,7 +90,7 @@ class FromServer(Message, register=False):
         """Make a message from anything that came over the wire."""
         known = dict(data) if isinstance(data, Mapping) else {}
         result = cls(**{f.name: known.pop(f.name, None) for f in fields(cls) if f.init})
-        result.unread = known
+        result.unread, result.lacking = known, result.missing()
         return result
 
     def missing(self) -> str:

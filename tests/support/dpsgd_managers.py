@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,14 @@ import pytest
 from declearn.aggregator import AveragingAggregator
 from declearn.dataset import Dataset, InMemoryDataset
 from declearn.messaging import (
+    EvaluationRequest,
+    InitRequest,
+    MetadataQuery,
     PrivacyRequest,
+    SerializedMessage,
     TrainRequest,
 )
+from declearn.metrics import MetricSet
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.optimizer import Optimizer
 
@@ -31,32 +38,23 @@ def data(n: int = N, d: int = D, seed: int = 0) -> InMemoryDataset:
     return InMemoryDataset(x, target=(x[:, 0] > 0).astype(int), expose_classes=True)
 
 
+STEPS = {"batches": {"batch_size": 15}, "n_epoch": 1, "n_steps": None}
+SPENT = {"budget": (3.0, 1e-5), "sclip_norm": 0.5, "accountant": "rdp", "rounds": 4}
+
+
 def request(**changes: Any) -> PrivacyRequest:
-    settings: dict[str, Any] = {
-        "budget": (3.0, 1e-5),
-        "sclip_norm": 0.5,
-        "accountant": "rdp",
-        "use_csprng": False,
-        "seed": 7,
-        "rounds": 4,
-        "batches": {"batch_size": 15},
-        "n_epoch": 1,
-        "n_steps": None,
-    }
-    return PrivacyRequest(**{**settings, **changes})
+    settings: dict[str, Any] = {**STEPS, **SPENT, "use_csprng": False, "seed": 7, **changes}
+    return PrivacyRequest(**settings)
 
 
 def train(**changes: Any) -> TrainRequest:
-    settings: dict[str, Any] = {
-        "round_i": 1,
-        "weights": None,
-        "aux_var": {},
-        "batches": {"batch_size": 15},
-        "n_epoch": 1,
-        "n_steps": None,
-        "timeout": None,
-    }
-    return TrainRequest(**{**settings, **changes})
+    settings: dict[str, Any] = {"round_i": 1, "weights": None, "aux_var": {}, "timeout": None}
+    return TrainRequest(**{**settings, **STEPS, **changes})
+
+
+def manager_of(model: Any, train: Any, valid: Any, modules: Any, lrate: float) -> Any:
+    parts = model, Optimizer(lrate=lrate, modules=[*modules]), AveragingAggregator(), train, valid
+    return PrivateTrainingManager(*parts, verbose=False)
 
 
 def manager(
@@ -65,21 +63,25 @@ def manager(
     private: Any = True,
     lrate: float = 1.0,
     **kwargs: Any,
-) -> PrivateTrainingManager:
+) -> Any:
     records = data() if dataset is None else dataset
     model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss", penalty=None)
-    model.initialize({"features_shape": (records.feats.shape[1],), "classes": [0, 1]})
-    made = PrivateTrainingManager(
-        model=model,
-        optim=Optimizer(lrate=lrate, modules=list(modules)),
-        aggrg=AveragingAggregator(),
-        train_data=records,
-        valid_data=data(d=records.feats.shape[1], seed=1),
-        verbose=False,
-    )
+    size = records.feats.shape[1]
+    model.initialize({"features_shape": (size,), "classes": [0, 1]})
+    made = manager_of(model, records, data(d=size, seed=1), modules, lrate)
     if private:
         made.make_private(request() if private is True else private, **kwargs)
     return made
+
+
+BOUND = 3.0
+
+
+def noised_sums(states: Any) -> Any:
+    """Return the noised sums of an evaluation: losses, right classes, records."""
+    bounds, count = {"loss": BOUND, "accuracy": 1.0}, states["loss"].divisor
+    sums = [states[name].num_sum / bound - count / 2 for name, bound in bounds.items()]
+    return np.array([*sums, count / 2])
 
 
 def coefs(made: PrivateTrainingManager) -> Any:
@@ -102,6 +104,10 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.asked: list[Any] = []
+
+    async def recv_message(self) -> Any:
+        return SerializedMessage.from_bin_message(self.asked.pop(0).serialize())
 
     async def send_message(self, message: Any) -> None:
         self.sent.append(message)
@@ -128,11 +134,8 @@ def private(source: Dataset, net: Any = None, valid: Any = None, modules: Any = 
     torch.manual_seed(0)
     model = TorchModel(net or torch.nn.Linear(wire.D, wire.CLASSES), torch.nn.CrossEntropyLoss())
     x, y = wire.arrays(20, seed=1)
-    made = PrivateTrainingManager(
-        *(model, Optimizer(lrate=1.0, modules=[*modules]), AveragingAggregator(), source),
-        valid_data=InMemoryDataset(x, target=y) if valid is None else valid,
-        verbose=False,
-    )
+    valid = InMemoryDataset(x, target=y) if valid is None else valid
+    made = manager_of(model, source, valid, modules, 1.0)
     made.make_private(request())
     made.noise = Silent()
     return made
@@ -142,3 +145,41 @@ def total(made: Any, positions: Any) -> Any:
     """Return the clipped sum of a step, as an array."""
     made.run_train_step(made.records.take(positions, made._fail))
     return np.concatenate([a.ravel() for a in made.noise.seen[-1][0].values()])
+
+
+def conversation(kind: str, folder: Path) -> list[Any]:
+    """Return what a client sends in two rounds; its draws are the same whatever its kind."""
+    import torch
+    from declearn.model.torch import TorchModel
+
+    torch.manual_seed(0)
+    model = TorchModel(torch.nn.Linear(wire.D, wire.CLASSES), torch.nn.CrossEntropyLoss())
+    clip = ("sample-clip", {"evaluation_share": 0.2, "loss_bound": BOUND})
+    limits = [("value-clip", {"max_value": 0.05}), ("norm-clip", {"max_norm": 0.07})]
+    optim = Optimizer(lrate=0.5, modules=[*limits, clip, "momentum"])
+    metrics = MetricSet(["accuracy"]).get_config()["metrics"]
+    of_round: dict[str, Any] = {"batches": {"batch_size": 20}, "n_epoch": 2, "n_steps": 3}
+    weights = model.get_weights(trainable=True)
+    kinds = ("plain", kind) if kind in wire.VALIDATION else (kind, "plain")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # A model of torch is pickled.
+        warnings.simplefilter("ignore")
+        wire.seeded(patch.setattr)
+        # The first three validation records, on which the model is tried, are always the same.
+        valid = wire.dataset(kinds[1], wire.N - 1, expose_data_type=True)
+        settings = {"train_data": wire.dataset(kinds[0]), "valid_data": valid}
+        made = client(**settings, checkpoint=str(folder / kind))
+        made.netwk.asked = [
+            MetadataQuery(["n_samples", "features_shape", "data_type"]),
+            InitRequest(model, optim, AveragingAggregator(), metrics, dpsgd=True),
+            request(budget=(50.0, 1e-3), rounds=2, **of_round),
+        ]
+        asyncio.run(made.initialize())
+        for i in (1, 2):
+            made.netwk.asked = [
+                train(round_i=i, weights=weights, **of_round),
+                EvaluationRequest(i, weights, {"batch_size": 20}, None, None),
+            ]
+            for _ in range(2):
+                asyncio.run(made.handle_message(asyncio.run(made.netwk.recv_message())))
+    return list(made.netwk.sent)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Self
@@ -18,7 +17,8 @@ from fedclip.arrays import rounded
 from fedclip.core import parameters
 from fedclip.core.parameters import parameter
 from fedclip.core.plugins import Versioned
-from fedclip.engines.declearn.context import ROUND, UPDATES, Sender, blank, senders_of, under_way
+from fedclip.engines.declearn import context
+from fedclip.engines.declearn.context import ROUND, UPDATES
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
 from fedclip.updates.aggregation import Aggregation, Combining, RunningAverage
 from fedclip.updates.client import UpdateClient
@@ -26,12 +26,10 @@ from fedclip.updates.limits import OTHER_TENSORS, check_whole, refuse_statistics
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.weights import Shares, Weights
 
-_SUMMED = attrgetter("summed")
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 RAISES = (
-    "on_nonfinite = 'raise' ends the run for everybody where one client's update is not finite, "
-    "which reveals that client without noise: take 'skip'"
+    "on_nonfinite = 'raise' stops the run, which reveals that client without noise: take 'skip'"
 )
 """Why noise does not cover what that setting reveals."""
 
@@ -168,30 +166,27 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
 
     def unfit(self, modules: bool) -> str:
         """Return why there is no bound, or two, with `modules` that bring one; "" if there is."""
-        if self.max_norm is None and not modules:
-            return "clipped-averaging has no bound: give it max_norm, or set up update-clip-client"
-        bound = f"clipped-averaging has max_norm={self.max_norm!r}, and update-clip-server sends "
-        text = f"{bound}another bound: leave one of them out"
-        return text if modules and self.max_norm is not None else ""
+        if modules == (self.max_norm is None):
+            return ""
+        if modules:
+            return "max_norm is set, and update-clip-server sends another bound: remove one"
+        return "clipped-averaging has no bound: give it max_norm, or set up update-clip-client"
 
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
         """Clip the update of a round, or zero it, and count it."""
-        round_ = ROUND.get().client
-        why = self.unfit(modules=round_ is not None)
-        sent = round_.sent if round_ else SentBound(self.max_norm or 0.0)
-        if sent.private:
-            why = why or self.aggregation.unfit_for_noise()
-            refuse_statistics(updates.coefs)
-        if why:
+        whole = ROUND.get().client is not None
+        round_ = ROUND.get().client or context.ClientPart(SentBound(self.max_norm or 0.0))
+        sent, site = round_.sent, round_.site
+        if why := self.unfit(whole) or (self.aggregation.unfit_for_noise() if sent.private else ""):
             raise ValueError(why)
-        outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole=round_ is not None)
-        reply, site = outcome.reply(sent), None
+        if sent.private:
+            refuse_statistics(updates.coefs)
+        outcome = round_.outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole)
+        reply = round_.reply = outcome.reply(sent)
         arrays = reply.arrays
-        if round_ is not None:
-            round_.outcome, round_.reply, site = outcome, reply, round_.site
-            if site is not None:
-                arrays = site.shared(arrays, sent.bound, round_.step, round_.encrypter)
+        if site is not None:
+            arrays = site.shared(arrays, sent.bound, round_.step, round_.encrypter)
         vector = updates if arrays is updates.coefs else type(updates)(dict(arrays))
         weight = self.shares.counted(n_steps) if self.shares.kind == "steps" else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
@@ -207,72 +202,59 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         """Return the average of the replies; those that are not valid count as zeros."""
         if not isinstance(updates, ClippedUpdates):
             raise TypeError(f"got {type(updates).__name__}: give clients clipped-averaging")
-        round_, module = under_way(counted=True) or (None, None)
-        model, known = blank(), senders_of(UPDATES)
+        round_, module = context.under_way(counted=True) or (None, None)
         parts = updates.parts or (updates,)
+        model, names, known = (
+            context.blank(),
+            context.names_of(UPDATES, len(parts)),
+            context.senders_of(UPDATES),
+        )
         bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
         # Without the sampler, assume that most replies have the tensors of the model.
+        senders = [sender.name for sender in known]
         like = _most([p.updates for p in parts], "shape") if model is None else model
-        replies = self._replies(parts, type(like), known)
-        aggregation, site, budget = self.aggregation, None, None
-        if module is not None:
+        if self.shares.table and parts[0].n_clients == 1 and not any(names):
+            raise ValueError(
+                "clipped-averaging has a table of weights, and does not know who has sent which "
+                "reply: set client_sampler = {'strategy': 'named-clients'}"
+            )
+        site, budget = (module.site, module.budget) if module else (None, None)
+        if module and (why := self.combining.unfit(secure=updates.n_clients > len(parts))):
             # Not an error: declearn's server would wait for its clients for ever.
-            if why := self.combining.unfit(secure=updates.n_clients > len(parts)):
-                module.halt(why)
-            site, budget = module.site, module.budget
-        if site is not None:
-            limits = replace(aggregation.limits, noise=site.std(1.0))
-            aggregation = replace(aggregation, limits=limits)
-        clients = budget.clients if budget else None
-        warn, tensors = partial(_LOGGER.warning, f"{self.name}: %s"), getattr(like, "coefs", {})
+            module.halt(why)
+        self.limits.noise = site.std(1.0) if site else 0.0
         running = RunningAverage(
-            aggregation, tensors, bound, warn, whole=round_ is not None, clients=clients
+            self.aggregation,
+            getattr(like, "coefs", {}),
+            bound,
+            partial(_LOGGER.warning, f"{self.name}: %s"),
+            whole=round_ is not None,
+            clients=budget.clients if budget else None,
         )
-        for reply in replies:
-            running.add(reply)
+        for part, name in zip(parts, names, strict=True):
+            arrays: Any = getattr(part.updates, "coefs", None)
+            fault = part.fault or (OTHER_TENSORS if type(part.updates) is not type(like) else "")
+            of: dict[str, Any] = {"clients": max(1, part.n_clients), "steps": part.weights}
+            running.add(Reply(arrays, sender=name, senders=senders, fault=fault, **of))
         exact = running.finish()
         # With noise, clients do not send these counts.
         counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
         text = f"{updates.n_clients} updates, {'' if budget else counts}"
         _LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, running.faults)))
         if like is None:
-            named = "; ".join(running.faults)
-            raise ValueError(f"clipped-averaging: no reply holds an update ({named})")
-        if exact is None:
-            average = zeros_like(like)
-        else:
-            if model is None:
-                pairs = zip(parts, running.faults, strict=True)
-                like = _most([part.updates for part, fault in pairs if not fault], "dtype")
-            average = type(like)(rounded(exact, like.coefs))
-        if round_ is not None and module is not None:
+            faults = "; ".join(running.faults)
+            raise ValueError(f"clipped-averaging: no reply holds an update ({faults})")
+        if exact is not None and model is None:
+            pairs = zip(parts, running.faults, strict=True)
+            like = _most([part.updates for part, fault in pairs if not fault], "dtype")
+        average = zeros_like(like) if exact is None else type(like)(rounded(exact, like.coefs))
+        if round_ and module:
             round_.average, round_.exact = average, exact
-            if budget is not None:
-                trouble = self.aggregation.unfit_for_noise() or module.unheard(running.void)
-                counted = bool(len(parts) == 1 and updates.n_clipped + updates.n_zeroed)
-                round_.trouble = trouble or (site.void(running.valid, counted) if site else "")
+        if round_ and module and budget:
+            trouble = self.aggregation.unfit_for_noise() or module.unheard(running.void)
+            counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed > 0
+            round_.trouble = trouble or (site.void(running.valid, counted) if site else "")
         return average
-
-    def _replies(
-        self, parts: Sequence[ClippedUpdates], kind: type[object], known: Sequence[Sender]
-    ) -> list[Reply]:
-        """Return the replies and who has sent them, which a table of weights needs."""
-        senders = [sender.name for sender in known]
-        named = len(known) == len(parts) and not any(map(_SUMMED, known))
-        names = senders if named else [""] * len(parts)
-        if self.shares.table and parts[0].n_clients == 1 and not any(names):
-            raise ValueError(
-                "clipped-averaging has a table of weights, and does not know who has sent which "
-                "reply: set client_sampler = {'strategy': 'named-clients'}"
-            )
-        replies = []
-        for part, name in zip(parts, names, strict=True):
-            arrays: Any = getattr(part.updates, "coefs", None)
-            fault = part.fault or (OTHER_TENSORS if type(part.updates) is not kind else "")
-            reply = Reply(arrays, sender=name, senders=senders, fault=fault)
-            steps: Any = part.weights
-            replies.append(replace(reply, clients=max(1, part.n_clients), steps=steps))
-        return replies
 
 
 def _most(vectors: Sequence[Any], what: str) -> Any:

@@ -159,8 +159,7 @@ class RoundContext:
     evaluations: Any = None
 
 
-_NOTHING = RoundContext()
-ROUND: ContextVar[RoundContext] = ContextVar("fedclip_round", default=_NOTHING)
+ROUND: ContextVar[RoundContext] = ContextVar("fedclip_round", default=RoundContext())  # noqa: B039
 """The only context variable of fedclip: the parts of one node read it, and replace it."""
 
 
@@ -180,11 +179,9 @@ def change(**parts: Any) -> None:
 def under_way(counted: bool) -> tuple[ServerPart, AdaptiveBound] | None:
     """Return the server's round and its module, before or after the votes are `counted`."""
     round_ = ROUND.get().server
-    module = None if round_ is None else round_.module()
+    module = round_.module() if round_ and round_.counted == counted else None
     # A run that has ended may have left its round.
-    if round_ is None or module is None or round_.counted != counted:
-        return None
-    return round_, module
+    return (round_, module) if round_ and module else None
 
 
 # -- on the server: which messages to expect, and who sent which one ------------------------------
@@ -215,9 +212,7 @@ def note(
 def senders_of(key: str | None) -> Sequence[Sender]:
     """Return the known senders of the messages, or of those in a secure sum."""
     known = ROUND.get().senders
-    if known is None or known.reply() is None:
-        return ()
-    return known.by_key.get(key or "", ())
+    return known.by_key.get(key or "", ()) if known and known.reply() is not None else ()
 
 
 def names_of(key: str | None, total: int) -> list[str]:
@@ -230,6 +225,4 @@ def names_of(key: str | None, total: int) -> list[str]:
 def blank() -> AnyVector | None:
     """Return an update of zeros, of the model's shapes; None if the shapes are not known."""
     known = ROUND.get().senders
-    if known is None or known.reply() is None or known.blank is None:
-        return None
-    return known.blank()
+    return known.blank() if known and known.blank and known.reply() is not None else None

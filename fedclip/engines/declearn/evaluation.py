@@ -110,19 +110,14 @@ class Evaluations:
     secure: bool
     noise: Callable[[Float64], Float64 | None] | None = None
 
-    @property
-    def _names(self) -> list[str]:
-        """The metrics, without the loss."""
-        return [name for name in self.metrics.get_states() if name != "loss"]
-
     def problems(self, expected: int) -> list[Problem]:
         """Return why the evaluations of `expected` clients cannot have noise."""
-        return noise_problems(self._names, self.secure, self.clients, expected)
+        return noise_problems(self.metrics.get_states(), self.secure, self.clients, expected)
 
     def mean(self, replies: Mapping[str, EvaluationReply]) -> EvaluationReply:
         """Return the mean of evaluations that can be counted, with noise, as one reply."""
         assert self.noise is not None
-        names = self._names
+        names = [name for name in self.metrics.get_states() if name != "loss"]
         rows = [[r.loss, *(_mean(r.metrics.get(name)) for name in names)] for r in replies.values()]
         means = self.noise(np.array(rows, dtype=np.float64).reshape(-1, 1 + len(names)))
         if means is None:
@@ -144,16 +139,15 @@ def noise_problems(
         Where the server adds it: whether it sees secure sums, how many clients it asks, and by
         which number their sum is divided.
     """
-    other = [name for name in metrics if name != "accuracy"]
-    reasons = {
-        "evaluation_share puts noise on the loss and on 'accuracy', and the server asks for "
-        f"{', '.join(other)} too: leave that out": bool(other),
-        "secure aggregation hides the evaluations, which have to be clipped: leave "
-        "evaluation_share out": secure,
-        f"evaluations ask all {clients} clients, and their sum is divided by expected_clients = "
-        f"{expected}: raise it, or leave evaluation_share out": clients > expected,
-    }
-    return [Problem(text) for text, applies in reasons.items() if applies]
+    other = ", ".join(name for name in metrics if name not in ("accuracy", "loss"))
+    covered = "evaluation_share puts noise on the loss and on 'accuracy'"
+    asked = f"evaluations ask all {clients} clients, and expected_clients is {expected}"
+    reasons = (
+        (other, f"{covered}, and the server asks for {other} too: leave that out"),
+        (secure, "secure aggregation hides the evaluations: leave evaluation_share out"),
+        (clients > expected, f"{asked}: raise it, or leave evaluation_share out"),
+    )
+    return [Problem(text) for applies, text in reasons if applies]
 
 
 def beyond_range(reply: EvaluationReply, clipval: float) -> list[str]:
@@ -198,9 +192,9 @@ def nothing(metrics: MetricSet) -> EvaluationReply:
         # declearn's own result of no evaluation would be an accuracy, or an error, of 0.
         fields = dataclasses.asdict(metric.build_initial_states())
         blank = metric.state_cls(**{name: value * math.nan for name, value in fields.items()})
-        empty = EvaluationReply(math.inf, 1, 0.0, {metric.name: blank})
-        if not _error(_check_sum, [empty], metrics):
-            reply.metrics[metric.name] = blank
+        reply.metrics[metric.name] = blank
+        if _error(_check_sum, [reply], metrics):
+            del reply.metrics[metric.name]
     return reply
 
 
@@ -298,10 +292,8 @@ class Accuracy(MeanMetric):
         several = y_pred.ndim > 1 and y_pred.shape[1] > 1
         classes = y_pred.argmax(axis=1) if several else y_pred.reshape(-1) > self.threshold
         if classes.shape != (y_true.size,):
-            shapes = f"labels have shape {y_true.shape}, outputs {y_pred.shape}"
-            raise ValueError(
-                f"accuracy is of one class for each record, and {shapes}: leave it out"
-            )
+            shapes = f"labels have shape {y_true.shape}, outputs {y_pred.shape}: leave it out"
+            raise ValueError(f"accuracy is of one class for each record, and {shapes}")
         return np.asarray(classes == y_true.reshape(-1))
 
 

@@ -61,10 +61,9 @@ def summary(reasons: Mapping[str, str]) -> str:
     for name, why in sorted(reasons.items()):
         alike.setdefault(why, []).append(name)
     # A sentence may end with what a client has written.
-    pairs = list(alike.items())[:5]
-    sentences = [why.replace(WHO, ", ".join(map(repr, names)), 1) for why, names in pairs]
+    sentences = [why.replace(WHO, ", ".join(map(repr, who)), 1) for why, who in alike.items()]
     more = [f"and {len(alike) - 5} more"] if len(alike) > 5 else []
-    return "; ".join(sentences + more)
+    return "; ".join(sentences[:5] + more)
 
 
 class Members:
@@ -114,9 +113,9 @@ class Members:
 def quorum_problems(*, secagg: bool, fairness: bool, aggregator: str) -> list[Problem]:
     """Return why replies must not be missing in a run."""
     reasons = {
-        "secure aggregation, which decrypts the sum of all replies or nothing": secagg,
-        "fairness, which needs the replies of all": fairness,
-        "the aggregator 'sum', whose steps would get shorter": aggregator == "sum",
+        "secure aggregation": secagg,
+        "fairness": fairness,
+        "the aggregator 'sum'": aggregator == "sum",
     }
-    chosen = [what for what, applies in reasons.items() if applies]
-    return [Problem(f"min_replies does not go with {what}: remove one of them") for what in chosen]
+    text = "min_replies does not go with {}, which needs all replies: remove one of them"
+    return [Problem(text.format(what)) for what, applies in reasons.items() if applies]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from operator import add, attrgetter
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 from declearn.aggregator import ModelUpdates
@@ -40,6 +40,9 @@ UNWEIGHED = (
 
 _LOGGER = logging.getLogger("declearn.client.fedclip")
 
+_VOTES = attrgetter("n_clients", "n_votes", "n_within", "n_faults")
+_COUNTED = attrgetter("weights", "n_clients", "n_clipped", "n_zeroed")
+
 Counts: TypeAlias = list[int]
 
 
@@ -66,9 +69,7 @@ class UpdateClipBound(FromServer):
         neither.
     """
 
-    kinds = MappingProxyType(
-        {"bound": (int, float), "adaptive": bool, "private": bool, "stop": str}
-    )
+    kinds: ClassVar = {"bound": (int, float), "adaptive": bool, "private": bool, "stop": str}
 
     bound: Unchecked
     adaptive: Unchecked = True
@@ -110,25 +111,20 @@ class UpdateClipVotes(Message):
     n_faults: int = 0
     n_noised: Counts | None = None
     n_bins: Counts | None = None
-    # These are not sent: votes with noise, side by side, and those without bins.
-    _side: tuple[Counts, ...] = field(default=(), init=False, repr=False, compare=False)
-    _coarse: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+    # These are not sent: votes with noise, side by side, or their secure sum; and how many votes
+    # say no bin, and how many of these were within the bound.
+    noised: tuple[Counts, ...] = field(default=(), init=False, repr=False, compare=False)
+    coarse: Sequence[int] = field(default=(0, 0), init=False, repr=False, compare=False)
 
-    @property
-    def noised(self) -> tuple[Counts, ...]:
-        """The votes with noise, side by side; or their secure sum."""
-        return self._side or (() if self.n_noised is None else (self.n_noised,))
-
-    @property
-    def coarse(self) -> tuple[int, int]:
-        """How many of the votes say no bin, and how many of these were within the bound."""
-        if self._coarse is not None:
-            return self._coarse
-        return (self.n_votes, self.n_within) if self.n_bins is None else (0, 0)
+    def __post_init__(self) -> None:
+        """Note what becomes of this vote in a sum."""
+        self.noised = () if self.n_noised is None else (self.n_noised,)
+        self.coarse = (self.n_votes, self.n_within) if self.n_bins is None else (0, 0)
 
     def counts(self, coarse: bool = True) -> Float64:
         """Return the number of votes for each bin; `coarse`: of those that say no bin, too."""
-        counts = counts_of(*(self.coarse if coarse else (0, 0)), ())
+        votes, within = self.coarse
+        counts = counts_of(votes, within, ()) if coarse and votes else np.zeros(BINS)
         return counts if self.n_bins is None else counts + self.n_bins
 
     def to_dict(self) -> dict[str, object]:
@@ -138,9 +134,8 @@ class UpdateClipVotes(Message):
 
     def prepare_for_secagg(self) -> tuple[dict[str, object], None]:
         """Return all fields, for encryption."""
-        content = self.to_dict()
-        lists = {n: np.array(x, np.uint64) for n, x in content.items() if isinstance(x, list)}
-        return {**content, **lists}, None
+        content = self.to_dict().items()
+        return {n: np.array(x, np.uint64) if isinstance(x, list) else x for n, x in content}, None
 
     @classmethod
     def from_dict(cls, data: Unchecked) -> UpdateClipVotes:
@@ -152,30 +147,22 @@ class UpdateClipVotes(Message):
         votes, within = (data.get(key) for key in ("n_votes", "n_within"))
         noised, bins = data.get("n_noised"), data.get("n_bins")
         lists = [numbers for numbers in (noised, bins) if numbers is not None]
-        right = all(map(_are_integers, lists)) and is_one_of(((1,),), [data.get("n_clients")])
+        right = all(isinstance(x, list) and [*map(type, x)] == [int] * BINS for x in lists)
+        right = right and is_one_of(((1,),), [data.get("n_clients")])
         # Noise takes the place of the other votes.
-        right = right and (noised is None or (votes, within, bins) == (0, 0, None))
-        if right and is_vote(votes, within, () if bins is None else bins):
+        if right and is_vote(votes, within, bins or ()) and (noised is None or not (votes or bins)):
             return cls(1, votes, within, n_noised=noised, n_bins=bins)
         return cls(n_faults=1)
 
     def aggregate(self, other: object) -> UpdateClipVotes:
         """Return the sum; an object of another type counts as an invalid reply."""
         other = other if isinstance(other, UpdateClipVotes) else UpdateClipVotes(n_faults=1)
-        result = UpdateClipVotes(*_sums(self, other, "n_clients n_votes n_within n_faults"))
-        result._side = self.noised + other.noised
-        pairs = zip(self.coarse, other.coarse, strict=True)
-        votes, within = map(sum, pairs)
-        result._coarse = votes, within
+        result = UpdateClipVotes(*map(add, _VOTES(self), _VOTES(other)))
+        result.noised = self.noised + other.noised
+        result.coarse = [*map(sum, zip(self.coarse, other.coarse, strict=True))]
         bins = [votes.n_bins for votes in (self, other) if votes.n_bins is not None]
         result.n_bins = [*map(sum, zip(*bins, strict=True))] if bins else None
         return result
-
-    @classmethod
-    def among(cls, messages: Sequence[object]) -> UpdateClipVotes:
-        """Return the sum of the votes among messages of any kind; the others are abstentions."""
-        votes = [message if isinstance(message, cls) else cls(n_faults=1) for message in messages]
-        return sum(votes[1:], start=votes[0])
 
     def __add__(self, other: object) -> UpdateClipVotes:
         # A message that keeps others side by side, in the wrong place, keeps this one, too.
@@ -185,15 +172,6 @@ class UpdateClipVotes(Message):
     def __radd__(self, other: object) -> UpdateClipVotes:
         """Add to 0, as declearn does, or to a client's object of another type."""
         return self if isinstance(other, int) and not other else self.aggregate(other)
-
-
-def _sums(first: object, second: object, names: str) -> list[Any]:
-    return [getattr(first, name) + getattr(second, name) for name in names.split()]
-
-
-def _are_integers(numbers: Unchecked) -> bool:
-    fits = isinstance(numbers, list) and len(numbers) == BINS
-    return fits and {*map(type, numbers)} == {int}
 
 
 @dataclass
@@ -268,7 +246,7 @@ class ClippedUpdates(ModelUpdates):
         """Return both replies, side by side, with the counts added up."""
         if not isinstance(other, ClippedUpdates):
             other = ClippedUpdates.stranger(other)
-        total = ClippedUpdates(None, *_sums(self, other, "weights n_clients n_clipped n_zeroed"))
+        total = ClippedUpdates(None, *map(add, _COUNTED(self), _COUNTED(other)))
         total.parts = (*(self.parts or (self,)), *(other.parts or (other,)))
         return total
 
@@ -299,8 +277,7 @@ class ClippedUpdates(ModelUpdates):
             return content, None
         # The server cannot weigh what it does not see.
         updates = self.updates if factor == 1.0 else self.updates * factor
-        coefs = inside(updates.coefs, limit)
-        content["updates"] = updates if coefs is updates.coefs else type(updates)(dict(coefs))
+        content["updates"] = type(updates)(dict(inside(updates.coefs, limit)))
         return content, None
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -43,27 +42,13 @@ _LOGGER = logging.getLogger("declearn.server.fedclip")
 _GRACE = 10.0
 
 # Replies to a request, by secure aggregation; messages of declearn's set-up follow other rules.
-_REPLIES: Mapping[type[Message], tuple[type[Message], ...]] = {
+_REPLIES: Mapping[type, tuple[type[Message], ...]] = {
     messaging.MetadataQuery: (messaging.MetadataReply,),
     messaging.InitRequest: (messaging.InitReply,),
     messaging.PrivacyRequest: (messaging.PrivacyReply,),
     messaging.TrainRequest: (messaging.TrainReply, SecaggTrainReply),
     messaging.EvaluationRequest: (messaging.EvaluationReply, SecaggEvaluationReply),
 }
-
-
-class _Patience:
-    """Seconds to wait; time in which this process was busy with other work hardly counts."""
-
-    def __init__(self, seconds: float) -> None:
-        self.left, self._last = seconds, time.monotonic()
-
-    def spent(self) -> bool:
-        """Count the time since the last call, a second at most; return whether time is up."""
-        now = time.monotonic()
-        self.left -= min(now - self._last, 1.0)
-        self._last = now
-        return self.left <= 0
 
 
 class _Received(SerializedMessage[Message]):
@@ -296,15 +281,15 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         clients = self.client_names
         self._evaluated = Evaluations(MetricSet(request.metrics), len(clients), secure)
         change(evaluations=self._evaluated)
-        fairness, name = request.fairness, aggregator.name
-        problems = quorum_problems(secagg=secure, fairness=fairness, aggregator=name)
-        if problems and self.min_replies is not None:
-            raise RuntimeError(problems[0].text)
+        if self.min_replies is not None:
+            for problem in quorum_problems(
+                secagg=secure, fairness=request.fairness, aggregator=aggregator.name
+            ):
+                raise RuntimeError(problem.text)
         if isinstance(aggregator, ClippedAveraging):
             shares, combining = aggregator.shares, aggregator.combining
             why = shares.unfit(secure) or shares.strangers(clients)
-            why = why or combining.unfit(secure=secure) or combining.too_few(len(clients))
-            if why:
+            if why := why or combining.unfit(secure=secure) or combining.too_few(len(clients)):
                 raise RuntimeError(why)
 
     async def send_message(
@@ -317,23 +302,20 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             self._check_present(self.handler.incoming_messages)
         if client not in self.client_names:
             return
-        aggregator = getattr(message, "aggrg", None)
-        if isinstance(aggregator, ClippedAveraging):
+        if isinstance(aggregator := getattr(message, "aggrg", None), ClippedAveraging):
             # Its share goes by the name of its connection, not by a name in its messages.
             message = replace(cast(Any, message), aggrg=aggregator.addressed(client))
         short = isinstance(message, (CancelTraining, Error))
-        limit = timeout or (min(_GRACE, self.patience) if short else self.patience)
+        limit = min(_GRACE, self.patience) if short else self.patience
         try:
-            await super().send_message(message, client, limit)
+            await super().send_message(message, client, timeout or limit)
         except TimeoutError:
-            if timeout:
-                raise
             if farewell:
                 _LOGGER.warning("client %r does not collect that the run has ended", client)
                 self.members.leave(client, self._silence)
-                return
-            self._leave(client, self._silence)
-            self._check_present()
+            else:
+                self._leave(client, self._silence)
+                self._check_present()
 
     # -- messages from clients ----------------------------------------------------------------
     async def wait_for_messages(
@@ -343,7 +325,9 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         expected = self.client_names if clients is None else clients
         replies: dict[str, Message] = {}
         faults: dict[str, str] = {}
-        incoming, patience = self.handler.incoming_messages, _Patience(self.patience)
+        incoming, patience = self.handler.incoming_messages, self.patience
+        # Time in which this process is busy with other work hardly counts.
+        pause = min(self.handler.heartbeat, 1.0)
         if self.min_replies is None:
             # A client that left before the server asks may have said why.
             expected = expected | (self.members.gone.keys() & incoming.keys())
@@ -360,20 +344,19 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             missing = expected - heard - self.members.gone.keys()
             if not missing or (self.min_replies is None and self.members.gone.keys() - heard):
                 break
-            if patience.spent():
+            if patience > 0:
+                await asyncio.sleep(pause)
+            else:
                 for name in missing:
                     self._leave(name, self._silence)
-            else:
-                # `_Patience` counts a second at most.
-                await asyncio.sleep(min(self.handler.heartbeat, 1.0))
+            patience -= pause
         self._check_present(heard)
         if not self._evaluated.secure and self._is_asked(expected, messaging.EvaluationRequest):
             chosen = self._evaluations(replies)
         else:
             chosen = self._replies(expected, replies, faults)
         # In the order of the names asked for, by which declearn's key exchange knows the clients.
-        names = dict.fromkeys([*expected, *chosen])
-        chosen = {name: chosen[name] for name in names if name in chosen}
+        chosen = {name: chosen[name] for name in (*expected, *chosen) if name in chosen}
         note_senders({n: m for n, m in chosen.items() if isinstance(m, messaging.TrainReply)})
         return {name: _Received(message) for name, message in chosen.items()}
 
@@ -385,18 +368,17 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         request = self._asked.get(name)
         try:
             message: Message = SerializedMessage.from_bin_message(data).deserialize()
-            if isinstance(message, messaging.MetadataReply) and isinstance(
-                request, messaging.MetadataQuery
-            ):
-                aggregate_clients_data_info({name: message.data_info}, set(request.fields))
+            if isinstance(message, messaging.MetadataReply):
+                fields = set(getattr(request, "fields", ()))
+                aggregate_clients_data_info({name: message.data_info}, fields)
         except Exception as exc:
             raise ValueError(f"bytes that cannot be decoded ({_in_words(exc)})") from exc
         if isinstance(message, Error):
             message.message = one_line(message.message, 1000)
             _LOGGER.error("client %r reports an error: %s", name, message.message)
             return message
-        kinds = _REPLIES.get(type(request)) if request else None
-        kind = kinds[-1 if self._evaluated.secure else 0] if kinds else Message
+        kinds = _REPLIES.get(type(request), (Message,))
+        kind = kinds[-1 if self._evaluated.secure else 0]
         if not isinstance(message, kind):
             raise TypeError(f"{type(message).__name__} instead of {kind.__name__}")
         return message
@@ -490,17 +472,18 @@ class WatchfulWebsocketsClient(WebsocketsClient):
     async def _send_message(self, bin_msg: bytes) -> bytes:
         """Return the server's answer to a message, which may be a message for this client."""
         answer = asyncio.ensure_future(super()._send_message(bin_msg))
-        patience = _Patience(self.patience or math.inf)
+        patience = self.patience or math.inf
         try:
-            while not answer.done():
-                if patience.spent():
-                    # A frozen process does not take part in closing a connection.
-                    cast(Any, self._socket).transport.abort()
-                    self._socket = None
-                    text = f"no message from the server in {self.patience:g} s: it is frozen"
-                    raise RuntimeError(f"{text}, or rounds take longer than this client's patience")
-                await asyncio.wait({answer}, timeout=min(1.0, patience.left))
-            return answer.result()
+            while patience > 0:
+                await asyncio.wait({answer}, timeout=min(1.0, patience))
+                if answer.done():
+                    return answer.result()
+                patience -= 1.0
+            # A frozen process does not take part in closing a connection.
+            cast(Any, self._socket).transport.abort()
+            self._socket = None
+            text = f"no message from the server in {self.patience:g} s: it is frozen"
+            raise RuntimeError(f"{text}, or rounds take longer than this client's patience")
         finally:
             answer.cancel()
 

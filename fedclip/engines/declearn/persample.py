@@ -23,7 +23,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
-from declearn.dataset import Dataset, InMemoryDataset
+from declearn.dataset import InMemoryDataset
 from declearn.model.sklearn import SklearnSGDModel
 from scipy.sparse import issparse
 
@@ -66,8 +66,7 @@ class Records:
     mean = 1.0
     """How many records each unit has, in the mean."""
 
-    def __init__(self, dataset: Dataset, like: Data = None) -> None:
-        source: Data = dataset
+    def __init__(self, dataset: Data, like: Data = None) -> None:
         self._rows: Callable[[Positions], Data]
         self._plain = False
         if isinstance(dataset, InMemoryDataset):
@@ -79,11 +78,12 @@ class Records:
             self._size, self._plain = int(arrays[0].shape[0]), all(_plain(*pair) for pair in pairs)
             self._rows = lambda positions: tuple(_rows(*pair, positions) for pair in pairs)
         elif hasattr(dataset, "collate_to_batch"):
-            if not hasattr(source.dataset, "__len__"):
-                name = type(source.dataset).__name__
+            source = dataset.dataset
+            if not hasattr(source, "__len__"):
+                name = type(source).__name__
                 raise TypeError(f"{name} has no length: take a dataset with __len__")
-            self._size = len(source.dataset)
-            self._rows = lambda positions: source.collate_to_batch([source.dataset[positions[0]]])
+            self._size = len(source)
+            self._rows = lambda positions: dataset.collate_to_batch([source[positions[0]]])
         else:
             batches = [*dataset.generate_batches(batch_size=1, drop_remainder=False)]
             self._size = len(batches)
@@ -125,7 +125,7 @@ class Records:
         for members in alike.values():
             places, records = zip(*members, strict=True)
             try:
-                batches.append(_batch(_joined(records), places))
+                batches.append(_batch(_mapped(_joined, *records), places))
             except Exception:
                 batches += [_batch(record, [place]) for place, record in members]
         return batches
@@ -166,13 +166,18 @@ def _likeness(record: Data) -> object:
     return (type(record), tuple(record.shape), *known)
 
 
-def _joined(parts: Sequence[Data]) -> Data:
-    first = parts[0]
+def _mapped(function: Callable[..., Data], first: Data, *others: Data) -> Data:
+    """Apply a function to the arrays of batches, in the same place of each."""
     if first is None:
         return None
     if isinstance(first, (list, tuple)):
         kind = list if isinstance(first, list) else tuple
-        return kind(_joined(column) for column in zip(*parts, strict=True))
+        return kind(_mapped(function, *column) for column in zip(first, *others, strict=True))
+    return function(first, *others)
+
+
+def _joined(*parts: Data) -> Data:
+    first = parts[0]
     if not hasattr(first, "new_empty"):
         return np.concatenate(parts)
     # A tensor of torch, which need not be imported for it.
@@ -210,18 +215,14 @@ def _rows(data: Data, dtype: object, positions: Positions) -> Data:
 
 
 # -- gradients --------------------------------------------------------------------------------
-_FILES = {
-    "torch": "fedclip.engines.declearn.persample_torch",
-    "tensorflow": "fedclip.engines.declearn.persample_tensorflow",
-}
-
-
-def _framework(model: AnyModel) -> str:
-    """Return the framework of a model of declearn's."""
+def _framework(model: AnyModel) -> tuple[str, Any]:
+    """Return the framework of a model of declearn's, and the file for it, or None."""
     for cls in type(model).__mro__:
         kind = cls.__module__.removeprefix("declearn.model.").partition(".")[0]
-        if kind in ("haiku", "sklearn", *_FILES):
-            return kind
+        if kind in ("torch", "tensorflow"):
+            return kind, import_module(f"fedclip.engines.declearn.persample_{kind}")
+        if kind in ("haiku", "sklearn"):
+            return kind, None
     text = f"fedclip has no gradients of single records for {type(model).__name__}"
     raise TypeError(f"{text}: take a TorchModel, TensorflowModel, HaikuModel or SklearnSGDModel")
 
@@ -240,9 +241,9 @@ def check(model: AnyModel) -> None:
     TypeError, ValueError
         If the model is of no kind known here, or a layer, which is named, mixes records.
     """
-    kind = _framework(model)
-    if kind in _FILES:
-        import_module(_FILES[kind]).check(model)
+    file = _framework(model)[1]
+    if file is not None:
+        file.check(model)
     elif isinstance(model, SklearnSGDModel) and model._model.get_params().get("class_weight"):
         raise ValueError("class_weight lets records depend on others: give sample weights instead")
     if not shapes(model):
@@ -275,8 +276,9 @@ def try_out(model: AnyModel, records: Sequence[Data], **settings: Any) -> None:
         vector(model, {name: array + 0.0 for name, array in sums.items()})
         return np.concatenate([array.ravel() for array in sums.values()])
 
-    if _framework(model) == "torch":
-        import_module(_FILES["torch"]).try_out(model, records, gradient)
+    kind, file = _framework(model)
+    if kind == "torch":
+        file.try_out(model, records, gradient)
         return
     # Nothing but variables could outlive a record there.
     for record in records:
@@ -361,9 +363,8 @@ def raised(record: int, exc: BaseException) -> None:
 
 def _size(batch: Data) -> int:
     """Return the number of records; those without inputs have no size, but positions."""
-    first = getattr(batch, "positions", None)
-    if first is not None:
-        return len(first)
+    if (positions := getattr(batch, "positions", None)) is not None:
+        return len(positions)
     first = batch[0]
     while isinstance(first, (list, tuple)):
         first = first[0]
@@ -372,22 +373,16 @@ def _size(batch: Data) -> int:
 
 def part(data: Data, rows: slice) -> Data:
     """Return some of the records of a batch."""
-    if data is None:
-        return None
-    if isinstance(data, (list, tuple)):
-        return [part(array, rows) for array in data]
-    return data.iloc[rows] if hasattr(data, "iloc") else data[rows]
+    return _mapped(lambda x: x.iloc[rows] if hasattr(x, "iloc") else x[rows], data)
 
 
-def _stacks(model: AnyModel, batch: Data, micro_batch: int, whole: bool) -> Iterator[Stack]:
+def _stacks(model: Any, batch: Data, micro_batch: int, whole: bool) -> Iterator[Stack]:
     """Yield the gradients of each micro-batch; `whole` says that they are asked for themselves."""
-    kind = _framework(model)
-    if isinstance(model, SklearnSGDModel):
+    kind, file = _framework(model)
+    if kind == "sklearn":
         return _linear_stacks(model, batch, micro_batch)
-    if kind == "haiku":
-        return _haiku_stacks(model, batch, micro_batch, whole)
-    stacks: Iterator[Stack] = import_module(_FILES[kind]).stacks(model, batch, micro_batch, whole)
-    return stacks
+    stacks = _haiku_stacks if kind == "haiku" else file.stacks
+    return stacks(model, batch, micro_batch, whole)
 
 
 # -- Haiku ------------------------------------------------------------------------------------
@@ -468,7 +463,7 @@ def _linear_stacks(model: SklearnSGDModel, batch: Data, micro_batch: int) -> Ite
 
 
 def _dense(data: Data, rows: slice) -> HostView:
-    some = data.iloc[rows].to_numpy() if hasattr(data, "iloc") else data[rows]
+    some = part(data, rows)
     return np.asarray(some.toarray() if issparse(some) else some, dtype=np.float64)
 
 

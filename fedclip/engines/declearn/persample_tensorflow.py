@@ -32,7 +32,7 @@ _TRACED: WeakKeyDictionary[TensorflowModel, Traced] = WeakKeyDictionary()
 def check(model: TensorflowModel) -> None:
     """Refuse layers that mix records."""
     for layer in model._model._flatten_layers():
-        if isinstance(layer, tf.keras.layers.BatchNormalization):
+        if isinstance(layer, _L.BatchNormalization):
             named = f"the layer {layer.name!r} ({type(layer).__name__})"
             raise ValueError(f"{named} mixes the records of a batch: use LayerNormalization")
 
@@ -69,7 +69,7 @@ def stacks(
 
 def _gradients_of(model: TensorflowModel) -> Callable[[Data, Host], Data]:
     """Return a function from arrays and rows to the gradients of these records."""
-    keras = model._model
+    keras, variables = model._model, [*model._get_weight_variables(trainable=True)]
     one_by_one = any(
         isinstance(layer, _ONE_BY_ONE) or hasattr(layer, "seed_generator")
         for layer in keras._flatten_layers()
@@ -83,16 +83,14 @@ def _gradients_of(model: TensorflowModel) -> Callable[[Data, Host], Data]:
             loss = tf.reduce_mean(loss)
             if "weight" in record:
                 loss *= tf.cast(record["weight"], loss.dtype)
-        trained = [*model._get_weight_variables(trainable=True)]
-        gradients = tape.gradient(loss, trained, unconnected_gradients="zero")
+        gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
     def of_records(arrays: Data, rows: Host) -> Data:
         records = tf.nest.map_structure(lambda a: tf.gather(a, rows), arrays)
         if not one_by_one:
             return tf.vectorized_map(of_record, records)
-        kinds = [v.dtype for v in model._get_weight_variables(trainable=True)]
-        return tf.map_fn(of_record, records, fn_output_signature=kinds)
+        return tf.map_fn(of_record, records, fn_output_signature=[v.dtype for v in variables])
 
     return of_records
 

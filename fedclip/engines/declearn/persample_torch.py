@@ -31,8 +31,8 @@ def check(model: TorchModel) -> None:
 def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> None:
     """Take the gradients of records there and back; refuse a model for which that matters."""
     for record in records:
-        records_of, loss = _data_and_loss(model, record)
-        torch_records.check_tracked(model._raw_model.module, loss, records_of)
+        one, loss = _data_and_loss(model, record)
+        torch_records.check_tracked(model._raw_model.module, loss, one)
 
     def passed(of: TorchModel, order: Sequence[Data]) -> list[Float64]:
         # Which layers are known is found out first, and takes random numbers too.
@@ -46,9 +46,8 @@ def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> N
     pairs = zip(forth, back, strict=True)
     if changed or any(np.abs(a - b).max() > _NOISE * np.abs(a).max() for a, b in pairs):
         what = ", ".join(sorted(changed)) or "a gradient is another one after other records"
-        text = f"the model carries something from one record to the next ({what})"
-        more = "it must not keep what it sees, count, or have private random numbers"
-        raise UnsupportedModelError(f"{text}: {more}")
+        text = f"the model carries something from one record to the next ({what}): it must not keep"
+        raise UnsupportedModelError(f"{text} what it sees, count, or have private random numbers")
 
 
 def _held(model: TorchModel) -> set[tuple[str, object]]:
@@ -58,15 +57,14 @@ def _held(model: TorchModel) -> set[tuple[str, object]]:
 def _settled(model: TorchModel, gradient: Gradient, record: Data) -> Float64:
     """Return a gradient with random numbers that are the same each time."""
     device, states = model._raw_model.device, (random.getstate(), np.random.get_state())
-    devices = [] if device.type == "cpu" else [device]
-    try:
-        with torch.random.fork_rng(devices):
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        try:
             for seed in (torch.manual_seed, random.seed, np.random.seed):
                 seed(0)
             return gradient(model, record)
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def stacks(model: TorchModel, batch: Data, micro_batch: int, whole: bool) -> Iterator[TorchStack]:

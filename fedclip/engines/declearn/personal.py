@@ -82,18 +82,11 @@ def statistics_problems(model: AnyModel) -> list[Problem]:
             # Keras' frozen layers keep their statistics, and the wrapper has sent them.
             frozen = names.keys() - net.get_weights(trainable=True).coefs.keys()
             held = {re.split(r"[^./]*$", n)[0] for n in frozen if not STATISTICS.match(n)}
-    shared = [match for n in names if n not in personal and (match := STATISTICS.match(n))]
-    layers = {match[1] or "" for match in shared} - held
-    if not layers:
-        return []
+    layers = {m[1] or "" for n in names if n not in personal and (m := STATISTICS.match(n))} - held
     advice = "PersonalModel(model) keeps them" if bare else "give it frozen_batchnorm='eval'"
-    return [
-        Problem(
-            f"running statistics are never sent ({listed([layer[:-1] for layer in layers])}): each "
-            "client computes different ones, and the server none. Keep these layers at "
-            f"each site, PersonalModel(model, 'batchnorm'); for frozen ones, {advice}"
-        )
-    ]
+    text = f"running statistics are never sent ({listed([layer[:-1] for layer in layers])})"
+    text = f"{text}: keep the layers at each site, PersonalModel(model, 'batchnorm')"
+    return [Problem(f"{text}; for frozen ones, {advice}")] if layers else []
 
 
 def frozen_problems(model: AnyModel) -> list[Problem]:
@@ -121,8 +114,7 @@ def merged(model: AnyModel, own: Collection[str], shared: AnyVector) -> AnyVecto
     """
     weights: AnyVector = model.get_weights(trainable=True)
     if not isinstance(shared, type(weights)):
-        got = type(shared).__name__
-        raise TypeError(f"weights must be a {type(weights).__name__}, got {got}")
+        raise TypeError(f"weights must be a {type(weights).__name__}, got {type(shared).__name__}")
     if personal := shared.coefs.keys() & own:
         raise ValueError(f"weights for {listed(personal)} were sent, which stay on each client")
     if differing := shared.coefs.keys() ^ (weights.coefs.keys() - own):
@@ -195,20 +187,12 @@ class PersonalModel(AnyModel):
             raise ValueError("the Keras model has no shapes yet: begin it with keras.Input(shape)")
         super().__init__(model.get_wrapped_model())
         self.model = model
-        self.held = self._hold()
+        self.held = hold_statistics(self.get_wrapped_model()) if frozen_batchnorm else []
+        if frozen_batchnorm and not self.held:
+            text = "frozen_batchnorm='eval' needs frozen BatchNorm of torch: freeze it first"
+            raise ValueError(text)
         if not model.required_data_info:
             self.check()
-
-    def _hold(self) -> list[str]:
-        if self.frozen_batchnorm is None:
-            return []
-        network = self.get_wrapped_model()
-        held = hold_statistics(network) if hasattr(network, "named_modules") else []
-        if not held:
-            raise ValueError(
-                "frozen_batchnorm='eval' needs frozen BatchNorm of torch: freeze it first"
-            )
-        return held
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -284,10 +268,7 @@ class PersonalModel(AnyModel):
     # -- what is done on a client, by the model within ------------------------------------------
     def compute_batch_gradients(self, batch: Batch, max_norm: float | None = None) -> AnyVector:
         """Refuse: all weights are trained, and declearn would share what it trains."""
-        raise RuntimeError(
-            "personal layers are trained by fedclip.PersonalFederatedClient, or "
-            "fedclip.PrivateFederatedClient: use it instead of FederatedClient"
-        )
+        raise RuntimeError("personal layers are trained by fedclip.PersonalFederatedClient only")
 
     def compute_batch_predictions(self, batch: Batch) -> tuple[HostView, HostView, HostView | None]:
         """Return labels, predictions and weights."""
@@ -368,7 +349,7 @@ def label(folder: str | Path, model: AnyModel) -> str:
     if isinstance(model, PersonalModel) and model.own:
         text = f"{listed(model.own)} have the values with which all sites began"
         sentences.append(f"{text}: each site trains its own, which are in the site's checkpoints")
-    text, file = "; ".join(filter(None, sentences)), Path(folder, LABEL)
+    text, file = "; ".join(sentences), Path(folder, LABEL)
     file.unlink(missing_ok=True)
     if text:
         file.write_text(f"The server's models: {text}.\n", encoding="utf-8")
@@ -387,7 +368,8 @@ def hold_statistics(network: Any) -> list[str]:
         The layers for which this is so from now on.
     """
     names = []
-    for name, layer in network.named_modules():
+    layers: Any = getattr(network, "named_modules", tuple)()
+    for name, layer in layers:
         weights = [*layer.parameters(recurse=False)]
         keeps = getattr(layer, "running_mean", None) is not None
         if keeps and weights and not any(weight.requires_grad for weight in weights):
@@ -415,10 +397,8 @@ def unused(network: Any) -> list[str]:
 
 def tied(network: Any) -> list[tuple[str, str]]:
     """Return the pairs of names of weights that have two; trained is the first one."""
-    if not hasattr(network, "named_modules"):
-        return []
     first: dict[int, str] = {}
-    names = (
-        (first.setdefault(id(w), n), n) for n, w in network.named_parameters(remove_duplicate=False)
-    )
+    is_torch = hasattr(network, "named_modules")
+    named = network.named_parameters(remove_duplicate=False) if is_torch else ()
+    names = ((first.setdefault(id(weight), name), name) for name, weight in named)
     return [(trained, other) for trained, other in names if trained != other]

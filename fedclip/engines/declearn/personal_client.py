@@ -21,10 +21,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from declearn import messaging
-from declearn.aggregator import Aggregator, ModelUpdates
 from declearn.main import FederatedClient
 from declearn.messaging import Error, EvaluationReply, Message, StopTraining, TrainReply
 from declearn.model.api import Vector
@@ -33,20 +32,12 @@ from declearn.utils.serialize import msgpack_dump, msgpack_load
 
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import check_exclude, resolve
+from fedclip.engines.declearn import personal as personal_layers
 from fedclip.engines.declearn.aggregator import RAISES, ClippedAveraging
 from fedclip.engines.declearn.context import AnyModel, AnyVector, change
 from fedclip.engines.declearn.evaluation import beyond_range
 from fedclip.engines.declearn.members import untold
-from fedclip.engines.declearn.personal import (
-    PersonalModel,
-    chosen,
-    frozen_problems,
-    listed,
-    merged,
-    part,
-    statistics_problems,
-    unused,
-)
+from fedclip.engines.declearn.personal import PersonalModel, listed
 from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.engines.declearn.update_modules import UpdateClipClient, UpdateNorms
 from fedclip.errors import StateError
@@ -56,7 +47,6 @@ from fedclip.site.policy import Policy
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
 
 Request: TypeAlias = messaging.TrainRequest | messaging.EvaluationRequest
-Run: TypeAlias = Callable[[Request], Message]
 
 FILE = "personal_layers.mpk"
 """The file of a client's personal layers, in its folder of checkpoints."""
@@ -119,11 +109,10 @@ class PersonalFederatedClient(FederatedClient):
         super().__init__(*args, **settings)
         if self.noise is not None and self.secagg is None:
             raise ValueError(UNENCRYPTED)
-        self._gated: GatedNetwork | None = None
         if gate is not None:
             if self.secagg is not None:
                 raise ValueError("secagg hides what leaves from a policy: leave one of them out")
-            self.netwk = self._gated = GatedNetwork(self.netwk, gate)
+            self.netwk = GatedNetwork(self.netwk, gate)
         self.layers = None if layers is None else Path(layers)
         if self.layers is None and self.ckptr is not None:
             self.layers = Path(self.ckptr.folder) / FILE
@@ -142,30 +131,34 @@ class PersonalFederatedClient(FederatedClient):
 
     def _adapt(self, manager: TrainingManager) -> None:
         """Make a manager train the wrapped model, and share only what may leave."""
-        aggregator, modules = _aggregator_of(manager), manager.optim.modules
+        aggregator, modules = manager.aggrg, manager.optim.modules
         if self.noise is not None:
             self._demand(self.noise, aggregator, modules)
-        if self._gated is not None:
-            self._gated.check(aggregator, modules)
-        if self.measures:
-            self._measure(manager)
+        if isinstance(self.netwk, GatedNetwork):
+            self.netwk.check(aggregator, modules)
         if self._model is None or manager.model is not self._model.model:
             self._model = self._agreed(manager.model)
-            for problem in statistics_problems(self._model or manager.model):
+            for problem in personal_layers.statistics_problems(self._model or manager.model):
                 self.logger.warning("%s.", problem)
             if self._model is not None:
                 self._refuse_counts(self._model, modules)
                 self._restore(self._model)
-                sharing: Any = _Sharing(manager.aggrg, self._model, self._store)
-                manager.model, manager.aggrg = self._model.model, sharing
+                manager.model = self._model.model
+        if getattr(aggregator.prepare_for_sharing, "func", None) != self._share:
+            norms = None
+            if self.measures and not any(isinstance(module, UpdateNorms) for module in modules):
+                norms = UpdateNorms()
+                modules.append(norms)
+            share: Any = partial(self._share, aggregator, aggregator.prepare_for_sharing, norms)
+            vars(aggregator)["prepare_for_sharing"] = share
+        methods: Any = vars(manager)
         # DP-SGD hides its errors, which may reveal records, itself.
         if _adds_noise(modules) and not hasattr(manager, "make_private"):
-            for name, work in (("train", "training"), ("evaluate", "evaluation")):
-                name += "_under_constraints"
-                hidden = untold(self.logger, f"the {work}")
-                setattr(manager, name, hidden(getattr(manager, name)))
+            for verb, work in (("train", "training"), ("evaluate", "evaluation")):
+                name = f"{verb}_under_constraints"
+                methods[name] = untold(self.logger, f"the {work}")(getattr(manager, name))
         for name in ("training_round", "evaluation_round"):
-            setattr(manager, name, partial(self._round, manager.model, getattr(manager, name)))
+            methods[name] = partial(self._round, manager.model, getattr(manager, name))
 
     @staticmethod
     def _demand(noise: Config, aggregator: object, modules: Sequence[Plugin]) -> None:
@@ -176,8 +169,7 @@ class PersonalFederatedClient(FederatedClient):
             raise ValueError(f"this site shares updates with {needed}; the server has {set_up}")
         for module in modules:
             if module.aux_name not in (None, UpdateClipClient.aux_name):
-                text = f"this site adds noise, and {module.name!r} would share statistics without"
-                raise ValueError(f"{text}: leave it out of client_opt")
+                raise ValueError(f"{module.name!r} would share statistics without noise: remove it")
 
     def _refused(self, why: str) -> Error:
         """Log why a round is refused, and return the message for the server."""
@@ -187,7 +179,7 @@ class PersonalFederatedClient(FederatedClient):
     def _check_covered(self) -> None:
         """Refuse a round in which this client's noise would not cover all that it shares."""
         assert self._manager is not None
-        of = _aggregator_of(self._manager)
+        of = self._manager.aggrg
         if not _adds_noise(self._manager.optim.modules):
             return
         if not isinstance(of, ClippedAveraging):
@@ -195,37 +187,31 @@ class PersonalFederatedClient(FederatedClient):
         if why := RAISES if of.on_nonfinite == "raise" else of.aggregation.unfit_for_noise():
             raise ValueError(why)
 
-    def _measure(self, manager: TrainingManager) -> None:
-        """Record the norms of updates, unless a module does."""
-        if any(isinstance(module, UpdateNorms) for module in manager.optim.modules):
-            return
-        aggregator: Any = manager.aggrg
-        norms, share = UpdateNorms(), aggregator.prepare_for_sharing
-        bounded = isinstance(aggregator, ClippedAveraging) and aggregator.scope == "global"
-        bound = aggregator.max_norm if bounded and not aggregator.exclude else None
-        manager.optim.modules.append(norms)
-
-        def prepare(updates: AnyVector, n_steps: int) -> object:
-            # Under DP-SGD, only noised values are written.
-            if n_steps and not hasattr(self._manager, "make_private"):
-                norms.measure(updates, bound)
-            return share(updates=updates, n_steps=n_steps)
-
-        aggregator.prepare_for_sharing = prepare
+    def _share(
+        self, of: Any, share: Any, norms: UpdateNorms | None, updates: AnyVector, n_steps: int
+    ) -> object:
+        """Save the layers before anything is sent; record and share the update without them."""
+        if self._model is not None:
+            self._store(self._model)
+            updates = self._model.shared(updates)
+        # Under DP-SGD, only noised values are written.
+        if norms and n_steps and not hasattr(self._manager, "make_private"):
+            bounded = isinstance(of, ClippedAveraging) and of.scope == "global" and not of.exclude
+            norms.measure(updates, of.max_norm if bounded else None)
+        return share(updates=updates, n_steps=n_steps)
 
     def _agreed(self, model: AnyModel) -> PersonalModel | None:
         """Return the model, if it has personal layers; refuse one that shares this client's."""
-        for problem in frozen_problems(model):
+        for problem in personal_layers.frozen_problems(model):
             raise ValueError(problem.text)
-        names = chosen(self.personal, model.get_weights().coefs)
+        names = personal_layers.chosen(self.personal, model.get_weights().coefs)
         inner: AnyModel = model.model if isinstance(model, PersonalModel) else model
         if self.personal and not names & inner.get_weights(trainable=True).coefs.keys():
-            text = f"the server's model trains none of {listed(names)}, which this client keeps"
-            raise ValueError(f"{text}: give personal the names that the server's model has")
+            text = f"the server's model trains none of {listed(names)}"
+            raise ValueError(f"{text}: give personal the names of tensors that it trains")
         if shared := names & model.get_weights(trainable=True).coefs.keys():
-            text = f"the server's model shares {listed(shared)}, which this client keeps"
-            wrapped = f"fedclip.PersonalModel(model, {self.personal})"
-            raise ValueError(f"{text}: the server has to wrap it, {wrapped}")
+            text = f"the server's model shares {listed(shared)}, which this client keeps: there,"
+            raise ValueError(f"{text} write fedclip.PersonalModel(model, {self.personal})")
         if not isinstance(model, PersonalModel):
             return None
         patterns = [*dict.fromkeys([*model.personal, *self.personal])]
@@ -279,14 +265,16 @@ class PersonalFederatedClient(FederatedClient):
                 os.fsync(file.fileno())
             fresh.replace(self.layers)
 
-    def _round(self, model: AnyModel, run: Run, message: Request) -> Message:
+    def _round(
+        self, model: AnyModel, run: Callable[[Request], Message], message: Request
+    ) -> Message:
         """Run a round with the server's weights and this client's personal layers."""
         personal = frozenset() if self._model is None else self._model.own
         try:
             if isinstance(message, messaging.TrainRequest):
                 self._check_covered()
             if message.weights is not None:
-                message.weights = merged(model, personal, message.weights)
+                message.weights = personal_layers.merged(model, personal, message.weights)
         except (TypeError, ValueError) as exc:
             return self._refused(str(exc))
         self._before = None if self._model is None else _layers_of(self._model)
@@ -306,18 +294,17 @@ class PersonalFederatedClient(FederatedClient):
                 text = "Sums over records of %s are clipped to the range ±%g of secure aggregation."
                 self.logger.warning(text, beyond, limit)
         if isinstance(reply, Error):
-            if idle := unused(model.get_wrapped_model()):
+            if idle := personal_layers.unused(model.get_wrapped_model()):
                 what = f"{listed(idle)} of the model are trained, and not used by it: freeze them"
                 reply = Error(f"{what}, requires_grad_(False), before the run ({reply.message})")
             names = (rf"(?<![\w.]){re.escape(name)}(?![\w.])" for name in personal)
             if any(re.search(name, reply.message) for name in names):
                 return Error("an error that names layers which stay on this client; its log has it")
-            return reply
         sent = [reply.updates, reply.aux_var] if isinstance(reply, TrainReply) else []
         if leaks := _named(sent, personal):
             self.logger.error("Not sent, as it names %s, which stay here.", listed(leaks))
-            why = "modules that share gradients, such as scaffold, do not go with personal layers"
-            return Error(f"refused by fedclip: {why}")
+            why = "modules that share gradients, such as scaffold"
+            return Error(f"refused by fedclip: {why}, do not go with personal layers")
         return reply
 
     async def stop_training(self, message: StopTraining) -> None:
@@ -325,8 +312,8 @@ class PersonalFederatedClient(FederatedClient):
         if self._model is not None:
             last = self._model.get_weights(trainable=True)
             if self._model.own and message.weights != last:
-                why = "are of declearn's best round, and the personal layers of the last one"
-                self.logger.warning("The final weights %s: not evaluated together.", why)
+                text = "the best round, and layers of the last one: not evaluated together"
+                self.logger.warning("Final weights of %s.", text)
             message.weights = self._model.whole(message.weights)
         await super().stop_training(message)
 
@@ -338,31 +325,12 @@ class PersonalFederatedClient(FederatedClient):
         await super()._initialize_fairness()
 
 
-class _Sharing(NamedTuple):
-    """The aggregator of a client, which gets updates without the personal layers."""
-
-    aggregator: Aggregator[ModelUpdates]
-    model: PersonalModel
-    store: Callable[[PersonalModel], None]
-
-    def prepare_for_sharing(self, updates: AnyVector, n_steps: int) -> ModelUpdates:
-        """Save the layers before anything is sent, and prepare the update without them."""
-        self.store(self.model)
-        shared = self.model.shared(updates)
-        return self.aggregator.prepare_for_sharing(updates=shared, n_steps=n_steps)
-
-
-def _aggregator_of(manager: TrainingManager) -> object:
-    aggregator = manager.aggrg
-    return aggregator.aggregator if isinstance(aggregator, _Sharing) else aggregator
-
-
 def _adds_noise(modules: Sequence[Plugin]) -> bool:
     return any(isinstance(module, UpdateClipClient) and module.site for module in modules)
 
 
 def _layers_of(model: PersonalModel) -> AnyVector:
-    return part(model.get_weights(), sorted(model.own))
+    return personal_layers.part(model.get_weights(), sorted(model.own))
 
 
 def _is_finite(vector: AnyVector) -> bool:

@@ -26,16 +26,10 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from declearn.messaging import (
-    EvaluationReply,
-    EvaluationRequest,
-    MetadataQuery,
-    MetadataReply,
-    PrivacyRequest,
-    TrainRequest,
-)
+from declearn import messaging
+from declearn.messaging import EvaluationReply, EvaluationRequest, PrivacyRequest
 from declearn.training import TrainingManager
 
 from fedclip.core import parameters
@@ -53,6 +47,8 @@ from fedclip.engines.declearn.sample_clip import place_of
 from fedclip.privacy.accounting import Release
 from fedclip.privacy.ledger import FILE, Ledger, fingerprint
 from fedclip.privacy.noise import Normals, secure_normals
+
+Budget: TypeAlias = tuple[float, float]
 
 
 class PrivateFederatedClient(PersonalFederatedClient):
@@ -134,15 +130,13 @@ class PrivateFederatedClient(PersonalFederatedClient):
         valid_persons: Ids | None = None,
         **settings: Any,
     ) -> None:
-        self.max_budget: tuple[float, float] | None = None
+        self.max_budget: Budget | None = None
         if max_budget is not None:
             if not isinstance(max_budget, (list, tuple)) or len(max_budget) != 2:
                 raise TypeError(f"max_budget must be (epsilon, delta), got {max_budget!r}")
-            epsilon, delta = max_budget
-            self.max_budget = (
-                parameters.positive(**{"epsilon of max_budget": epsilon}),
-                parameters.unit_interval(**{"delta of max_budget": delta}),
-            )
+            epsilon = parameters.positive(**{"epsilon of max_budget": max_budget[0]})
+            delta = parameters.unit_interval(**{"delta of max_budget": max_budget[1]})
+            self.max_budget = epsilon, delta
         self.require_privacy = parameters.boolean(require_privacy=require_privacy)
         super().__init__(*args, **settings)
         # Read now, as long as nobody else could see it fail.
@@ -158,11 +152,11 @@ class PrivateFederatedClient(PersonalFederatedClient):
         specs = dataclasses.asdict(self.valid_data.get_data_specs())
         self._specs = {**specs, "n_samples": len(self.records)}
         self._private: PrivateTrainingManager | None = None
-        in_folder = None if self.ckptr is None else Path(self.ckptr.folder) / FILE
-        self.ledger = in_folder if ledger is None else Path(ledger)
-        if self.ledger is None:
-            why = "neither ledger nor checkpoint is given: at each start of this client, "
-            why += "its records would have the whole budget again"
+        if ledger is None and self.ckptr is not None:
+            ledger = Path(self.ckptr.folder, FILE)
+        self.ledger = None if ledger is None else Path(ledger)
+        if ledger is None:
+            why = "neither ledger nor checkpoint is given: each start has the whole budget again"
             if self.require_privacy:
                 raise ValueError(f"{why}; give ledger = a file, or a checkpoint folder")
             self.logger.warning("%s.", why)
@@ -176,43 +170,43 @@ class PrivateFederatedClient(PersonalFederatedClient):
         """Set up DP-SGD as the server asks for it, within what this client allows."""
         if (old := self.trainmanager) is None:
             raise RuntimeError("a client is made private by its server, once it has a model")
-        names = ("model", "optim", "aggrg", "train_data", "valid_data", "metrics", "logger")
-        settings = {name: getattr(old, name) for name in names}
-        manager = PrivateTrainingManager(**settings, verbose=False)
-        before = self._private.ledger.accountant.spent if self._private is not None else ()
-        manager.make_private(
-            message, self.max_budget, self.ledger, before, self.records, self._valid
-        )
+        parts = old.model, old.optim, old.aggrg, old.train_data, old.valid_data, old.metrics
+        manager = PrivateTrainingManager(*parts, logger=old.logger, verbose=False)
+        spent = self._private.ledger.accountant.spent if self._private is not None else ()
+        valid, limit = self._valid, self.max_budget
+        manager.make_private(message, limit, self.ledger, spent, self.records, valid)
         self.trainmanager = self._private = manager
 
-    async def training_round(self, message: TrainRequest) -> None:
+    async def training_round(self, message: messaging.TrainRequest) -> None:
         """Run a training round, if it is private."""
         private = self._private is not None and self.trainmanager is self._private
         if self.require_privacy and not private:
             why = f"training round {message.round_i} would not be private, and this client has "
             await self._refuse(f"{why}require_privacy: set [run.privacy] on the server")
-            return
-        await super().training_round(message)
+        else:
+            await super().training_round(message)
 
-    async def _collect_and_send_metadata(self, message: MetadataQuery) -> None:
+    async def _collect_and_send_metadata(self, message: messaging.MetadataQuery) -> None:
         """Tell of the validation records what is asked, and of the others how many there are."""
         known = self._specs
         if missing := [name for name in message.fields if known.get(name) is None]:
             why = f"valid_data does not tell {', '.join(missing)}, which the model needs"
-            await self._refuse(f"{why}: for classes, build it with expose_classes=True")
-            raise RuntimeError(why)
-        await self.netwk.send_message(MetadataReply({name: known[name] for name in message.fields}))
+            raise await self._refuse(f"{why}: for classes, build it with expose_classes=True")
+        answer = {name: known[name] for name in message.fields}
+        await self.netwk.send_message(messaging.MetadataReply(answer))
 
     async def _initialize_fairness(self) -> None:
         if self.require_privacy:
-            why = "fairness rounds publish losses of the training records without noise, and this "
-            why += "client has require_privacy: leave [run.fairness] out"
-            await self._refuse(why)
-            raise RuntimeError(why)
+            why = (
+                "fairness publishes losses of training records without noise, and this client has "
+            )
+            raise await self._refuse(f"{why}require_privacy: leave [run.fairness] out")
         await super()._initialize_fairness()
 
-    async def _refuse(self, why: str) -> None:
+    async def _refuse(self, why: str) -> RuntimeError:
+        """Send the server the reason; return the error that ends this client."""
         await self.netwk.send_message(self._refused(why))
+        return RuntimeError(why)
 
 
 class PrivateTrainingManager(TrainingManager):
@@ -237,7 +231,7 @@ class PrivateTrainingManager(TrainingManager):
     def make_private(
         self,
         message: PrivacyRequest,
-        max_budget: tuple[float, float] | None = None,
+        max_budget: Budget | None = None,
         path: Path | None = None,
         spent: Sequence[Release] = (),
         records: Records | Persons | None = None,
@@ -277,42 +271,6 @@ class PrivateTrainingManager(TrainingManager):
                 for record in tried:
                     self._evaluation.of_record(self.model, record)
         self.noise = IndependentNoise()
-        self._start(path, spent)
-
-    def _plan(
-        self, message: PrivacyRequest, budget: tuple[float, float] | None, valid: Persons | None
-    ) -> None:
-        """Refuse what would not be private; find noise and steps for the rest."""
-        if message.accountant == "gdp":
-            raise ValueError('accountant = "gdp" is no upper bound on epsilon: write "rdp"')
-        persample.check(self.model)
-        self.sclip_norm = parameters.positive(sclip_norm=message.sclip_norm)
-        shapes = persample.shapes(self.model)
-        self.stage = place_of(self.optim.modules, shapes, self.sclip_norm)
-        steps = self._steps(message.batches, message.n_epoch, message.n_steps) * message.rounds
-        epsilon, delta = map(min, message.budget, budget or message.budget)
-        size, many, unit = message.batches["batch_size"], len(self.records), self.records.unit
-        calibration = calibrate(epsilon, delta, many, size, steps, unit)
-        marker = self.stage.settings
-        self.calibration = calibration.evaluating(marker.evaluation_share, message.rounds)
-        self._evaluation = None
-        if marker.loss_bound is not None and self.valid_data is not None:
-            self._evaluation = Evaluation(self.metrics, marker.loss_bound)
-            if unit == "person" and valid is None:
-                text = (
-                    "evaluation_share protects persons: tell whose the validation records are, by "
-                )
-                raise ValueError(f"{text}valid_persons; in a quickrun, by valid_persons.csv")
-            self._valid: Records | Persons = valid or Records(self.valid_data)
-
-    def _steps(self, batches: Config, n_epoch: int | None, n_steps: int | None) -> int:
-        steps = steps_of_a_round(len(self.records), batches, n_epoch, n_steps)
-        if steps is None:
-            raise ValueError("noise needs a number of steps: set n_epoch or n_steps")
-        return steps
-
-    def _start(self, path: Path | None, spent: Sequence[Release]) -> None:
-        """Open the ledger, and get ready for the first step."""
         plan = self.calibration
         data = fingerprint(self.train_data, plan.records, plan.unit)
         self.ledger = Ledger(plan.epsilon, plan.delta, path, spent, data)
@@ -328,6 +286,32 @@ class PrivateTrainingManager(TrainingManager):
         )
         if why := too_few(plan.records, plan.delta, plan.unit):
             self.logger.warning("%s", why)
+
+    def _plan(self, message: PrivacyRequest, budget: Budget | None, valid: Persons | None) -> None:
+        """Refuse what would not be private; find noise and steps for the rest."""
+        if message.accountant == "gdp":
+            raise ValueError('accountant = "gdp" is no upper bound on epsilon: write "rdp"')
+        persample.check(self.model)
+        self.sclip_norm = parameters.positive(sclip_norm=message.sclip_norm)
+        shapes = persample.shapes(self.model)
+        self.stage = place_of(self.optim.modules, shapes, self.sclip_norm)
+        steps = self._steps(message.batches, message.n_epoch, message.n_steps) * message.rounds
+        epsilon, delta = map(min, message.budget, budget or message.budget)
+        size, marker, unit = message.batches["batch_size"], self.stage.settings, self.records.unit
+        calibration = calibrate(epsilon, delta, len(self.records), size, steps, unit)
+        self.calibration = calibration.evaluating(marker.evaluation_share, message.rounds)
+        self._evaluation = None
+        if marker.loss_bound is not None and self.valid_data is not None:
+            self._evaluation = Evaluation(self.metrics, marker.loss_bound)
+            if unit == "person" and valid is None:
+                text = "evaluation_share protects persons: say whose the validation records are"
+                raise ValueError(f"{text}, by valid_persons; in a quickrun, by valid_persons.csv")
+            self._valid: Records | Persons = valid or Records(self.valid_data)
+
+    def _steps(self, batches: Config, n_epoch: int | None, n_steps: int | None) -> int:
+        if steps := steps_of_a_round(len(self.records), batches, n_epoch, n_steps):
+            return steps
+        raise ValueError("noise needs a number of steps: set n_epoch or n_steps")
 
     @property
     def clipping(self) -> SampleClipping:
@@ -372,8 +356,6 @@ class PrivateTrainingManager(TrainingManager):
         with untold(self.logger, "a private step", UnsupportedModelError):
             for _ in range(allowed):
                 self.run_train_step(self.records.take(self._sampler.draw(), self._fail))
-        text = "Took %d private steps; charged %d of %d that the noise is for."
-        self.logger.info(text, allowed, self._charged, plan.steps)
         if self._charged >= plan.steps:
             # Before the last round this would be accounted anew, which takes long.
             spent = self.get_privacy_spent()

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from declearn.typing import Batch
 from declearn.utils import LOGGING_LEVEL_MAJOR, make_importable, set_device_policy, setup_logger
 
 import fedclip
+from fedclip.core.parameters import Config
 from fedclip.engines.declearn.context import AnyModel, AnyVector
 from fedclip.engines.declearn.members import Members
 from fedclip.engines.declearn.persample import clipped_sum, vector
@@ -84,12 +86,11 @@ class Experiment:
             files: dict[str, dict[str, str]] = parse_data_folder(data, str(folder))
         except (OSError, ValueError) as exc:
             raise ToolError(f"[data] {exc}") from None
-        self.files = dict(sorted(files.items()))
         if not files:
             raise ToolError("[data] the data folder holds no client's folder")
+        self.files = dict(sorted(files.items()))
         if self._file.suffix != ".py" or not self._file.is_file():
-            text = f"there is no model file {self._file}, which must be a Python file"
-            raise ToolError(f"[model] {text}")
+            raise ToolError(f"[model] there is no model file {self._file}: it is a Python file")
 
     def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
         """Return training data, in batches that a seed decides, and validation data of a client."""
@@ -163,10 +164,10 @@ class _ReportingServer(FederatedServer):
     clients, whose norms it does not cover, they are declearn's: of the lowest loss of all.
     """
 
-    on_round: Callable[[int, str], None]
-    results: str
+    of: Federation
     noised: bool
     reader: Reader | None = None
+    by_site: list[dict[str, float]]
 
     async def evaluation_round(self, round_i: int, *args: Any, **kwargs: Any) -> None:
         """Run the evaluation that ends a round."""
@@ -175,23 +176,19 @@ class _ReportingServer(FederatedServer):
             _LOGGER.warning("Checkpoints of the server: %s.", text)
         before, count = self._best, len(self._losses)
         await super().evaluation_round(round_i, *args, **kwargs)
-        self.on_round(round_i, self._keep_best(before) if len(self._losses) > count else "")
+        self.of.on_round(round_i, self._keep_best(before) if len(self._losses) > count else "")
 
     def _keep_best(self, before: Any) -> str:
         """Keep the best weights, and return the metrics of the sites as text."""
         try:
-            self.reader = self.reader or Reader(self.results)
-            report = self.reader.read()
+            self.reader = self.reader or Reader(self.of.results)
+            # An earlier run may lie in a folder of this one.
+            result = result_of(self.reader.read(), "")
         except ReportError:
             return ""
-        # An earlier run may lie in a folder of this one.
-        result = result_of(report, "")
+        self.by_site.append({s: last.get("loss", np.nan) for s, last in result.sites.items()})
         if not self.noised and result.outliers:
-            curves = [c for c in report.curves if c.metric == "loss" and not c.experiment]
-            losses = {curve.node: dict(curve.points) for curve in curves}
-            rounds = sorted({r for points in losses.values() for r in points})
-            by_round = [{s: points.get(r, np.nan) for s, points in losses.items()} for r in rounds]
-            last = best_round(by_round, result.healthy) == len(by_round) - 1
+            last = best_round(self.by_site, result.healthy) == len(self.by_site) - 1
             self._best = self.model.get_weights(trainable=True) if last else before
         return result.in_words()
 
@@ -256,7 +253,7 @@ class Federation(Experiment):
             checkpoint=os.path.join(self.results, "server"),
             **guarded(self.network, optim),
         )
-        server.on_round, server.results = self.on_round, self.results
+        server.of, server.by_site = self, []
         server.noised = any(getattr(m, "noise_multiplier", 0) for m in optim.server_opt.modules)
         self.members = lambda: getattr(server.netwk, "members", Members())
         await server.async_run(FLRunConfig.from_toml(self.toml, False, "run"))
@@ -272,29 +269,23 @@ class Federation(Experiment):
         train, valid = self.data(name, seed)
         modules = FLOptimConfig.from_toml(self.toml, False, "optim").client_opt.modules
         server, persons = self.network.build_server(), self.persons(name)
-        network: dict[str, Any] = {"server_uri": server.uri, "name": name}
-        network["protocol"] = self.network.protocol
+        network: Config = {"server_uri": server.uri, "name": name, "protocol": server.protocol}
         if hasattr(server, "patience"):
             # As by default, three times as long as the server waits for a client.
             network["kwargs"] = {"patience": 3 * server.patience}
         kind: type[fedclip.PersonalFederatedClient] = _QuickClient
-        private: dict[str, Any] = {}
+        private: Config = {}
+        folder = Path(self.results, name)
         if any(isinstance(module, fedclip.SampleClip) for module in modules):
-            kind, private = fedclip.PrivateFederatedClient, {"ledger": self._ledger(name)}
-            if persons:
-                private |= {"persons": persons, "valid_persons": self.persons(name, "valid")}
+            kind, private = fedclip.PrivateFederatedClient, {"ledger": self.ledger(name)}
+            private["persons"] = persons
+            private["valid_persons"] = persons and self.persons(name, "valid")
+            folder.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # it may be there, and a disk may know no links
+                (folder / FILE).symlink_to(self.ledger(name))
         elif persons:
             _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
-        folder = os.path.join(self.results, name)
-        await kind(network, train, valid, folder, verbose=False, **private).async_run()
-
-    def _ledger(self, name: str) -> Path:
-        """Return the ledger of a client's records; link to it from the folder of results."""
-        ledger, link = self.ledger(name), Path(self.results, name, FILE)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # it may be there, and a disk may know no links
-            link.symlink_to(ledger)
-        return ledger
+        await kind(network, train, valid, str(folder), verbose=False, **private).async_run()
 
     def _log(self, logger: str, node: str, level: int) -> None:
         """Log to a file; show messages of this level on the console, or only warnings."""
@@ -306,11 +297,10 @@ class Federation(Experiment):
 
     async def run(self, seed: int | None = None) -> None:
         """Run the server and all clients in this process."""
-        seeds = [None if seed is None else seed * 1_000 + i for i in range(len(self.files))]
 
-        async def client(name: str, seed: int | None) -> None:
+        async def client(place: int, name: str) -> None:
             try:
-                await self._run_client(name, seed)
+                await self._run_client(name, None if seed is None else seed * 1_000 + place)
             except Exception as exc:
                 _LOGGER.error("client %r has ended: %s: %s", name, type(exc).__name__, exc)
                 members = self.members()
@@ -319,7 +309,7 @@ class Federation(Experiment):
                     raise
 
         try:
-            await asyncio.gather(self._run_server(), *map(client, self.files, seeds))
+            await asyncio.gather(self._run_server(), *starmap(client, enumerate(self.files)))
         finally:
             for name in ("server", *(f"client-{name}" for name in self.files)):
                 handlers = logging.getLogger(f"declearn.{name}").handlers

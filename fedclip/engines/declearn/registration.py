@@ -29,46 +29,36 @@ __all__ = ["enter", "register_when_possible"]
 
 
 def _enter(cls: type[Plugin]) -> None:
-    """Register a class with declearn, unless it is registered."""
-    from declearn.utils import access_types_mapping, register_type
-
-    if access_types_mapping(cls.group).get(cls.name) is cls:
+    """Register a class with declearn, and how it writes messages, unless it is registered."""
+    utils: Any = import_module("declearn.utils")
+    if utils.access_types_mapping(cls.group).get(cls.name) is cls:
         return
-    register_type(cls, cls.name, cls.group)
-    if issubclass(cls, Message):
-        _serialize(cls)
-
-
-def _serialize(cls: type[Message]) -> None:
-    """Have declearn write and read messages of a class."""
+    utils.register_type(cls, cls.name, cls.group)
+    if not issubclass(cls, Message):
+        return
     name = f"AuxVar>{cls.name}"
-    try:
-        from declearn.utils.serialize import add_serialization_support
-    except ModuleNotFoundError:
-        # declearn 2.8 has one format.
-        utils: Any = import_module("declearn.utils")
+    if hasattr(utils, "add_json_support"):  # declearn 2.8 has one format
         utils.add_json_support(cls, cls.to_dict, cls.from_dict, name=name)
         return
+    add: Any = import_module("declearn.utils.serialize").add_serialization_support
     for fmt in ("msgpack", "json"):
-        add_serialization_support(cls, fmt=fmt, encode=cls.to_dict, decode=cls.from_dict, name=name)
+        add(cls, fmt=fmt, encode=cls.to_dict, decode=cls.from_dict, name=name)
 
 
 def enter() -> None:
     """Register with declearn what waits for it, and from now on each class when it is defined."""
     register_with(_enter)
-    from declearn.optimizer import modules, regularizers
-
-    bases: tuple[Any, ...] = modules.OptiModule, regularizers.Regularizer, modules.AuxVar
-    for base, stand_in in zip(bases, (OptiModule, Regularizer, Message), strict=True):
-        base.register(stand_in)
+    optimizer: Any = import_module("declearn.optimizer")
+    optimizer.modules.OptiModule.register(OptiModule)
+    optimizer.regularizers.Regularizer.register(Regularizer)
+    optimizer.modules.AuxVar.register(Message)
     for cls in list(PLUGINS.values()):
         try:
             _enter(cls)
         except KeyError as error:
             # Not an error: it would keep declearn from being imported.
-            who = f"{cls.__module__}.{cls.__qualname__} is not registered with declearn"
-            text = f"{who}: {error.args[0]} Give it another name"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            text = f"{cls.__qualname__} is not registered with declearn: {error.args[0]}"
+            warnings.warn(f"{text} Give it another name", RuntimeWarning, stacklevel=2)
 
 
 def register_when_possible(register: Callable[[], None]) -> None:
@@ -104,8 +94,7 @@ class _Watch:
         if self not in finders or (name != "declearn" and name.partition(".")[0] != "fedclip"):
             return None
         for finder in finders[finders.index(self) + 1 :]:
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
+            if (spec := finder.find_spec(name, path, target)) is not None:
                 loader: Any = spec.loader
                 if loader is not None:
                     loader.exec_module = partial(self.run, loader)
@@ -123,12 +112,10 @@ class _Watch:
         finally:
             self.under_way.discard(name)
         ready = name == "declearn" or _imported("declearn")
-        if not ready or self.under_way:
+        # If it is not in the list, another call has registered, or is doing so.
+        if not ready or self.under_way or self not in sys.meta_path:
             return
-        try:
-            sys.meta_path.remove(self)
-        except ValueError:  # another call has registered, or is doing so
-            return
+        sys.meta_path.remove(self)
         try:
             self.register()
         except (ImportError, RuntimeError):

@@ -8,8 +8,6 @@ newest round follows from the contents of the files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -61,9 +59,8 @@ def load_round(folder: str | Path) -> SavedRound:
     or of another round. Of several runs in one folder the highest round counts, which has spent
     the most.
     The best model, which declearn saves at the end of a run, belongs to no round. declearn names
-    files by the second, and writes the model first: if the model of a pair is the younger file, the
-    pair mixes two rounds of the same second, and is left out. In a copy of the folder, the order of
-    writing is that of copying, and says nothing. The time zone does not matter.
+    files by the second, and writes the model first: of rounds that share a second, a server that
+    is killed may leave the model of the later one with the optimizer of the earlier one.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -73,8 +70,20 @@ def load_round(folder: str | Path) -> SavedRound:
         {file.stem.partition("_state_")[2]: file for file in path.glob(f"{kind}_state_*.mpk")}
         for kind in ("model", "optimizer")
     )
+    metrics = path / "metrics.csv"
+    lines = metrics.read_text(errors="replace").splitlines() if metrics.is_file() else []
+    # The metrics are written last of a round.
+    rows = {line.partition(",")[0]: row for row, line in enumerate(lines)}
     faults: dict[str, str] = {}
-    for (reached, steps, _), timestamp in _reached(optimizers, path / "metrics.csv", faults):
+    reached = []
+    for timestamp, file in optimizers.items():
+        try:
+            # Values that declearn wraps, such as vectors, stay wrapped.
+            counted = _counted(msgpack.unpackb(file.read_bytes()))
+            reached.append((*counted, rows.get(timestamp, 0), timestamp))
+        except Exception as exc:  # a file cut short or damaged may hold anything in any place
+            faults[timestamp] = f"{exc!r:.200}"
+    for rounds, steps, _, timestamp in sorted(reached, reverse=True):
         try:
             if timestamp not in models:
                 raise StateError("its model is missing")
@@ -88,37 +97,15 @@ def load_round(folder: str | Path) -> SavedRound:
         lacking = models.keys() - optimizers.keys() - {"best"}
         faults |= {name: "its optimizer is missing" for name in lacking if name > timestamp}
         for name, fault in sorted(faults.items()):
-            text = "a round was not saved as a whole, and is left out: %s: %s"
-            _LOGGER.warning(text, name, fault)
-        _LOGGER.info("going on from round %d, saved as %s", reached or steps, timestamp)
+            _LOGGER.warning("a round was not saved as a whole, left out: %s: %s", name, fault)
+        _LOGGER.info("going on from round %d, saved as %s", rounds or steps, timestamp)
         return SavedRound(model, optimizer, timestamp)
     listed = "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items())[:5])
     why = listed or f"it has {len(models)} models and {len(optimizers)} optimizers"
     raise StateError(f"{str(folder)!r} holds no round whose model and optimizer both load: {why}")
 
 
-def _reached(
-    files: Mapping[str, Path], metrics: Path, faults: dict[str, str]
-) -> list[tuple[tuple[int, int, int], str]]:
-    """Return how far optimizers have come, the furthest first; note damaged files.
-
-    That is the round and the steps, by the modules, and the row in the metrics, which are written
-    last of a round.
-    """
-    lines = metrics.read_text(errors="replace").splitlines() if metrics.is_file() else []
-    rows = {line.partition(",")[0]: row for row, line in enumerate(lines)}
-    reached = []
-    for timestamp, file in files.items():
-        try:
-            # Values that declearn wraps, such as vectors, stay wrapped.
-            rounds, steps = _round_of(msgpack.unpackb(file.read_bytes()))
-            reached.append(((rounds, steps, rows.get(timestamp, 0)), timestamp))
-        except Exception as exc:  # a file cut short or damaged may hold anything in any place
-            faults[timestamp] = f"{exc!r:.200}"
-    return sorted(reached, reverse=True)
-
-
-def _round_of(state: Unchecked) -> tuple[int, int]:
+def _counted(state: Unchecked) -> tuple[int, int]:
     """Return the round that the state of an optimizer has reached, and its steps."""
     # declearn counts the steps of a changing learning rate, and the rounds of clients.
     rate = state.get("lrate", {})
@@ -134,10 +121,11 @@ def _round_of(state: Unchecked) -> tuple[int, int]:
 
 def _mixed(model: Path, optimizer: Path, timestamp: str) -> bool:
     """Whether the model was written after the optimizer, within the second that names both."""
-    with suppress(ValueError):
-        named = datetime.strptime(timestamp, "%y-%m-%d_%H-%M-%S").replace(tzinfo=UTC).timestamp()
-        written = optimizer.stat()
-        # Whichever time zone the name is in: they differ by quarters of an hour.
-        late = (written.st_mtime - named + 1.0) % 900.0
-        return late < 3.0 and model.stat().st_mtime_ns > written.st_mtime_ns
-    return False
+    try:
+        named = datetime.strptime(timestamp, "%y-%m-%d_%H-%M-%S")
+    except ValueError:
+        return False
+    written = optimizer.stat()
+    # Whichever time zone the name is in: they differ by quarters of an hour.
+    late = (written.st_mtime - named.replace(tzinfo=UTC).timestamp() + 1.0) % 900.0
+    return late < 3.0 and model.stat().st_mtime_ns > written.st_mtime_ns

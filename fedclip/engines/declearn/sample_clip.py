@@ -25,9 +25,6 @@ from fedclip.privacy.guarantees import Shapes
 
 Modules: TypeAlias = Sequence[AnyModule]
 
-# Below, the accountants of samples take minutes for noise so large.
-_LEAST_SHARE = 1e-3
-
 
 def problems_before(before: Modules, shapes: Shapes | None = None) -> list[Problem]:
     """Return why modules cannot precede `sample-clip`; an empty list if all can."""
@@ -117,9 +114,9 @@ class SampleClip(Documented, OptiModule[AuxVar]):
     def __post_init__(self) -> None:
         """Check what goes together."""
         check_evaluation(self.evaluation_share, self.loss_bound, "record")
-        if 0.0 < self.evaluation_share < _LEAST_SHARE:
-            text = f"evaluation_share must be 0, or {_LEAST_SHARE:g} and more, got "
-            raise ValueError(f"{text}{self.evaluation_share!r}")
+        # Below, the accountants of samples take minutes for noise so large.
+        if 0.0 < (share := self.evaluation_share) < 1e-3:
+            raise ValueError(f"evaluation_share must be 0, or 0.001 and more, got {share!r}")
 
     @property
     def clipping(self) -> SampleClipping:
@@ -144,11 +141,9 @@ class SampleClip(Documented, OptiModule[AuxVar]):
             f"{self.quantile:g} quantile of the norms; the step is divided by C",
         }.get(str(self.mode), f"each of the k {each} of a {unit} is clipped to {limit}/√k")
         bound = "C" if self.mode in ("automatic", "adaptive") else limit
-        return (
-            f"{how}. To zero out a {unit} moves the sum of a batch by at most {bound}, to replace "
-            f"one by twice that; noise of z·{bound} is added to the sum, which is divided by the "
-            "expected size of a batch."
-        )
+        how += f". To zero out a {unit} moves the sum of a batch by at most {bound}, to replace one"
+        how += f" by twice that; noise of z·{bound} is added to the sum, which is divided by the "
+        return f"{how}expected size of a batch."
 
     def run(self, gradients: AnyVector) -> AnyVector:
         """Refuse: what comes here is a whole batch, unclipped and without noise."""
@@ -196,8 +191,6 @@ class Place(NamedTuple):
         What runs is a copy that nobody else has: the optimizer's own modules, whose state is
         written to checkpoints, never see a record, nor what was recorded of it.
         """
-        if not self.before:
-            return None
         modules = copy.deepcopy(self.before)
 
         def run(arrays: Arrays) -> Arrays:
@@ -206,7 +199,7 @@ class Place(NamedTuple):
                 gradient = module.run(gradient)
             return gradient.coefs
 
-        return run
+        return run if modules else None
 
 
 def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
@@ -228,5 +221,4 @@ def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
     before = modules[: max(place, 0)]
     if problems := problems_before(before, shapes):
         raise ValueError("; ".join(map(str, problems)))
-    groups = settings.clipping.groups([*shapes])
-    return Place(settings, before, [*modules[place + 1 :]], groups)
+    return Place(settings, before, [*modules[place + 1 :]], settings.clipping.groups([*shapes]))

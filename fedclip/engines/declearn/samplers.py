@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from declearn.client_sampler import ClientSampler, DefaultClientSampler, instantiate_client_sampler
 from declearn.communication import NetworkServerConfig
@@ -24,22 +24,14 @@ from declearn.optimizer.modules import AuxVar
 from fedclip.core import parameters
 from fedclip.core.messages import FromServer
 from fedclip.core.parameters import Config
-from fedclip.engines.declearn.context import (
-    ROUND,
-    UPDATES,
-    AnyModel,
-    AnyVector,
-    Expected,
-    Sender,
-    change,
-    expected,
-    note,
-)
+from fedclip.engines.declearn import context
+from fedclip.engines.declearn.context import UPDATES, AnyModel, AnyVector, Sender
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.statistics.counts import FedclipSharedCounts
 from fedclip.updates.protocol import Schedule
 
+Sampler: TypeAlias = Mapping[str, Any] | ClientSampler | None
 _LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
@@ -47,13 +39,12 @@ def note_senders(
     replies: Mapping[str, TrainReply], blank: Callable[[], AnyVector] | None = None
 ) -> None:
     """Note who sent which reply, in the order in which declearn adds them up."""
-    senders: dict[str, list[Sender]] = {}
+    senders = {UPDATES: [*map(Sender, replies)]}
     for client, reply in replies.items():
-        senders.setdefault(UPDATES, []).append(Sender(client))
         for key, message in _variables(reply).items():
             faulty = bool(getattr(message, "n_faults", False))
             senders.setdefault(key, []).append(Sender(client, faulty))
-    note(next(iter(replies.values()), None), senders, blank)
+    context.note(next(iter(replies.values()), None), senders, blank)
 
 
 def _variables(reply: TrainReply) -> dict[str, AuxVar]:
@@ -102,10 +93,12 @@ class NamedClients(ClientSampler):
     """
 
     strategy: ClassVar[str] = "named-clients"
+    secagg_compatible: bool = True
+    """Whether the wrapped sampler works with secure aggregation."""
 
     def __init__(
         self,
-        sampler: Mapping[str, Any] | ClientSampler | None = None,
+        sampler: Sampler = None,
         max_retries: int = ClientSampler.DEFAULT_MAX_RETRIES,
         receives: Sequence[str] | None = None,
     ) -> None:
@@ -117,15 +110,10 @@ class NamedClients(ClientSampler):
             raise TypeError(f"sampler must be a ClientSampler, or a dict of one, got {sampler!r}")
         if receives is not None and not isinstance(receives, (list, tuple)):
             raise TypeError(f"receives must be a list of names, got {receives!r}")
-        names = [parameters.name(receives=name) for name in receives or ()]
-        self.receives = None if receives is None else names
+        self.receives = receives and [parameters.name(receives=name) for name in receives]
+        self.secagg_compatible = bool(self.sampler.secagg_compatible)
         # Names sent in earlier rounds: from then on, each client must send them.
         self._known: set[str] = set()
-
-    @property
-    def secagg_compatible(self) -> bool:
-        """Whether the wrapped sampler works with secure aggregation."""
-        return bool(self.sampler.secagg_compatible)
 
     def init_clients(self, clients: set[str]) -> None:
         """Pass the names of the clients to the wrapped sampler."""
@@ -134,27 +122,27 @@ class NamedClients(ClientSampler):
 
     def sample(self, eligible_clients: set[str]) -> set[str]:
         """Return the choice of the wrapped sampler, among clients that have not left the run."""
-        members = ROUND.get().members
+        members = context.ROUND.get().members
         lost = set() if members is None else members.gone.keys()
         return set(self.sampler.sample(eligible_clients - lost))
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
         """Vet the replies, and note their order."""
-        replies = list(client_to_reply.values())
-        awaited = expected()
+        replies = [*client_to_reply.values()]
+        awaited = context.expected()
         # For a secure sum, declearn passes the same reply for every client.
-        if len({id(reply) for reply in replies}) < len(replies) or not replies:
-            names = {UPDATES: [Sender(name, summed=True) for name in client_to_reply]}
-            note(replies[0] if replies else None, names)
+        if len({*map(id, replies)}) < len(replies):
+            summed = [Sender(name, summed=True) for name in client_to_reply]
+            context.note(replies[0], {UPDATES: summed})
         else:
             self._vet_variables(client_to_reply, awaited)
-            self._vet_updates(client_to_reply)
+            self._vet_updates(replies)
             weights = global_model.get_weights
             note_senders(client_to_reply, lambda: zeros_like(weights(trainable=True)))
         self.sampler.update(client_to_reply, global_model)
 
     def _vet_variables(
-        self, replies: Mapping[str, TrainReply], awaited: Mapping[str, Expected]
+        self, replies: Mapping[str, TrainReply], awaited: Mapping[str, context.Expected]
     ) -> None:
         """Keep in each reply only what the server's modules can add up."""
         votes = Counter(key for reply in replies.values() for key in _variables(reply))
@@ -166,24 +154,23 @@ class NamedClients(ClientSampler):
                 kind, abstention = awaited[key]
                 valid[key] = sent[key] if type(sent.get(key)) is kind else abstention()
             for key in sent.keys() - valid.keys():
-                if self._receives(key, sent[key], votes[key], len(replies)):
+                if self._receives(key, sent[key], 2 * votes[key] >= len(replies)):
                     valid[key] = sent[key]
                 else:
                     text = "named-clients: no module receives %.60r, which %r has sent; left out"
                     _LOGGER.warning(text, key, client)
             reply.aux_var = valid
 
-    def _receives(self, key: object, message: object, votes: int, clients: int) -> bool:
-        if not isinstance(key, str) or not isinstance(message, AuxVar):
+    def _receives(self, key: object, message: object, from_half: bool) -> bool:
+        fits = isinstance(key, str) and isinstance(message, AuxVar)
+        if not fits or isinstance(message, (FromServer, UpdateClipVotes, FedclipSharedCounts)):
             return False
-        if isinstance(message, (FromServer, UpdateClipVotes, FedclipSharedCounts)):
-            return False
-        return 2 * votes >= clients if self.receives is None else key in self.receives
+        return from_half if self.receives is None else key in self.receives
 
-    def _vet_updates(self, replies: Mapping[str, TrainReply]) -> None:
+    def _vet_updates(self, replies: Sequence[TrainReply]) -> None:
         """Replace invalid updates, if fedclip's aggregator averages them; it vets the others."""
-        strangers = [r for r in replies.values() if type(r.updates) is not ClippedUpdates]
-        if 2 * len(strangers) <= len(replies):
+        strangers = [r for r in replies if type(r.updates) is not ClippedUpdates]
+        if replies and 2 * len(strangers) <= len(replies):
             self._known.add(UPDATES)
         for reply in strangers if UPDATES in self._known else ():
             reply.updates = ClippedUpdates.stranger(reply.updates)
@@ -228,18 +215,15 @@ class RoundRobin(ClientSampler):
     """
 
     strategy: ClassVar[str] = "round-robin"
+    secagg_compatible: bool = True
+    """It works with secure aggregation, without evaluations in between."""
 
     def __init__(self, per_round: int) -> None:
         super().__init__()
         self.per_round = parameters.integer(1, per_round=per_round)
-        self._schedule: Schedule | None = None
+        self._schedule: Schedule
         self._round = 0
         self._due: frozenset[str] = frozenset()
-
-    @property
-    def secagg_compatible(self) -> bool:
-        """Whether it works with secure aggregation: yes, without evaluations in between."""
-        return True
 
     def init_clients(self, clients: set[str]) -> None:
         """Fix the schedule for these clients."""
@@ -251,16 +235,14 @@ class RoundRobin(ClientSampler):
 
         It raises if there are none: declearn would draw again, and in the end draw all clients.
         """
-        if self._schedule is None:
-            raise RuntimeError("round-robin has no clients: call init_clients() first")
         self._due = frozenset(self._schedule.due(self._round))
-        change(participation=self._schedule.at(self._round))
+        context.change(participation=self._schedule.at(self._round))
         self._round += 1
         if present := self._due & eligible_clients:
             return set(present)
         names = ", ".join(map(repr, sorted(self._due)[:5]))
         text = f"all clients whose turn it is have left ({names}), and no client may replace them"
-        raise RuntimeError(f"{text}: start again with the clients that are present")
+        raise RuntimeError(f"{text}: start again with the others")
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
         """Refuse a round in which clients of another group have replied."""
@@ -277,11 +259,7 @@ def watchful(network: NetworkServerConfig) -> NetworkServerConfig:
     return network
 
 
-def guarded(
-    network: NetworkServerConfig,
-    optim: FLOptimConfig,
-    sampler: Mapping[str, object] | ClientSampler | None = None,
-) -> Config:
+def guarded(network: NetworkServerConfig, optim: FLOptimConfig, sampler: Sampler = None) -> Config:
     """Return the arguments of `FederatedServer` for its network and sampler.
 
     Parameters
@@ -303,11 +281,9 @@ def guarded(
     >>> settings["netwk"].protocol, settings["client_sampler"].strategy
     ('fedclip-websockets', 'named-clients')
     """
-    receives = [str(m.aux_name or m.name) for m in optim.server_opt.modules]
-    if sampler is None:
-        sampler = turns(optim)
     if not isinstance(sampler, NamedClients):
-        sampler = NamedClients(sampler, receives=receives)
+        receives = [str(m.aux_name or m.name) for m in optim.server_opt.modules]
+        sampler = NamedClients(turns(optim) if sampler is None else sampler, receives=receives)
     return {"netwk": watchful(network), "client_sampler": sampler}
 
 

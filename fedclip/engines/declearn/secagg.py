@@ -33,7 +33,6 @@ from fedclip.arrays import Array, backend_of
 from fedclip.arrays.blocks import encode
 from fedclip.core import parameters
 
-_KINDS = ("masking", "joye-libert")
 _BITS = (8, 16, 24, 32, 40, 48, 56, 64)
 
 
@@ -71,14 +70,13 @@ class Plan(NamedTuple):
         return self.limit - self.norm_added
 
     def __str__(self) -> str:
-        share = self.norm_added / self.limit
+        of, added = f"{self.kind} over {self.clients} clients", f"{self.norm_added:.3g} to the norm"
+        share = f"{self.norm_added / self.limit:.2g} of the bound"
         return (
-            f"{self.kind} over {self.clients} clients, {self.dimension:,} values, bound "
-            f"{self.limit:g}:\n"
+            f"{of}, {self.dimension:,} values, bound {self.limit:g}:\n"
             f"  clipval {self.clipval:g}, bitsize {self.bitsize}, step {self.step:.3g}\n"
             f"  a value of the average is off by at most {self.error:.3g}\n"
-            f"  rounding adds at most {self.norm_added:.3g} to the norm of an update "
-            f"({share:.2g} of the bound)"
+            f"  rounding adds at most {added} of an update ({share})"
         )
 
 
@@ -130,7 +128,7 @@ def plan(
     limit = parameters.positive(limit=limit)
     clients = parameters.integer(1, clients=clients)
     dimension = parameters.integer(1, dimension=dimension)
-    kind = parameters.choice(_KINDS, kind=kind)
+    kind = parameters.choice(("masking", "joye-libert"), kind=kind)
     tolerance = parameters.positive(tolerance=tolerance)
     if clipval is None:
         clipval = 2.0 ** math.ceil(math.log2(limit))
@@ -146,10 +144,8 @@ def plan(
         added = error * math.sqrt(dimension)
         if added <= tolerance * limit:
             return Plan(limit, clients, dimension, kind, clipval, bits, step, 2 * error, added)
-    raise ValueError(
-        f"with clipval={clipval:g} and bitsize={bits}, rounding adds up to {added / limit:.3g} of "
-        "a norm, above the tolerance: lower clipval, or raise bitsize or tolerance"
-    )
+    text = f"clipval={clipval:g} with bitsize={bits} adds up to {added / limit:.3g} to a norm"
+    raise ValueError(f"{text}, above the tolerance: lower clipval, or raise bitsize or tolerance")
 
 
 _EDGE = 1.0 - 1e-14
@@ -167,8 +163,7 @@ def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
         dtype = backend.dtype(array)
         if (bits := _MANTISSA.get(dtype)) is None:
             continue
-        (prepared,) = backend.prepared([array])
-        like = backend.dense(prepared)
+        like = backend.dense(*backend.prepared([array]))
         values = np.array(backend.to_host(like), dtype=np.float64)
         if np.max(np.abs(values), initial=0.0) <= clipval * _EDGE:
             continue

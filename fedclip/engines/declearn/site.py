@@ -106,20 +106,11 @@ class GatedNetwork(NetworkClient, register=False):
         Refused
             With a sentence for the site's log.
         """
-        self._check_aggregator(aggregator)
-        for module in modules:
-            if module.aux_name not in (None, AUX_NAME):
-                raise Refused(f"a site's policy does not know what {module.name!r} shares")
-            if getattr(module, "site", None) is not None:
-                raise Refused("a site's policy would clip the noise that update-clip-client adds")
-
-    def _check_aggregator(self, aggregator: Any) -> None:
-        """Refuse an aggregator whose updates cannot leave."""
         if type(aggregator) is AveragingAggregator:
             equal = not aggregator.steps_weighted
         elif type(aggregator) is not ClippedAveraging:
-            known = "a site's policy knows the aggregators 'averaging' and 'clipped-averaging'"
-            raise Refused(f"{known}, not {type(aggregator).__name__}")
+            what = f"a site's policy knows averages, not {type(aggregator).__name__}"
+            raise Refused(f"{what}: set {_AVERAGING}")
         elif self._gate.policy.noise_multiplier:
             what = "this site's noise takes updates beyond the bound of clipped-averaging"
             raise Refused(f"{what}: set {_AVERAGING}")
@@ -127,6 +118,11 @@ class GatedNetwork(NetworkClient, register=False):
             equal = aggregator.shares.kind != "steps"
         if not equal:
             raise Refused(f"this site's updates have no weights by steps: set {_AVERAGING}")
+        for module in modules:
+            if module.aux_name not in (None, AUX_NAME):
+                raise Refused(f"a site's policy does not know what {module.name!r} shares")
+            if getattr(module, "site", None) is not None:
+                raise Refused("a site's policy would clip the noise that update-clip-client adds")
 
     def _training(self, reply: messaging.TrainReply) -> messaging.TrainReply:
         shared, votes = reply.updates, reply.aux_var.get(AUX_NAME)

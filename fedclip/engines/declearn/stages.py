@@ -20,7 +20,7 @@ from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regular
 from declearn.optimizer.modules import OptiModule
 from declearn.optimizer.regularizers import Regularizer
 
-from fedclip.errors import nearest
+from fedclip.errors import Unchecked, nearest
 from fedclip.privacy.guarantees import COARSEST, Plugin, Shapes, number
 from fedclip.privacy.sensitivity import Analysis, analyse_plugins
 
@@ -64,36 +64,37 @@ def analyse(pipeline: object, shapes: Shapes | None = None, *, finite: bool = Fa
     return replace(result, lrate=lrate, w_decay=w_decay)
 
 
-def _plugins(pipeline: object) -> tuple[list[Plugin], float | None, float | None]:
+def _plugins(pipeline: Unchecked) -> tuple[list[Plugin], float | None, float | None]:
     """Return the plug-ins in the order in which they act, the learning rate, the weight decay."""
     if isinstance(pipeline, Mapping):
         pipeline = Optimizer(**pipeline)
     if isinstance(pipeline, Optimizer):
         config = pipeline.get_config()
-        rates = (config[key] for key in ("lrate", "w_decay"))
-        lrate, decay = (r if isinstance(r, float) else None for r in rates)
+        lrate, decay = _numbers(config["lrate"], config["w_decay"])
         return [*pipeline.regularizers, *pipeline.modules], lrate, decay
-    items: Sequence[object] = [pipeline]
-    if isinstance(pipeline, Sequence) and not (isinstance(pipeline, str) or _is_spec(pipeline)):
-        items = pipeline
-    return [*map(_plugin, items)], None, 0.0
+    several = isinstance(pipeline, Sequence) and not (
+        isinstance(pipeline, str) or _is_spec(pipeline)
+    )
+    return [*map(_plugin, pipeline if several else [pipeline])], None, 0.0
 
 
-def _is_spec(value: Sequence[object]) -> bool:
-    return len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], Mapping)
+def _numbers(*rates: object) -> list[float | None]:
+    return [rate if isinstance(rate, float) else None for rate in rates]
 
 
-def _plugin(value: object) -> Plugin:
+def _is_spec(value: Unchecked) -> bool:
+    kinds = [str, Mapping] if isinstance(value, (list, tuple)) and len(value) == 2 else []
+    return bool(kinds) and all(map(isinstance, value, kinds))
+
+
+def _plugin(value: Unchecked) -> Plugin:
     if isinstance(value, (OptiModule, Regularizer)):
         return value
-    name, config = (value, {}) if isinstance(value, str) else ("", {})
-    if isinstance(value, (list, tuple)) and _is_spec(value):
-        name, config = value
-    if not name:
-        raise TypeError(
-            "a pipeline is a plug-in, a name, [name, {parameter = value}], a list of these, or an "
-            f"Optimizer or its configuration; got {value!r}"
-        )
+    spec = (value, {}) if isinstance(value, str) else value
+    if not _is_spec(spec):
+        text = "a pipeline is a plug-in, its name, [name, {parameter = value}], or a list of these"
+        raise TypeError(f"{text}; got {value!r}")
+    name, config = spec
     known: dict[str, Plugin] = {**list_optim_regularizers(), **list_optim_modules()}
     if name not in known:
         raise ValueError(f"no module or regularizer is called {name!r}{nearest(name, known)}")
@@ -131,35 +132,29 @@ def _noised(client: Sequence[Plugin], privacy: Mapping[str, object], unit: str) 
     weighted = [p for p in client if isinstance(p, Regularizer)]
     modules = [p for p in client if not isinstance(p, Regularizer)]
     names = [p.name for p in modules]
-    place = names.index("sample-clip") if "sample-clip" in names else -1
-    after = [*weighted, *modules[place + 1 :]] if place >= 0 else modules
-    if place >= 0:
+    after, text = modules, ""
+    if "sample-clip" in names:
+        place = names.index("sample-clip")
+        after = [*weighted, *modules[place + 1 :]]
         text = str(modules[place].in_words(shown, unit))
         if place:
             text += f" Before that, each {unit} goes through {', '.join(names[:place])}."
     else:
-        text = (
-            f"declearn clips each tensor of each sample to {shown}, a sample of k tensors to "
-            f"{shown}·√k, and adds noise of z·{shown} to the mean of the batch, which has no "
-            "bound then."
-        )
+        each = f"declearn clips each tensor of each sample to {shown}, a sample of k tensors to"
+        text = f"{each} {shown}·√k, and adds noise of z·{shown} to the mean of the batch."
         if weighted:
             analysis = analyse(weighted, finite=True)
             text += f" Before the noise, {analysis.name}: {analysis.aggregate_in_words}"
     if after:
-        analysis = analyse(after)
-        text += (
-            f" After the noise, {analysis.bound_in_words} It acts on noise, which [run.privacy] "
-            "adds first: it bounds no sensitivity."
-        )
+        text += f" After the noise, {analyse(after).bound_in_words} It acts on noise, which"
+        text += " [run.privacy] adds first: it bounds no sensitivity."
     return text
 
 
 def _step(client: Sequence[object], optim: Mapping[str, object], steps: object) -> str:
     if not client:
         return "nothing is clipped."
-    rates = optim.get("lrate"), optim.get("w_decay", 0.0)
-    lrate, w_decay = (rate if isinstance(rate, float) else None for rate in rates)
+    lrate, w_decay = _numbers(optim.get("lrate"), optim.get("w_decay", 0.0))
     analysis = replace(analyse(client), lrate=lrate, w_decay=w_decay)
     text = analysis.bound_in_words
     if analysis.noised:
@@ -175,17 +170,12 @@ def _round(analysis: Analysis, steps: object) -> str:
         return ""
     if analysis.w_decay != 0.0:
         return "A round's update has no bound: weight decay adds a multiple of the weights."
-    known = steps if type(steps) is int and steps > 0 else None
     rate = "the learning rate" if analysis.lrate is None else number(analysis.lrate)
-    total = None
-    if known and analysis.lrate is not None and analysis.l2_bound is not None:
-        total = analysis.round_bound(known)
-    if total is None:
-        count = "the number of steps" if known is None else str(known)
-        return f"A round's update is at most {rate} times {count} times this limit."
-    return (
-        f"A round's update is at most {rate} times {steps} steps times this limit: {number(total)}."
-    )
+    if type(steps) is not int or steps < 1:
+        return f"A round's update is at most {rate} times the number of steps times this limit."
+    total = None if analysis.lrate is None else analysis.round_bound(steps)
+    known = "" if total is None else f": {number(total)}"
+    return f"A round's update is at most {rate} times {steps} steps times this limit{known}."
 
 
 def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
@@ -204,19 +194,16 @@ def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
     bound = "that bound" if analysis.l2_bound is None else number(analysis.l2_bound)
     if adaptive is not None:
         text = (
-            f"{aggregator.name}: the L2 norm is at most the bound C that update-clip-server sends "
-            f"in the round, never above {bound}."
+            f"{aggregator.name}: the L2 norm is at most the bound C that update-clip-server sends"
         )
-        bound = "C"
+        text, bound = f"{text} in the round, never above {bound}.", "C"
     if aggregator.shares.kind != "equal":
         return f"{text} Weighed, no client moves the average by more than its share of that."
     if aggregator.combining.kind != "mean":
         pull = f"{aggregator.combining.pull} of that, with n replies"
         return f"{text} Combined by {aggregator.combine!r}, no client moves it by more than {pull}."
-    return (
-        f"{text} With equal weights, the sensitivity of the sum is {bound} if a client is added or "
-        "removed, and twice that if one is replaced."
-    )
+    text += f" With equal weights, the sensitivity of the sum is {bound} if a client is added"
+    return f"{text} or removed, and twice that if one is replaced."
 
 
 def _aggregate(server: Sequence[object]) -> str:
@@ -239,19 +226,15 @@ def warnings(plugins: Sequence[Plugin]) -> list[str]:
             text = f"{map_.name} comes after {clip} and can exceed its bound"
             advice = "put the clipper last if you need a bound on the result"
             texts.append(f"{text} ({map_.expands or map_.unbounded}): {advice}")
-    for bound in (number(p.max_norm) for p in plugins if p.name == "l2-clipping"):
-        text = f"l2-clipping limits each tensor separately, all k together to {bound}·√k"
-        texts.append(f"{text}: for one limit on the whole gradient, use norm-clip")
-    return texts
+    text = "l2-clipping limits each tensor separately, all k together to {}·√k: take norm-clip"
+    return texts + [text.format(number(p.max_norm)) for p in plugins if p.name == "l2-clipping"]
 
 
 def before_noise(plugins: Sequence[Plugin]) -> list[str]:
     """Return why noise among the plug-ins of an optimizer gives no guarantee."""
-    plugins, texts = _after_records(plugins), list[str]()
-    for i, map_ in enumerate(analyse(plugins).guarantees):
-        if map_.noise:
-            texts += _unsized(analyse(plugins[:i], finite=True), map_.name)
-    return texts
+    plugins = _after_records(plugins)
+    noises = [(i, m.name) for i, m in enumerate(analyse(plugins).guarantees) if m.noise]
+    return [why for i, m in noises for why in _unsized(analyse(plugins[:i], finite=True), m)]
 
 
 def _after_records(plugins: Sequence[Plugin]) -> Sequence[Plugin]:
@@ -265,12 +248,9 @@ def _unsized(before: Analysis, noise: str) -> list[str]:
         return []
     if not before.formula:
         return [f"nothing bounds what {noise} is added to: no amount of it gives a guarantee"]
-    texts = [
-        f"{m.name} is an adaptive rule before {noise} ({m.shared}): it bounds no "
-        "sensitivity per record; use a fixed limit"
-        for m in before.guarantees
-        if m.shared and m.lipschitz > 1.0 and m.formula
-    ]
+    learnt = [m for m in before.guarantees if m.shared and m.lipschitz > 1.0 and m.formula]
+    why = f"is an adaptive rule before {noise}"
+    texts = [f"{m.name} {why} ({m.shared}): use a fixed limit, to bound a record" for m in learnt]
     if before.l2_bound is None and "√k" in before.formula:
         text = f"{noise} must be sized on {before.formula}, not on the limit of one of them"
         texts.append(f"{text}: for one limit, use scope = 'global'")

@@ -75,6 +75,7 @@ class SharedServer(OptiModule[Any], register=False):
 
     def __init_subclass__(cls, register: bool = True, **kwargs: object) -> None:
         """Give the class its signature and its docstring."""
+        cls.name = f"{cls.clipper.name}-server"
         super().__init_subclass__(register=register, **kwargs)
         summary, _, notes = (inspect.getdoc(cls) or "").partition("\n\n")
         common = (inspect.getdoc(SharedServer) or "").partition("\n\n")[2]
@@ -110,9 +111,9 @@ class SharedServer(OptiModule[Any], register=False):
             raise ValueError(f"{self.name} stands before the noise: put update-clip-server first")
         if not self.shared_state.labels:
             # The update has the names of the clients' gradients, so there is no need to ask them.
-            scope, exclude = self.settings["scope"], self.settings["exclude"]
+            scopes = self.settings["scope"], self.settings["exclude"]
             try:
-                groups = resolve(scope, exclude, list(gradients.coefs))
+                groups = resolve(*scopes, list(gradients.coefs))
                 self.shared_state.begin(tuple(sorted(groups.labels)))
             except ValueError as exc:
                 # Log it only: the clients report the same error, and the server survives that.
@@ -180,14 +181,11 @@ class SharedServer(OptiModule[Any], register=False):
             return
         refused = sum(map(len, reasons.values()))
         self.refused += refused
-        sentences = []
         # Name at most five clients, with reasons.
-        for fault, senders in list(reasons.items())[:5]:
-            names = ", ".join([*filter(None, senders)][:5])
-            sentences.append(f"{fault} ({len(senders)}×{': ' if names else ''}{names})")
-        left_out = f"left out what {refused} of {len(faults)} messages say, round {round_}"
-        text = f"{left_out}: {'; '.join(sentences)} ({self.refused} so far)"
-        _LOGGER.warning("%s: %s", self.name, text)
+        known = [(why, len(s), ", ".join([*filter(None, s)][:5])) for why, s in reasons.items()]
+        why = "; ".join(f"{why} ({n}×{': ' if who else ''}{who})" for why, n, who in known[:5])
+        text = f"left out what {refused} of {len(faults)} messages say, round {round_}: {why}"
+        _LOGGER.warning("%s: %s (%d so far)", self.name, text, self.refused)
 
 
 class ZScoreClipServer(SharedServer):
@@ -199,7 +197,6 @@ class ZScoreClipServer(SharedServer):
     for any number of clients.
     """
 
-    name = "zscore-clip-server"
     clipper = ZScoreClip
 
 
@@ -210,7 +207,6 @@ class EmaClipServer(SharedServer):
     smallest m. Afterwards ``mean <- decay^N mean + (1 - decay^N) m``, exact to 1e-12.
     """
 
-    name = "ema-clip-server"
     clipper = EmaClip
 
 
@@ -221,7 +217,6 @@ class AutoClipServer(SharedServer):
     norms or of the last rounds with `window` norms, within 3 %.
     """
 
-    name = "auto-clip-server"
     clipper = AutoClip
 
 
@@ -232,7 +227,6 @@ class PercentileNormClipServer(SharedServer):
     within 3 % for norms between 1e-8 and 2e5.
     """
 
-    name = "percentile-norm-clip-server"
     clipper = PercentileNormClip
 
 
@@ -243,7 +237,6 @@ class MadClipServer(SharedServer):
     deviation within 3 % of its norms.
     """
 
-    name = "mad-clip-server"
     clipper = MadClip
 
 
@@ -254,5 +247,4 @@ class AdaptiveClipServer(SharedServer):
     as soon as there are `every` norms.
     """
 
-    name = "adaptive-clip-server"
     clipper = AdaptiveClip

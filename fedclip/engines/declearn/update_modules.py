@@ -14,6 +14,7 @@ import logging
 import math
 import weakref
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, ClassVar
 
 from declearn.optimizer.modules import OptiModule
@@ -23,17 +24,10 @@ from fedclip.core.parameters import Config, parameter
 from fedclip.core.plugins import Versioned
 from fedclip.core.records import Recorder, RoundRecord, read_rounds
 from fedclip.core.states import check_count
-from fedclip.engines.declearn.context import (
-    ROUND,
-    AnyVector,
-    ClientPart,
-    ServerPart,
-    change,
-    expect,
-    senders_of,
-    under_way,
-)
+from fedclip.engines.declearn import context
+from fedclip.engines.declearn.context import ROUND, AnyVector, change
 from fedclip.engines.declearn.messages import AUX_NAME, UpdateClipBound, UpdateClipVotes, zeros_like
+from fedclip.errors import Unchecked
 from fedclip.privacy import guarantees as kinds
 from fedclip.rules import FIXED, LEARNT
 from fedclip.updates.bound import AdaptiveBound
@@ -113,8 +107,7 @@ class UpdateNorms(OptiModule[Any]):
 
     def set_state(self, state: Mapping[str, object]) -> None:
         """Take over the records of the rounds."""
-        number = state.get("round") if isinstance(state, Mapping) else None
-        round_ = check_count("round", number)
+        round_ = check_count("round", state.get("round") if isinstance(state, Mapping) else None)
         self.recorder.set_state(round_, read_rounds(state))
 
 
@@ -183,7 +176,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
     auxvar_cls: Any = UpdateClipVotes
 
     noise: Config | None = parameter(_table, default=None)
-    _round: ClientPart | None = None
+    _round: context.ClientPart | None = None
 
     def __post_init__(self) -> None:
         """Begin without a round."""
@@ -195,78 +188,71 @@ class UpdateClipClient(Versioned, UpdateNorms):
         """Receive the bound of this round; an error leaves no round."""
         self._round = None
         try:
-            self._round = self._begun(aux_var)
+            if not isinstance(aux_var, UpdateClipBound):
+                got = f"got {type(aux_var).__name__}: another module uses the name {AUX_NAME!r}"
+                raise TypeError(f"update-clip-client needs a bound of update-clip-server, {got}")
+            if aux_var.lacking:
+                raise ValueError(f"update-clip-client: {aux_var.lacking}")
+            if aux_var.stop:
+                raise RuntimeError(f"update-clip-server stops the training: {aux_var.stop}")
+            bins = aux_var.bins if type(aux_var.bins) is int else 0
+            bound, only_votes = parameters.limit(bound=aux_var.bound), aux_var.only_votes is True
+            adaptive, private = aux_var.adaptive, aux_var.private
+            sent = SentBound(bound, adaptive, private, only_votes=only_votes, bins=bins)
+            if self.site is None and not aux_var.noise:
+                self._round = context.ClientPart(sent)
+            else:
+                self._round = self._noised(sent, aux_var.noise)
         finally:
             change(client=self._round)
 
-    def _begun(self, message: object) -> ClientPart:
-        if not isinstance(message, UpdateClipBound):
-            got = f"got {type(message).__name__}: another module uses the name {AUX_NAME!r}"
-            raise TypeError(f"update-clip-client takes its bound from update-clip-server, {got}")
-        if lacking := message.missing():
-            raise ValueError(f"update-clip-client: {lacking}")
-        if message.stop:
-            raise RuntimeError(f"update-clip-server stops the training: {message.stop}")
-        bins = message.bins if type(message.bins) is int else 0
-        sent = SentBound(
-            parameters.limit(bound=message.bound),
-            message.adaptive,
-            message.private,
-            only_votes=message.only_votes is True,
-            bins=bins,
-        )
+    def _noised(self, sent: SentBound, announced: Unchecked) -> context.ClientPart:
+        """Return a round with noise, if what is shared can hold it: before the first step."""
+        known = ROUND.get().sharing
         try:
-            if self.site is not None:
-                return self._noised(sent, self.site, message.noise)
-            if message.noise:
-                text = f"the server expects noise = {message.noise!r:.300}"
-                raise ValueError(f"this client adds no noise, and {text}")
+            if (site := self.site) is None:
+                text = f"adds no noise, and the server expects noise = {announced!r:.300}"
+                raise ValueError(f"this client {text}")
+            if why := site.refusal(announced, sent):
+                raise ValueError(why)
+            if known is None:
+                text = "noise needs encryption, which only a PersonalFederatedClient knows of"
+                raise ValueError(text)
+            model, encrypter = known
+            if encrypter is None:
+                raise ValueError(UNENCRYPTED)
+            weights = model.get_weights(trainable=True).coefs
+            return context.ClientPart(
+                sent, site, encrypter, site.step(weights, sent.bound, encrypter)
+            )
         except ValueError as exc:
             raise ValueError(f"update-clip-client: {exc}; nothing is shared") from exc
-        return ClientPart(sent)
-
-    @staticmethod
-    def _noised(sent: SentBound, site: SiteNoise, announced: object) -> ClientPart:
-        """Return a round with noise, if what is shared can hold it: before the first step."""
-        if why := site.refusal(announced, sent):
-            raise ValueError(why)
-        if (known := ROUND.get().sharing) is None:
-            raise ValueError(
-                "noise needs encryption, which only a PersonalFederatedClient knows of"
-            )
-        model, encrypter = known
-        if encrypter is None:
-            raise ValueError(UNENCRYPTED)
-        weights = model.get_weights(trainable=True).coefs
-        return ClientPart(sent, site, encrypter, site.step(weights, sent.bound, encrypter))
 
     def on_round_start(self) -> None:
         """Begin a round; the server must have sent a bound."""
         if self._round is None:
-            raise RuntimeError(
-                "update-clip-client has received no bound: put update-clip-server into "
-                "server_opt, and update-clip-client into client_opt, once each"
-            )
+            advice = "put update-clip-server into server_opt, and this into client_opt, once each"
+            raise RuntimeError(f"update-clip-client has received no bound: {advice}")
         super().on_round_start()
 
     def collect_aux_var(self) -> UpdateClipVotes | None:
         """Return this client's vote; None outside of a round, which begins with a bound."""
         round_, self._round = self._round, None
         try:
-            return None if round_ is None else self._vote(round_)
+            if round_ is None:
+                return None
+            sent, outcome, reply = round_.sent, round_.outcome, round_.reply
+            if outcome is None or reply is None:
+                text = "the update was not clipped: set aggregator = 'clipped-averaging'"
+                raise RuntimeError(text)
+            if outcome.norm is not None:
+                self.note(outcome.norm, sent, outcome.clipped)
+            if round_.site is not None and sent.adaptive:
+                return UpdateClipVotes(n_noised=round_.site.vote(reply.bins))
+            bins = list(reply.bins) if len(reply.bins) else None
+            return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within, n_bins=bins)
         finally:
             change(client=None)
-
-    def _vote(self, round_: ClientPart) -> UpdateClipVotes:
-        sent, outcome, reply = round_.sent, round_.outcome, round_.reply
-        if outcome is None or reply is None:
-            raise RuntimeError("the update was not clipped: set aggregator = 'clipped-averaging'")
-        if outcome.norm is not None:
-            self.note(outcome.norm, sent, outcome.clipped)
-        if round_.site is not None and sent.adaptive:
-            return UpdateClipVotes(n_noised=round_.site.vote(reply.bins))
-        bins = list(reply.bins) if len(reply.bins) else None
-        return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within, n_bins=bins)
 
 
 _SENT = ("bound", "adaptive", "private", "stop", "schedule", "round", "only_votes")
@@ -337,7 +323,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls: Any = UpdateClipBound
 
-    _round: ServerPart | None = None
+    _round: context.ServerPart | None = None
     _message: UpdateClipBound | None = None
 
     def halt(self, why: str) -> None:
@@ -350,15 +336,14 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     def collect_aux_var(self) -> UpdateClipBound:
         """Return the bound of the next round, or why no round begins."""
         # declearn has just called another module, in the same loop.
-        if (other := under_way(counted=False)) is not None and other[1] is not self:
+        if (other := context.under_way(counted=False)) is not None and other[1] is not self:
             self.halt("there are two update-clip-server modules in server_opt: keep one")
-        due = ROUND.get().participation
         if self.evaluation_share:
             self._take_evaluations()
-        sent = self.open(due)
-        self._round = ServerPart(weakref.ref(self), sent)
+        sent = self.open(ROUND.get().participation)
+        self._round = context.ServerPart(weakref.ref(self), sent)
         change(server=self._round, participation=None)
-        expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
+        context.expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
         noise = {} if self.site is None else self.site.get_config()
         self._message = UpdateClipBound(**{n: getattr(sent, n) for n in _SENT}, noise=noise)
         return self._message
@@ -380,19 +365,19 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
             self.halt("votes have come, but no bound was sent")
             return
         if not isinstance(aux_var, UpdateClipVotes):
-            aux_var = UpdateClipVotes.among(getattr(aux_var, "parts", None) or [aux_var])
+            parts = getattr(aux_var, "parts", None) or [aux_var]
+            aux_var = reduce(UpdateClipVotes.aggregate, parts, UpdateClipVotes(0))
         self._round.counted = True
         clients, faults = aux_var.n_clients, aux_var.n_faults
         coarse = self.budget is None or self.site is not None
         if not coarse and aux_var.coarse[0]:
             self.warn(WITHOUT_BINS)
-        with_noise, noised = clients if self.site is None else clients - faults, aux_var.noised
-        self.count(aux_var.counts(coarse), with_noise, noised)
+        with_noise = clients if self.site is None else clients - faults
+        self.count(aux_var.counts(coarse), with_noise, aux_var.noised)
         if 0 < faults <= clients:
-            faulty = [sender.name for sender in senders_of(self.aux_name) if sender.faulty]
-            senders = f" (of {', '.join(map(repr, faulty[:5]))})" if faulty else ""
-            text = f"no proper vote in {faults} of {clients} replies"
-            self.warn(f"{text}{senders}; taken as abstention")
+            faulty = [repr(s.name) for s in context.senders_of(self.aux_name) if s.faulty][:5]
+            senders = f" (of {', '.join(faulty)})" if faulty else ""
+            self.warn(f"no proper vote in {faults} of {clients} replies{senders}; they abstain")
 
     def run(self, gradients: AnyVector) -> AnyVector:
         """Return the average with noise; zeros if the bound does not hold."""
@@ -406,18 +391,14 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         average = self.release(gradients.coefs, round_.exact)
         return gradients if average is gradients.coefs else type(gradients)(dict(average))
 
-    def _trouble(self, round_: ServerPart | None, gradients: AnyVector) -> str:
+    def _trouble(self, round_: context.ServerPart | None, gradients: AnyVector) -> str:
         """Return why the bound does not hold; "" if it does."""
         if round_ is None:
             return "no bound was sent in this round"
         if not round_.counted:
             return "no votes have come: put update-clip-client into client_opt, as last module"
         if round_.average is None:
-            return (
-                "the updates were not averaged by 'clipped-averaging': set aggregator = "
-                "'clipped-averaging', and no fairness, which brings its own aggregator"
-            )
-        if self.budget is None or round_.trouble:
-            return round_.trouble if self.budget else ""
-        changed = "another module or regularizer changes the average before noise is added: put "
-        return f"{changed}update-clip-server first" if gradients is not round_.average else ""
+            return "the updates were not averaged by 'clipped-averaging': set that aggregator"
+        if self.budget is None or round_.trouble or gradients is round_.average:
+            return round_.trouble
+        return "another module changes the average before its noise: put update-clip-server first"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,16 @@ import dpsgd_wire as wire
 import numpy as np
 import pytest
 from declearn.dataset import InMemoryDataset
-from declearn.messaging import Error, EvaluationRequest, TrainReply
-from dpsgd_managers import (
-    client,
-    data,
-    manager,
-    private,
-    request,
-    total,
-    train,
+from declearn.messaging import (
+    Error,
+    EvaluationRequest,
+    MetadataQuery,
+    MetadataReply,
+    TrainReply,
 )
+from dpsgd_managers import client, data, manager, private, request, total, train
+from dpsgd_models import MODELS
 from helpers import require
-from units.dpsgd.test_dpsgd_persample import MODELS
 
 import fedclip
 from fedclip.engines.declearn import persample
@@ -45,42 +45,33 @@ def test_a_record_that_raises_counts_as_zero_and_the_others_as_ever(
     assert ("1 of this step, the first is record 0" in caplog.text) == (kind != "nan")
 
 
-def values(**settings: Any) -> Any:
-    x, y = wire.arrays()
-    return InMemoryDataset(**{"data": x, "target": y, **settings})
+def labels(bad: list[int], x: Any, y: Any, w: Any) -> Any:
+    return x, np.where(np.isin(np.arange(wire.N), bad), 9, y), w
 
 
-def with_labels(make: Any, bad: Any, value: Any) -> Any:
-    labels = make(wire.arrays()[1])
-    labels[bad] = value
-    return values(target=labels)
+def lacking(kind: str, x: Any, y: Any, w: Any) -> Any:
+    series: Any = pytest.importorskip("pandas").Series
+    return x, series(y).astype(kind).mask(np.arange(wire.N) == 4), w
 
 
-def text_in_a_table() -> Any:
-    frame = pytest.importorskip("pandas").DataFrame(wire.arrays()[0]).astype(object)
+def text_in_a_table(x: Any, y: Any, w: Any) -> Any:
+    frame = pytest.importorskip("pandas").DataFrame(x).astype(object)
     frame.iloc[4, 1] = wire.SECRET
-    return values(data=frame)
+    return frame, y, w
 
 
-def text_for_a_weight() -> Any:
-    # Validation records have none.
-    weights = np.ones(wire.N, dtype=object)
-    weights[4] = wire.SECRET
-    return values(s_wght=weights)
+def text_for_a_weight(x: Any, y: Any, w: Any) -> Any:
+    w[4] = wire.SECRET
+    return x, y, w
 
 
-def of_pandas(kind: str) -> Any:
-    pandas: Any = pytest.importorskip("pandas")
-    return lambda y: pandas.Series(y).astype(kind)
-
-
-# Data sets, and their bad records.
+# How inputs, labels and weights are changed, and the bad records.
 BAD: dict[str, tuple[Any, list[int]]] = {
-    "labels": (lambda: with_labels(np.copy, [0, 1, 39], 9), [0, 1, 39]),
-    "nearly all labels": (lambda: with_labels(np.copy, slice(1, 40), 9), [*range(1, 40)]),
-    "a missing number": (lambda: with_labels(of_pandas("float64"), 4, np.nan), [4]),
-    "a missing integer": (lambda: with_labels(of_pandas("Int64"), 4, None), [4]),
-    "a missing category": (lambda: with_labels(of_pandas("category"), 4, None), [4]),
+    "labels": (partial(labels, [0, 1, 39]), [0, 1, 39]),
+    "nearly all labels": (partial(labels, [*range(1, 40)]), [*range(1, 40)]),
+    "a missing number": (partial(lacking, "float64"), [4]),
+    "a missing integer": (partial(lacking, "Int64"), [4]),
+    "a missing category": (partial(lacking, "category"), [4]),
     "a text in a table": (text_in_a_table, [4]),
     "a text for a weight": (text_for_a_weight, [4]),
 }
@@ -88,69 +79,43 @@ BAD: dict[str, tuple[Any, list[int]]] = {
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_values_change_their_records_alone(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    make, bad = BAD[kind]
-    found = total(private(make()), np.arange(wire.N))
+    change, bad = BAD[kind]
+    x, y, weights = change(*wire.arrays(), np.ones(wire.N, dtype=object))
+    made = private(InMemoryDataset(x, target=y, s_wght=weights))
+    found = total(made, np.arange(wire.N))
     right = total(private(wire.dataset("plain")), np.delete(np.arange(wire.N), bad))
     np.testing.assert_allclose(found, right, rtol=0, atol=1e-6)
     told = f"{len(bad)} of this step, the first is record {bad[0]}: IndexError"
     assert (told in caplog.text) == ("labels" in kind)
 
 
-def as_lists(x: Any, y: Any) -> Any:
-    return [torch.tensor(x)], torch.tensor(y)
-
-
 # What record 0 is, among others that are a tensor and a number.
 ODD: dict[str, Any] = {
-    "a list of inputs": as_lists,
     "no input": lambda x, y: ([], y),
-    "a list of two": lambda x, y: [x, y],
     "a list of labels": lambda x, y: (x, [y]),
     "sparse": lambda x, y: (torch.tensor(x).to_sparse(), y),
     "nested": lambda x, y: (torch.nested.nested_tensor([torch.tensor(x)]), y),
     "without numbers": lambda x, y: (torch.tensor(x, device="meta"), torch.tensor(y)),
     "with a gradient": lambda x, y: (torch.tensor(x).requires_grad_(), y),
-    "of another structure at times": lambda x, y: as_lists(x, y) if torch.rand(()) < 0.5 else x,
+    "of another structure at times": lambda x, y: ([x], y) if torch.rand(()) < 0.5 else x,
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [(name, ("flat", "automatic")[i % 2]) for i, name in enumerate(ODD)]
-)
+@pytest.mark.parametrize("name", ODD)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_record_of_another_structure_moves_the_sum_by_its_bound_at_most(
-    name: str, mode: str
-) -> None:
-    x, y = wire.arrays()
-    found = total(
-        private(wire._torch_dataset(x, y, ODD[name]), modules=[SampleClip(mode=mode)]),
-        np.arange(wire.N),
-    )
-    plain = private(wire.dataset("plain"), modules=[SampleClip(mode=mode)])
+def test_a_record_of_another_structure_moves_the_sum_by_its_bound_at_most(name: str) -> None:
+    plain = private(wire.dataset("plain"))
+    found = total(private(wire._torch_dataset(*wire.arrays(), ODD[name])), np.arange(wire.N))
     right = total(plain, np.arange(1, wire.N))
     assert np.linalg.norm(found - right) <= plain.sclip_norm * (1 + 1e-5)
-
-
-def test_types_and_classes_of_training_records_are_not_asked_for() -> None:
-    pandas: Any = pytest.importorskip("pandas")
-    x, y = wire.arrays()
-    labels, frame = y.astype(object), pandas.DataFrame(x).astype({1: object})
-    labels[3] = frame.iloc[3, 1] = wire.SECRET
-    shown = {"expose_classes": True, "expose_data_type": True}
-    first, second = (
-        private(InMemoryDataset(rows, target=target, **shown)).ledger.data
-        for rows, target in ((pandas.DataFrame(x), y), (frame, labels))
-    )
-    assert first == second
 
 
 def test_an_interrupt_is_no_record() -> None:
     def stop(x: Any, y: Any) -> Any:
         raise KeyboardInterrupt
 
-    x, y = wire.arrays()
     with pytest.raises(KeyboardInterrupt):
-        Records(wire._torch_dataset(x, y, stop))
+        Records(wire._torch_dataset(*wire.arrays(), stop))
 
 
 @pytest.mark.parametrize("backend", ["sklearn", "sparse", "tensorflow", "jax"])
@@ -162,10 +127,7 @@ def test_records_that_raise_in_other_frameworks(backend: str) -> None:
         x = rows = pytest.importorskip("scipy.sparse").csr_matrix(x)
         labels[3] = wire.SECRET
     failed: list[int] = []
-
-    def note(record: int, exc: BaseException) -> None:
-        failed.append(record)
-
+    note = lambda record, exc: failed.append(record)  # noqa: E731
     records = Records(InMemoryDataset(rows, target=labels), (x[:1], y[:1], None))
     batches = records.take(np.arange(len(y)), note)
     found, _ = persample.clipped_sum(model, batches, np.ones_like, failed=note)
@@ -180,28 +142,14 @@ def test_records_that_raise_in_other_frameworks(backend: str) -> None:
         assert failed == [3, 5]
 
 
-def test_a_data_set_that_can_not_be_read_fails_before_the_client_connects() -> None:
-    class Never(torch.utils.data.Dataset):  # type: ignore[misc]
-        def __len__(self) -> int:
-            return wire.N
-
-        def __getitem__(self, i: int) -> Any:
-            raise OSError("nothing is there")
-
-    from declearn.dataset.torch import TorchDataset
-
-    with pytest.raises(OSError, match="nothing is there"):
-        client(train_data=TorchDataset(Never()))
-
-
-# -- texts, times and counts -------------------------------------------------------------------
 def test_what_fails_in_an_evaluation_or_a_trial_is_in_the_log_alone(
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     x, y = wire.arrays()
     valid = InMemoryDataset(x.astype(object), target=y)
     valid.data[0, 0] = wire.SECRET
-    with pytest.raises(RuntimeError, match="the trial of the model failed on this client"):
+    refused = "the trial of the model failed on this client; its log says why"
+    with pytest.raises(RuntimeError, match=refused):
         private(wire.dataset("plain"), valid=valid)
     made = private(wire.dataset("plain"))
     made.valid_data = valid
@@ -210,14 +158,10 @@ def test_what_fails_in_an_evaluation_or_a_trial_is_in_the_log_alone(
     assert isinstance(reply, Error)
     assert reply.message == "RuntimeError('the evaluation failed on this client; its log says why')"
     assert "TypeError" in caplog.text
-
-
-def test_a_model_that_runs_for_no_record_is_refused_and_nothing_is_paid(tmp_path: Path) -> None:
-    made = private(wire.dataset("plain"))
+    # A model that runs for no record, and pays for none.
     made.model._raw_model.module.weight = nn.Parameter(torch.zeros(3, 9))
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=refused) as caught:
         made.make_private(request(), path=tmp_path / "spent.json")
-    assert str(caught.value) == "the trial of the model failed on this client; its log says why"
     assert caught.value.__cause__ is None
     assert not [*tmp_path.iterdir()]
 
@@ -231,10 +175,6 @@ def test_a_reply_tells_no_time() -> None:
 
 
 def test_metadata_is_told_of_the_validation_records() -> None:
-    import asyncio
-
-    from declearn.messaging import MetadataQuery, MetadataReply
-
     x, y = wire.arrays(30)
     y[7] = 99
     settings = {"train_data": InMemoryDataset(x, target=y, expose_classes=True)}
@@ -249,7 +189,6 @@ def test_metadata_is_told_of_the_validation_records() -> None:
     assert "expose_classes=True" in sent.message
 
 
-# -- what stands before sample-clip ------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["flat", "adaptive"])
 def test_nothing_is_recorded_before_sample_clip(mode: str) -> None:
     before = [fedclip.ValueClip(max_value=0.01), fedclip.NormClip(0.005)]

@@ -5,22 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import dpsgd_wire as wire
 import numpy as np
 import pytest
-from declearn.communication.api.backend.actions import ActionMessage, Join, Send
-from declearn.messaging import SerializedMessage
+from declearn.communication.api.backend.actions import Join
 from declearn.utils import access_types_mapping
 from declearn.utils.serialize import json_load, msgpack_load, msgpack_serialize
-from dpsgd_managers import (
-    private,
-)
+from dpsgd_managers import conversation, noised_sums, private
+from dpsgd_models import keras_model
 from helpers import require
 
 from fedclip.dpsgd.persample.base import UnsupportedModelError
@@ -35,101 +31,80 @@ nn = torch.nn
 PAGE = Path(__file__).with_name("dpsgd_messages.md")
 
 
-# -- on the wire -------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("websockets")
-    made: Path = tmp_path_factory.mktemp("wire")
-    codes = wire.federation(made, wire.KINDS)
-    said = {
-        n: (made / f"{n}.txt").read_text(errors="replace")[-2000:] for n, c in codes.items() if c
-    }
-    assert not said
-    return made
+    return tmp_path_factory.mktemp("clients")
 
 
-def messages(folder: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what a client sent: the name of each message, and its fields."""
-    for raw in wire.sent(folder, name):
-        action = ActionMessage.deserialize(raw)
-        if isinstance(action, Join):
-            yield "Join", {"name": action.name, "version": action.version}
-            continue
-        assert isinstance(action, Send)
-        message: Any = SerializedMessage.from_bin_message(action.content).deserialize()
-        fields = {f.name: getattr(message, f.name) for f in dataclasses.fields(message)}
-        yield type(message).__name__, fields
+@pytest.fixture(scope="module")
+def sent(folder: Path) -> dict[str, list[Any]]:
+    """Return what clients of each kind send."""
+    return {kind: conversation(kind, folder) for kind in (*wire.KINDS, *wire.VALIDATION)}
 
 
-def differing(folder: Path, one: str, other: str) -> set[tuple[str, str]]:
+def fields_of(message: Any) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
+
+
+def differing(mine: list[Any], others: list[Any]) -> set[tuple[str, str]]:
     """Return the fields in which two clients' messages differ, bit by bit."""
-    mine, others = ([*messages(folder, name)] for name in (one, other))
-    assert [name for name, _ in mine] == [name for name, _ in others]
+    assert [*map(type, mine)] == [*map(type, others)]
     return {
-        (name, field)
-        for (name, fields), (_, more) in zip(mine, others, strict=True)
-        for field, value in fields.items()
-        if msgpack_serialize(value) != msgpack_serialize(more[field])
+        (type(one).__name__, field)
+        for one, other in zip(mine, others, strict=True)
+        for field, value in fields_of(one).items()
+        if msgpack_serialize(value) != msgpack_serialize(getattr(other, field))
     }
 
 
-def test_what_a_client_sends_differs_in_the_noised_sum_alone(folder: Path) -> None:
-    names = [name for name, _ in messages(folder, "plain")]
+def test_what_a_client_sends_differs_in_the_noised_sum_alone(sent: dict[str, list[Any]]) -> None:
+    names = [type(message).__name__ for message in sent["plain"]]
     rounds = ["TrainReply", "EvaluationReply"] * 2
-    assert names == ["Join", "MetadataReply", "InitReply", "PrivacyReply", *rounds]
+    assert names == ["MetadataReply", "InitReply", "PrivacyReply", *rounds]
+    lengths = [len(message.serialize()) for message in sent["plain"]]
     for kind in wire.KINDS[1:]:
-        found = differing(folder, "plain", kind)
-        assert found == {("Join", "name"), ("TrainReply", "updates")}, kind
-        lengths = [[len(raw) for raw in wire.sent(folder, n)][1:] for n in ("plain", kind)]
-        assert lengths[0] == lengths[1], kind
-        assert wire.SECRET.encode() not in b"".join(wire.sent(folder, kind)), kind
-        assert wire.SECRET not in (folder / "server.txt").read_text(), kind
+        assert differing(sent["plain"], sent[kind]) == {("TrainReply", "updates")}, kind
+        packed = [message.serialize() for message in sent[kind]]
+        assert [len(one) for one in packed] == lengths, kind
+        assert wire.SECRET.encode() not in b"".join(packed), kind
 
 
-def test_a_record_that_raises_is_one_that_is_not_there(folder: Path) -> None:
-    def updates(kind: str) -> list[Any]:
-        found = (fields for name, fields in messages(folder, kind) if name == "TrainReply")
-        return [
-            np.concatenate([np.ravel(a) for a in one["updates"].updates.coefs.values()])
-            for one in found
-        ]
+def test_what_an_evaluation_sends_differs_in_the_noised_numbers_alone(
+    sent: dict[str, list[Any]],
+) -> None:
+    noised = {("EvaluationReply", "loss"), ("EvaluationReply", "metrics")}
+    for kind in wire.VALIDATION:
+        assert differing(sent["plain"], sent[kind]) == noised, kind
+        for reply, plain in zip(sent[kind][4::2], sent["plain"][4::2], strict=True):
+            loss = reply.metrics["loss"]
+            assert (reply.n_steps, reply.t_spent) == (1, 0.0)
+            # All else is made of the noised sums, of which the last counts records.
+            assert reply.loss == pytest.approx(loss.num_sum / loss.divisor)
+            assert reply.metrics["accuracy"].divisor == loss.divisor != wire.N
+            moved = noised_sums(reply.metrics) - noised_sums(plain.metrics)
+            assert moved[-1] == pytest.approx(0.0, abs=1e-9)
+            # To replace a record is to take one out and put one in.
+            assert 1e-6 < np.linalg.norm(moved) <= 2 * np.sqrt(3) / 2
 
-    right = updates("nan")
-    for kind in (kind for kind in wire.KINDS if kind in wire.ZERO):
-        np.testing.assert_allclose(updates(kind), right, rtol=0, atol=1e-6, err_msg=kind)
-        said = (folder / f"{kind}.txt").read_text()
-        assert ("the first is record 0: " in said) == (kind != "nan"), kind
-    assert wire.SECRET in (folder / "text.txt").read_text()
-    assert np.abs(np.subtract(updates("other"), right)).max() > 1e-4
 
-
-def test_a_checkpoint_holds_nothing_of_a_record(folder: Path) -> None:
-    def kept(kind: str) -> Any:
-        saved = folder / f"saved_{kind}"
-        states = msgpack_load(str(max(saved.glob("optimizer_state*"))))["modules"]
-        # All but momentum, which stands after the noise.
-        assert [name for name, _ in states] == [
-            "value-clip",
-            "norm-clip",
-            "sample-clip",
-            "momentum",
-        ]
-        assert all(not state["groups"] and not state["rounds"] for _, state in states[:2])
+def test_a_checkpoint_holds_nothing_of_a_record(folder: Path, sent: dict[str, list[Any]]) -> None:
+    found = {}
+    for kind in wire.KINDS:
+        saved = folder / kind
+        modules = msgpack_load(str(max(saved.glob("optimizer_state*"))))["modules"]
+        states = dict(modules)
+        assert not any(
+            states[name][of] for name in ("value-clip", "norm-clip") for of in ("groups", "rounds")
+        )
         losses = json_load(str(saved / "training_losses.json"))
-        assert all(not one["training_losses"] for one in losses.values())
-        # All but time and id; a torch data set tells no shape.
-        paid = [
-            e._replace(time="", data=e.data.removesuffix(f", features ({wire.D},)"))
-            for e in read_entries(saved / "privacy_spent.json").values()
-        ]
-        return states[:3], losses, paid
-
-    right = kept("plain")
-    for kind in wire.KINDS[1:]:
-        assert kept(kind) == right, kind
+        assert not any(one["training_losses"] for one in losses.values())
+        entries = read_entries(saved / "privacy_spent.json").values()
+        # All but momentum, which stands after the noise; all but times and shapes.
+        paid = [e._replace(time="", data=e.data.partition(", features")[0]) for e in entries]
+        found[kind] = modules[:3], losses, paid
+    assert all(found[kind] == found["plain"] for kind in wire.KINDS), sent.keys()
 
 
-# -- the table of messages ---------------------------------------------------------------------
 # What a server alone sends.
 SERVER = {
     *("CancelTraining", "EvaluationRequest", "GenericMessage", "InitRequest", "MetadataQuery"),
@@ -157,21 +132,17 @@ def test_the_table_has_each_field_of_each_message_that_a_client_can_send() -> No
     assert {*table()} == {(name, field) for name, fields in known.items() for field in fields}
 
 
-def test_the_table_says_of_each_field_what_is_on_the_wire(folder: Path) -> None:
+def test_the_table_says_of_each_field_what_is_on_the_wire(sent: dict[str, list[Any]]) -> None:
     told = table()
-    found = set().union(*(differing(folder, "plain", kind) for kind in wire.KINDS[1:]))
-    for name, fields in messages(folder, "plain"):
-        for field in fields or [""]:
-            word = told[name, field]
-            if (name, field) == ("Join", "name"):
-                assert word == "no"
-            elif (name, field) in found:
-                assert word == "the noised sum"
-            else:
-                assert word in ("no", "how many there are"), (name, field)
+    found = set().union(*(differing(sent["plain"], sent[kind]) for kind in wire.KINDS[1:]))
+    for message in sent["plain"]:
+        for field in fields_of(message) or [""]:
+            name = type(message).__name__
+            noised = (name, field) in found
+            words = ("the noised sum",) if noised else ("no", "how many there are")
+            assert told[name, field] in words, (name, field)
 
 
-# -- models that remember ----------------------------------------------------------------------
 class Remembers(nn.Module):  # type: ignore[misc]
     """Does something with each input, and with what it has kept."""
 
@@ -199,42 +170,26 @@ def in_place(net: Any, x: Any) -> Any:
     return x - net.kept
 
 
-def later(count: int, x: Any) -> Any:
+def boxed(box: Any, net: Any, x: Any) -> Any:
     """Return another value from the hundredth time on."""
-    return x if count < 100 else 2 * x
-
-
-def counted(net: Any, x: Any) -> Any:
-    net.kept += 1
-    return later(net.kept, x)
+    box["count"] = box.get("count", 0) + 1
+    return x if box["count"] < 100 else 2 * x
 
 
 def by_class(net: Any, x: Any) -> Any:
     type(net).count += 1
-    return later(net.count, x)
+    return x if net.count < 100 else 2 * x
 
 
-HOLDER: Any = SimpleNamespace(kept=0)
-
-
-def in_globals(net: Any, x: Any) -> Any:
-    HOLDER.kept += 1
-    return later(HOLDER.kept, x)
-
-
-def in_defaults(net: Any, x: Any, *, kept: Any = []) -> Any:  # noqa: B006
-    kept.append(0)
-    return later(len(kept), x)
-
-
-def boxed(box: Any, net: Any, x: Any) -> Any:
-    box["kept"] = box.get("kept", 0) + 1
-    return later(box["kept"], x)
+BOX: dict[str, int] = {}
 
 
 def on_itself(net: Any, x: Any) -> Any:
-    on_itself.kept = getattr(on_itself, "kept", 0) + 1  # type: ignore[attr-defined]
-    return later(on_itself.kept, x)  # type: ignore[attr-defined]
+    return boxed(vars(on_itself), net, x)
+
+
+def in_defaults(net: Any, x: Any, *, kept: Any = {}) -> Any:  # noqa: B006
+    return boxed(kept, net, x)
 
 
 def enclosed() -> Any:
@@ -245,33 +200,29 @@ def enclosed() -> Any:
 class Slotted:
     """Counts in a slot."""
 
-    __slots__ = ("kept",)
+    __slots__ = ("count",)
 
     def __init__(self) -> None:
-        self.kept = 0
+        self.count = 0
 
     def __call__(self, net: Any, x: Any) -> Any:
-        self.kept += 1
-        return later(self.kept, x)
+        self.count += 1
+        return x if self.count < 100 else 2 * x
 
 
 def hooked() -> Any:
     net, box = nn.Linear(wire.D, wire.CLASSES), {"out": 0.0}
-
-    def hook(layer: Any, args: Any, out: Any) -> None:
-        box["out"] = out.detach()
-
-    net.register_forward_hook(hook)
+    net.register_forward_hook(lambda layer, args, out: box.update(out=out.detach()))
     return net
 
 
 REMEMBERING: dict[str, Any] = {
     "an average": lambda: Remembers(average, torch.zeros(wire.D)),
-    "a counter": lambda: Remembers(counted, 0),
+    "a counter": lambda: Remembers(lambda net, x: boxed(vars(net), net, x)),
     "a buffer that is set": lambda: Remembers(average, torch.zeros(wire.D), buffer=True),
     "a buffer in place": lambda: Remembers(in_place, torch.zeros(wire.D), buffer=True),
     "a class": lambda: Remembers(by_class),
-    "globals": lambda: Remembers(in_globals),
+    "globals": lambda: Remembers(lambda net, x: boxed(BOX, net, x)),
     "a closure": lambda: Remembers(enclosed()),
     "a default": lambda: Remembers(in_defaults),
     "a part of a call": lambda: Remembers(partial(boxed, {})),
@@ -288,42 +239,24 @@ def test_a_model_that_remembers_is_refused(name: str) -> None:
 
 
 def cached(net: Any, x: Any) -> Any:
-    """Keep what depends on the shape alone."""
+    """Keep what depends on the shape alone, and draw random numbers."""
     net.kept.setdefault(x.shape[-1], torch.arange(float(x.shape[-1])))
-    return x + net.kept[x.shape[-1]]
+    return x * np.random.uniform(0.5, 1.5) + torch.rand(x.shape) + net.kept[x.shape[-1]]
 
 
-def drawn(net: Any, x: Any) -> Any:
-    return x * np.random.uniform(0.5, 1.5) + torch.rand(x.shape)
+def test_random_numbers_and_what_follows_shapes_are_no_memory() -> None:
+    private(wire.dataset("plain"), nn.Sequential(nn.Dropout(0.5), Remembers(cached, {})))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(wire.D, wire.CLASSES)),
-        lambda: Remembers(cached, {}),
-        lambda: Remembers(drawn),
-        lambda: nn.Sequential(nn.Linear(wire.D, 6), nn.LayerNorm(6), nn.Linear(6, wire.CLASSES)),
-    ],
-)
-def test_random_numbers_and_what_follows_shapes_are_no_memory(make: Any) -> None:
-    private(wire.dataset("plain"), make())
-
-
-@pytest.mark.parametrize("tracked", [True, False])
-def test_a_variable_that_keras_does_not_know_is_seen_and_restored(tracked: bool) -> None:
+def test_a_variable_that_keras_does_not_know_is_seen_and_restored() -> None:
     keras, tf = require("keras"), require("tensorflow")
-    from declearn.model.tensorflow import TensorflowModel
 
     @keras.saving.register_keras_serializable()
     class Remembering(keras.layers.Layer):  # type: ignore[misc, name-defined]
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
             self.inner = keras.layers.Dense(wire.CLASSES)
-            if tracked:
-                self.kept = self.add_weight(shape=(wire.D,), initializer="zeros", trainable=False)
-            else:
-                self.kept = tf.Variable(tf.zeros(wire.D))
+            self.kept = tf.Variable(tf.zeros(wire.D))
 
         def call(self, x: Any) -> Any:
             found = self.inner(x - self.kept)
@@ -331,8 +264,7 @@ def test_a_variable_that_keras_does_not_know_is_seen_and_restored(tracked: bool)
             return found
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = TensorflowModel(keras.Sequential([Remembering()]), loss)
-    model.initialize({"features_shape": (wire.D,), "data_type": "float32"})
+    model = keras_model(keras.Sequential([Remembering()]), loss, (wire.D,))
     x, y = wire.arrays(3)
     with pytest.raises(UnsupportedModelError, match=r"training changes '.*', which would keep"):
         persample.try_out(model, [(x[i : i + 1], y[i : i + 1], None) for i in range(3)])

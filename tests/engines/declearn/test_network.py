@@ -252,7 +252,6 @@ def test_patience_of_a_server_whose_heart_beats_slowly(monkeypatch: pytest.Monke
     async def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(network.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(network.asyncio, "sleep", sleep)
     with pytest.raises(RuntimeError, match="no answer from 'a' in 60 s"):
         server.wait_for_messages({"a"}).send(None)

@@ -83,7 +83,7 @@ def test_what_is_missing_is_told_where_the_server_hears_of_it(key: str, field: s
 def test_a_state_of_another_kind_is_told() -> None:
     aux = sent()
     aux["zscore-clip-shared"]["dump"] |= {"state": {"median": [1.0]}, "fedclip": NEWER}
-    with pytest.raises(ValueError, match=f"cannot read the state .* of fedclip {NEWER}"):
+    with pytest.raises(ValueError, match=f"cannot read the server's state.* of fedclip {NEWER}"):
         Optimizer(lrate=1.0, modules=list(CLIENT_MODULES)).process_aux_var(arrived(aux))
 
 

@@ -11,75 +11,84 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dpsgd_models import assert_alone, calls
 from helpers import require
-from units.dpsgd.test_dpsgd_models import Calls
 
 pytestmark = pytest.mark.slow
 
 torch: Any = require("torch")
 nn = torch.nn
 records: Any = __import__("fedclip.dpsgd.persample.torch_records", fromlist=["x"])
+TorchModel: Any = __import__("declearn.model.torch", fromlist=["x"]).TorchModel
 plans: Any = __import__("fedclip.dpsgd.persample.torch_plan", fromlist=["x"])
-checks: Any = __import__("fedclip.dpsgd.persample.torch_check", fromlist=["x"])
 
 
-class Tokens(nn.Module):  # type: ignore[misc]
-    """Embeds what it is given as numbers."""
+def tokens(**settings: Any) -> Any:
+    """Return a module that embeds what it is given as numbers."""
+    return calls(
+        lambda net, x: net.table((x.abs() * 3).long() % 5), table=nn.Embedding(5, 4, **settings)
+    )
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 4, **settings)
 
-    def forward(self, x: Any) -> Any:
-        return self.table((x.abs() * 3).long() % 5)
+def encoder() -> Any:
+    layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True, norm_first=True)
+    return calls(
+        lambda net, x: net.out(net.mix(net.embed(x) + net.place).mean(1)),
+        embed=nn.Embedding(11, 6),
+        place=nn.Parameter(torch.randn(1, 7, 6)),
+        mix=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        out=nn.Linear(6, 3),
+    )
+
+
+def images() -> Any:
+    first = (nn.ConvTranspose2d(1, 4, 2), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2))
+    return nn.Sequential(*first, nn.Conv2d(4, 3, 3), nn.PReLU(), nn.Flatten())
+
+
+def buffers() -> Any:
+    made = calls(lambda net, x: net.layer(input=x - net.mean), layer=nn.Linear(4, 3))
+    made.register_buffer("mean", torch.randn(4))
+    return made
+
+
+def checkpointed() -> Any:
+    run = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    return calls(
+        lambda net, x: net.out(run(net.layer, x)), layer=nn.Linear(4, 4), out=nn.Linear(4, 3)
+    )
+
+
+def one_layer(call: Any) -> Any:
+    return lambda: calls(call, layer=nn.Linear(6, 2))
 
 
 def twice() -> Any:
-    return Calls(
+    return calls(
         lambda net, x: net.once(net.often(torch.tanh(net.often(x)))),
         often=nn.Linear(6, 6),
         once=nn.Linear(6, 2),
     )
 
 
-def penalised() -> Any:
-    return Calls(
-        lambda net, x: net.layer(x) + x.sum() * net.layer.weight.square().sum(),
-        layer=nn.Linear(6, 2),
-    )
-
-
-def mixing() -> Any:
-    return Calls(lambda net, x: (y := net.layer(x)) * (1.0 + y.mean(0)), layer=nn.Linear(6, 2))
-
-
 def tied() -> Any:
     first, second = nn.Linear(6, 6), nn.Linear(6, 6)
     second.weight = first.weight
-    return Calls(lambda net, x: net.second(torch.tanh(net.first(x))), first=first, second=second)
+    return calls(lambda net, x: net.second(torch.tanh(net.first(x))), first=first, second=second)
 
 
 def folded() -> Any:
     """Return a module that takes channels for records of their own."""
-    return Calls(
+    return calls(
         lambda net, x: net.norm(net.conv(x.reshape(-1, 1, 6))).reshape(len(x), -1),
         conv=nn.Conv1d(1, 2, 3),
         norm=nn.GroupNorm(1, 2),
     )
 
 
-def scaled() -> Any:
-    number = nn.Parameter(torch.tensor(2.0))
-    return Calls(lambda net, x: net.layer(x * net.scale), scale=number, layer=nn.Linear(6, 2))
-
-
 class Halved(nn.Linear):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         return 0.5 * super().forward(x)
-
-
-def weight_norm() -> Any:
-    return nn.utils.parametrizations.weight_norm(nn.Linear(6, 2))
 
 
 def hooked() -> Any:
@@ -88,100 +97,98 @@ def hooked() -> Any:
     return layer
 
 
-def recurrent(
-    kind: Any, given: bool = False, packed: bool = False, flat: bool = False, **settings: Any
-) -> Any:
+def recurrent(kind: Any, packed: bool = False, folded: bool = False, **settings: Any) -> Any:
     """Return a module that uses the outputs and the last states of a recurrent layer."""
-    folded = settings.pop("folded", False)
     layer = kind(6, 3, **settings)
 
     def call(net: Any, x: Any) -> Any:
-        x = x[0] if flat else x.movedim(0, 1 - layer.batch_first)
-        if folded:
-            x = x.reshape(1, -1, 6)
+        x = x.reshape(1, -1, 6) if folded else x.movedim(0, 1 - layer.batch_first)
         if packed:
             x = nn.utils.rnn.pack_padded_sequence(x, [len(x)])
-        output, states = net.layer(x, torch.ones(1, 1, 3)) if given else net.layer(x)
+        output, states = net.layer(x)
         output = output.data if packed else output
         states = states if isinstance(states, tuple) else (states,)
         return sum(((i + 1) * s.sin().sum() for i, s in enumerate(states)), output.sum())
 
-    return Calls(call, layer=layer)
-
-
-def frozen() -> Any:
-    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
-    net[0].weight.requires_grad_(False)
-    return net
+    return calls(call, layer=layer)
 
 
 # Module, shape of a record, layers that are taken apart.
-MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], int]] = {
+MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), (6,), 2),
     "short sequence": (lambda: nn.Linear(20, 20), (3, 20), 1),
     "long sequence": (lambda: nn.Linear(6, 2), (30, 6), 1),
     "planes": (lambda: nn.Linear(6, 2, bias=False), (3, 4, 6), 1),
-    "embedding": (Tokens, (7,), 1),
-    "padding": (lambda: Tokens(padding_idx=1), (7,), 1),
-    "by frequency": (lambda: Tokens(scale_grad_by_freq=True), (7,), 0),
+    "embedding": (tokens, (7,), 1),
+    "padding": (partial(tokens, padding_idx=1), (7,), 1),
+    "by frequency": (partial(tokens, scale_grad_by_freq=True), (7,), 0),
     "conv1d": (lambda: nn.Conv1d(2, 3, 3, 2, 1, 2), (2, 15), 1),
     "conv2d": (lambda: nn.Conv2d(2, 4, (3, 2), (1, 2), (1, 0)), (2, 7, 8), 1),
     "conv2d, few places": (lambda: nn.Conv2d(8, 8, 3, 2, 1, 2), (8, 5, 5), 1),
     "conv2d in groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5), 1),
     "conv2d, same": (lambda: nn.Conv2d(2, 3, 3, padding="same"), (2, 5, 5), 0),
-    "conv2d, mirrored": (
-        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
-        (2, 5, 5),
-        0,
-    ),
+    "mirrored": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5), 0),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2, (1, 2, 1)), (2, 4, 5, 3), 1),
     "conv3d, few places": (lambda: nn.Conv3d(6, 6, 3, 1), (6, 3, 3, 4), 1),
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm((4, 6)), nn.Linear(6, 2)), (3, 4, 6), 2),
     "group norm": (lambda: nn.GroupNorm(2, 6), (6, 5, 4), 1),
     "twice": (twice, (6,), 1),
-    "penalised": (penalised, (6,), 0),
+    "penalised": (
+        one_layer(lambda net, x: net.layer(x) + x.sum() * net.layer.weight.square().sum()),
+        *((6,), 0),
+    ),
     "tied": (tied, (6,), 0),
-    "mixing": (mixing, (6,), 1),
+    "mixing": (one_layer(lambda net, x: (y := net.layer(x)) * (1.0 + y.mean(0))), (6,), 1),
     "folded": (folded, (4, 6), 2),
-    "a number": (scaled, (6,), 1),
     "another forward": (lambda: Halved(6, 2), (6,), 0),
-    "weight norm": (weight_norm, (6,), 0),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 2)), (6,), 0),
     "hooked": (hooked, (6,), 1),
-    "frozen": (frozen, (6,), 2),
+    "frozen": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2).requires_grad_(False)),
+        (6,),
+        1,
+    ),
+    "encoder": (encoder, 7, 10),
+    "two inputs": (
+        lambda: calls(
+            lambda net, x, y: net.a(x).mean(1) + net.b(y), a=nn.Embedding(11, 6), b=nn.Linear(4, 6)
+        ),
+        *([7, (4,)], 2),
+    ),
+    "two outputs": (
+        lambda: calls(lambda net, x: (net.a(x), net.b(x)), a=nn.Linear(6, 3), b=nn.Linear(6, 1)),
+        *((6,), 2),
+    ),
+    "images": (images, (1, 5, 5), 1),
+    "buffers": (buffers, (4,), 0),
+    "checkpointed": (checkpointed, (4,), 2),
+    "in place": (one_layer(lambda net, x: net.layer(x.mul_(2.0))), (6,), 1),
+    "branches": (one_layer(lambda net, x: net.layer(x if x.sum() > 0 else 2 * x)), (6,), 1),
     "cell": (lambda: nn.GRUCell(6, 3), (6,), 0),
     **{
         f"{kind.__name__} {settings}": (partial(recurrent, kind, **settings), (5, 6), 1)
         for kind in (nn.LSTM, nn.GRU, nn.RNN)
         for settings in (
-            {},
+            {"bias": False},
             {"batch_first": True, "bidirectional": True, "num_layers": 2},
-            {"num_layers": 2, "bias": False},
         )
     },
     "relu": (partial(recurrent, nn.RNN, nonlinearity="relu", bidirectional=True), (5, 6), 1),
     "long": (partial(recurrent, nn.LSTM, batch_first=True), (40, 6), 1),
     "projected": (partial(recurrent, nn.LSTM, proj_size=2), (5, 6), 0),
-    "given states": (partial(recurrent, nn.GRU, given=True), (5, 6), 0),
     "packed": (partial(recurrent, nn.GRU, packed=True), (5, 6), 0),
-    "unbatched": (partial(recurrent, nn.LSTM, flat=True, num_layers=2), (5, 6), 1),
     "channels as sequences": (partial(recurrent, nn.GRU, folded=True), (5, 6), 0),
 }
 
 
-def loss(run: Any, record: Any) -> Any:
-    return (run((record["x"][None],)).sin() * record["scale"]).sum()
+def model_of(module: Any) -> Any:
+    """Return a model whose loss is the sum of sines of each number, times the target."""
 
+    def sines(net: Any, out: Any, y: Any) -> Any:
+        outs = out if isinstance(out, tuple) else (out,)
+        return sum(one.sin().reshape(len(y), -1).sum(1) for one in outs) * y
 
-def of_each(module: Any, x: Any, scale: Any) -> list[dict[str, Any]]:
-    """Return the gradients of records by themselves."""
-    rows = []
-    for a, s in zip(x, scale, strict=True):
-        module.zero_grad()
-        loss(lambda args: module(*args), {"x": a, "scale": s}).backward()
-        rows.append(
-            {n: p.grad.clone().double() for n, p in module.named_parameters() if p.requires_grad}
-        )
-    return rows
+    return TorchModel(module, calls(sines))
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:LSTM with projections")
@@ -189,76 +196,20 @@ def of_each(module: Any, x: Any, scale: Any) -> list[dict[str, Any]]:
 def test_norms_and_sums_are_those_of_gradients(kind: str) -> None:
     torch.manual_seed(1)
     make, shape, known = MODULES[kind]
-    module, x, scale = make(), torch.randn(7, *shape), torch.randn(7)
-    right, start = of_each(module, x, scale), 0
-    for parts in records.record_parts(module, loss, {"x": x, "scale": scale}, 3):
-        some = right[start : start + 3]
-        start += len(some)
-        assert parts.keys() == some[0].keys()
-        factors = torch.rand(len(some), dtype=torch.float64)
-        for name, part in parts.items():
-            rows = torch.stack([row[name] for row in some])
-            squares = rows.square().reshape(len(rows), -1).sum(1)
-            torch.testing.assert_close(part.squares(), squares, rtol=1e-4, atol=1e-10)
-            total = torch.einsum("i,i...->...", factors, rows).flatten()
-            torch.testing.assert_close(part.sum(factors).flatten(), total, rtol=1e-5, atol=1e-5)
-            assert not part.only(torch.tensor([], dtype=int)).sum(factors[:0]).any()
-            kept = torch.tensor([len(some) - 1])
-            last = part.only(kept).sum(factors[kept]).flatten()
-            torch.testing.assert_close(
-                last, (factors[-1] * rows[-1]).flatten(), rtol=1e-5, atol=1e-5
-            )
-    assert start == 7
-    (plan,) = plans._PLANS[module].values()
+    shapes = shape if isinstance(shape, list) else [shape]
+    x = [torch.randint(0, 11, (7, s)) if isinstance(s, int) else torch.randn(7, *s) for s in shapes]
+    model = model_of(make())
+    assert_alone(model, x if isinstance(shape, list) else x[0], torch.randn(7), 3)
+    (plan,) = plans._PLANS[model._raw_model.module].values()
     assert len(plan.layers) == known
-    inside = {id(p) for layer in plan.layers for p in module.get_submodule(layer).parameters()}
-    names = {n for n, p in module.named_parameters() if id(p) in inside}
-    assert not names & {*plan.others}
-
-
-@pytest.mark.parametrize("make", [lambda: nn.Linear(40, 40, bias=False), Tokens])
-def test_positions_that_cancel_do_not_hide_a_norm(make: Any) -> None:
-    module = make().double()
-    wide = isinstance(module, nn.Linear)
-    x = torch.ones(1, 2, *[40] * wide, dtype=torch.float64)
-
-    def opposite(run: Any, record: Any) -> Any:
-        found = run((record[None],))[0]
-        return 1e8 * (found[0] * (1 + 1e-12) - found[1]).sum()
-
-    (parts,) = records.record_parts(module, opposite, x, 1)
-    (part,) = parts.values()
-    exact = part.sum(torch.ones(1, dtype=torch.float64)).square().sum()
-    assert exact > 0
-    assert part.squares()[0] >= exact
 
 
 def test_a_layer_that_is_exchanged_is_looked_at_again() -> None:
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 2))
-    records_of = {"x": torch.randn(4, 6), "scale": torch.randn(4)}
+    model = model_of(net)
     for layer in (net[0], Halved(6, 2)):
         net[0] = layer
-        (parts,) = records.record_parts(net, loss, records_of, 4)
-        right = torch.stack([row["0.weight"] for row in of_each(net, *records_of.values())])
-        ones = torch.ones(4, dtype=torch.float64)
-        torch.testing.assert_close(parts["0.weight"].sum(ones).view(2, 6), right.sum(0))
-
-
-def test_dropout_is_each_record_s_own() -> None:
-    module = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
-
-    def plain(run: Any, record: Any) -> Any:
-        return run((record[None],)).sum()
-
-    (parts,) = records.record_parts(module, plain, torch.ones(40, 64), 40)
-    part = parts["1.weight"]
-    assert len({row.numpy().tobytes() for row in part.a}) == 40
-
-
-def test_a_table_that_changes_when_it_is_looked_up_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"the layer 'table' \(Embedding\) has max_norm"):
-        checks.check(Tokens(max_norm=1.0))
+        assert_alone(model, torch.randn(4, 6), torch.randn(4), 4)
 
 
 def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
@@ -276,34 +227,13 @@ def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
 
 def test_plans_do_not_keep_modules_alive() -> None:
     gone = weakref.ref(net := nn.Linear(6, 2))
-    list(records.record_parts(net, loss, {"x": torch.randn(4, 6), "scale": torch.ones(4)}, 4))
+    list(records.record_parts(net, lambda run, x: run((x[None],)).sum(), torch.randn(4, 6), 4))
     del net
     gc.collect()
     assert gone() is None
 
 
-def test_as_many_records_at_once_as_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedclip.dpsgd.persample import base
-
-    seen: list[int] = []
-    together = records._together
-
-    def note(model: Any, plan: Any, leaves: Any, tree: Any) -> Any:
-        seen.append(len(leaves[0]))
-        return together(model, plan, leaves, tree)
-
-    monkeypatch.setattr(records, "_together", note)
-    x = {"x": torch.randn(70, 6), "scale": torch.ones(70)}
-    small, large = nn.Linear(6, 2), weight_norm()
-    list(records.record_parts(small, loss, x, 32))
-    # Stored gradients of twelve float32 numbers and more each, and memory for sixty.
-    monkeypatch.setattr(base, "MOST", 30)
-    list(records.record_parts(large, loss, x, 32))
-    assert seen[:3] == [32, 32, 32]
-    assert max(seen[3:]) <= 5
-
-
-@pytest.mark.parametrize("make", [lambda: nn.Linear(40, 40, bias=False), Tokens])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(40, 40, bias=False), tokens])
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
 @pytest.mark.parametrize("gap", [0.0, 1e-6, 1e-3, 1.0])
 def test_no_norm_in_float32_is_below_the_exact_one(make: Any, scale: float, gap: float) -> None:

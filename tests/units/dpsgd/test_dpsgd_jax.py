@@ -85,36 +85,25 @@ def test_two_passes_are_the_sum_of_stored_gradients(odd: float, groups: Any, fac
         np.testing.assert_allclose(sums[name], array, rtol=1e-3, atol=1e-4 * abs(array).max())
 
 
-@pytest.mark.parametrize("kind", [in_half, at_random])
-def test_passes_that_disagree_are_not_taken(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "second", "taken"),
+    [
+        (in_half, 0.1, "JaxStack"),
+        (at_random, 0.1, "JaxStack"),
+        (loss, 0.1, "TwoPassStack"),
+        (loss, 10.0, "JaxStack"),
+    ],
+)
+def test_passes_that_disagree_are_not_taken(kind: Any, second: float, taken: str) -> None:
     gradients = made.RecordGradients(kind)
-    patched = iter([0.0, 9.0] * 4 + [0.0, 0.1] * 4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(made.time, "perf_counter", lambda: next(patched))
-        stacks = [*gradients.stacks(NAMES, weights(), (), records(), 5)]
-    assert {type(stack) for stack in stacks} == {made.JaxStack}
-
-
-@pytest.mark.parametrize(("second", "kind"), [(0.1, "TwoPassStack"), (10.0, "JaxStack")])
-def test_the_faster_way_is_taken_for_each_shape(second: float, kind: str) -> None:
-    gradients = made.RecordGradients(loss)
     times = [0.0, 9.0] * 4 + [0.0, second] * 4
+
+    def kinds(many: int, **settings: Any) -> set[str]:
+        stacks = gradients.stacks(NAMES, weights(), (), records(many), 5, **settings)
+        return {type(stack).__name__ for stack in stacks}
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(made.time, "perf_counter", lambda: times.pop(0))
-        stacks = [*gradients.stacks(NAMES, weights(), (), records(), 5)]
-        assert {type(stack).__name__ for stack in stacks} == {kind}
         # It is measured once, and gradients that are asked for are always stored.
-        (stack,) = gradients.stacks(NAMES, weights(), (), records(5), 5)
-        assert type(stack).__name__ == kind
-        (stack,) = gradients.stacks(NAMES, weights(), (), records(5), 5, materialise=True)
-    assert type(stack) is made.JaxStack
-
-
-def test_keys_of_jax_are_records_too() -> None:
-    x, y, keys = records()
-    gradients = made.RecordGradients(loss)
-    typed = jax.random.wrap_key_data(keys)
-    stacks = gradients.stacks(NAMES, weights(), (), (x, y, typed), 5)
-    sums, _ = ClippedSum(SHAPES, flat).add(stacks).result()
-    right, _ = total(False, (x, y, keys), flat)
-    np.testing.assert_allclose(sums["w"], right["w"], rtol=1e-4, atol=1e-6)
+        assert kinds(13) == kinds(5) == {taken}
+        assert kinds(5, materialise=True) == {"JaxStack"}

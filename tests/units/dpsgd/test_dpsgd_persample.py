@@ -3,12 +3,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from dpsgd_models import (
+    MODELS,
+    Model,
+    assert_alone,
+    calls,
+    flat,
+    keras_model,
+    keras_tokens,
+    numbers,
+    rng,
+    sklearn_model,
+)
 from helpers import require
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from fedclip.dpsgd.persample.base import UnsupportedModelError
 from fedclip.dpsgd.step import SampleClipping
@@ -16,121 +32,13 @@ from fedclip.engines.declearn.persample import check, clipped_sum, vector
 
 pytestmark = pytest.mark.slow
 
-C = 0.3
-Model = tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
-
-def rng() -> np.random.Generator:
-    return np.random.default_rng(0)
-
-
-def flat(norms: Any) -> Any:
-    return SampleClipping().factors(norms, C)
-
-
-# -- models ------------------------------------------------------------------------------------
-def torch_model() -> Model:
-    require("torch")
-    import torch
-    from declearn.model.torch import TorchModel
-
-    torch.manual_seed(0)
-    nn = torch.nn
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3))
-    x: Any = torch.from_numpy(rng().normal(size=(13, 1, 8, 8)).astype("float32"))
-    return TorchModel(net, nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
-
-
-def jax_model() -> Model:
-    require("jax")
-    import haiku as hk
-    import jax
-    import jax.numpy as jnp
-    from declearn.model.haiku import HaikuModel
-
-    def net(x: Any) -> Any:
-        return hk.Sequential([hk.Flatten(), hk.Linear(8), jnp.tanh, hk.Linear(3)])(x)
-
-    def loss(found: Any, y: Any) -> Any:
-        return -jnp.sum(jax.nn.log_softmax(found) * jax.nn.one_hot(y, 3), axis=-1)
-
-    model = HaikuModel(net, loss, seed=0)
-    model.initialize({"features_shape": (6,), "data_type": "float32"})
-    return model, rng().normal(size=(13, 6)).astype("float32"), rng().integers(0, 3, 13)
-
-
-def tensorflow_model() -> Model:
-    require("tensorflow")
-    import keras
-    from declearn.model.tensorflow import TensorflowModel
-
-    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = TensorflowModel(keras.Sequential(layers), loss)
-    model.initialize({"features_shape": (6,)})
-    return model, rng().normal(size=(13, 6)).astype("float32"), rng().integers(0, 3, 13)
-
-
-def sklearn_model(**config: Any) -> Model:
-    from declearn.model.sklearn import SklearnSGDModel
-
-    config = {"kind": "classifier", "loss": "log_loss", "alpha": 0.05, **config}
-    classes = config.pop("classes", 4)
-    model = SklearnSGDModel.from_parameters(**config)
-    model.initialize({"features_shape": (5,), "classes": list(range(classes))})
-    start = model.get_weights()
-    values = {n: rng().normal(size=a.shape) for n, a in start.coefs.items()}
-    model.set_weights(type(start)(values))
-    x = rng().normal(size=(13, 5))
-    continuous = config["kind"] == "regressor"
-    return model, x, rng().normal(size=13) if continuous else rng().integers(0, classes, 13)
-
-
-MODELS: dict[str, Callable[[], Model]] = {
-    "torch": torch_model,
-    "jax": jax_model,
-    "tensorflow": tensorflow_model,
-    "sklearn": sklearn_model,
-}
-
-each_model = pytest.mark.parametrize("name", MODELS)
-
-
-def numbers(array: Any) -> Any:
-    array = array.detach().double().numpy() if hasattr(array, "detach") else array
-    return np.asarray(array, dtype=np.float64)
-
-
-def expected(model: Any, x: Any, y: Any, dense: Any = None) -> dict[str, Any]:
-    """Return the clipped sum from declearn's own gradients of batches of one record."""
-    dense = dense or (lambda array: array)
-    total: dict[str, Any] = {}
-    for i in range(len(x)):
-        given = (x[i : i + 1], y[i : i + 1], None)
-        found = model.compute_batch_gradients(given).coefs
-        grads = {n: numbers(dense(a)) for n, a in found.items()}
-        norm = np.sqrt(sum((a**2).sum() for a in grads.values()))
-        for name, array in grads.items():
-            total[name] = total.get(name, 0.0) + min(1.0, C / norm if norm else 1.0) * array
-    return total
-
-
-# -- oracles -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("name", "micro_batch"),
-    [("torch", 5), ("torch", 100), ("jax", 5), ("tensorflow", 5), ("sklearn", 13)],
-)
+@pytest.mark.parametrize("micro_batch", [5, 100])
+@pytest.mark.parametrize("name", [*MODELS, "lstm", "attention"])
 def test_sums_are_those_of_records_alone(name: str, micro_batch: int) -> None:
-    model, x, y = MODELS[name]()
+    model, x, y = MODELS[name]() if name in MODELS else keras_tokens(name)
     check(model)
-    sums, norms = clipped_sum(model, [(x, y, None)], flat, micro_batch=micro_batch)
-    right = expected(model, x, y)
-    assert norms.shape == (13, 1)
-    assert sums.keys() == right.keys()
-    for key, array in right.items():
-        np.testing.assert_allclose(sums[key], array, rtol=0, atol=1e-6)
-    made = vector(model, sums)
-    assert type(made) is type(model.get_weights())
+    made = vector(model, assert_alone(model, x, y, micro_batch))
     like = model.get_weights(trainable=True).coefs
     assert {n: a.dtype for n, a in made.coefs.items()} == {n: a.dtype for n, a in like.items()}
 
@@ -168,95 +76,105 @@ def test_closed_forms_are_what_scikit_learn_does(kind: str, loss: str, penalty: 
             np.testing.assert_allclose(array, total.coefs[name], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["lstm", "attention"])
-def test_keras_layers_without_a_vectorized_gradient(kind: str) -> None:
-    tf = require("tensorflow")
-    import keras
-    from declearn.model.tensorflow import TensorflowModel
+def dropping(backend: str) -> Any:
+    """Return a model whose inputs drop out; a server knows its seed."""
+    if backend == "tensorflow":
+        keras = require("keras")
+        layers = [keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1, use_bias=False)]
+        return keras_model(keras.Sequential(layers), shape=(64,))
+    if backend == "torch":
+        return torch_model(lambda nn: nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False)))
+    require("jax")
+    import haiku as hk
+    from declearn.model.haiku import HaikuModel
 
-    layers = keras.layers
-    inputs = keras.Input((7,))
-    embedded = layers.Embedding(11, 6)(inputs)
-    if kind == "attention":
-        found = layers.GlobalAveragePooling1D()(layers.MultiHeadAttention(2, 3)(embedded, embedded))
-    else:
-        found = layers.LSTM(5)(embedded)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = TensorflowModel(keras.Model(inputs, layers.Dense(3)(found)), loss)
-    model.initialize({"features_shape": (7,)})
-    x, y = rng().integers(0, 11, (13, 7)), rng().integers(0, 3, 13)
-    sums, _ = clipped_sum(model, [(x, y, None)], flat, micro_batch=5)
-    for name, array in expected(model, x, y, tf.convert_to_tensor).items():
-        np.testing.assert_allclose(sums[name], array, rtol=0, atol=1e-6)
+    def dropped(x: Any) -> Any:
+        return hk.Linear(1, with_bias=False)(hk.dropout(hk.next_rng_key(), 0.5, x))
+
+    model = HaikuModel(dropped, lambda found, y: ((found - y) ** 2).sum(-1), seed=0)
+    model.initialize({"features_shape": (64,), "data_type": "float32"})
+    return model
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+@pytest.mark.parametrize("backend", ["torch", "tensorflow", "jax"])
 def test_each_record_has_its_own_dropout_and_no_seed_foretells_it(backend: str) -> None:
-    def one() -> Any:
-        if backend == "tensorflow":
-            keras = require("keras")
-            from declearn.model.tensorflow import TensorflowModel
-
-            drop = keras.layers.Dropout(0.5, seed=1)
-            net = keras.Sequential([drop, keras.layers.Dense(1, use_bias=False)])
-            return TensorflowModel(net, keras.losses.MeanSquaredError())
-        require("jax")
-        import haiku as hk
-        from declearn.model.haiku import HaikuModel
-
-        def dropped(x: Any) -> Any:
-            return hk.Linear(1, with_bias=False)(hk.dropout(hk.next_rng_key(), 0.5, x))
-
-        return HaikuModel(dropped, lambda found, y: ((found - y) ** 2).sum(-1), seed=0)
-
-    # What is dropped has a gradient of zero. The server knows the seeds of both models.
     batch = (np.ones((40, 64), "float32"), np.full((40, 1), 9.0, "float32"), None)
     seen: list[Any] = []
 
     def look(arrays: Any) -> Any:
-        seen.append(next(iter(arrays.values())) != 0)
+        # What is dropped has a gradient of zero.
+        seen.append(numbers(next(iter(arrays.values()))) != 0)
         return arrays
 
-    for model in (one(), one()):
-        model.initialize({"features_shape": (64,), "data_type": "float32"})
-        clipped_sum(model, [batch], flat, each=look)
-    assert len({row.tobytes() for row in seen}) == 80
+    for _ in range(1 if backend == "torch" else 2):
+        clipped_sum(dropping(backend), [batch], flat, each=look)
+    assert len({row.tobytes() for row in seen}) == len(seen) >= 40
 
 
-# -- refusals ----------------------------------------------------------------------------------
-def test_keras_batch_normalization_is_refused_by_name() -> None:
-    require("tensorflow")
-    import keras
-    from declearn.model.tensorflow import TensorflowModel
+def torch_model(make: Callable[[Any], Any]) -> Any:
+    torch = require("torch")
+    from declearn.model.torch import TorchModel
 
-    net = keras.Sequential([keras.layers.Dense(3), keras.layers.BatchNormalization(name="bn")])
-    model = TensorflowModel(net, keras.losses.MeanSquaredError())
-    model.initialize({"features_shape": (4,)})
-    with pytest.raises(ValueError, match=r"the layer 'bn' \(BatchNormalization\) mixes"):
-        check(model)
+    torch.manual_seed(1)
+    return TorchModel(make(torch.nn), torch.nn.MSELoss())
 
 
-def test_class_weights_and_other_models_are_refused() -> None:
+def of_torch(make: Callable[[Any], Any]) -> Callable[[], Any]:
+    return partial(torch_model, make)
+
+
+def batch_normalized() -> Any:
+    keras = require("keras")
+    layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(name="bn")]
+    return keras_model(keras.Sequential(layers))
+
+
+def weighted_classes() -> Any:
     model, _, _ = sklearn_model()
     model._model.set_params(class_weight={0: 2.0})
-    with pytest.raises(ValueError, match="class_weight lets"):
-        check(model)
-    with pytest.raises(TypeError, match="no gradients of single records for object"):
-        check(object())
+    return model
 
 
-@each_model
+REFUSED: dict[str, Callable[[], Any]] = {
+    "is a spectral norm": of_torch(
+        lambda nn: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+    ),
+    "no trainable weights": of_torch(lambda nn: nn.Linear(4, 3).requires_grad_(False)),
+    r"layer '0' \(BatchNorm1d\) mixes": of_torch(lambda nn: nn.Sequential(nn.BatchNorm1d(4))),
+    r"layer '' \(InstanceNorm1d\) mixes": of_torch(
+        lambda nn: nn.InstanceNorm1d(4, track_running_stats=True)
+    ),
+    r"layer '' \(BatchNorm1d\) mixes": of_torch(
+        lambda nn: nn.BatchNorm1d(4, track_running_stats=False)
+    ),
+    r"compiled by torch\.jit": of_torch(lambda nn: require("torch").jit.script(nn.Linear(4, 3))),
+    r"layer 'table' \(Embedding\) has max_norm": of_torch(
+        lambda nn: calls(lambda net, x: net.table(x), table=nn.Embedding(5, 4, max_norm=1.0))
+    ),
+    r"the layer 'bn' \(BatchNormalization\) mixes": batch_normalized,
+    "class_weight lets": weighted_classes,
+    "no gradients of single records for object": object,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_can_not_be_private_is_refused_by_name(words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        check(REFUSED[words]())
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_no_record_at_all_is_a_sum_of_zeros(name: str) -> None:
     model, x, y = MODELS[name]()
+    shapes = {n: tuple(a.shape) for n, a in model.get_weights(trainable=True).coefs.items()}
     for batches in ([], [(x[:0], y[:0], None)]):
         sums, norms = clipped_sum(model, batches, flat)
         assert norms.shape == (0, 1)
-        assert all(not a.any() for a in sums.values())
-        shapes = {n: a.shape for n, a in model.get_weights(trainable=True).coefs.items()}
-        assert {n: a.shape for n, a in sums.items()} == {n: tuple(s) for n, s in shapes.items()}
+        assert not any(a.any() for a in sums.values())
+        assert {n: a.shape for n, a in sums.items()} == shapes
 
 
-# -- what a trial shows ------------------------------------------------------------------------
 def test_what_is_used_and_not_followed_is_refused_and_numbers_are_trained() -> None:
     torch = require("torch")
     from fedclip.dpsgd.step import PrivateMean
@@ -276,9 +194,8 @@ def test_what_is_used_and_not_followed_is_refused_and_numbers_are_trained() -> N
         def forward(self, x: Any) -> Any:
             run = torch.utils.checkpoint.checkpoint
             x = run(self.layer, self.frozen(x), use_reentrant=self.reentrant)
-            return (
-                self.last(self.drop(torch.nn.functional.linear(x, self.layer.weight))) * self.scale
-            )
+            x = torch.nn.functional.linear(x, self.layer.weight)
+            return self.last(self.drop(x)) * self.scale
 
     x, y = torch.randn(4, 3), torch.randn(4, 1)
     mean = PrivateMean(max_norm=1e6, noise_multiplier=1e-12, expected_batch_size=4)
@@ -290,3 +207,97 @@ def test_what_is_used_and_not_followed_is_refused_and_numbers_are_trained() -> N
     private_gradients(Net(False, dropout=0.5), torch.nn.MSELoss(), x, y, mean)
     with pytest.raises((UnsupportedModelError, RuntimeError), match="use_reentrant=False"):
         private_gradients(Net(reentrant=True), torch.nn.MSELoss(), x, y, mean)
+
+
+Records = list[tuple[int, float, float]]
+
+C = 0.3
+MODES = ("flat", "tensor", "layer", "patterns", "automatic", "adaptive")
+UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+
+
+def deep_model(depth: int, dtype: str) -> Model:
+    torch = require("torch")
+    from declearn.model.torch import TorchModel
+
+    torch.manual_seed(0)
+    nn = torch.nn
+    deep = [layer for _ in range(depth) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), *deep, nn.Linear(8, 3))
+    kind = getattr(torch, dtype)
+    x: Any = torch.from_numpy(rng().normal(size=(13, 1, 8, 8)).astype("float32")).to(kind)
+    return TorchModel(net.to(kind), nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
+
+
+# What is trained, and in which dtype its gradients are.
+MAKERS: dict[str, tuple[Callable[[], Model], str]] = {
+    "jax": (MODELS["jax"], "float32"),
+    "tensorflow": (MODELS["tensorflow"], "float32"),
+    "sklearn": (MODELS["sklearn"], "float64"),
+    "torch, 20 tensors": (partial(deep_model, 9, "float32"), "float32"),
+    "torch, float16": (partial(deep_model, 0, "float16"), "float16"),
+    "torch, bfloat16": (partial(deep_model, 9, "bfloat16"), "bfloat16"),
+}
+
+
+@functools.cache
+def model_of(name: str) -> Model:
+    return MAKERS[name][0]()
+
+
+LOUD = st.sampled_from([0.0, 1e-30, 1e-6, 1.0, 1e3, 1e6, 1e30, -1.0, np.nan, np.inf])
+WEIGHTS = st.sampled_from([0.0, 1.0, 5.0, 1e6, 1e-6, np.nan])
+RECORDS = st.lists(st.tuples(st.integers(0, 12), LOUD, WEIGHTS), min_size=2, max_size=13)
+LOUDEST = [(i, 1e6, 1e6) for i in range(13)]
+ODD = [*zip((0, 1, 2, 3, 4, 4), (np.nan, np.inf, 1, 1, 0, 1), (1, 5, 0, 1e6, 1, 5), strict=True)]
+
+
+def batch_of(name: str, records: Records) -> Any:
+    _, x, y = model_of(name)
+    at, loud, weights = map(np.array, zip(*records, strict=True))
+    inputs: Any = x[at]
+    scale = loud.reshape(-1, *[1] * (inputs.ndim - 1))
+    if hasattr(inputs, "new_tensor"):
+        inputs = inputs * inputs.new_tensor(scale)
+    else:
+        with np.errstate(all="ignore"):
+            inputs = (inputs * scale).astype(inputs.dtype)
+    return inputs, y[at], weights.astype("float32")
+
+
+def sum_of(name: str, mode: str, records: Records) -> Any:
+    model = model_of(name)[0]
+    names = [*model.get_weights(trainable=True).coefs]
+    clipping = SampleClipping([names[0], names[1]] if mode == "patterns" else mode)
+    sums, norms = clipped_sum(
+        *(model, [batch_of(name, records)] if records else []),
+        partial(clipping.factors, bound=C),
+        groups=clipping.groups(names),
+        micro_batch=4,
+    )
+    assert len(norms) == len(records)
+    return np.concatenate([sums[n].ravel() for n in names])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+@given(
+    records=RECORDS, mode=st.sampled_from(MODES), at=st.integers(0, 12), other=st.integers(0, 12)
+)
+@example(records=LOUDEST, mode="layer", at=12, other=1)
+@example(records=ODD, mode="flat", at=0, other=3)
+@example(records=ODD, mode="automatic", at=3, other=1)
+def test_a_record_moves_the_sum_by_the_bound_at_most(
+    name: str, records: Records, mode: str, at: int, other: int
+) -> None:
+    at %= len(records)
+    whole = sum_of(name, mode, records)
+    assert np.isfinite(whole).all()
+    rounding = 2 * UNITS[MAKERS[name][1]] * np.linalg.norm(whole)
+    without = sum_of(name, mode, records[:at] + records[at + 1 :])
+    assert np.linalg.norm(whole - without) <= C * (1 + 1e-6) + rounding
+    replaced = [*records]
+    replaced[at] = (other, 1.0, 1e6)
+    changed = np.linalg.norm(whole - sum_of(name, mode, replaced))
+    assert changed <= 2 * C * (1 + 1e-6) + rounding

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from declearn.dataset import InMemoryDataset
 from dpsgd_managers import Silent, data, manager, request
+from dpsgd_models import MODELS
+from quickruns import write_config, write_sites
 from report_runs import call
-from units.dpsgd.test_dpsgd_persample import MODELS
 
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.check.data import person_findings, units
 from fedclip.dpsgd.persons import Persons
 from fedclip.dpsgd.step import SampleClipping
 from fedclip.engines.declearn.persample import Records, clipped_sum
@@ -42,9 +42,9 @@ def clipped(model: Any, batches: Any, **settings: Any) -> tuple[Any, Any]:
     return clipped_sum(model, batches, factors, **settings)
 
 
-# -- sums --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("micro_batch", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("name", "micro_batch"), [*((name, 4) for name in MODELS), ("torch", 1), ("sklearn", 100)]
+)
 def test_a_person_adds_the_clipped_mean_of_its_records(name: str, micro_batch: int) -> None:
     model, x, y = MODELS[name]()
     persons = Persons(Records(InMemoryDataset(np.asarray(x), target=y)), OF)
@@ -80,48 +80,23 @@ def test_all_rows_of_a_person_move_the_sum_by_the_bound_at_most(mode: str, rows:
     assert moved > 0
 
 
-def _private(x: Any, modules: Any = (), of: Any = OF, **settings: Any) -> Any:
+def _private(x: Any, modules: Any = ()) -> Any:
     y = np.arange(len(x)) % 2
     made = manager(modules, InMemoryDataset(x, target=y, expose_classes=True), private=None)
-    units = Persons(Records(made.train_data), of, **settings)
-    many = {"batches": {"batch_size": 5}, "sclip_norm": C}
-    made.make_private(request(**many), records=units)
+    asked = request(batches={"batch_size": 5}, sclip_norm=C)
+    made.make_private(asked, records=Persons(Records(made.train_data), OF))
     made.noise = Silent()
     return made
 
 
-def test_records_that_raise_or_hold_nan_count_as_zero_in_the_mean_of_their_person() -> None:
-    class Lacking(Persons):
-        def take(self, drawn: Any, failed: Any = None) -> Any:
-            batches = super().take(drawn, failed)
-            for batch in batches:
-                batch[0][:2] = np.nan
-            return batches
-
-    model, x, y = MODELS["sklearn"]()
-    whole = Records(InMemoryDataset(x, target=y))
-    of = ["a", "a", "b", *["c"] * 10]
-    sums, norms = clipped(model, Lacking(whole, of).take([0, 1]))
-    alone, _ = clipped(model, Persons(whole, of).take([1]))
-    # All of a's are NaN: a zero, like somebody whose gradient is none.
-    assert norms[:, 0].tolist()[0] == 0.0
-    for name, array in sums.items():
-        np.testing.assert_allclose(array, alone[name])
-
-
 def test_a_model_that_raises_for_a_record_spares_the_others_of_its_person() -> None:
     model, x, y = MODELS["sklearn"]()
-    bad = y.copy().astype(object)
-    bad[1] = "no class"
+    labels = y.astype(object)
+    labels[1] = "no class"
+    persons = Persons(Records(InMemoryDataset(x, target=labels)), ["a", "a", *["b"] * 11])
     told: list[int] = []
-    of = ["a", "a", *["b"] * 11]
-    whole = Records(InMemoryDataset(x, target=y))
-    (batch,) = Persons(whole, of).take([0, 1])
-    broken = type(batch)((batch[0], bad[np.asarray(batch.positions)], None))
-    broken.positions, broken.owners, broken.shares = batch.positions, batch.owners, batch.shares
-    sums, norms = clipped(
-        model, [broken], bound=1e9, micro_batch=3, failed=lambda record, exc: told.append(record)
-    )
+    settings = {"micro_batch": 3, "failed": lambda record, exc: told.append(record)}
+    sums, norms = clipped(model, persons.take([0, 1]), bound=1e9, **settings)
     right, _ = clipped_sum(model, [(x[:1], y[:1], None)], lambda n: np.full_like(n, 0.5))
     others, _ = clipped_sum(model, [(x[2:], y[2:], None)], lambda n: np.full_like(n, 1 / 11))
     assert told == [1]
@@ -130,7 +105,6 @@ def test_a_model_that_raises_for_a_record_spares_the_others_of_its_person() -> N
         np.testing.assert_allclose(array, right[name] + others[name], rtol=1e-9)
 
 
-# -- samples -----------------------------------------------------------------------------------
 def test_persons_are_drawn_whole_or_at_most_so_many_of_their_records() -> None:
     whole = Persons(records(), OF)
     (batch,) = whole.take([4, 1])
@@ -149,20 +123,12 @@ def test_persons_are_drawn_whole_or_at_most_so_many_of_their_records() -> None:
     assert (abs(drawn - 160) < 60).all()
 
 
-def test_an_empty_draw_is_a_step() -> None:
-    made = _private(data(13).feats)
-    made.run_train_step(made.records.take([]))
-    assert not any(a.any() for a in made.noise.seen[0][0].values())
-
-
 def test_noise_rate_and_steps_are_for_persons() -> None:
     made = _private(data(13).feats)
     plan = made.calibration
-    assert (plan.records, plan.rate, plan.expected, plan.unit) == (5, 1.0, 5.0, "person")
-    assert plan.steps == 4
+    assert (plan.records, plan.rate, plan.steps, plan.unit) == (5, 1.0, 4, "person")
     assert "5 persons" in plan.in_words()
-    result = made.train_under_constraints({"batch_size": 5})
-    assert result["n_steps"] == 1
+    assert made.train_under_constraints({"batch_size": 5})["n_steps"] == 1
 
 
 @pytest.mark.parametrize(
@@ -174,8 +140,6 @@ def test_noise_rate_and_steps_are_for_persons() -> None:
         (np.where(np.arange(13) < 3, np.nan, 1.0), TypeError, "texts or whole numbers"),
         ([""] * 13, ValueError, "13 of 13 records have no id"),
         ([True] * 13, TypeError, "got bool"),
-        # Of one person, and of another: each would be protected for a part of its records.
-        (["a"] * 12 + [np.nan], ValueError, "1 of 13 records have no id"),
         (["a"] * 11 + ["nan", " "], ValueError, "2 of 13 records have no id"),
         ([1] * 12 + [None], ValueError, "1 of 13 records have no id"),
         (["1", 1.0] * 6 + [1], TypeError, "got float"),
@@ -200,7 +164,6 @@ def test_ids_are_read_from_a_column_of_text(tmp_path: Path) -> None:
         Persons(records(), file)
 
 
-# -- budgets -----------------------------------------------------------------------------------
 def test_a_ledger_is_for_records_or_for_persons(tmp_path: Path) -> None:
     kept = partial(Ledger, 3.0, 1e-5, tmp_path / "spent.json")
     kept(data=fingerprint(data(), 60)).reserve(2.0, 0.1, 3)
@@ -208,84 +171,50 @@ def test_a_ledger_is_for_records_or_for_persons(tmp_path: Path) -> None:
         kept(data=fingerprint(data(), 5, "person"))
 
 
-# -- files -------------------------------------------------------------------------------------
-@pytest.fixture
-def sites(tmp_path: Path) -> dict[str, dict[str, str]]:
-    """Two sites of twelve records, of which one names persons and both have a column of them."""
-    found = {}
-    for site in ("north", "south"):
-        folder = tmp_path / site
-        folder.mkdir()
-        rows = "".join(f"{i}.5,p{i // 3},{i}\n" for i in range(12))
-        found[site] = {}
-        for use in ("train", "valid"):
-            data, target = f"x,patient_id,visit_no\n{rows}", "y\n" + "0\n1\n" * 6
-            for of, text in (("data", data), ("target", target)):
-                file = folder / f"{use}_{of}.csv"
-                file.write_text(text)
-                found[site][f"{use}_{of}"] = str(file)
-    whose = "".join(f"p{i // 3}\n" for i in range(12))
-    (tmp_path / "north" / "train_persons.csv").write_text(f"person\n{whose}")
-    return found
-
-
-def test_persons_are_counted_where_a_file_names_them(sites: Any) -> None:
-    found = list(person_findings(sites))
-    assert [finding.level for finding in found] == ["ok", "note"]
-    known, alone = (finding.message for finding in found)
-    assert known == "north: DP-SGD protects 4 persons, each with all records"
-    assert alone.startswith("south: there is no train_persons.csv, so DP-SGD protects each record")
-    assert [units(sites[name]) for name in ("north", "south")] == [(4, "person"), (12, "record")]
-    Path(sites["north"]["train_data"]).with_name("train_persons.csv").write_text("person\np1\n")
-    assert next(iter(person_findings(sites))).level == "problem"
-
-
 @pytest.mark.parametrize(
-    ("rows", "share", "said"),
+    ("persons", "valid", "share", "said"),
     [
-        (None, 0.2, "north: evaluation_share needs the person of each"),
-        (3, 0.0, "valid_persons.csv: persons must be one id for each of the 12 records"),
-        (12, 0.2, ""),
-        (None, 0.0, ""),
+        (12, None, 0.2, "a: evaluation_share needs the person of each"),
+        (12, 3, 0.0, "valid_persons.csv: persons must be one id for each of the 12 records"),
+        (1, None, 0.0, "train_persons.csv: persons must be one id for each of the 12 records"),
+        (12, 12, 0.2, ""),
+        (12, None, 0.0, ""),
     ],
 )
-def test_a_check_knows_whose_the_validation_records_have_to_be(
-    sites: Any, tmp_path: Path, rows: int | None, share: float, said: str
+def test_a_check_knows_whose_the_records_are(
+    tmp_path: Path, persons: int, valid: int | None, share: float, said: str
 ) -> None:
-    if rows is not None:
-        (tmp_path / "north" / "valid_persons.csv").write_text("person\n" + "p1\n" * rows)
+    write_sites(tmp_path, dict.fromkeys("abc", 12), valid=12)
+    for part, rows in (("train", persons), ("valid", valid)):
+        if rows is not None:
+            ids = "".join(f"p{i // 3}\n" for i in range(rows))
+            (tmp_path / "data" / "a" / f"{part}_persons.csv").write_text(f"person\n{ids}")
     clip = f'["sample-clip", {{ evaluation_share = {share}, loss_bound = 3.0 }}]'
-    clip = clip if share else '"sample-clip"'
-    (tmp_path / "config.toml").write_text(f"""
-        network = {{ protocol = "websockets", host = "127.0.0.1", port = 8765 }}
-        data = {{ data_folder = "{tmp_path}", client_names = ["north", "south"] }}
-        [optim]
-        aggregator = "averaging"
-        server_opt = 1.0
-        client_opt = {{ lrate = 1.0, modules = [{clip}] }}
-        [run]
-        rounds = 2
-        register = 2
-        training.batch_size = 4
-        privacy = {{ budget = [3.0, 1e-5], sclip_norm = 0.5 }}
-        """)
-    found = check_config(tmp_path / "config.toml")
-    assert bool(found.problems) == bool(said)
+    client = f"[{clip}]" if share else '["sample-clip"]'
+    more = "[run.privacy]\nbudget = [3.0, 1e-5]\nsclip_norm = 0.5"
+    optim = {"aggregator": '"averaging"', "server": "[]", "client": client, "more": more}
+    file = write_config(tmp_path / "config.toml", **optim)
+    metrics = '[["binary-classif", {thresh = 0.0}]]'
+    file.write_text(file.read_text().replace(metrics, '["accuracy"]'))
+    found = check_config(file)
+    problems = [finding.message for finding in found.problems]
+    assert said in " ".join(problems)
+    assert bool(problems) == bool(said)
     if not said:
+        messages = " ".join(finding.message for finding in found.findings)
+        assert "a: DP-SGD protects 4 persons, each with all records" in messages
+        assert "b, c: there is no train_persons.csv, so DP-SGD protects each record" in messages
         # To remove one record of a person may move the sum by twice as much.
         assert "To zero out a person moves the sum" in found.places[0]
-    assert said in " ".join(finding.message for finding in found.problems)
 
 
 def test_a_budget_is_sized_for_persons() -> None:
-    def sized(*words: object) -> Any:
-        run = ("--epsilon", 3, "--rounds", 2, "--batch-size", 20)
-        return call("privacy", "calibrate", *run, *words)
-
+    sized = partial(
+        call, *["privacy", "calibrate", "--epsilon", "3", "--rounds", "2", "--batch-size", "20"]
+    )
     pytest.importorskip("dp_accounting")
-    of_persons, of_records = (sized(f"--{unit}", 200, "--json").stdout for unit in UNITS)
-    assert json.loads(of_persons)["unit"] == "person"
-    a, b = json.loads(of_persons), json.loads(of_records)
+    a, b = (json.loads(sized(f"--{unit}", 200, "--json").stdout) for unit in UNITS)
+    assert a["unit"] == "person"
     assert {name for name in a if a[name] != b[name]} == {"unit"}
     assert "zeroing out one person" in sized("--persons", 200).stdout
     assert "give --records, or --persons" in sized("--persons", 200, "--records", 200).stderr

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from fedclip.errors import StateError
 from fedclip.privacy import accounting, noise
 from fedclip.privacy.accounting import (
     Accountant,
-    Cost,
     Release,
     account,
     default_bits_noise,
@@ -34,17 +34,12 @@ LARGEST = {"float16": 65504.0, "float32": 3.4028234e38, "bfloat16": 3.3895e38}
 
 
 def test_each_draw_is_the_stream_of_a_new_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: list[int] = []
-
-    def urandom(size: int) -> bytes:
-        keys.append(size)
-        return bytes(size)
-
+    urandom = mock.Mock(side_effect=bytes)
     monkeypatch.setattr(os, "urandom", urandom)
     # RFC 8439, appendix A.1: the first words for a key of zeros.
     first, second = (noise.random_words(2).tobytes().hex() for _ in range(2))
     assert first == second == "76b8e0ada0f13d90405d6ae55386bd28"
-    assert keys == [32, 32]
+    assert urandom.call_args_list == [mock.call(32)] * 2
 
 
 # With torch, and with NumPy where it is absent.
@@ -89,9 +84,6 @@ KINDS = [
 ]
 
 
-# -- the grid -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("framework", "dtype"), KINDS)
 def test_noised_values_keep_their_dtype_and_are_on_a_grid(framework: str, dtype: str) -> None:
@@ -115,34 +107,11 @@ def test_noised_values_keep_their_dtype_and_are_on_a_grid(framework: str, dtype:
     assert len(np.unique(whole)) > 50
 
 
-def test_float64_models_that_start_at_zero_reach_what_others_do() -> None:
-    """Some sums of a value and noise can not be 0 and noise: a hundred of them tell for certain."""
-    std, size = 0.7, 20_000
-    draws = np.random.default_rng(0).standard_normal(size)
-
-    def plain(values: Any, std: float, normals: Any) -> Any:
-        return values + std * normals(values.size)
-
-    def reachable(add: Any, start: float, other: float) -> float:
-        """Return the share of outputs from `start` that some noise leads to from `other`."""
-        out = add(np.full(size, start), std, lambda n: draws)
-        guess = (out - other) / std
-        found = np.zeros(size, dtype=bool)
-        for ulps in range(-8, 9):
-            near = guess + ulps * np.spacing(guess)
-            found |= add(np.full(size, other), std, lambda n, near=near: near) == out
-        return float(found.mean())
-
-    assert reachable(plain, 0.3, 0.0) < 0.99
-    assert reachable(noised, 0.3, 0.0) == 1.0
-    assert reachable(noised, 0.0, 0.3) == 1.0
-
-
 def test_the_grid_of_extreme_noise() -> None:
+    values = np.array([0.0, 1.0, 1e308, -1e308])
     for std in (5e-324, 1e-300, 1e-12, 1e300):
-        out = noised(np.array([0.0, 1.0, 1e308, -1e308]), std, lambda n: np.full(n, 0.6))
-        assert np.isfinite(out).all()
-        np.testing.assert_allclose(out, np.array([0.0, 1.0, 1e308, -1e308]) + 0.6 * std, rtol=1e-9)
+        out = noised(values, std, lambda n: np.full(n, 0.6))
+        np.testing.assert_allclose(out, values + 0.6 * std, rtol=1e-9)
     assert noised(np.array([1 / 3]), 0.0, secure_normals)[0] == 1 / 3
     assert noised(np.array(2.0), 1.0, secure_normals).shape == ()
 
@@ -164,9 +133,6 @@ def test_pairs_are_as_fine_in_their_tail_and_near_zero(monkeypatch: pytest.Monke
     top = (1 << 64) - 1
     assert radius(top) == 0.0
     assert 0 < radius(top - 2) < radius(top - 3) < 2.0**-30
-
-
-# -- accounting ---------------------------------------------------------------------------------
 
 
 def test_split_costs_what_the_accountant_is_told() -> None:
@@ -231,7 +197,7 @@ def test_accountants_agree_without_samples() -> None:
 
 
 @given(st.floats(0.3, 100.0), st.floats(0.001, 1.0), st.integers(1, 30), st.floats(1e-8, 0.99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_no_epsilon_is_below_zero(z: float, rate: float, steps: int, delta: float) -> None:
     pytest.importorskip("dp_accounting")
     one, other = Release(z, steps, rate), Release(2.0 * z, steps, rate / 2.0)
@@ -280,22 +246,6 @@ def test_delta_is_left_to_what_transforms_may_round(monkeypatch: pytest.MonkeyPa
     accounting._epsilon.cache_clear()
 
 
-def test_budget_adds_up_and_is_restored() -> None:
-    first = Accountant(1e-5)
-    assert (first.epsilon(), first.rounds) == (0.0, 0)
-    for z in (2.0, 2.0, 3.0):
-        first.add(z)
-    assert first.get_state() == [[2.0, 2], [3.0, 1]]
-    second = Accountant(1e-5)
-    second.set_state(first.get_state())
-    assert second.epsilon() == first.epsilon() > 0
-    assert second.rounds == 3
-    assert first.epsilon(3.0, 4) > first.epsilon()
-    assert first.get_state() == [[2.0, 2], [3.0, 1]]
-    with pytest.raises(StateError):
-        second.set_state([[2.0, 0]])
-
-
 @pytest.mark.parametrize(
     ("here", "loaded", "rounds"),
     [
@@ -316,32 +266,23 @@ def test_a_state_that_is_loaded_takes_nothing_from_what_was_spent(
 
 
 @pytest.mark.slow
-def test_samples_are_kept_apart_and_restored() -> None:
+def test_a_budget_adds_up_and_is_restored() -> None:
     pytest.importorskip("dp_accounting")
     first = Accountant(1e-5)
+    assert (first.epsilon(), first.rounds) == (0.0, 0)
     for steps, sampling in ((3, 0.1), (4, 0.1), (1, 1.0)):
         first.add(2.0, steps, sampling)
     assert first.get_state() == [[2.0, 7, 0.1], [2.0, 1]]
     second = Accountant(1e-5)
     second.set_state(first.get_state())
-    assert second.spent == first.spent
+    assert (second.spent, second.rounds) == (first.spent, 8)
     assert second.epsilon() == first.epsilon() < Accountant(1e-5).epsilon(2.0, 8)
-    with pytest.raises(StateError):
-        second.set_state([[2.0, 7, 1.1]])
+    for wrong in ([[2.0, 7, 1.1]], [[2.0, 0]]):
+        with pytest.raises(StateError):
+            second.set_state(wrong)
     assert Accountant(1e-5).epsilon(2.0, 8, 0.1) == epsilon([Release(2.0, 8, 0.1)], 1e-5)
     left = second.affordable(2.0, 3.0, 100, 0.1)
     assert second.epsilon(2.0, left, 0.1) <= 3.0 < second.epsilon(2.0, left + 1, 0.1)
-
-
-@pytest.mark.slow
-def test_rounding_in_many_steps_makes_no_epsilon_too_low() -> None:
-    """The transforms of a million steps are not exact to such a delta."""
-    delta = 1e-11
-    pytest.importorskip("dp_accounting")
-    found = [epsilon([Release(z, 10**6, 1e-4)], delta) for z in (1.0, 1.02, 1.04)]
-    assert found == sorted(found, reverse=True)
-    assert found[-1] > epsilon([Release(1.04, 10**6, 1e-4)], 2e-8)
-    assert epsilon([Release(1.0, 10**6, 1e-4)], delta, "replace-one") > found[0]
 
 
 @pytest.mark.slow
@@ -363,26 +304,7 @@ def test_noise_beyond_a_dtype_is_its_largest_number(framework: str, dtype: str) 
     assert np.abs(out.astype(np.float64)).max() == pytest.approx(largest, rel=1e-4)
 
 
-def test_the_noise_for_a_budget_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call may take seconds where steps are many and records are sampled rarely."""
-    calls = []
-
-    def steep(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
-        (release,) = spent
-        calls.append(release)
-        # As it is for 10^7 records, batches of 32 and 10^5 steps.
-        z = release.noise_multiplier
-        return Cost(0.0042 / z + math.exp(min(11.0 / z, 40.0) - 25.5), "pld")
-
-    monkeypatch.setattr(accounting, "_require_dp_accounting", lambda: None)
-    monkeypatch.setattr(accounting, "_pld", steep)
-    z = noise_multiplier(3.0125, 1e-8, 100_001, 3.2e-6)
-    costs = [steep((Release(z / less),), 0, "").epsilon for less in (1, 1.0006)]
-    assert costs[0] <= 3.0125 < costs[1]
-    assert len(calls) - 2 <= 22
-
-
 def test_an_order_that_is_left_out_alarms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("dp_accounting")
-    assert accounting.order_for(accounting.Release(1.1325, 15, 0.2), 1e-3) > 1.1
+    assert accounting.order_for(Release(1.1325, 15, 0.2), 1e-3) > 1.1
     assert not caplog.records

@@ -422,7 +422,7 @@ def test_noise_on_what_nothing_bounds(check: Any) -> None:
 
 
 def test_fewer_clients_than_averages_are_divided_by(check: Any) -> None:
-    few = "their sum is divided by expected_clients"
+    few = "and expected_clients is"
     assert few not in said(central(check))
     more = ("expected_clients = 10", "expected_clients = 11")
     found = central(check, more=", bits_noise = 9.0", change=more)
