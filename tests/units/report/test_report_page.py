@@ -196,7 +196,7 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
         assert "b/privacy_spent.json: privacy loss for zeroing out one record" in part
         assert "18 steps at noise multiplier 2, Poisson samples at rate 0.125" in part
         assert not re.search("7654321|features", re.sub("<script.*", "", part, flags=re.S))
-    assert shown.stdout.startswith("This run adds noise for privacy, so no norms")
+    assert shown.stdout.startswith("The run adds noise and records no norms")
     assert "After the last evaluation: loss 0.5." in shown.stdout
     assert call("compare", tmp_path / "run").exit_code == 0
     assert "data-norms" not in re.sub("<script.*", "", text, flags=re.S)
