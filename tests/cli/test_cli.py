@@ -164,7 +164,7 @@ def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
     assert "there is no model file" in one_sentence(call("quickrun", file))
     (tmp_path / "model.txt").touch()
     file.write_text(file.read_text() + f"[model]\nmodel_file = '{tmp_path / 'model.txt'}'\n")
-    assert "must be a Python file" in one_sentence(call("quickrun", file))
+    assert "it is a Python file" in one_sentence(call("quickrun", file))
 
 
 def test_quickrun_that_is_interrupted_points_to_the_report(
