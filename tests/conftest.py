@@ -17,28 +17,27 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Threads of torch that wait leave the processor to other tests; must be set before it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-ALL = "numpy,torch,tensorflow,jax"
+ALL = ("numpy", "torch", "tensorflow", "jax")
 # Files whose tests take up to minutes: first, so that no process is left with one at the end.
-LONG = (
-    "test_tutorials",
-    "test_wheel",
-    "test_adapter_keras",
-    "test_federated",
-    "test_examples",
-    "test_adapter_torch_sharded",
-    "test_adapter_jax_loops",
-    "test_registration",
-    "test_declearn_suite",
-    "test_benchmarks",
-    "test_site",
+LONG = re.compile(
+    "test_(wheel|examples|adapter_keras|federated|tune|registration|declearn_suite"
+    "|adapter_torch_sharded|adapter_jax_loops)"
 )
 SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)
+# Files whose packages take seconds to import, by the framework that they need, or as slow.
+IMPORTING = {
+    "tensorflow": ["tensorflow", "keras"],
+    "jax": ["jax", "jax_*"],
+    "slow": ["lightning", "transformers"],
+}
+
+
+def quick(config: pytest.Config) -> bool:
+    return "not slow" in config.option.markexpr
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--backends", default=ALL, help=f"the frameworks to test with (default: {ALL})"
-    )
+    parser.addoption("--backends", default=",".join(ALL), help="the frameworks to test with")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,23 +48,19 @@ def pytest_configure(config: pytest.Config) -> None:
         # The same examples each time, however long one takes.
         settings.register_profile("alike", derandomize=True, deadline=None)
         settings.load_profile("alike")
-    chosen = config.getoption("--backends").split(",")
     # Read by `helpers`, which is not imported here, as it takes seconds.
-    os.environ["FEDCLIP_BACKENDS"] = ",".join(chosen)
+    os.environ["FEDCLIP_BACKENDS"] = config.getoption("--backends")
     config.pluginmanager.register(Documented(config))
     # Doctests import the files that they are in.
-    folder = config.rootpath / "fedclip" / "*"
-    left_out = [name for name in ALL.split(",") if name not in chosen]
-    if "tensorflow" in left_out:
-        left_out.append("keras")
-    if "jax" in left_out:
-        left_out.append("jax_*")
-    if "not slow" in config.option.markexpr:
-        # Their packages take seconds to import.
-        left_out += ["lightning", "transformers"]
+    chosen = config.getoption("--backends").split(",")
+    left_out = [*(name for name in ALL if name not in chosen), *(["slow"] if quick(config) else [])]
     config.option.ignore_glob = [
         *(config.option.ignore_glob or []),
-        *(str(folder / f"{name}.py") for name in left_out),
+        *(
+            str(config.rootpath / "fedclip" / "*" / f"{file}.py")
+            for name in left_out
+            for file in IMPORTING.get(name, [name])
+        ),
     ]
 
 
@@ -86,14 +81,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py" or Path(__file__).parent not in collection_path.parents:
         return None
     helps = not collection_path.name.startswith("test_")
-    slow = "not slow" in config.option.markexpr and SLOW.search(collection_path.read_text())
-    return True if helps or slow else None
+    return True if helps or (quick(config) and SLOW.search(collection_path.read_text())) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with what takes long; of the table of clippers, a quick run tries a sample."""
-    items.sort(key=lambda i: (i.path.stem not in LONG, i.get_closest_marker("slow") is None))
-    if "not slow" in config.option.markexpr:
+    items.sort(key=lambda i: (not LONG.match(i.path.stem), i.get_closest_marker("slow") is None))
+    if quick(config):
         config.hook.pytest_deselected(items=[item for item in items if not sampled(item)])
         items[:] = filter(sampled, items)
 
@@ -139,14 +133,3 @@ def no_round_left_open() -> Iterator[None]:
 
     note(None, {})
     change(client=None, server=None)
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the source archive, and the wheel that was built from it."""
-    pytest.importorskip("hatchling")
-    from checkouts import build
-
-    folder = tmp_path_factory.mktemp("built")
-    build(folder)
-    return folder

@@ -6,44 +6,21 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
-import os
 import socket
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-import msgpack
 import pytest
+from cli.test_check import GOOD
 from declearn.optimizer import list_optim_modules
-from helpers import ended, free_port, hiding
+from helpers import free_port
 from report_runs import call
 from typer.testing import Result
 
 from fedclip.cli.output import progress
 
 Write = Callable[..., Path]
-
-QUICKRUN = """
-[network]
-protocol = "websockets"
-host = "127.0.0.1"
-port = {port}
-[data]
-[optim]
-aggregator = "averaging"
-[optim.client_opt]
-lrate = 0.1
-modules = {modules}
-[run]
-rounds = 1
-[run.register]
-min_clients = 1
-max_clients = 1
-[run.training]
-batch_size = 8
-"""
 
 
 def one_sentence(result: Result) -> str:
@@ -64,7 +41,8 @@ def write(tmp_path: Path) -> Write:
 
 
 def config(modules: str = "[]", port: int = 1) -> str:
-    return QUICKRUN.format(modules=modules, port=port)
+    text = GOOD.replace('["norm-clip"]', modules).replace("min_clients = 2", "min_clients = 1")
+    return text.replace("port = 8765", f"port = {port}")
 
 
 def test_no_line_of_the_help_is_cut_off() -> None:
@@ -72,32 +50,6 @@ def test_no_line_of_the_help_is_cut_off() -> None:
 
 
 # ---------------------------------------------------------------------------- list, doctor
-
-
-IMPORTED = """
-import sys
-from fedclip.cli.main import main
-try:
-    main()
-except SystemExit:
-    print(*sorted({"declearn", "torch", "numpy", "rich"} & set(sys.modules)), file=sys.stderr)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "needs"),
-    [
-        *(("--version", ""), ("--help", "numpy rich"), ("list", ""), ("doctor", "")),
-        *(("list zscore-clip", "numpy"), ("report nowhere", "numpy rich")),
-        ("init . --model torch", "numpy rich"),
-    ],
-)
-def test_a_command_imports_what_it_needs(words: str, needs: str) -> None:
-    paths = os.pathsep.join(filter(None, sys.path))
-    env = {**os.environ, "PYTHONPATH": paths}
-    done = ended("-c", IMPORTED, *words.split(), env=env, well=False)
-    assert set(done.stderr.splitlines()[-1].split()) <= set(needs.split()), done.stderr
 
 
 def test_list_has_every_clipper_and_none_of_declearns() -> None:
@@ -111,16 +63,6 @@ def test_list_has_every_clipper_and_none_of_declearns() -> None:
     shown = call("list").stdout.splitlines()
     assert len(shown) == 1 + len(entries)
     assert any(line.startswith("norm-clip  ") for line in shown)
-
-
-def test_list_explains_one_clipper() -> None:
-    shown = call("list", "zscore-clip").stdout
-    assert shown.startswith("Limit some standard deviations above")
-    assert "z_max : float" in shown
-    wrong = call("list", "zscore-clp")
-    assert wrong.exit_code == 2
-    assert "did you mean 'zscore-clip'?" in one_sentence(wrong)
-    assert "did you mean 'norm-clip'?" in one_sentence(call("list", "norm"))
 
 
 @pytest.mark.parametrize(
@@ -175,45 +117,19 @@ def test_check_counts_notes_and_is_strict_if_asked(write: Write) -> None:
     ("text", "message"),
     [
         ("x = [", "config.toml is not valid TOML"),
-        ("client_opt = 1", "1 must be a float: write 1.0"),
         ("client_opt = true", "must be a learning rate or a section, got True"),
         ("client_opt = 'nowhere.toml'", "must be a learning rate or a section, got 'nowhere"),
         ("rounds = 1", "has neither [optim] nor client_opt"),
         ("data = 1\noptim = 1", "[optim] must be a section, got 1"),
+        ("server_opt = 0.5\n[client_opt]\nlrate = 0.1\nmodules = ['no-op']", ""),
+        ("[client_opt]\nlrate = ['linear-decay', {base = 0.1, rate = 0.01}]", ""),
+        ("[client_opt]\nlrate = 0.1\nregularizers = [['lasso', {alpha = 0.1}]]", ""),
     ],
 )
-def test_check_of_a_bad_file(write: Write, text: str, message: str) -> None:
+def test_check_of_each_form_of_a_file(write: Write, text: str, message: str) -> None:
     result = call("check", write(text))
-    assert result.exit_code == 1
+    assert (result.exit_code, "problem " in result.stdout) == (bool(message), bool(message))
     assert message in result.stdout
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "client_opt = 0.1",
-        "server_opt = 0.5\n[client_opt]\nlrate = 0.1\nmodules = ['no-op']",
-        "[client_opt]\nlrate = ['linear-decay', {base = 0.1, rate = 0.01}]",
-        '[client_opt]\nlrate = 0.1\nregularizers = [["lasso", {alpha = 0.1}]]\n'
-        '[aggregator]\nname = "averaging"\nsteps_weighted = false',
-    ],
-)
-def test_check_reads_every_form_of_an_optimizer_file(write: Write, text: str) -> None:
-    result = call("check", write(text))
-    assert (result.exit_code, result.stdout.count("problem ")) == (0, 0), result.stdout
-
-
-def test_check_of_a_folder_and_of_nothing(write: Write, tmp_path: Path) -> None:
-    write(config())
-    assert call("check", tmp_path).exit_code == 0
-    result = call("check", tmp_path / "no.toml")
-    assert result.exit_code == 2
-    assert "no.toml does not exist" in one_sentence(result)
-
-
-def test_usage_errors_are_2() -> None:
-    assert call("frobnicate").exit_code == 2
-    assert call("check").exit_code == 2
 
 
 # -------------------------------------------------------------------------------- quickrun
@@ -248,7 +164,7 @@ def test_quickrun_says_what_is_not_there(write: Write, tmp_path: Path) -> None:
     assert "there is no model file" in one_sentence(call("quickrun", file))
     (tmp_path / "model.txt").touch()
     file.write_text(file.read_text() + f"[model]\nmodel_file = '{tmp_path / 'model.txt'}'\n")
-    assert "must be a Python file" in one_sentence(call("quickrun", file))
+    assert "it is a Python file" in one_sentence(call("quickrun", file))
 
 
 def test_quickrun_that_is_interrupted_points_to_the_report(
@@ -259,14 +175,14 @@ def test_quickrun_that_is_interrupted_points_to_the_report(
     async def interrupted(federation: object, seed: object) -> None:
         raise KeyboardInterrupt
 
-    write(config(port=free_port()) + '[experiment]\ncheckpoint = "results/today"\n')
+    write(config(port=free_port()))
     write_data(tmp_path)
     (tmp_path / "model.py").touch()
     monkeypatch.setattr(fedclip.engines.declearn.quickrun.Federation, "run", interrupted)
     monkeypatch.chdir(tmp_path)
     result = call("quickrun")
     assert result.exit_code == 130
-    assert one_sentence(result).endswith("fedclip report results/today")
+    assert one_sentence(result).endswith("fedclip report result")
 
 
 def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,36 +196,6 @@ def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -
     assert (len(lines), "\n" in "".join(lines)) == (2, False)
     assert all("left, loss" in line for line in lines)
     assert last == "[/red]: 100 of 100 rounds done, loss \\x1b[31m\n"
-
-
-# ------------------------------------------------------------------------------------- run
-
-
-def script(tmp_path: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
-    file = tmp_path / "script.py"
-    file.write_text(textwrap.dedent(text))
-    return ended("-m", "fedclip", "run", file, *args, env=hiding(), well=False)
-
-
-@pytest.mark.slow
-def test_run_gives_a_script_its_arguments_its_folder_and_the_clippers(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("VALUE = 42")
-    done = script(
-        tmp_path,
-        """
-        import sys
-        import beside
-        from declearn.optimizer import Optimizer
-        if __name__ == "__main__":
-            print(sys.argv[1:], beside.VALUE, Optimizer(0.1, modules=["zscore-clip"]).modules)
-            sys.exit(7)
-        """,
-        "--port",
-        "80",
-        "--help",
-    )
-    assert done.returncode == 7
-    assert "['--port', '80', '--help'] 42 [ZScoreClip()]" in done.stdout
 
 
 # ---------------------------------------------------------------------------------- report
@@ -335,24 +221,6 @@ def test_report_writes_csv(checkpoints: Path, tmp_path: Path) -> None:
     file = tmp_path / "r.csv"
     assert call("report", checkpoints, "--csv", file).exit_code == 0
     assert file.read_text() == to_stdout
-
-
-@pytest.mark.slow
-def test_report_shows_other_peoples_names_as_they_are(tmp_path: Path) -> None:
-    rounds = [{**ROUND, "group": "all"}, {**ROUND, "group": "[/x]"}]
-    for name in ("[red]", "$a_$", "<script>", "\x1b[31mred", "\udcff"):
-        folder = tmp_path / "run" / name
-        folder.mkdir(parents=True)
-        state = {"rounds": rounds, "name": "norm-clip"}
-        packed = msgpack.packb({"modules": [["norm-clip", state], ["[/]", state]]})
-        (folder / "optimizer_state_1.mpk").write_bytes(packed)
-    for words in ([], ["--rounds"], ["--summary"], ["--json"], ["--csv", tmp_path / "r.csv"]):
-        result = call("report", tmp_path / "run", *words)
-        assert result.exit_code == 0, result.stderr
-        assert "\x1b" not in result.stdout
-    shown = call("report", tmp_path / "run").stdout
-    for name in ("[red]", "$a_$", "<script>", r"\x1b[31mred", r"\udcff", "[/]"):
-        assert name in shown
 
 
 def test_report_as_json_has_the_documented_names(checkpoints: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import re
 import tomllib
 from functools import partial
@@ -19,7 +18,6 @@ from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
 
 import fedclip
-from fedclip.dpsgd.calibrate import calibrate
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.ledger import Ledger
 
@@ -44,20 +42,6 @@ BUDGET = ("calibrate", "--epsilon", 3, "--rounds", 10, "--records", 400, "--batc
 
 
 # -- calibrate ---------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_a_calibration_is_what_the_client_works_out() -> None:
-    facts = json.loads(call(*BUDGET, "--json", "--values", 650).stdout)
-    found = calibrate(3.0, 1e-5, records=400, batch_size=64, steps=60)
-    assert facts["noise_multiplier"] == found.noise_multiplier
-    assert facts["steps"] == 60
-    assert facts["noise"] == found.noise_multiplier / 64
-    assert facts["drift"] == pytest.approx(found.noise * math.sqrt(650 / 60))
-    assert 2.99 < facts["spent"] <= 3.0
-    named = (facts["accountant"], facts["relation"], facts["sampling"])
-    assert named == ("pld", "zero-out", "Poisson")
-    every = json.loads(call(*BUDGET, "--json", "--steps", 2, "--epochs", 3).stdout)
-    assert every["steps"] == 20
-    assert json.loads(call(*BUDGET[:-1], 500, "--json").stdout)["accountant"] == "closed form"
 
 
 def test_its_lines_are_a_configuration() -> None:
@@ -83,16 +67,6 @@ def test_it_says_when_there_are_too_few_records() -> None:
     assert "with 1 value, the noise" in text
     assert "9 records are too few for this epsilon" in text
     assert "not below 1 / 9 records" in call("calibrate", *least, "--delta", 0.2).stdout
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [(("--epsilon", 0), "epsilon must be"), (("--values", 0), "values must be")],
-)
-def test_numbers_that_are_not_allowed_are_named(changed: tuple[Any, ...], said: str) -> None:
-    done = call(*BUDGET, *changed)
-    assert done.exit_code == 2
-    assert said in done.stderr
 
 
 # -- spent -------------------------------------------------------------------------------------
@@ -123,75 +97,12 @@ def test_the_last_line_of_an_export_is_what_is_said(
     assert [*csv.DictReader((tmp_path / "s.csv").read_text().splitlines())] == rows
 
 
-@pytest.mark.slow
-def test_a_ledger_is_read_and_its_accountant_named(tmp_path: Path) -> None:
-    path = tmp_path / "result" / "client_0" / "privacy_spent.json"
-    ledger = Ledger(3.0, 1e-5, path)
-    ledger.reserve(2.0, 0.16, 30)
-    for place in (path, tmp_path):
-        (found,) = json.loads(call("spent", place, "--json").stdout)
-        assert found["releases"] == [{"noise_multiplier": 2.0, "steps": 30, "sampling": 0.16}]
-        assert found["epsilons"] == {"pld": ledger.spent}
-    text = call("spent", path).stdout
-    assert "zeroing out one record" in text
-    assert "the number of records is public, because rate and steps depend on it" in text
-    assert found["relation"] == "zero-out"
-    assert "30 steps at noise multiplier 2, Poisson samples at rate 0.16" in text
-    assert f"pld          epsilon {ledger.spent:.4g} at delta 1e-05" in text
-    other = json.loads(call("spent", path, "--delta", 1e-3, "--json").stdout)[0]
-    assert other["epsilons"]["pld"] == epsilon([Release(2.0, 30, 0.16)], 1e-3)
-
-
-def test_a_ledger_is_exported_for_those_who_have_to_answer_for_it(tmp_path: Path) -> None:
-    path = tmp_path / "privacy_spent.json"
-    ledger = Ledger(9.0, 1e-5, path, data="400 records, features (3,) float64")
-    for z in (2.0, 2.0, 3.0):
-        ledger.reserve(z, 1.0, 4)
-    (found,) = json.loads(call("spent", path, "--json").stdout)
-    assert [release["steps"] for release in found["releases"]] == [8, 4]
-    assert [(e["noise_multiplier"], e["steps"]) for e in found["entries"]] == [
-        (2.0, 4),
-        (2.0, 4),
-        (3.0, 4),
-    ]
-    rows = exported(path)
-    assert {row["data"] for row in rows} == {"400 records, features (3,) float64"}
-    assert {row["fedclip"] for row in rows} == {fedclip.__version__}
-    assert [(row["turn"], float(row["noise_multiplier"])) for row in rows] == [
-        *(("1", 2.0), ("2", 2.0), ("3", 3.0))
-    ]
-    assert found["versions"]["fedclip"] == fedclip.__version__
-    assert "of 400 records, features (3,) float64" in call("spent", path).stdout
-    assert call("spent", path, "--csv", "-", "--json").exit_code == 2
-
-
 def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> None:
     path = tmp_path / "=1.json"
     Ledger(9.0, 1e-5, path, data='=HYPERLINK("x"),\n').reserve(2.0, 1.0, 4)
     for row in exported(path):
         assert row["where"] == "'=1.json"
         assert row["data"] in ("", '\'=HYPERLINK("x"),\n')
-
-
-def test_a_batch_of_all_records_is_no_sample() -> None:
-    text = call(*BUDGET[:-1], 500).stdout
-    assert "each batch has all 400 records: smaller" in text
-    assert "Poisson" not in text
-    assert json.loads(call(*BUDGET[:-1], 400, "--json").stdout)["sampling"] == "none"
-
-
-@pytest.mark.slow
-def test_the_accountant_that_counts_is_named(tmp_path: Path) -> None:
-    """Where delta is too small for the arithmetic of PLD, Rényi's counts."""
-    path = tmp_path / "privacy_spent.json"
-    Ledger(9.0, 1e-17, path).reserve(1.0, 1e-4, 10**6)
-    (found,) = json.loads(call("spent", path, "--json").stdout)
-    assert [*found["epsilons"]] == ["rdp"]
-    assert found["epsilons"]["rdp"] > 2
-    # Delta is less than what rounding may come to.
-    made = calibrate(3.0, 1e-13, records=100, batch_size=1, steps=10**3)
-    assert made.accountant == "rdp"
-    assert "by rdp, for zeroing out one record (the number of records is public)" in made.in_words()
 
 
 def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:

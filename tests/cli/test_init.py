@@ -153,16 +153,10 @@ WRONG: dict[str, tuple[Callable[[Rows], Rows], list[str]]] = {
     "an undeclared class": (changed(3, 7, "ILL"), ["row 4, column 'outcome': 'ILL' is not in"]),
     "no number": (changed(3, 2, "old"), ["row 4, column 'age': 'old' is no number"]),
     "a decimal comma": (changed(3, 2, '"1,5"'), ["row 4, column 'age': '1,5'", "--decimal"]),
-    "an underscore": (changed(3, 2, "1_0"), ["row 4, column 'age': '1_0' is no number"]),
-    "infinite": (changed(3, 2, "inf"), ["row 4, column 'age': 'inf' is no number"]),
     "too large": (changed(3, 2, "1e31"), ["row 4, column 'age': '1e31' is too large"]),
-    "no identifier": (changed(3, 0, " "), ["row 4, column 'id': the identifier is missing"]),
     "a missing column": (lambda rows: [row[:2] + row[3:] for row in rows], ["column 'age': it is"]),
-    "one column more": (lambda rows: [[*row, "1"] for row in rows], ["row 1, column '1': it is"]),
     "a column twice": (changed(0, 2, "bmi"), ["row 1, column 'bmi': it is there twice"]),
-    "a short row": (lambda rows: [*rows[:3], rows[3][:-1]], ["row 4, 7 cells for 8 columns"]),
     "an open quotation mark": (changed(3, 1, '"'), ["Is each quotation mark closed"]),
-    "nothing": (lambda rows: [], ["column 'age': it is missing"]),
     "no record": (lambda rows: rows[:1], ["0 problems in 0 records"]),
 }
 
@@ -185,8 +179,7 @@ def test_what_is_not_declared_is_refused(
 @pytest.mark.parametrize(
     ("encoding", "separator", "said"),
     [
-        ("latin-1", ",", "row 41, column 'sex': write --encoding latin-1"),
-        ("utf-16", ",", "row 1, column"),
+        ("latin-1", ",", "row 41, column 'remarks': write --encoding latin-1"),
         ("utf-8", ";", "row 1, column 'id;remarks;age;bmi;glucose;sex;smoker;outcome': write"),
         ("utf-8-sig", "\t", "write --separator '\\t'"),
     ],
@@ -195,31 +188,23 @@ def test_another_encoding_or_separator_is_refused_and_can_be_given(
     project: Path, encoding: str, separator: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare, file = prepare_of(project), project / "b.csv"
-    columns = project / "columns.toml"
-    before = columns.read_text("utf-8")
-    columns.write_text(before.replace('female = ["f"]', 'female = ["f", "wäiblich"]'), "utf-8")
-    try:
-        file.write_bytes(text_of(changed(40, 5, "wäiblich")(example()), separator).encode(encoding))
-        with pytest.raises(SystemExit) as ended:
-            prepare.read_records(file, *(lambda c: (c.names, c))(prepare.read_columns()))
-        assert said in str(ended.value)
-        right = prepare.read_columns(encoding, separator)
-        cells, _ = prepare.read_records(file, right.names, right)
-        assert len(cells) == 40
-    finally:
-        columns.write_text(before, "utf-8")
+    file.write_bytes(text_of(changed(40, 1, "wäiblich")(example()), separator).encode(encoding))
+    wrong, right = prepare.read_columns(), prepare.read_columns(encoding, separator)
+    with pytest.raises(SystemExit) as ended:
+        prepare.read_records(file, wrong.names, wrong)
+    assert said in str(ended.value)
+    cells, _ = prepare.read_records(file, right.names, right)
+    assert len(cells) == 40
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ('identifier = "id"', 'identifier = ""', "row numbers are not identifiers"),
-        ('identifier = "id"\n', "", "'identifier'"),
         ('identifier = "id"', 'identifier = "age"', "column 'age' is declared twice"),
         ("validation = 0.2", "validation = 1.0", "`validation` is between 0 and 1"),
         ('unit = "record"', 'unit = "visit"', '`unit` is "record" or "person"'),
         ("scale = 15", "scale = 0", "age has unit, centre, scale (above 0) and fill"),
-        ("scale = 15, ", "", "age has unit"),
         ("centre = 60", "centre = nan", "age has unit"),
         ("centre = 60", 'centre = "60"', "columns.toml: "),
         ("missing =", "mising =", "'mising'"),
@@ -239,109 +224,72 @@ def test_mistakes_in_columns_toml_are_refused(
     assert said in str(ended.value)
 
 
-def test_the_table_counts_and_names_a_site_without_validation_records(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    project = written(tmp_path / "x", privacy="persons")
-    prepare, rows = prepare_of(project), example(6)
-    for row in rows[1:]:
-        row[0] = "one"
-    rows[2][2], rows[5] = "", rows[4]
-    rows.append([*rows[1][:-1], "NA"])
-    (project / "split.key").write_bytes(
-        next(k for k in (b"a", b"b", b"c") if not prepare.validates("one", k, 0.2))
-    )
-    (project / "a.csv").write_text(text_of(rows), "utf-8")
-    prepare.write_site(project / "a.csv", "a", prepare.read_columns())
-    said = re.sub(r" +", " ", capsys.readouterr().out)
-    for line in (
-        "a train valid",
-        "records 6 0",
-        "person ids 1 0",
-        "missing age 1 0",
-        "duplicate rows 1 0",
-        "left out, without target 1",
-    ):
-        assert f"\n{line}\n" in said, said
-    assert "No record validates" in said
-
-
 # -- runs ----------------------------------------------------------------------------------------
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "privacy"),
-    [
-        *(("sklearn", None), ("sklearn", "records"), ("torch", None), ("torch", "persons")),
-        *(("tensorflow", None), ("tensorflow", "persons"), ("jax", None), ("jax", "records")),
-    ],
-)
-def test_a_project_runs_as_written(tmp_path: Path, model: str, privacy: str | None) -> None:
+NEEDED = {"jax": ["jax", "jaxlib", "haiku"], "tensorflow": ["tensorflow", "keras"]}
+
+
+def project_of(folder: Path, model: str, privacy: str | None, rounds: int) -> tuple[Path, Any, int]:
+    """Return a project with its example data, what hides frameworks from it, and its port."""
     if model != "sklearn":
         require(model)
     if privacy:
         pytest.importorskip("opacus")
-    project = written(tmp_path / "x", model, privacy)
-    needed = {"jax": ("jax", "jaxlib", "haiku"), "tensorflow": ("tensorflow", "keras")}
+    project, port = written(folder / "x", model, privacy), free_port()
     # Opacus needs torch.
-    used = (*needed.get(model, (model,)), *(["torch"] if privacy else []))
+    used = [*NEEDED.get(model, [model]), *(["torch"] if privacy else [])]
     env = hiding(*(name for name in FRAMEWORK_MODULES if name not in used))
-    env["OMP_NUM_THREADS"] = "1"
-    config = project / "config.toml"
-    text = re.sub(r"port = \d+", f"port = {free_port()}", config.read_text())
-    config.write_text(re.sub(r"rounds = \d+", "rounds = 3", text))
+    text = re.sub(r"port = \d+", f"port = {port}", (project / "config.toml").read_text())
+    text = re.sub(r"rounds = \d+", f"rounds = {rounds}", text)
+    (project / "config.toml").write_text(text)
     said = ended(project / "prepare.py", "--example", env=env, cwd=project).stdout
     assert all(f"\n{site} " in said for site in SITES)
+    return project, {"env": env, "cwd": project}, port
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "privacy"),
+    [("sklearn", None), ("torch", "persons"), ("tensorflow", None), ("jax", "records")],
+)
+def test_a_project_runs_as_written(tmp_path: Path, model: str, privacy: str | None) -> None:
+    project, there, _ = project_of(tmp_path, model, privacy, 3)
     assert call("check", project).exit_code == 0
-    command = "quickrun" if privacy else "simulate"
-    ended("-m", "fedclip", command, project, env=env, cwd=project)
+    ended("-m", "fedclip", "quickrun" if privacy else "simulate", project, **there)
     run = project / "results" / ("server" if privacy else "simulated/server")
     for best in ([], ["--best"]):
-        said = ended(
-            project / "predict.py", "example-north.csv", "--run", run, *best, env=env, cwd=project
-        ).stdout
+        words = ["example-north.csv", "--run", run, *best]
+        said = ended(project / "predict.py", *words, **there).stdout
         assert ("model_state_best" in said) == bool(best)
-        found = [*csv.reader((project / "predictions.csv").read_text().splitlines())]
+        found, known = (
+            [*csv.reader((project / name).read_text().splitlines())]
+            for name in ("predictions.csv", "example-north.csv")
+        )
         assert found[0] == ["id", "outcome"]
-        known = [*csv.reader((project / "example-north.csv").read_text().splitlines())]
         assert [row[0] for row in found] == [row[0] for row in known]
         right = np.mean([a[1] == b[-1] for a, b in zip(found[1:], known[1:], strict=True)])
         assert right > (0.4 if privacy else 0.7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "privacy"), [("jax", None), ("sklearn", "persons")])
-def test_server_and_clients_as_the_readme_starts_them(
-    tmp_path: Path, model: str, privacy: str | None
-) -> None:
-    if model == "jax":
-        require("haiku")
-    if privacy:
-        pytest.importorskip("opacus")
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl")
-    project = written(tmp_path / "x", model, privacy)
-    config, port = project / "config.toml", free_port()
-    config.write_text(re.sub(r"rounds = \d+", "rounds = 2", config.read_text()))
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+def test_server_and_clients_as_the_readme_starts_them(tmp_path: Path) -> None:
+    project, there, port = project_of(tmp_path, "sklearn", "persons", 2)
     readme = (project / "README.md").read_text().replace("server.example.org", "localhost")
     lines = [line.strip() for line in readme.splitlines()]
     commands = [line for line in lines if line.startswith("openssl ")]
     assert len(commands) == 3
     for line in commands:
         subprocess.run(line, cwd=project, shell=True, check=True, capture_output=True)
-    used = ["torch"] if privacy else ["jax", "jaxlib", "haiku"]
-    env = hiding(*(name for name in FRAMEWORK_MODULES if name not in used))
-    ended(project / "prepare.py", "--example", env=env, cwd=project)
     (server,) = (line for line in lines if line.startswith("python server.py --host"))
     (client,) = (line for line in lines if line.startswith("python client.py"))
-    server = server.replace("0.0.0.0", "127.0.0.1") + f" --port {port}"
     client = client.replace(":8765", f":{port}")
 
     def start(line: str) -> subprocess.Popen[str]:
         words = [sys.executable, "-W", "ignore", *line.split()[1:]]
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(words, cwd=project, env=env, **pipe)
+        return subprocess.Popen(words, **there, **pipe)
 
-    nodes = [start(server)]
+    nodes = [start(server.replace("0.0.0.0", "127.0.0.1") + f" --port {port}")]
     try:
         # Clients try again for some seconds.
         log = project / "results" / "server" / "logs.txt"
@@ -355,17 +303,12 @@ def test_server_and_clients_as_the_readme_starts_them(
         for node in nodes:
             node.kill()
     assert len((project / "results" / "server" / "metrics.csv").read_text().splitlines()) == 3
-    for site in SITES:
-        ledger = project / "data" / site / "privacy_spent.json"
-        assert ledger.exists() == bool(privacy)
     # A site has the weights, too.
     words = ["example-east.csv", "--run", "results/east", "--best"]
-    ended(project / "predict.py", *words, env=env, cwd=project)
-    if privacy:
-        said = call("privacy", "spent", project / "data").stdout
-        assert said.count("one person\n") == 3
+    ended(project / "predict.py", *words, **there)
+    assert call("privacy", "spent", project / "data").stdout.count("one person\n") == 3
     # Without TLS, only this machine is served.
-    done = ended(project / "server.py", "--host", "0.0.0.0", env=env, cwd=project, well=False)
+    done = ended(project / "server.py", "--host", "0.0.0.0", well=False, **there)
     assert "other machines need TLS" in done.stderr
 
 

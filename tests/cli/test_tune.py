@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fedclip tune` and `fedclip compare`: settings over seeds, ranked by the metric of each site."""
+"""`fedclip tune`, `compare` and `demo`: settings over seeds, ranked by the metric of each site."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import tomllib
@@ -11,73 +12,52 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli.test_simulate import write  # noqa: F401
+from checkouts import ROOT
+from cli.test_simulate import in_another_unit, write  # noqa: F401
 from helpers import free_port
 from report_runs import call, large_run
 
+from fedclip.cli import projects as demo
 from fedclip.cli import running
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.reporting import AS_IS, NONE, Ranking
+from fedclip.cli.projects import SITES, pulls, write_data
+from fedclip.cli.projects import demo as run_demo
+from fedclip.cli.reporting import AS_IS, NONE, Ranking, interval
+from fedclip.cli.reporting import shown as in_words
 from fedclip.cli.running import MARK, Planned
 from fedclip.cli.suggest import rewritten
 from fedclip.cli.tune import Tuning, unclipped
 from fedclip.errors import ToolError
 from fedclip.report import read_report
-from fedclip.report.findings import Advice, Proposal
+from fedclip.report.findings import Proposal
 from fedclip.report.results import result_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning")
 
 
-@pytest.mark.parametrize(
-    ("aggregator", "client", "server", "left", "clipped"),
-    [
-        ('"averaging"', "[]", "[]", (["no-op"], ["no-op"], "averaging"), False),
-        (
-            '"clipped-averaging"',
-            '[["norm-clip", {max_norm = 1.0}], "momentum", "zscore-clip", "update-clip-client"]',
-            '["update-clip-server", "adam"]',
-            (
-                ["no-op", "momentum"],
-                ["no-op", "adam"],
-                {"name": "averaging", "steps_weighted": False},
-            ),
-            True,
-        ),
-        (
-            '{name = "clipped-averaging", weights = "steps", max_norm = 1.0}',
-            '["value-clip", ["mad-clip", {shared = true}]]',
-            '["mad-clip-server", ["l2-global-clipping", {max_norm = 1.0}]]',
-            (["value-clip", "no-op"], ["no-op"], {"name": "averaging", "steps_weighted": True}),
-            True,
-        ),
-    ],
-)
-def test_no_clipping_is_the_file_with_its_clippers_by_norm_measuring_only(
-    aggregator: str, client: str, server: str, left: Any, clipped: bool
-) -> None:
-    text = f"""# kept
+CLIPPED = """# kept
 [optim]
-aggregator = {aggregator}
+aggregator = {name = "clipped-averaging", weights = "steps", max_norm = 1.0}
 [optim.client_opt]
 lrate = 0.1
-modules = {client}
+modules = [["norm-clip", {max_norm = 1.0}], "momentum", ["mad-clip", {shared = true}], "value-clip"]
 [optim.server_opt]
 lrate = 1.0
-modules = {server}
+modules = ["update-clip-server", "adam", ["l2-global-clipping", {max_norm = 1.0}]]
 """
-    bare, had = unclipped(text)
+
+
+def test_no_clipping_is_the_file_with_its_clippers_by_norm_measuring_only() -> None:
+    bare, had = unclipped(CLIPPED)
     optim = tomllib.loads(bare)["optim"]
-    found = *(optim[side]["modules"] for side in ("client_opt", "server_opt")), optim["aggregator"]
-    assert (found, had) == (left, clipped)
+    assert had
+    assert optim["client_opt"]["modules"] == ["no-op", "momentum", "value-clip"]
+    assert optim["server_opt"]["modules"] == ["no-op", "adam"]
+    assert optim["aggregator"] == {"name": "averaging", "steps_weighted": True}
     assert bare.startswith("# kept")
     assert unclipped(bare) == (bare, False)
-
-
-def test_dp_sgd_is_refused() -> None:
-    text = "[optim.client_opt]\nlrate = 0.1\nmodules = [%s]\n"
     with pytest.raises(ValueError, match="privacy calibrate"):
-        unclipped(text % '["sample-clip", {max_norm = 1.0}]')
+        unclipped(CLIPPED.replace('"momentum"', '["sample-clip", {max_norm = 1.0}]'))
 
 
 def test_a_bound_without_noise_takes_no_noise_out() -> None:
@@ -153,10 +133,12 @@ def test_named_values_are_ranked_and_go_on_where_they_stopped(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[str, int]] = []
+    commands: set[str] = set()
     interrupts = [True]
 
     def played(planned: Planned, tell: Any, command: str) -> None:
         started.append((planned.label, planned.seed))
+        commands.add(command)
         if len(started) > 3 and interrupts:
             raise KeyboardInterrupt
         large_run(planned.folder, 3, 3, seed=planned.seed)
@@ -193,6 +175,9 @@ def test_named_values_are_ranked_and_go_on_where_they_stopped(
     assert len(started) == 10
     out = config.with_name("config-tune")
     assert call("compare", out).stdout.count("max_norm=") >= 2
+    assert commands == {"simulate"}
+    call(*words, "--nodes")
+    assert commands == {"simulate", "quickrun"}
     # A winner is written as it was named.
     monkeypatch.setattr(Ranking, "winner", "max_norm=3.0")
     done = call(*words, "--write")
@@ -220,9 +205,7 @@ def odd(write: Any) -> Path:  # noqa: F811
     """Three sites, of which c has another unit in all of its data."""
     changes = {"aggregator": '"averaging"', "client": "[]", "server": "[]", "rounds": 4}
     file: Path = write(training="n_epoch = 1", port=free_port(), **changes)
-    for part in ("train", "valid"):
-        data = file.parent / "data" / "c" / f"{part}_data.npy"
-        np.save(data, np.load(data) * 100)
+    in_another_unit(file.parent / "data" / "c")
     return file
 
 
@@ -260,21 +243,130 @@ def test_tune_ranks_writes_and_runs_nothing_twice(
     assert "there is no site 'aa'" in call(*words, "--sites", "aa").stderr
 
 
+# -- the demo -----------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_nodes_are_run_over_websockets_and_their_own_metrics_are_read(
-    odd: Path, monkeypatch: pytest.MonkeyPatch
+def test_it_trains_in_three_ways_and_shows_what_came_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = {"client_opt": ("norm-clip", {"max_norm": 1.0})}
-    one = Advice("x", proposals=[Proposal("step.fixed", lines)])
-    monkeypatch.setattr("fedclip.cli.tune.advised", lambda report, experiment: one)
-    done = call("tune", odd, "--seeds", 2, "--rounds", 2, "--jobs", 2, "--nodes", "--json")
-    assert done.exit_code == 0, done.stderr
-    facts = json.loads(done.stdout)
-    folder = odd.parent / "config-tune-nodes" / "no-clipping" / "seed-1"
-    assert (folder / "a" / "metrics.csv").is_file()
-    assert set(facts["sites"]) == {"a", "b", "c"}
-    assert {setting["name"] for setting in facts["settings"]} == {NONE, "step.fixed"}
-    # What is to be typed judges these very runs.
-    monkeypatch.setattr(Ranking, "winner", "step.fixed")
-    words = "--seeds 2 --rounds 2 --nodes --sites a,b"
-    assert f"{words} --write\n" in call("tune", odd, *words.split()).stdout
+    pytest.importorskip("matplotlib")
+    folder, rounds = tmp_path / "demo", 4
+    ranking = run_demo(folder, rounds, seeds=2, bound=0.7)
+    shown, told = capsys.readouterr()
+
+    # The table is of this run: its numbers are those of the servers' files.
+    last = {
+        (name, node): [
+            metrics(folder / name / f"seed-{seed}" / node, rounds)[-1] for seed in range(2)
+        ]
+        for name in ranking.results
+        for node in ("server", *SITES)
+    }
+    fixed = accuracies(last, "fixed-bound")
+    for name in ranking.results:
+        for seed in range(2):
+            assert check_config(folder / name / f"seed-{seed}").ok
+            report = read_report(folder / name / f"seed-{seed}")
+            assert {row.record.round for row in report.select(node="site-a")} == {1, 2, 3, 4}
+        # Another seed is another split, from an untrained model; another way has the same splits.
+        assert len({row["loss"] for row in last[name, "server"]}) == 2
+        means = accuracies(last, name)
+        assert ranking.mean(name) == pytest.approx(interval(means.tolist()))
+        assert in_words(*ranking.mean(name)) in shown
+        differences = interval((means - fixed).tolist())
+        assert ranking.gain(name, "fixed-bound") == pytest.approx(differences, abs=1e-9)
+    # A site is named, and what came out there; the one bar never starts again.
+    (site, share) = re.findall(
+        r"With the adaptive bound, the lowest site is (\S+): accuracy (\S+)%", shown
+    )[0]
+    found = {
+        one: np.mean([float(row["accuracy"]) for row in last["adaptive-bound", one]])
+        for one in SITES
+    }
+    assert found[site] == min(found.values()) == pytest.approx(float(share) / 100, abs=1e-3)
+    assert "6 federations train for 4 rounds" in shown
+    done = [int(number) for number in re.findall(r"^demo: (\d+) of 24 rounds done", told, re.M)]
+    assert done == sorted(set(done))
+    assert done[-1] == 24
+    assert len(told.splitlines()) == len(done)
+
+    # Clipping matters in it.
+    for name in ("fixed-bound", "adaptive-bound"):
+        assert ranking.mean(name)[0] > ranking.mean("no-clipping")[0]
+    limits = {
+        row.record.limit for row in read_report(folder / "fixed-bound").select(node="seed-0/site-a")
+    }
+    assert limits == {0.7}
+
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+    # The demo may be run again in its folder.
+    demo.prepare(folder)
+
+
+def accuracies(last: dict[tuple[str, str], Any], way: str) -> Any:
+    found = [[float(row["accuracy"]) for row in last[way, site]] for site in SITES]
+    return np.mean(found, axis=0)
+
+
+def metrics(folder: Path, rounds: int) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == rounds
+    return rows
+
+
+@pytest.mark.soak
+def test_the_bound_comes_down_to_the_majority_as_the_page_says(tmp_path: Path) -> None:
+    demo.prepare(tmp_path)
+    write_data(tmp_path / "data" / "seed-0")
+    planned = demo.planned(tmp_path, "adaptive-bound", 0, 30, 1.0)
+    assert not demo.run_all([planned], "quickrun", 1, lambda done, text: None)
+    (found,) = pulls(read_report(planned.folder.parent))
+    assert found[:2] == pytest.approx([1, 1])
+    assert all(1.2 < pull < 2.8 for pull in found[2:10])
+    assert all(pull < 1.5 for pull in found[16:])
+    assert np.median(found[20:]) == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.soak
+def test_the_page_has_the_numbers_of_the_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    ranking = run_demo(tmp_path / "demo")
+    for way, row in {
+        "no-clipping": "no clipping",
+        "fixed-bound": "fixed bound 1",
+        "adaptive-bound": "adaptive bound",
+    }.items():
+        found = re.search(rf"^\| {row} \| ([\d.]+) % ± ([\d.]+) % \|", page, re.M)
+        assert found is not None
+        said = [float(number) / 100 for number in found.groups()]
+        assert ranking.mean(way) == pytest.approx(said, abs=0.01)
+    gain = [100 * (number or 0.0) for number in ranking.gain("adaptive-bound", "fixed-bound")]
+    assert "is 3.0 ± 1.6 points above" in page
+    assert gain == pytest.approx([3.0, 1.6], abs=0.3)
+    shown = capsys.readouterr().out
+    for said in ("site-b", "4.6 times as hard", "and 1.1 times"):
+        assert said in shown
+        assert said.removeprefix("and ") in page
+
+
+def test_it_does_not_write_into_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    for folder in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(ToolError, match="is not empty"):
+            run_demo(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.slow
+def test_a_client_that_fails_ends_all_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torn(folder: Path, seed: int) -> None:
+        write_data(folder, seed)
+        (folder / "site-b" / "train_data.npy").write_bytes(b"no array")
+
+    monkeypatch.setattr(demo, "write_data", torn)
+    with pytest.raises(ToolError, match=r"^no-clipping, seed 0, failed: \w+Error: "):
+        run_demo(tmp_path / "demo", seeds=1)

@@ -32,9 +32,6 @@ PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 RUN = ("list", "check", "translate", "report", "doctor", "privacy", "site", "--version", "--help")
 """Commands that are over within two seconds; of others, only that they exist is checked."""
 
-SLOW = ("lightning", "transformers")
-"""Pages for which packages are imported that take seconds."""
-
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -60,10 +57,6 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(line, language, body, words if key == "needs" else (), file)
 
 
-def missing(block: Block) -> list[str]:
-    return [name for name in block.needs if not is_there(name)]
-
-
 def is_there(module: str) -> bool:
     framework = FRAMEWORK_OF.get(module, module)
     if framework in FRAMEWORKS and framework not in BACKENDS:
@@ -81,16 +74,9 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+# tests/project/test_wheel.py runs the tutorial.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=page_id(page), marks=[pytest.mark.slow] * (page.stem in SLOW))
-        for page in PAGES
-        # tests/project/test_tutorials.py runs it.
-        if page.stem != "tutorial-loops"
-    ],
-)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "tutorial-loops"], ids=page_id)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # A rich table as wide as the page shows it.
@@ -99,7 +85,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     names: dict[str, Any] = {}
     for block in blocks(page):
         where = f"{page_id(page)}, line {block.line}"
-        if missing(block):
+        if not all(map(is_there, block.needs)):
             continue
         with warnings.catch_warnings():
             # Some blocks show what others do, warnings included.
@@ -214,13 +200,6 @@ def test_page_of_a_clipper_is_its_docstring(entry: dict[str, Any]) -> None:
     assert "To be written." not in page, "write the section 'When to use it'"
 
 
-def test_list_says_what_is_registered() -> None:
-    pages_tool()
-    registered: Any = sys.modules["catalogue"].registered()
-    current = json.loads(json.dumps(registered, default=str))
-    assert fedclip.cli.catalogue.catalogue() == current, "run: python docs/clippers.py"
-
-
 @pytest.mark.slow
 def test_each_picture_is_drawn_from_the_numbers_of_today() -> None:
     pages_tool()
@@ -239,6 +218,8 @@ def test_lists_of_clippers_are_current() -> None:
     for file, row in tool.LISTS.items():
         page = file.read_text(encoding="utf-8")
         assert page == tool.listed(page, row), "run: python docs/clippers.py"
+    current = json.loads(json.dumps(sys.modules["catalogue"].registered(), default=str))
+    assert fedclip.cli.catalogue.catalogue() == current, "run: python docs/clippers.py"
 
 
 def test_every_page_is_reached_from_the_index() -> None:

@@ -81,26 +81,3 @@ def test_prose_is_plain(room: str) -> None:
         total += count
     assert not wrong
     assert len(long) <= SHARE * total, "\n".join(sorted(long, key=len))
-
-
-def test_a_list_of_rooms_names_rooms() -> None:
-    assert set(listed()[1]) <= set(rooms())
-
-
-@pytest.mark.parametrize(
-    ("text", "bad"),
-    [
-        ("It can not be read.", True),
-        ("It cannot be read.", False),
-        ("What is left is zero.", True),
-        ("What is a scope? A set of names.", False),
-    ],
-)
-def test_phrases_are_found(text: str, bad: bool) -> None:
-    assert any(re.search(phrase, text, flags=re.M) for phrase in listed()[0]) == bad
-
-
-def test_long_sentences_are_found() -> None:
-    long = " ".join(["word"] * (LONG + 1))
-    assert long_sentences(f"Short one here. {long}.")[0] == [f"{long}."]
-    assert not long_sentences(f"- item\n- item\n\n{long[:100]}")[0]

@@ -7,25 +7,15 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from declearn.dataset import InMemoryDataset
-from declearn.model.sklearn import SklearnSGDModel
-
-from fedclip.engines.declearn.quickrun import vectorize_gradients
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "study" / "results"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _found() -> Any:
+def part(name: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[2])
-        yield
-
-
-def part(name: str) -> Any:
-    return importlib.import_module(f"benchmarks.study.{name}")
+        return importlib.import_module(f"benchmarks.study.{name}")
 
 
 def fields() -> list[Any]:
@@ -56,46 +46,12 @@ def test_the_pages_are_what_the_numbers_say() -> None:
     assert shown == len(tables.TABLES)
 
 
-def test_holm_corrects_in_order() -> None:
-    assert part("tables").holm([0.04, 0.001, 0.03, 0.5]) == [0.09, 0.004, 0.09, 0.5]
-
-
-def test_a_model_that_is_lost_counts_as_nothing_right_and_is_not_chosen() -> None:
-    cells = part("cells")
-    scores = {
-        cells.Cell("none", "wine", "norm-clip", factor, seed): float("nan") if factor < 1 else 0.4
-        for factor in cells.FACTORS
-        for seed in cells.TUNING
-    }
-    assert cells.chosen(scores, "none", "wine", "norm-clip") == 1.0
-    assert cells.worst(float("nan")) == 0.0
-
-
-@pytest.mark.parametrize("labels", [2, 3])
-def test_the_gradient_is_that_of_the_quick_linear_models(labels: int) -> None:
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(12, 4)), np.arange(12) % labels
-    info = {"features_shape": (4,), "n_features": 4, "classes": np.arange(labels)}
-    theirs = SklearnSGDModel.from_parameters("classifier", loss="log_loss", penalty=None)
-    gradients = []
-    for model in (part("scenes").Linear(), theirs):
-        model.initialize(info)
-        vectorize_gradients(model)
-        model.set_weights(model.get_weights() + 0.1)
-        (batch,) = InMemoryDataset(x, y, seed=0).generate_batches(12)
-        gradients.append(model.compute_batch_gradients(batch))
-    for name, values in gradients[1].coefs.items():
-        np.testing.assert_allclose(gradients[0].coefs[name], values, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("trouble", "data", "name"),
     [
         ("units", "wine", "zscore-clip"),
-        ("bursts", "cancer", "mad-clip, shared"),
         ("hostile", "digits", "update-clip-server"),
-        ("claims", "wine", "... at most 2 / n"),
         ("noise epsilon 8", "digits", "adaptive, banded"),
         ("attack labels", "digits", "arc"),
     ],

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel in other people's hands: with the core alone, with each extra, without a package."""
+"""The wheel in other people's hands: what is installed, typed, imported, missing and pinned."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
-from checkouts import ROOT, checkout, on_path, type_in
-from helpers import FRAMEWORK_MODULES, PATIENCE, ended, hiding, require
+from checkouts import ROOT, build, checkout, on_path, type_in
+from helpers import PATIENCE, ended, hiding, require
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -116,9 +118,7 @@ def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess
     ("missing", "code", "words", "install"),
     [
         ("torch", LOOP.format("torch"), [], "torch"),
-        ("lightning,pytorch_lightning", LOOP.format("lightning"), [], "lightning"),
         ("transformers", LOOP.format("transformers"), [], "'transformers[torch]'"),
-        ("tensorflow", LOOP.format("tensorflow"), [], "tensorflow"),
         ("tensorflow,torch,jax", LOOP.format("keras"), [], "keras, and tensorflow, torch or jax"),
         ("optax", LOOP.format("jax"), [], "jax optax"),
         ("opacus", CLIENT, [], "opacus dp-accounting"),
@@ -150,64 +150,55 @@ def test_what_is_missing_is_named_in_one_sentence(
         assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_a_run_whose_model_needs_a_missing_package_ends_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkout(tmp_path)
-    folder = tmp_path / "examples" / "quickrun"
-    (folder / "model.py").write_text("import absent_package\n", encoding="utf-8")
-    monkeypatch.chdir(folder)
-    subprocess.run([sys.executable, "prepare.py"], check=True, timeout=PATIENCE)
-    done = without(",".join(FRAMEWORK_MODULES), COMMAND, "quickrun", "config.toml")
-    assert done.returncode == 1
-    last = done.stderr.rstrip().splitlines()[-1]
-    assert last.startswith("fedclip: a package that this run needs is missing: No module named")
-    assert "Traceback" not in done.stderr
-
-
 # -- installed ----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the source archive, and the wheel that was built from it."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("built")
+    build(folder)
+    return folder
+
+
 def pip(*words: str) -> str:
     return " ".join([".venv/bin/python -m pip", *words])
+
+
+def typed(folder: Path, *lines: str) -> str:
+    """Type lines where `python` is that of the tests; return what they showed."""
+    bin = folder / "bin"
+    path = on_path(bin) if not bin.exists() else f"{bin}{os.pathsep}{os.environ['PATH']}"
+    return type_in([*lines], folder, PATH=path, PIP_CONSTRAINT=str(PINS), PYTHONPATH="")
 
 
 @pytest.mark.slow
 def test_the_core_alone_then_each_extra(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("fedclip-*.whl")
     large_run(tmp_path / "run", 2, 2)
-    python = on_path(tmp_path / "bin")
-
-    def typed(*lines: str) -> str:
-        constraints = str(PINS)
-        return type_in([*lines], tmp_path, PATH=python, PIP_CONSTRAINT=constraints, PYTHONPATH="")
-
-    typed("python -m venv .venv", pip("install -q", f"'{wheel}'"))
     shown = typed(
+        tmp_path,
+        "python -m venv .venv",
+        pip("install -q", f"'{wheel}'"),
         ".venv/bin/python -c 'import fedclip; print(fedclip.NormClip(1.0))'",
         "! .venv/bin/fedclip list",
     )
     assert shown.endswith("websockets: pip install 'fedclip[cli]'\n")
-    typed(pip("install -q", f"'{wheel}[cli]'"))
-    there = json.loads(typed("set +x", pip("list --format json 2> /dev/null")).partition("\n")[2])
-    assert {"declearn", "fedclip", "numpy"} <= {package["name"] for package in there}
-    frameworks = {"torch", "tensorflow", "jax", "opacus", "matplotlib", "jinja2"}
-    assert not frameworks & {package["name"].lower() for package in there}
-
-    shown = typed(
-        ".venv/bin/fedclip --help",
-        ".venv/bin/fedclip list",
-        ".venv/bin/fedclip doctor",
-        ".venv/bin/fedclip report run",
-    )
+    typed(tmp_path, pip("install -q", f"'{wheel}[cli]'"))
+    listed = typed(tmp_path, "set +x", pip("list --format json 2> /dev/null")).partition("\n")[2]
+    there = {package["name"].lower() for package in json.loads(listed)}
+    assert {"declearn", "fedclip", "numpy"} <= there
+    assert not {"torch", "tensorflow", "jax", "opacus", "matplotlib", "jinja2"} & there
+    commands = ("--help", "list", "doctor", "report run")
+    shown = typed(tmp_path, *(f".venv/bin/fedclip {words}" for words in commands))
     assert "zscore-clip" in shown
     assert "client-000" in shown
 
     # The light one for real; of all together, that pip finds everything at the pinned versions.
     report = ".venv/bin/fedclip report run --html p.html"
-    assert "pip install" in typed(f"! {report}")
-    typed(pip("install -q", f"'{wheel}[html]'"), report)
+    assert "pip install" in typed(tmp_path, f"! {report}")
+    typed(tmp_path, pip("install -q", f"'{wheel}[html]'"), report)
     assert (tmp_path / "p.html").stat().st_size > 10_000
-    typed(pip("install -q --dry-run --report found.json", f"'{wheel}[all]'"))
+    typed(tmp_path, pip("install -q --dry-run --report found.json", f"'{wheel}[all]'"))
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["install"]
     assert {"torch", "tensorflow", "jax", "opacus"} <= {p["metadata"]["name"] for p in found}
     for package in (entry["metadata"] for entry in found):
@@ -219,60 +210,147 @@ def test_the_core_alone_then_each_extra(built: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_declearn(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("fedclip-*.whl")
-    round_ = (
-        "from pathlib import Path\n"
-        "import numpy as np\n"
-        "from fedclip.updates.protocol import Reply\n"
-        "from fedclip.updates.store import PersistentServer\n"
-        "settings = {'start_norm': 1.0, 'noise_multiplier': 1.0, 'expected_clients': 2}\n"
-        "served = PersistentServer(settings, Path('run/server').resolve())\n"
-        "model = {'w': np.zeros(2)}\n"
-        "served.open()\n"
-        "served.close([Reply(model, votes=1, within=1)] * 2, model)\n"
-    )
-    (tmp_path / "round.py").write_text(round_, encoding="utf-8")
-    shown = type_in(
-        [
-            "python -m venv .venv",
-            pip("install -q --no-deps", f"'{wheel}'"),
-            pip("install -q -r", f"'{ROOT / 'requirements-core.txt'}'"),
-            ".venv/bin/python round.py",
-            ".venv/bin/fedclip report run",
-            ".venv/bin/fedclip privacy spent run",
-            "! .venv/bin/fedclip check run",
-        ],
+    round_ = """
+        from pathlib import Path
+        import numpy as np
+        from fedclip.updates.protocol import Reply
+        from fedclip.updates.store import PersistentServer
+        settings = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 2}
+        served = PersistentServer(settings, Path("run/server").resolve())
+        model = {"w": np.zeros(2)}
+        served.open()
+        served.close([Reply(model, votes=1, within=1)] * 2, model)
+    """
+    (tmp_path / "round.py").write_text(textwrap.dedent(round_), encoding="utf-8")
+    shown = typed(
         tmp_path,
-        PATH=on_path(tmp_path / "bin"),
-        PIP_CONSTRAINT=str(PINS),
-        PYTHONPATH="",
+        "python -m venv .venv",
+        pip("install -q --no-deps", f"'{wheel}'"),
+        pip("install -q -r", f"'{ROOT / 'requirements-core.txt'}'"),
+        ".venv/bin/python round.py",
+        ".venv/bin/fedclip report run",
+        ".venv/bin/fedclip privacy spent run",
+        "! .venv/bin/fedclip check run",
     )
     assert "closed form  epsilon" in shown
     assert "fedclip: this command needs declearn" in shown
+
+
+USES = {name: f"fedclip.loops.{name}" for name in HEAVY[:5]} | {
+    "peft": "peft",
+    "grpc": "declearn.communication.grpc",
+    "dp": "fedclip.privacy.accounting",
+}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("extra", HEAVY)
 def test_an_extra_in_a_fresh_environment(extra: str, built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("fedclip-*.whl")
-    uses = {
-        "torch": "fedclip.loops.torch",
-        "tensorflow": "fedclip.loops.tensorflow",
-        "jax": "fedclip.loops.jax",
-        "lightning": "fedclip.loops.lightning",
-        "transformers": "fedclip.loops.transformers",
-        "peft": "peft",
-        "grpc": "declearn.communication.grpc",
-        "dp": "fedclip.privacy.accounting",
-    }
-    code = "; ".join(f"import {uses[e]}" for e in (uses if extra == "all" else [extra]))
-    type_in(
-        [
-            "python -m venv .venv",
-            pip("install -q", f"'{wheel}[{extra}]'"),
-            f".venv/bin/python -W ignore -c '{code}'",
-        ],
-        tmp_path,
-        PATH=on_path(tmp_path / "bin"),
-        PIP_CONSTRAINT=str(PINS),
-        PYTHONPATH="",
-    )
+    code = "; ".join(f"import {USES[e]}" for e in (USES if extra == "all" else [extra]))
+    install = pip("install -q", f"'{wheel}[{extra}]'")
+    typed(tmp_path, "python -m venv .venv", install, f".venv/bin/python -W ignore -c '{code}'")
+
+
+# -- typed: the tutorials, and commands ---------------------------------------------------------
+INSTALLING = ("python -m venv", ". .venv", "pip install")
+
+
+def commands(page: str) -> list[str]:
+    """Return the lines that a page asks its reader to type."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    pattern = r"(<!-- not in the tutorial -->\n)?^```console\n(.*?)^```$"
+    found = re.findall(pattern, text, re.M | re.S)
+    lines = [line for left_out, body in found if not left_out for line in body.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+@pytest.mark.slow
+def test_the_first_ten_minutes_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
+    checkout(tmp_path / "checkout")
+    (wheel,) = built.glob("fedclip-*.whl")
+    # Nobody waits for the whole demo here; tests/cli/test_tune.py runs it.
+    lines = [
+        line.replace("pip install '.[", f"pip install -q '{wheel}[").replace(
+            "fedclip demo", "fedclip demo --seeds 1"
+        )
+        for line in commands("first-ten-minutes.md")
+    ]
+    shown = typed(tmp_path, "cd checkout", *lines)
+    results = tmp_path / "checkout" / "examples" / "hospital" / "study"
+    assert "data-norms" in (results / "report.html").read_text("utf-8")
+    assert (tmp_path / "checkout" / "fedclip-demo" / "demo.png").exists()
+    assert "valley: the norms of its steps are" in shown
+    assert '"no-op"' not in (results / "config.toml").read_text("utf-8").partition("server_opt")[0]
+    assert "unclipped" in shown
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_privacy(tmp_path: Path) -> None:
+    require("torch")
+    pytest.importorskip("dp_accounting")
+    checkout(tmp_path / "x")
+    lines = [x for x in commands("tutorial-privacy.md") if not x.startswith(INSTALLING)]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    type_in(lines, tmp_path / "x", PATH=on_path(tmp_path / "bin"), PYTHONPATH=paths)
+    found = (tmp_path / "x" / "examples" / "dp_sgd" / "result").rglob("privacy_spent.json")
+    assert sorted(path.parent.name for path in found) == ["client_0", "client_1", "client_2"]
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_loops_as_a_notebook() -> None:
+    require("torch")
+    jupytext, nbclient = pytest.importorskip("jupytext"), pytest.importorskip("nbclient")
+    notebook = jupytext.read(ROOT / "docs" / "tutorial-loops.md")
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
+    nbclient.NotebookClient(notebook, timeout=PATIENCE).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    shown = [o["text"] for cell in cells for o in cell.outputs if o.get("name") == "stdout"]
+    assert len(cells) == 4
+    assert "steps clipped" in "".join(shown)
+
+
+IMPORTED = """
+import sys
+from fedclip.cli.main import main
+try:
+    main()
+except SystemExit:
+    print(*sorted({"declearn", "torch", "numpy", "rich"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "needs"),
+    [
+        *(("list", ""), ("doctor", ""), ("list zscore-clip", "numpy")),
+        *(("--help", "numpy rich"), ("report nowhere", "numpy rich")),
+    ],
+)
+def test_a_command_imports_what_it_needs(words: str, needs: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = ended("-c", IMPORTED, *words.split(), env=env, well=False)
+    assert set(done.stderr.splitlines()[-1].split()) <= set(needs.split()), done.stderr
+
+
+@pytest.mark.slow
+def test_run_gives_a_script_its_arguments_its_folder_and_the_clippers(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 42")
+    script = """
+        import sys, beside
+        from declearn.optimizer import Optimizer
+        print(sys.argv[1:], beside.VALUE, Optimizer(0.1, modules=["zscore-clip"]).modules)
+        sys.exit(7)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    words = ["-m", "fedclip", "run", tmp_path / "script.py", "--port", "80", "--help"]
+    done = ended(*words, env=hiding(), well=False)
+    assert done.returncode == 7
+    assert "['--port', '80', '--help'] 42 [ZScoreClip()]" in done.stdout
+
+
+def test_no_environment_is_tracked() -> None:
+    # A tracked link of that name replaces the folder that make fills, wherever it is checked out.
+    done = subprocess.run(["git", "ls-files", ".venv"], cwd=ROOT, capture_output=True, check=False)
+    assert done.stdout == b"", "take it out before this is merged: git rm --cached .venv"

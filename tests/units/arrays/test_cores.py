@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import PATIENCE, python, require
+from helpers import PATIENCE, python
 
 from fedclip import NormClip, ValueClip
 from fedclip.arrays import blocks, cores
@@ -52,16 +52,6 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
     assert all(other == found[0] for other in found)
 
 
-def test_torch_gives_the_same_bits(threads: Any) -> None:
-    torch = require("torch")
-    gradient = {n: torch.from_numpy(np.ascontiguousarray(v)) for n, v in large().items()}
-    threads(1)
-    first = NormClip(1.0, keep_memory=False).clip(gradient)
-    threads(3)
-    second = NormClip(1.0).clip(gradient)
-    assert all(torch.equal(first[n], second[n]) for n in first)
-
-
 @pytest.mark.parametrize(
     ("setting", "most"), [("1", 1), ("2", 2), ("2,1", 2), ("", 64), ("many", 64), ("0", 1)]
 )
@@ -75,14 +65,6 @@ def test_settings_limit_the_number(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     assert cores.cores() == 1
     assert cores.num_threads([1 << 30]) == 1
-
-
-def test_every_call_is_made_once_and_errors_come_out() -> None:
-    made: list[int] = []
-    cores.each([partial(made.append, i) for i in range(1000)], 4)
-    assert sorted(made) == [*range(1000)]
-    with pytest.raises(ZeroDivisionError):
-        cores.each([partial(divmod, 1, 0)] * 9, 3)
 
 
 def test_nobody_waits_for_threads_that_others_keep(monkeypatch: pytest.MonkeyPatch) -> None:

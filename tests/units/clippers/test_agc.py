@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AGC regularizer against the packages it reproduces, and what its docstring promises."""
+"""AGC: what its docstring promises; a unit is what leads to one output, found by derivatives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from declearn.optimizer import Optimizer
 from helpers import needs, pairwise, require
 
 from fedclip import AGC, FedclipWarning
@@ -52,17 +51,6 @@ def test_no_unit_exceeds_its_limit(framework: str, dtype: str, axis: int) -> Non
         assert (unit_norms(value, axis) >= limit * (0.98 if "16" in dtype else 1 - 3e-6)).all()
 
 
-def test_global_is_one_ratio() -> None:
-    weights, grads = tensors(4), tensors(5)
-    got = run(AGC(0.1, unit="global"), grads, weights)
-
-    def flat(values: Any) -> np.ndarray:
-        return np.concatenate([v.ravel() for v in values.values()])
-
-    ratio = 0.1 * np.linalg.norm(flat(weights)) / np.linalg.norm(flat(grads))
-    np.testing.assert_allclose(flat(got), ratio * flat(grads), rtol=1e-9)
-
-
 def test_weights_of_zero_or_not_finite_leave_the_floor() -> None:
     grads = {"w": np.ones((3, 4))}
     weights = {"w": np.array([[0.0] * 4, [np.nan] * 4, [1e200, np.inf, 0, 0]])}
@@ -71,37 +59,7 @@ def test_weights_of_zero_or_not_finite_leave_the_floor() -> None:
     np.testing.assert_allclose(unit_norms(got["w"], 0), 0.05)
 
 
-def test_vectors_are_skipped_whatever_their_names() -> None:
-    names = ["w", "b[0]", "b*", "b"]
-    grads = NumpyVector({"w": np.ones((2, 2)), **{n: np.ones(2) for n in names[1:]}})
-    weights = NumpyVector({"w": np.ones((2, 2)), **{n: np.zeros(2) for n in names[1:]}})
-    agc = AGC(0.1, skip_vectors=True, exclude="b")
-    output = agc.run(grads, weights).coefs
-    assert [output[n] is grads.coefs[n] for n in names] == [False, True, True, True]
-    assert agc.last.groups == ("w",)
-    assert agc.get_config()["exclude"] == ["b"]
-    only = NumpyVector({"b": np.ones(2)})
-    assert agc.run(only, only) is only
-
-
 # -- in declearn ------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Cannot use a GPU")
-def test_acts_on_the_gradients_of_a_model() -> None:
-    torch = require("torch")
-    needs("torch")
-    from declearn.model.torch import TorchModel, TorchVector
-
-    model = TorchModel(torch.nn.Linear(3, 2), loss=torch.nn.MSELoss())
-    names = [name for name, _ in model.get_weights().coefs.items()]
-    shapes = {name: model.get_weights().coefs[name].shape for name in names}
-    grads = TorchVector({name: 100 * torch.ones(shapes[name]) for name in names})
-    optimizer = Optimizer(1.0, regularizers=[("agc", {"ratio": 0.01, "axis": 0, "min_norm": 1e-3})])
-    updates = optimizer.compute_updates_from_gradients(model, grads)
-    for name in names:
-        limit = 0.01 * unit_norms(model.get_weights().coefs[name].numpy(), 0)
-        np.testing.assert_allclose(unit_norms(updates.coefs[name].numpy(), 0), limit, rtol=1e-5)
 
 
 def test_weights_of_a_step_are_not_kept_alive() -> None:
@@ -131,3 +89,228 @@ def test_complex_weights_are_refused_by_name(unit: str) -> None:
 def test_weights_that_do_not_fit_are_told(weights: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         AGC(0.1).clip({"w": np.ones(2)}, weights)
+
+
+ROOT = np.random.default_rng(0)
+FAR = 1e3
+
+
+def check_units(weight: Any, gradient: Any, clipped: Any, jacobian: Any, name: str = "") -> None:
+    """Each unit's norm is its limit: that of the weights with a derivative in the same output.
+
+    `jacobian` has the shape (outputs, *weight.shape), and is zero where nothing leads.
+    """
+    leads = np.abs(np.asarray(jacobian)) > 1e-7
+    assert (leads.sum(0) <= 1).all(), "a weight leads to one output"
+    for unit in leads[leads.reshape(len(leads), -1).any(1)]:
+        limit = 0.1 * np.linalg.norm(weight[unit])
+        assert np.linalg.norm(gradient[unit]) > limit
+        np.testing.assert_allclose(np.linalg.norm(clipped[unit]), limit, rtol=1e-5, err_msg=name)
+
+
+TORCH = {
+    "Linear(4, 3)": (2, 4),
+    "Linear(1, 3)": (2, 1),
+    "Conv2d(4, 6, 2, groups=2)": (2, 4, 5, 5),
+    "Conv3d(2, 3, 2)": (1, 2, 3, 3, 3),
+    "ConvTranspose1d(4, 3, 2)": (2, 4, 5),
+    "ConvTranspose2d(2, 5, 3)": (2, 2, 5, 5),
+    "Embedding(5, 3)": None,
+    "utils.parametrizations.weight_norm(torch.nn.Linear(4, 3))": (2, 4),
+    "utils.parametrizations.spectral_norm(torch.nn.Linear(1, 3))": (2, 1),
+}
+
+
+@pytest.mark.parametrize("by", ["clip", "attach"])
+@pytest.mark.parametrize("made", [*TORCH, "transformers.Conv1D"])
+def test_units_of_torchs_layers(made: str, by: str) -> None:
+    torch = require("torch")
+    from fedclip.loops.torch import attach, clip_
+
+    torch.manual_seed(0)
+    if made == "transformers.Conv1D":
+        layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 4)
+        x: Any = torch.randn(2, 4)
+    else:
+        layer = eval(f"torch.nn.{made}", {"torch": torch})
+        shape = TORCH[made]
+        x = torch.arange(5)[None] if shape is None else torch.randn(shape)
+    last = made.startswith(("Linear", "Embed", "utils", "transformers"))
+    model, name = (
+        torch.nn.Sequential(layer),
+        next(n for n, p in layer.named_parameters() if p.ndim > 1),
+    )
+    weight = layer.get_parameter(name)
+
+    def outputs(w: Any) -> Any:
+        found = torch.func.functional_call(layer, {name: w}, (x,))
+        return (found.movedim(-1, 1) if last else found).transpose(0, 1).flatten(1).sum(1)
+
+    if "utils" in made:
+        # A derivative of the normed weight would mix a row, or all: take the rows of the raw one.
+        jacobian = torch.eye(len(weight))[:, :, None].expand(-1, -1, weight.shape[1])
+    else:
+        jacobian = torch.func.jacrev(outputs)(weight.detach())
+    gradient = FAR * torch.randn_like(weight)
+    weight.grad = gradient.clone()
+    agc = AGC(0.1, min_norm=1e-6)
+    if by == "clip":
+        clip_(model, agc)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        before = weight.detach().clone()
+        with attach(optimizer, agc, model):
+            optimizer.step()
+        weight.grad = (before - weight.detach()) / 0.1
+        with torch.no_grad():
+            weight.copy_(before)
+    check_units(*(t.detach().numpy() for t in (weight, gradient, weight.grad, jacobian)), made)
+
+
+def test_rows_of_attention_and_recurrent_layers_and_refusals() -> None:
+    torch = require("torch")
+    from fedclip.loops.torch import attach, clip_
+
+    layers = torch.nn.MultiheadAttention(4, 2), torch.nn.LSTM(3, 2, proj_size=1), torch.nn.GRU(3, 2)
+    model = torch.nn.ModuleList([*layers, torch.nn.Bilinear(2, 3, 4)])
+    for p in model.parameters():
+        p.grad = FAR * torch.randn_like(p)
+    clip_(model, AGC(0.1, min_norm=1e-6))
+    for p in model.parameters():
+        if p.ndim > 1:
+            norms = torch.linalg.vector_norm(p.grad.flatten(1), dim=1)
+            limits = 0.1 * torch.linalg.vector_norm(p.flatten(1), dim=1)
+            torch.testing.assert_close(norms, limits)
+    with pytest.raises(ValueError, match=r"give the model, or set axis, such as AGC\(axis=0\)"):
+        clip_(model.named_parameters(), AGC())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="give the model, or set axis"):
+        attach(optimizer, AGC(), model.named_parameters())
+    clip_(model.parameters(), AGC(axis=0))
+    grouped = torch.nn.ConvTranspose2d(4, 6, 2, groups=2)
+    with pytest.raises(ValueError, match="'weight' belongs to a ConvTranspose2d with groups=2"):
+        attach(torch.optim.SGD(grouped.parameters(), 0.1), AGC(), grouped)
+    attach(torch.optim.SGD(grouped.parameters(), 0.1), AGC(exclude="weight"), grouped).remove()
+
+
+KERAS = {
+    "Dense(3)": (2, 4),
+    "Dense(3, use_bias=False, name='conv2d_transpose')": (2, 4),
+    "Conv2D(6, 2, groups=2, name='up')": (2, 5, 5, 4),
+    "Conv1DTranspose(3, 2, name='up')": (2, 5, 4),
+    "Conv2DTranspose(3, 2, name='up')": (2, 5, 5, 4),
+    "DepthwiseConv2D(2, depth_multiplier=2)": (2, 5, 5, 3),
+    "EinsumDense('abc,cde->abde', (None, 2, 3), bias_axes='de')": (2, 3, 4),
+    "EinsumDense('abde,dec->abc', (None, 4))": (2, 3, 2, 3),
+    "Embedding(5, 3)": None,
+}
+
+
+@pytest.mark.parametrize("made", KERAS)
+def test_units_of_keras_layers(made: str) -> None:
+    tf = require("tensorflow")
+    keras = pytest.importorskip("keras")
+    from fedclip.loops.keras import ClippedOptimizer
+    from fedclip.loops.tensorflow import CompiledClipper, clip
+
+    layer = eval(f"keras.layers.{made}", {"keras": keras})
+    shape = KERAS[made]
+    x = tf.range(5)[None] if shape is None else tf.random.normal(shape, seed=1)
+    with tf.GradientTape() as tape:
+        found = layer(x)
+        axes = [i for i in range(len(found.shape) - 1) if "->abde" not in made or i < 2]
+        found = tf.reshape(tf.reduce_sum(found, axes), [-1])
+    variable = layer.trainable_variables[0]
+    jacobian = tape.jacobian(found, variable.value if hasattr(variable, "value") else variable)
+    weight = np.array(variable)
+    gradient = (FAR * ROOT.normal(size=weight.shape)).astype("float32")
+    others = layer.trainable_variables[1:]
+    pairs = [(tf.constant(gradient), variable), *((tf.ones_like(v), v) for v in others)]
+
+    def agc() -> AGC:
+        return AGC(0.1, min_norm=1e-6)
+
+    clipped = [np.array(clip(pairs, agc())[0][0]), np.array(CompiledClipper(agc())(pairs)[0][0])]
+    optimizer = ClippedOptimizer(keras.optimizers.SGD(1.0), agc())
+    optimizer.apply([g for g, _ in pairs], layer.trainable_variables)
+    clipped.append(weight - np.array(variable))
+    for one in clipped:
+        np.testing.assert_allclose(one, clipped[0], rtol=1e-4, atol=1e-6)
+    check_units(weight, gradient, clipped[0], tf.convert_to_tensor(jacobian).numpy(), made)
+
+
+FLAX = {
+    "Dense(3)": (2, 4),
+    "Conv(4, (2, 2), feature_group_count=4)": (2, 5, 5, 4),
+    "ConvTranspose(3, (2, 2))": (2, 5, 5, 4),
+    "Embed(5, 3)": None,
+}
+HAIKU = {
+    "Linear(3)": (2, 4),
+    "Conv2DTranspose(3, 2)": (2, 5, 5, 4),
+    "DepthwiseConv2D(2, 2)": (2, 5, 5, 4),
+}
+EQUINOX = {
+    "Linear(4, 3, key=key)": (4,),
+    "Conv2d(4, 6, 2, groups=2, key=key)": (4, 5, 5),
+    "Embedding(5, 3, key=key)": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("package", "made"),
+    [("flax.linen", k) for k in FLAX]
+    + [("haiku", k) for k in HAIKU]
+    + [("equinox.nn", k) for k in EQUINOX],
+)
+def test_units_of_jax_layers(package: str, made: str) -> None:
+    jax = require("jax")
+    module = pytest.importorskip(package)
+    from fedclip.loops.jax import as_optax
+
+    shape = {**FLAX, **HAIKU, **EQUINOX}[made]
+    key = jax.random.key(0)
+    x = jax.numpy.arange(5) if shape is None else jax.random.normal(key, shape)
+    axis = -1
+    if package == "equinox.nn":
+        params = eval(f"nn.{made}", {"nn": module, "key": key})
+        axis = -1 if shape is None or len(shape) == 1 else 0
+        apply: Any = (lambda p: jax.vmap(p)(x)) if shape is None else (lambda p: p(x))
+    else:
+        if package == "haiku":
+            net = module.without_apply_rng(
+                module.transform(lambda x: eval(f"hk.{made}", {"hk": module})(x))
+            )
+        else:
+            net = eval(f"nn.{made}", {"nn": module})
+        params = net.init(key, x)
+        apply = lambda p: net.apply(p, x)  # noqa: E731
+
+    def outputs(p: Any) -> Any:
+        found = jax.numpy.moveaxis(apply(p), axis, 0)
+        return found.reshape(len(found), -1).sum(1)
+
+    gradient = jax.tree.map(lambda p: FAR * jax.random.normal(key, p.shape), params)
+    transform = as_optax(AGC(0.1, min_norm=1e-6))
+    clipped, _ = jax.jit(transform.update)(gradient, transform.init(params), params)
+    parts = [jax.tree.leaves(t) for t in (params, gradient, clipped, jax.jacrev(outputs)(params))]
+    checked = [
+        four for four in zip(*parts, strict=True) if four[0].ndim > 1 and 1 not in four[0].shape[1:]
+    ]
+    for four in checked or zip(*parts, strict=True):
+        if four[0].ndim > 1 and not (package == "equinox.nn" and four[0].shape[-1] == 1):
+            check_units(*map(np.asarray, four), f"{package} {made}")
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow", "jax"])
+def test_vectors_of_declearn_have_the_layout_of_their_framework(framework: str) -> None:
+    require(framework)
+    from fedclip.testing import to_numpy, to_vector
+
+    weight, gradient = ROOT.normal(size=(3, 4)), FAR * ROOT.normal(size=(3, 4))
+    output = to_numpy(
+        AGC.preset("nfnets").run(*(to_vector({"w": a}, framework) for a in (gradient, weight)))
+    )["w"]
+    axis = 0 if framework in ("tensorflow", "jax") else 1
+    norms, limits = np.linalg.norm(output, axis=axis), 0.01 * np.linalg.norm(weight, axis=axis)
+    np.testing.assert_allclose(norms, limits, rtol=1e-5)

@@ -16,11 +16,11 @@ import msgpack
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from report_runs import Node, large_run, record_of, write_states
+from report_runs import Node, large_run
 from rich.console import Console
 
 from fedclip.core.records import RoundRecord
-from fedclip.report import Reader, Report, ReportError, read_report
+from fedclip.report import Report, ReportError, read_report
 
 
 @pytest.fixture
@@ -37,31 +37,6 @@ def text(report: Report, **options: bool) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(report.table(**options))
     return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_rows_are_the_rounds_of_each_node(experiment: Path) -> None:
-    report = read_report(experiment)
-    assert report.nodes == ("c0", "c1")
-    assert [(r.node, r.record.round, r.record.steps, r.record.clipped) for r in report.rows] == [
-        ("c0", 1, 2, 1),
-        ("c0", 2, 2, 0),
-        ("c1", 1, 2, 0),
-        ("c1", 2, 2, 0),
-    ]
-    first = report.rows[0].record
-    assert first.norm_max == pytest.approx(2.0)
-    assert first.limit == pytest.approx(1.0)
-
-
-def test_a_second_run_in_the_same_folder_replaces_the_first(tmp_path: Path) -> None:
-    old = Node(tmp_path / "c0", ["no-op"])
-    for _ in range(3):
-        old.round([9.0])
-    new = Node(tmp_path / "c0", ["no-op"])
-    new.saved = old.saved
-    new.round([1.0])
-    rows = read_report(tmp_path).rows
-    assert [(row.record.round, row.record.norm_max) for row in rows] == [(1, pytest.approx(1.0))]
 
 
 @pytest.mark.parametrize("clock", ["set back", "names alone"])
@@ -162,16 +137,6 @@ def test_a_client_unlike_the_others_is_named(tmp_path: Path, level: float, words
     assert all(words in line for line in found)
 
 
-def test_clients_and_server_are_not_mixed(tmp_path: Path) -> None:
-    Node(tmp_path / "c0", ["norm-clip"]).round([0.5])
-    Node(tmp_path / "server", ["norm-clip"]).round([3.0])
-    assert read_report(tmp_path).in_words() == [
-        "norm-clip: No step was clipped: the largest norm, 0.5, is below the limit, 1.",
-        "norm-clip on the server: 100% of 1 steps were clipped: the limit, not the gradient, "
-        "decides the size of nearly every step.",
-    ]
-
-
 # -- loss and metrics ---------------------------------------------------------------------------
 def test_curves_are_read_where_declearn_writes_them(tmp_path: Path) -> None:
     client, server = Node(tmp_path / "c0", ["no-op"]), Node(tmp_path / "server", ["no-op"])
@@ -187,29 +152,6 @@ def test_curves_are_read_where_declearn_writes_them(tmp_path: Path) -> None:
     assert curves["far", "loss"] == ((5, 9.0),)
     assert ("server", "timestamp") not in curves
     assert report.servers == {"server"}
-
-
-@pytest.mark.parametrize("content", [b"", b"a", b"\xff\xfe", b"timestamp,loss\n1\n2,x,3\n", b"\0"])
-def test_damaged_metrics_are_no_curve(tmp_path: Path, content: bytes) -> None:
-    Node(tmp_path, ["no-op"]).round([1.0])
-    (tmp_path / "metrics.csv").write_bytes(content)
-    assert read_report(tmp_path).curves == ()
-
-
-def test_a_reader_reads_only_what_is_new(tmp_path: Path) -> None:
-    node, reader = Node(tmp_path, ["no-op"]), Reader(tmp_path)
-    with pytest.raises(ReportError, match="has no"):
-        reader.read()
-    for count in (1, 2, 3):
-        node.round([1.0])
-        assert len(reader.read().rows) == count
-        (tmp_path / f"optimizer_state_{count:02}.mpk").write_bytes(b"\xc1")
-        assert len(reader.read().rows) == count
-
-
-def test_more_rounds_than_a_state_keeps(tmp_path: Path) -> None:
-    write_states(tmp_path, "no-op", [record_of(r, [1.0], 2.0) for r in range(1, 251)])
-    assert [row.record.round for row in read_report(tmp_path).rows] == list(range(1, 251))
 
 
 def test_a_loss_that_is_no_number_is_said(tmp_path: Path) -> None:
@@ -229,14 +171,6 @@ def test_a_loss_that_is_no_number_is_said(tmp_path: Path) -> None:
     (said,) = [finding.text for finding in found.findings() if finding.kind == "diverged"]
     assert "The loss of server is NaN or infinite from round 3" in said
     json.dumps(found.as_dict(), allow_nan=False)
-
-
-def test_a_loss_that_declearn_writes_as_nan_is_said(tmp_path: Path) -> None:
-    node = Node(tmp_path / "server", ["no-op"])
-    node.round([1.0], metrics={"loss": 1.0})
-    node.round([1.0], metrics={"loss": math.nan})
-    (curve,) = read_report(tmp_path).curves
-    assert curve.nonfinite == (2,)
 
 
 def test_a_norm_above_the_last_limit_is_not_called_below_it(tmp_path: Path) -> None:

@@ -10,56 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from declearn.optimizer.modules import OptiModule
 from hypothesis import given
 from hypothesis import strategies as st
-from recordings import INDEX
 
 from fedclip import UpdateClipServer, translate
 from fedclip.cli.catalogue import build
 from fedclip.core.toml import toml_line
 from fedclip.privacy.accounting import RELATIONS, Release, epsilon
-
-
-@pytest.mark.parametrize(
-    ("dim", "inverse", "expected"),
-    [
-        ("global", False, {"scope": "global"}),
-        (1, False, {"scope": "tensor", "dims": [1], "inverse_dims": False, "min_size": 1}),
-        ((0, 1), True, {"scope": "tensor", "dims": [0, 1], "inverse_dims": True, "min_size": 1}),
-        ([], True, {"scope": "tensor", "min_size": 1}),
-    ],
-)
-def test_every_way_to_write_dims(dim: Any, inverse: bool, expected: dict[str, Any]) -> None:
-    given = {"max_norm": 1, "dim": dim, "inverse_dims": inverse}
-    _, name, config = translate.translate("torchzero", "ClipNorm", given)
-    assert name == "norm-clip"
-    assert config == {"max_norm": 1, "ord": 2, **expected}
-    OptiModule.from_specs(name, config)
-
-
-@pytest.mark.parametrize("given", [{"inverse_dims": True}, {"dim": []}, {"ord": 0}])
-def test_what_the_peer_never_clips_is_a_no_op_and_said(given: dict[str, Any]) -> None:
-    config = {"max_norm": 1, **given}
-    assert translate.translate("torchzero", "ClipNorm", config) == ("module", "no-op", {})
-    assert any(
-        "nothing is clipped" in note for note in translate.notes("torchzero", "ClipNorm", config)
-    )
-
-
-def test_left_out_parameters_have_the_peers_defaults() -> None:
-    # What is recorded holds every parameter in force: leaving out one that is at its default
-    # changes nothing.
-    for record in INDEX:
-        entry = translate.PEERS[record["peer"]][record["cls"]]
-        short = {
-            key: value
-            for key, value in record["config"].items()
-            if not (key in entry.parameters and entry.parameters[key] == value)
-        }
-        full = translate.translate(record["peer"], record["cls"], record["config"])
-        found = translate.translate(record["peer"], record["cls"], short)
-        assert found == full, record["file"]
 
 
 def required(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -96,37 +53,6 @@ def test_every_translation_of_defaults_makes_a_clipper() -> None:
             assert spec == (name if not config else [name, spec[1]])
 
 
-EMA = {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup": 20, "warmup_norm": 5}
-
-
-@pytest.mark.parametrize(
-    ("given", "warmup"),
-    [
-        (
-            {"criterion": "ema", "alpha": 0.9, "thresh": 1.2, "clipping_function": "mean"},
-            "GradNormClipper(5)",
-        ),
-        (
-            {"criterion": "EMACriterion(0.9, 1.2)", "clipping_function": "mean_clipping"},
-            "GradNormClipper(threshold=5)",
-        ),
-        (
-            {
-                "criterion": "ops.EMACriterion(0.9, clipping_function=ops.mean_clipping)",
-                "r_thresh": 1.2,
-            },
-            " ops.GradNormClipper( 5 )",
-        ),
-    ],
-)
-def test_drytorch_is_read_in_its_own_words(given: dict[str, Any], warmup: str) -> None:
-    _, name, config = translate.translate(
-        "drytorch", "HistClipper", {**given, "warmup_clip_strategy": warmup}
-    )
-    assert name == "ema-clip"
-    assert EMA.items() <= config.items()
-
-
 def test_what_peers_have_besides_is_refused_by_name() -> None:
     reasons = {
         (peer, cls): reason
@@ -140,14 +66,6 @@ def test_what_peers_have_besides_is_refused_by_name() -> None:
         assert cls not in translate.known()[peer]
         with pytest.raises(ValueError, match=re.escape(reason)):
             translate.translate(peer, cls, {})
-
-
-@pytest.mark.parametrize(
-    ("history", "module"), [("drytorch.lib.gradient_ops", "drytorch"), ("smartclip", "smartclip")]
-)
-def test_every_public_name_of_a_seed_is_known(history: str, module: str) -> None:
-    public = pytest.importorskip(history).__all__
-    assert {name for name in public if name != "__version__"} <= set(translate.PEERS[module])
 
 
 TYPES: list[Any] = [None, True, 3, 0.5, -1, "x", "1", [1], {}, math.nan, b"x", 1j, object()]
@@ -188,36 +106,21 @@ def test_the_page_lists_every_class_and_its_clipper() -> None:
         assert written[peer, cls] == translate.translate(peer, cls, given)[1]
 
 
-def test_every_recorded_defect_has_a_note() -> None:
-    for record in INDEX:
-        if not record["match"]:
-            assert translate.notes(record["peer"], record["cls"], record["config"])
-
-
 @pytest.mark.parametrize(
     ("peer", "cls", "config", "expected"),
     [
+        ("torchzero", "ClipNorm", {"max_norm": 1, "ord": 0}, {}),
         (
-            "torch",
-            "clip_grad_norm_",
-            {"max_norm": 2, "error_if_nonfinite": True},
-            {"on_nonfinite": "raise"},
+            "drytorch",
+            "HistClipper",
+            {
+                "criterion": "ops.EMACriterion(0.9, clipping_function=ops.mean_clipping)",
+                "r_thresh": 1.2,
+                "warmup_clip_strategy": " ops.GradNormClipper( 5 )",
+            },
+            {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup_norm": 5},
         ),
-        ("torchlean", "clipGradientsSpec", {"max_norm": -2.5}, {"max_norm": 2.5}),
-        (
-            "tensorflow",
-            "clip_by_value",
-            {"clip_value_min": float("-inf"), "clip_value_max": 0.25},
-            {"min_value": float("-inf"), "max_value": 0.25},
-        ),
-        ("torchzero", "ClipNormGrowth", {"parameterwise": False}, {"scope": "global"}),
-        ("torchzero", "NormalizeByEMA", {"ema_init": "update"}, {"init": "first"}),
-        ("torchzero", "ClipValueByEMA", {"init": "update", "ema_tfm": None}, {"init": 1.0}),
-        ("torchzero", "ClipValueGrowth", {"target": "grad"}, {"mul": 1.5}),
-        ("smartclip", "ZScoreClip", {"warmup_steps": 8, "min_history": 5}, {"warmup": 8}),
-        ("smartclip-tf", "ZScoreClip", {"scope": "per_layer"}, {"scope": "tensor"}),
         ("keras", "Optimizer", {"clipnorm": 0.7}, {"max_norm": 0.7, "scope": "tensor"}),
-        ("keras", "Optimizer", {"global_clipnorm": 0.7}, {"max_norm": 0.7}),
         ("keras", "Optimizer", {"clipvalue": 0.7}, {"max_value": 0.7}),
         ("keras", "Optimizer", {"clipnorm": -1.0}, {}),
         ("lightning", "Trainer", {"gradient_clip_val": 2}, {"max_norm": 2, "eps": 1e-6}),
@@ -253,41 +156,22 @@ LOCAL = {"clipping_norm": 1.0, "sensitivity": 1e-4, "epsilon": 10.0, "delta": 1e
     ("peer", "cls", "config", "words"),
     [
         ("torchzeo", "ClipNorm", {}, "no translation from 'torchzeo'; did you mean 'torchzero'?"),
-        ("numpy", "clip", {}, "no translation from 'numpy'; it must be one of drytorch, smartclip"),
-        ("optax", "clip_by_norm", {}, "optax has no clipper 'clip_by_norm'; did you mean"),
         ("optax", "clip", {"max_delt": 1}, "no parameter 'max_delt'; did you mean 'max_delta'?"),
         ("optax", "clip", {}, "clip of optax needs 'max_delta'"),
-        ("optax", "clip", {"max_delta": "abc"}, "max_delta of clip must be a number, got 'abc'"),
         ("torch", "clip_grad_norm_", {"max_norm": True}, "max_norm of clip_grad_norm_ must be a"),
-        ("timm", "adaptive_clip_grad", {"norm_type": 1}, "norm_type cannot be 1"),
         ("zclip", "ZClip", {"mode": "z-score"}, "did you mean 'zscore'?"),
         ("torchzero", "ClipNorm", {"max_norm": 1, "ord": "stdd"}, "did you mean 'std'?"),
-        ("torchzero", "ClipNorm", {"max_norm": 1, "ord": False}, "ord cannot be False"),
-        ("torchzero", "ClipNorm", {"max_norm": 1, "dim": "globl"}, "did you mean 'global'?"),
         ("torchzero", "ClipNorm", {"max_norm": 1, "dim": [0.5]}, "dim must be an int, a list of"),
-        ("torchzero", "ClipNormByEMA", {"ema_init": "one"}, "ema_init cannot be 'one'"),
-        ("torchzero", "ClipValueByEMA", {"eps": 1e-6}, "has no parameter 'eps'"),
         ("torchlean", "clipByPercentileSpec", {"pct": 0.5}, "pct must be an int >= 0"),
         ("smartclip", "ZScoreClip", {"scope": "per_parm"}, "did you mean 'per_param'?"),
-        ("smartclip", "AGC", {"exclude_bias_bn": "no"}, "must be True or False, got 'no'"),
         ("smartclip", "AutoClip", {"percentile": 0}, "percentile must be a number > 0 and <= 100"),
         ("drytorch", "HistClipper", {"criterion": "zsta"}, "did you mean 'zstat'?"),
-        ("drytorch", "HistClipper", {"criterion": "EMACriterio(0.9)"}, "did you mean 'EMACriter"),
-        ("drytorch", "HistClipper", {"r_thresh": 2}, "did you mean 'z_thresh'?"),
         ("drytorch", "HistClipper", {"warmup_clip_strategy": "GradValueClipper(1)"}, "coming-from"),
-        ("drytorch", "HistClipper", {"warmup_clip_strategy": "NoOp(1"}, "must be a name, or a"),
         (
             "drytorch",
             "HistClipper",
             {"criterion": "EMACriterion(0.9)", "alpha": 0.9},
             "alpha of EMACriterion is given twice",
-        ),
-        ("drytorch", "HistClipper", {"criterion": "ema(0.9, alpha=0.9)"}, "a parameter twice"),
-        (
-            "drytorch",
-            "HistClipper",
-            {"warmup_clip_strategy": "GradNormClipper('x')"},
-            "threshold of GradNormClipper must be a number",
         ),
         (
             "drytorch",
@@ -296,24 +180,9 @@ LOCAL = {"clipping_norm": 1.0, "sensitivity": 1e-4, "epsilon": 10.0, "delta": 1e
             "OwnLimit of fedclip",
         ),
         ("keras", "Optimizer", {"clipnorm": 1, "clipvalue": 1}, "Keras takes one of"),
-        ("lightning", "Trainer", {"gradient_clip_algorithm": "nrm"}, "did you mean 'norm'?"),
         ("lightning", "Fabric.clip_gradients", {}, "takes one of clip_val, max_norm, got none"),
-        ("flower", "fixedclipping_mod", {}, "needs 'clipping_norm'"),
         ("flower", "LocalDpMod", {**LOCAL, "epsilon": 0}, "epsilon must be a finite number > 0"),
-        (
-            "flower",
-            "LocalDpMod",
-            {**LOCAL, "sensitivity": 0},
-            "sensitivity must be a finite",
-        ),
-        (
-            "flower",
-            "LocalDpMod",
-            {**LOCAL, "clipping_norm": -1},
-            "clipping_norm must be a finite",
-        ),
         ("flower", "LocalDpMod", {**LOCAL, "delta": 0.0}, "delta must be"),
-        ("nvflare", "SVTPrivacy", {}, "site policy"),
         ("nvflare", "PercentilePrivacy", {}, "site policy"),
     ],
 )
@@ -363,9 +232,3 @@ def test_a_site_policy_has_the_noise_of_local_dp_and_says_what_it_costs(
         assert f"epsilon {cost:.3g} at" in said or f"{cost:.3g} for replacing" in said
     needed = float(said.rpartition("noise_multiplier = ")[2])
     assert epsilon([Release(needed)], delta, "replace-one") == pytest.approx(budget, rel=1e-2)
-
-
-def test_local_dp_of_flowers_documentation_costs_millions() -> None:
-    said = " ".join(translate.notes("flower", "LocalDpMod", LOCAL))
-    assert "epsilon 2.13e+08 at delta 1e-05" in said
-    assert "8.52e+08 for replacing it, where the settings say 10" in said

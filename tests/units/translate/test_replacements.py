@@ -9,14 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from declearn.optimizer.modules import OptiModule
-from declearn.optimizer.regularizers import Regularizer
 from helpers import require
 
 import fedclip
-from fedclip import translate
-from fedclip.testing import apply, to_numpy, to_vector
-from fedclip.translate.values import REQUIRED
 
 DOCS = Path(__file__).parents[3] / "docs"
 SHAPES = {"k": (3, 4), "b": (4,), "c": (2, 3, 4), "d": (2, 2, 3, 4), "e": (1, 5)}
@@ -111,72 +106,3 @@ def test_tables_of_torch(before: str, after: str) -> None:
                     eval(code(cell), {**names, "model": model})
         if ends:
             alike(*ends, before)
-
-
-# -- classes ------------------------------------------------------------------------------------
-# Others run beside ours in tests/laws/test_peers.py, or were recorded in tests/golden.
-HERE = ("optax", "torch", "declearn", "tensorflow", "keras")
-OPTIONS = {"keras": ("clipnorm", "global_clipnorm", "clipvalue")}
-CLASSES = [
-    (package, cls, option)
-    for package in HERE
-    for cls in translate.known()[package]
-    for option in OPTIONS.get(package, ("",))
-]
-
-
-def originals(peer: str, cls: str, config: Any, gradients: Arrays, weights: Arrays) -> Arrays:
-    """Return what the package itself makes of gradients."""
-    if peer == "optax":
-        jnp, optax = require("jax").numpy, __import__("optax")
-        tx = getattr(optax, cls)(**config)
-        trees = ({n: jnp.asarray(a) for n, a in t.items()} for t in (gradients, weights))
-        updates, params = trees
-        return dict(tx.update(updates, tx.init(params), params)[0])
-    if peer == "torch":
-        torch = require("torch")
-        found = {n: torch.nn.Parameter(torch.tensor(a)) for n, a in weights.items()}
-        for name, p in found.items():
-            p.grad = torch.tensor(gradients[name])
-        getattr(torch.nn.utils, cls)(found.values(), **config)
-        return {n: p.grad.numpy() for n, p in found.items()}
-    if peer == "declearn":
-        from declearn.optimizer import modules
-
-        vector = getattr(modules, cls)(**config).run(to_vector(gradients, "numpy"))
-        return dict(to_numpy(vector))
-    tf = require("tensorflow")
-    if peer == "tensorflow":
-        tensors = [tf.constant(a) for a in gradients.values()]
-        found = (
-            tf.clip_by_global_norm(tensors, **config)[0]
-            if cls == "clip_by_global_norm"
-            else [getattr(tf, cls)(t, **config) for t in tensors]
-        )
-        return dict(zip(gradients, found, strict=True))
-    assert peer == "keras"
-    import keras
-
-    variables = [keras.Variable(np.zeros_like(a)) for a in gradients.values()]
-    keras.optimizers.SGD(1.0, **config).apply([*map(tf.constant, gradients.values())], variables)
-    return {n: -keras.ops.convert_to_numpy(v) for n, v in zip(gradients, variables, strict=True)}
-
-
-VALUES = {"clip_value_min": -0.5, "clip_value_max": 0.5}
-
-
-@pytest.mark.parametrize(("package", "cls", "option"), CLASSES)
-def test_translated_classes(package: str, cls: str, option: str) -> None:
-    parameters = translate.PEERS[package][cls].parameters
-    config = {n: VALUES.get(n, 0.5) for n, d in parameters.items() if d is REQUIRED}
-    config |= {option: 0.5} if option else {}
-    kind, name, translated = translate.translate(package, cls, config)
-    framework = {"optax": "jax", "torch": "torch"}.get(package, "numpy")
-    for scale in (0.01, 1.0, 30.0):
-        gradients, weights = arrays(1, scale), arrays(2)
-        theirs = originals(package, cls, config, gradients, weights)
-        base: Any = OptiModule if kind == "module" else Regularizer
-        vectors = (to_vector(a, framework) for a in (gradients, weights))
-        ours = to_numpy(apply(base.from_specs(name, translated), *vectors))
-        for key, value in theirs.items():
-            np.testing.assert_allclose(ours[key], np.asarray(value), 3e-6, 1e-9, err_msg=cls)
