@@ -68,7 +68,7 @@ def init(
     if privacy == "persons":
         texts["columns.toml"] = texts["columns.toml"].replace('unit = "record"', 'unit = "person"')
     create(folder, texts)
-    needed = [PACKAGES[model], *([("opacus", "opacus dp-accounting")] if privacy else [])]
+    needed = [PACKAGES[model], *([("dp_accounting", "dp-accounting")] if privacy else [])]
     lines = [f"pip install {packages}" for module, packages in needed if not find_spec(module)]
     lines += [f"cd {typed(folder)}", "python prepare.py --example"]
     lines += [f"fedclip {'quickrun' if privacy else 'simulate'}"]

@@ -69,6 +69,8 @@ class Budget:
     -----
     A client moves the noised sum by at most the bound (a replaced one by twice that), and the
     divisor is fixed. A secure sum is first projected onto norm m C, which moves no two sums apart.
+    With votes the update gets z_delta = (z^-2 - (2 bits_noise)^-2)^(-1/2) instead of z, and each
+    value of an average over m clients noise of z_delta * C / m.
     So a round is a Gaussian mechanism of mu = 1 / z. Rounds compose to mu = sqrt(T) / z, also if
     they depend on earlier releases (Dong, Roth & Su, 2022), and epsilon is then exact.
 

@@ -101,7 +101,6 @@ def test_the_core_is_small_and_every_extra_is_documented() -> None:
 # -- a package is missing -----------------------------------------------------------------------
 COMMAND = "import sys\nfrom fedclip.cli.main import main\nsys.argv[0] = 'fedclip'\nmain()"
 LOOP = "import fedclip.loops.{}"
-CLIENT = "import fedclip\nfedclip.PrivateFederatedClient({}, {}, 'c')"
 CALIBRATE = [
     *("privacy", "calibrate", "--epsilon", "3", "--rounds", "9"),
     *("--records", "400", "--batch-size", "32"),
@@ -121,7 +120,6 @@ def without(missing: str, code: str, *words: str) -> subprocess.CompletedProcess
         ("transformers", LOOP.format("transformers"), [], "'transformers[torch]'"),
         ("tensorflow,torch,jax", LOOP.format("keras"), [], "keras, and tensorflow, torch or jax"),
         ("optax", LOOP.format("jax"), [], "jax optax"),
-        ("opacus", CLIENT, [], "opacus dp-accounting"),
         ("declearn", COMMAND, ["check"], "'declearn>=2.9.1,<2.10'"),
         ("typer", "from fedclip.__main__ import main; main()", ["list"], "'fedclip[cli]'"),
         ("tomlkit", COMMAND, ["translate", "optax", "clip", "max_delta=1"], "'fedclip[cli]'"),
