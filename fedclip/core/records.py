@@ -337,7 +337,7 @@ def _batches(
         "warmup": (setters == _WARMUP).sum(axis=0),
         "buckets": buckets.T,
     }
-    for numbers in zip(*(column.tolist() for column in columns.values()), strict=True):
+    for numbers in zip(*[column.tolist() for column in columns.values()], strict=True):
         row: dict[str, Any] = dict(zip(columns, numbers, strict=True))
         if not math.isfinite(row["limit"]):
             row |= dict.fromkeys(("limit", "limit_min", "limit_max"))
@@ -422,7 +422,8 @@ class Recorder:
             self.add_nonfinite(int((~finite).sum()))
         if not finite.any():
             return
-        rows: Iterator[Any] = (column[finite] for column in (norms, limits, clipped, setters))
+        rows: list[Any] = [column[finite] for column in (norms, limits, clipped, setters)]
+        norms, limits, clipped, setters = rows
         norms, limits, clipped, setters = rows
         labels = self._labels if len(self._labels) > 1 else (ALL,)
         batches = _batches(norms, limits, clipped, setters)

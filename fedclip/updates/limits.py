@@ -105,10 +105,12 @@ class Limits:
         A bound C of the `whole` update gives each of k groups C / sqrt(k); a group that has t in
         the table, ``C * t / sqrt(sum of t^2)``. Together they are C, which noise is scaled to.
         """
-        table = self.scope if isinstance(self.scope, Mapping) else {}
+        labels, table = groups.labels, self.scope
+        if not isinstance(table, Mapping):
+            return (bound / math.sqrt(len(labels) or 1) if whole else bound,) * len(labels)
         if not whole:
-            return tuple([in_table(table, label, bound) for label in groups.labels])
-        parts = [in_table(table, label, 0.0) if table else 1.0 for label in groups.labels]
+            return tuple([in_table(table, label, bound) for label in labels])
+        parts = [in_table(table, label, 0.0) for label in labels]
         length = math.sqrt(sum(map(mul, parts, parts)))
         return tuple([bound / (length / part) if part else 0.0 for part in parts])
 
