@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -196,27 +196,6 @@ def elsewhere(name: str, known: Sequence[str] = ()) -> str:
         return f": {ways[name]}"
     match = difflib.get_close_matches(name, [*known, *ways], n=1)
     return f"; did you mean {ways.get(match[0], match[0])!r}?" if match else ""
-
-
-def imported_when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a package that imports each name from its file when first used.
-
-    Parameters
-    ----------
-    package : str
-        The package's own name.
-    homes : mapping
-        The file of each name.
-    """
-
-    def look_up(name: str) -> object:
-        if name not in homes:
-            return part_of(package, name, list(homes))
-        value = getattr(import_module(f"{package}.{homes[name]}"), name)
-        setattr(sys.modules[package], name, value)
-        return value
-
-    return look_up
 
 
 def public_names(module: str) -> Callable[[], list[str]]:
