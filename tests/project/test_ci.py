@@ -52,6 +52,13 @@ def test_the_workflow_runs_every_python_that_the_package_names() -> None:
     assert "make extras" in extras["steps"][-1]["run"]
 
 
+def test_long_runs_are_at_night() -> None:
+    workflow: Any = yaml.safe_load(read(".github/workflows/nightly.yml"))
+    # YAML reads the key `on` as True.
+    assert workflow[True]["schedule"][0]["cron"]
+    assert called(".github/workflows/nightly.yml") == {"soak"} <= targets()
+
+
 def test_a_release_is_published_only_on_request() -> None:
     jobs = yaml.safe_load(read(".github/workflows/release.yml"))["jobs"]
     assert jobs["publish"]["if"].startswith("vars.PUBLISH == 'true' && ")
