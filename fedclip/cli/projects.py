@@ -249,10 +249,13 @@ def plot(folder: Path, reports: Mapping[str, Report]) -> str:
             norms, bounds = _updates(reports[way], "seed-0", site)
             numbers = range(1, len(norms) + 1)
             colour = "C3" if site == SITES[-1] else "0.45"
-            ax.plot(numbers, norms, color=colour, label=f"update of {site}")
+            line = "--" if site == SITES[1] else "-"
+            ax.plot(numbers, norms, line, color=colour, label=f"update of {site}")
         ax.plot(numbers, bounds, color=styles[way], linewidth=3, label="bound")
         title = f"{way}: norms of the updates"
         ax.set(title=title, xlabel="round", ylabel="norm", yscale="log")
     axes[2].legend(frameon=False, loc="best")
+    for ax in axes:
+        ax.grid(alpha=0.3)
     figure.savefig(folder / "demo.png", dpi=120)
     return f"Accuracy, updates and bounds: {typed(folder / 'demo.png')}"
