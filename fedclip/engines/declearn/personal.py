@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from declearn.model.api import Model
 from declearn.typing import Batch
-from declearn.utils import DevicePolicy, make_importable
+from declearn.utils import DevicePolicy
 
 from fedclip.arrays import HostView
 from fedclip.core import parameters
@@ -331,6 +331,8 @@ def trained(file: Path, name: str = "model") -> Trained:
     Exception
         Whatever the file raises.
     """
+    from declearn.utils import make_importable  # declearn 2.8 has none
+
     with make_importable(str(file.resolve().parent)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whether there is a GPU here is of no interest
         model: object = runpy.run_path(str(file)).get(name)
