@@ -71,8 +71,8 @@ def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
         if quiet or done <= last or not (over or done >= min(total, last + total / 20)):
             return
         last = done
-        left = timedelta(seconds=round((time.monotonic() - begun) / done * (total - done)))
-        about = f", about {left} left" if done < total else ""
+        remaining = timedelta(seconds=round((time.monotonic() - begun) / done * (total - done)))
+        about = f", about {remaining} left" if done < total else ""
         # A narrow terminal cuts off the end of a line.
         line = printable(f"{task}: {done} of {total} rounds done{about}" + f", {text}" * bool(text))
         if over:

@@ -141,11 +141,11 @@ def noise_problems(
     """
     other = ", ".join(name for name in metrics if name not in ("accuracy", "loss"))
     covered = "evaluation_share puts noise on the loss and on 'accuracy'"
-    asked = f"evaluations ask all {clients} clients, and expected_clients is {expected}"
+    few = f"evaluations ask all {clients} clients, and expected_clients is {expected}"
     reasons = (
         (other, f"{covered}, and the server asks for {other} too: leave that out"),
         (secure, "secure aggregation hides the evaluations: leave evaluation_share out"),
-        (clients > expected, f"{asked}: raise it, or leave evaluation_share out"),
+        (clients > expected, f"{few}: raise it, or leave evaluation_share out"),
     )
     return [Problem(text) for applies, text in reasons if applies]
 

@@ -31,8 +31,8 @@ def check(model: TorchModel) -> None:
 def try_out(model: TorchModel, records: Sequence[Data], gradient: Gradient) -> None:
     """Take the gradients of records there and back; refuse a model for which that matters."""
     for record in records:
-        one, loss = _data_and_loss(model, record)
-        torch_records.check_tracked(model._raw_model.module, loss, one)
+        batch, loss = _data_and_loss(model, record)
+        torch_records.check_tracked(model._raw_model.module, loss, batch)
 
     def passed(of: TorchModel, order: Sequence[Data]) -> list[Float64]:
         # Which layers are known is found out first, and takes random numbers too.
