@@ -3,19 +3,27 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from logging import Logger
 from types import FunctionType, MethodType, ModuleType
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
-from fedclip.dpsgd.persample.base import Host
+from fedclip.dpsgd.persample.base import Data, Float64, Host, UnsupportedModelError
 from fedclip.dpsgd.persample.torch_plan import full
+
+Gradient: TypeAlias = Callable[[Data, Data], Float64]
+"""From a model and a record to the gradient, all tensors in one row."""
+# Of a gradient, how far it may differ from itself in a second pass.
+_NOISE = 1e-5
 
 
 def held(
@@ -83,3 +91,50 @@ def _fault_of(layer: nn.Module) -> str:
     if isinstance(layer, torch.jit.ScriptModule):
         return "is compiled by torch.jit, which hides its weights: give the module as it was before"
     return ""
+
+
+def try_out(
+    model: Data, modules: Sequence[nn.Module], records: Sequence[Data], gradient: Gradient
+) -> None:
+    """Take the gradients of records there and back; refuse a model for which that matters.
+
+    Parameters
+    ----------
+    model
+        What `gradient` takes, and can be copied.
+    modules
+        What it consists of: the network and its loss.
+    records
+        Some that nobody protects.
+    """
+    devices = {p.device for m in modules for p in m.parameters() if p.device.type != "cpu"}
+
+    def passed(of: Data, order: Sequence[Data]) -> list[Float64]:
+        # Which layers are known is found out first, and takes random numbers too.
+        return [
+            (gradient(of, record), _settled(devices, gradient, of, record))[1] for record in order
+        ]
+
+    fresh = copy.deepcopy(model)
+    forth, before = passed(model, records), {*held([*modules])}
+    passed(model, records[::-1])
+    back = passed(fresh, records[::-1])[::-1]
+    changed = {name for name, _ in before ^ {*held([*modules])}}
+    pairs = zip(forth, back, strict=True)
+    if changed or any(np.abs(a - b).max() > _NOISE * np.abs(a).max() for a, b in pairs):
+        what = ", ".join(sorted(changed)) or "a gradient is another one after other records"
+        text = f"the model carries something from one record to the next ({what}): it must not keep"
+        raise UnsupportedModelError(f"{text} what it sees, count, or have private random numbers")
+
+
+def _settled(devices: set[torch.device], gradient: Gradient, model: Data, record: Data) -> Float64:
+    """Return a gradient with random numbers that are the same each time."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices):
+        try:
+            for seed in (torch.manual_seed, random.seed, np.random.seed):
+                seed(0)
+            return gradient(model, record)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

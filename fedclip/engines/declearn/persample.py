@@ -6,10 +6,6 @@ no record depend on another. Records of one shape are put together afterwards.
 
 A record that raises is left out. A model that carries something from one record to the next is
 refused when it is tried out.
-
-Linear models of scikit-learn have their gradients in closed form: what one step of `partial_fit` at
-a learning rate of 1 takes away from the weights. Its order is that of scikit-learn: shrink by the
-l2 share, step along the loss, truncate by the l1 share.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
@@ -25,11 +20,10 @@ from weakref import WeakKeyDictionary, proxy
 import numpy as np
 from declearn.dataset import InMemoryDataset
 from declearn.model.sklearn import SklearnSGDModel
-from scipy.sparse import issparse
 
-from fedclip.arrays import Array, Float64, HostView, narrowed
+from fedclip.arrays import Array, Float64, narrowed
 from fedclip.core.scopes import Groups
-from fedclip.dpsgd.persample import ClippedSum, base
+from fedclip.dpsgd.persample import ClippedSum, base, linear_records
 from fedclip.dpsgd.persample.base import Arrays, Batch, Data, Failed, Positions, Stack
 from fedclip.dpsgd.persons import Means
 from fedclip.engines.declearn.context import AnyModel, AnyVector
@@ -215,14 +209,12 @@ def _rows(data: Data, dtype: object, positions: Positions) -> Data:
 
 
 # -- gradients --------------------------------------------------------------------------------
-def _framework(model: AnyModel) -> tuple[str, Any]:
-    """Return the framework of a model of declearn's, and the file for it, or None."""
+def _framework(model: AnyModel) -> str:
+    """Return the framework of a model of declearn's; refuse one that is not known here."""
     for cls in type(model).__mro__:
         kind = cls.__module__.removeprefix("declearn.model.").partition(".")[0]
-        if kind in ("torch", "tensorflow"):
-            return kind, import_module(f"fedclip.engines.declearn.persample_{kind}")
-        if kind in ("haiku", "sklearn"):
-            return kind, None
+        if kind in _STACKS:
+            return kind
     text = f"fedclip has no gradients of single records for {type(model).__name__}"
     raise TypeError(f"{text}: take a TorchModel, TensorflowModel, HaikuModel or SklearnSGDModel")
 
@@ -233,7 +225,7 @@ def shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(array.shape) for name, array in weights.items()}
 
 
-def check(model: AnyModel) -> None:
+def check(model: Any) -> None:
     """Refuse a model in which a record cannot be treated alone.
 
     Raises
@@ -241,16 +233,22 @@ def check(model: AnyModel) -> None:
     TypeError, ValueError
         If the model is of no kind known here, or a layer, which is named, mixes records.
     """
-    file = _framework(model)[1]
-    if file is not None:
-        file.check(model)
+    kind = _framework(model)
+    if kind == "torch":
+        from fedclip.dpsgd.persample import torch_check
+
+        torch_check.check(model._raw_model.module)
+    elif kind == "tensorflow":
+        from fedclip.dpsgd.persample import tensorflow_records
+
+        tensorflow_records.check(model._model)
     elif isinstance(model, SklearnSGDModel) and model._model.get_params().get("class_weight"):
         raise ValueError("class_weight lets records depend on others: give sample weights instead")
     if not shapes(model):
         raise ValueError("the model has no trainable weights: there is nothing to clip")
 
 
-def try_out(model: AnyModel, records: Sequence[Data], **settings: Any) -> None:
+def try_out(model: Any, records: Sequence[Data], **settings: Any) -> None:
     """Take the gradients of records that nobody protects.
 
     Parameters
@@ -276,9 +274,13 @@ def try_out(model: AnyModel, records: Sequence[Data], **settings: Any) -> None:
         vector(model, {name: array + 0.0 for name, array in sums.items()})
         return np.concatenate([array.ravel() for array in sums.values()])
 
-    kind, file = _framework(model)
-    if kind == "torch":
-        file.try_out(model, records, gradient)
+    if _framework(model) == "torch":
+        from fedclip.dpsgd.persample import torch_check, torch_records
+
+        modules = [model._raw_model.module, model._loss_fn.module]
+        for record in records:
+            torch_records.check_tracked(*_torch_records(model, record))
+        torch_check.try_out(model, modules, records, gradient)
         return
     # Nothing but variables could outlive a record there.
     for record in records:
@@ -335,13 +337,14 @@ def clipped_sum(
         for one that raised.
     """
     total = ClippedSum(shapes(model), factors, groups, each)
+    stacks_of = _STACKS[_framework(model)]
     of_persons = any(getattr(batch, "owners", None) is not None for batch in batches)
     means = Means(batches) if of_persons else None
 
     def add(batch: Data, start: int, stop: int) -> None:
         # Some kinds of arrays cannot be cut, such as sparse ones.
         some = batch if stop - start == _size(batch) else part(batch, slice(start, stop))
-        stacks = _stacks(model, some, micro_batch, each is not None or of_persons)
+        stacks = stacks_of(model, some, micro_batch, each is not None or of_persons)
         if means is not None:
             stacks = means.of(stacks, batch.owners[start:stop], batch.shares[start:stop])
         total.add(stacks)
@@ -376,18 +379,48 @@ def part(data: Data, rows: slice) -> Data:
     return _mapped(lambda x: x.iloc[rows] if hasattr(x, "iloc") else x[rows], data)
 
 
-def _stacks(model: Any, batch: Data, micro_batch: int, whole: bool) -> Iterator[Stack]:
-    """Yield the gradients of each micro-batch; `whole` says that they are asked for themselves."""
-    kind, file = _framework(model)
-    if kind == "sklearn":
-        return _linear_stacks(model, batch, micro_batch)
-    stacks = _haiku_stacks if kind == "haiku" else file.stacks
-    return stacks(model, batch, micro_batch, whole)
-
-
-# -- Haiku ------------------------------------------------------------------------------------
-# To compile takes long: once for a model.
+# -- the frameworks: each yields the gradients of micro-batches, `whole` if they are asked for ----
+# To compile, or to trace, takes long: once for a model.
 _COMPILED: WeakKeyDictionary[AnyModel, Any] = WeakKeyDictionary()
+
+
+def _named(batch: Data) -> dict[str, Data]:
+    pairs = zip(("inputs", "target", "weight"), batch, strict=True)
+    return {name: data for name, data in pairs if data is not None}
+
+
+def _torch_records(model: Any, batch: Data) -> tuple[Any, Data, Data]:
+    """Return the module, its loss for one record, and the records on its device."""
+    from torch.utils._pytree import tree_map
+
+    # Not those that declearn wraps them in, which send all arguments to the device once more.
+    module, criterion = model._raw_model.module, model._loss_fn.module
+    device = model._raw_model.device
+    module.train()
+
+    def loss(run: Callable[[Data], Data], record: Data) -> Data:
+        output = run(tuple(x.unsqueeze(0) for x in record["inputs"]))
+        target = record["target"].unsqueeze(0) if "target" in record else None
+        value = criterion(output, target).mean()
+        return value * record["weight"].to(value.dtype) if "weight" in record else value
+
+    return module, loss, tree_map(lambda x: x.to(device), _named(model._unpack_batch(batch)))
+
+
+def _torch_stacks(model: Any, batch: Data, micro_batch: int, whole: bool) -> Iterator[Stack]:
+    from fedclip.dpsgd.persample.torch_records import record_stacks
+
+    return record_stacks(*_torch_records(model, batch), micro_batch, whole, "module.")
+
+
+def _keras_stacks(model: Any, batch: Data, micro_batch: int, whole: bool) -> Iterator[Stack]:
+    from fedclip.dpsgd.persample.tensorflow_records import RecordGradients
+
+    if model not in _COMPILED:
+        variables = [*model._get_weight_variables(trainable=True)]
+        _COMPILED[model] = RecordGradients(model._model, variables, model._device)
+    gradients: RecordGradients = _COMPILED[model]
+    return gradients.stacks(_named(batch), micro_batch)
 
 
 def _haiku_stacks(model: Any, batch: Data, micro_batch: int, whole: bool) -> Iterator[Stack]:
@@ -418,60 +451,14 @@ def _haiku_loss(model: Any, trained: Data, fixed: Data, record: Data) -> Array:
     return model._forward(trained, fixed, key, batch)
 
 
-# -- scikit-learn -----------------------------------------------------------------------------
-# Derivatives by the prediction p; of classifiers, y is -1 or 1.
-_SLOPES: dict[str, Callable[[HostView, HostView, float], HostView]] = {
-    "hinge": lambda p, y, eps: np.where(p * y <= 1.0, -y, 0.0),
-    "perceptron": lambda p, y, eps: np.where(p * y <= 0.0, -y, 0.0),
-    "log_loss": lambda p, y, eps: -y / (1.0 + np.exp(p * y)),
-    "modified_huber": lambda p, y, eps: -2.0 * y * np.clip(1.0 - p * y, 0.0, 2.0),
-    "squared_hinge": lambda p, y, eps: -2.0 * y * np.maximum(1.0 - p * y, 0.0),
-    "squared_error": lambda p, y, eps: p - y,
-    "huber": lambda p, y, eps: np.clip(p - y, -eps, eps),
-    "epsilon_insensitive": lambda p, y, eps: np.sign(p - y) * (np.abs(p - y) > eps),
-    "squared_epsilon_insensitive": lambda p, y, eps: 2.0 * (p - y - np.clip(p - y, -eps, eps)),
+def _linear_stacks(model: Any, batch: Data, micro_batch: int, whole: bool) -> Iterator[Stack]:
+    records = model._unpack_batch(batch)
+    return linear_records.record_stacks(model._model, records, micro_batch, model._dtype)
+
+
+_STACKS = {
+    "torch": _torch_stacks,
+    "tensorflow": _keras_stacks,
+    "haiku": _haiku_stacks,
+    "sklearn": _linear_stacks,
 }
-# Beyond which scikit-learn cuts slopes, and by what it multiplies intercepts of sparse data.
-_STEEPEST, _SPARSE = 1e12, 0.01
-
-
-def _linear_stacks(model: SklearnSGDModel, batch: Data, micro_batch: int) -> Iterator[Stack]:
-    inputs, targets, weights = model._unpack_batch(batch)
-    skl = model._model
-    slope, settings = _SLOPES[skl.loss], skl.get_params()
-    penalty = settings["penalty"]
-    l1_ratio = {"l2": 0.0, "l1": 1.0, "elasticnet": settings["l1_ratio"]}.get(penalty, 0.0)
-    alpha = 0.0 if penalty in (None, "none") else settings["alpha"]
-    coef = np.atleast_2d(np.asarray(skl.coef_, np.float64))
-    decay = (_SPARSE if issparse(inputs) else 1.0) if settings["fit_intercept"] else 0.0
-    together = base.at_once(micro_batch, coef.size)
-    for start in range(0, inputs.shape[0], together):
-        rows = slice(start, start + together)
-        x, y = _dense(inputs, rows), _signs(model, _dense(targets, rows))
-        with np.errstate(all="ignore"):
-            p = x @ coef.T + np.asarray(skl.intercept_, np.float64)
-            slopes = np.clip(slope(p, y, settings.get("epsilon", 0.0)), -_STEEPEST, _STEEPEST)
-            after = coef * max(0.0, 1.0 - (1.0 - l1_ratio) * alpha)
-            after = after - slopes[:, :, None] * x[:, None, :]
-            after = np.sign(after) * np.maximum(np.abs(after) - l1_ratio * alpha, 0.0)
-            # As declearn does: the whole step is multiplied, with its penalty.
-            w = np.ones(len(x)) if weights is None else _dense(weights, rows)
-            steps = {"intercept": slopes * decay * w[:, None]}
-            steps["coef"] = (coef - after) * w[:, None, None]
-        shaped = {"intercept": skl.intercept_.shape, "coef": skl.coef_.shape}
-        yield base.HostStack({n: steps[n].reshape(len(x), *shape) for n, shape in shaped.items()})
-
-
-def _dense(data: Data, rows: slice) -> HostView:
-    some = part(data, rows)
-    return np.asarray(some.toarray() if issparse(some) else some, dtype=np.float64)
-
-
-def _signs(model: SklearnSGDModel, targets: HostView) -> HostView:
-    """Return targets as the loss has them, one column for each output."""
-    column = targets.reshape(len(targets), 1)
-    classes = getattr(model._model, "classes_", None)
-    if classes is None:
-        return column
-    classes = classes[1:] if len(classes) == 2 else classes
-    return np.where(column == np.asarray(classes, dtype=model._dtype), 1.0, -1.0)
