@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 from declearn.main.config import FLOptimConfig, FLRunConfig
@@ -39,77 +39,15 @@ from fedclip.engines.declearn.quickrun import Experiment
 from fedclip.engines.local.crowd import Crowd, SimulateConfig
 from fedclip.engines.local.simulate import Simulation
 from fedclip.errors import ToolError
-from fedclip.privacy.accounting import Accountant, epsilon, epsilon_of, mu_of, split_noise
-from fedclip.privacy.audit import Claim, Guesses, guess
+from fedclip.privacy.accounting import split_noise
+from fedclip.privacy.audit import FEWEST, REHEARSALS, Audit, Played, attack, likelier, unmixed
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import Reply
 from fedclip.updates.server import UpdateServer
 
-# Canaries, in one run or several: twice as many until the claim can be refuted.
-_FEWEST, _MOST = 1000, 32_000
-# About how long all runs may take, and how many there may be; but 10 in any case.
-_SECONDS, _RUNS, _REHEARSALS = 180.0, 2000, 10
-# Shares of the canaries to guess: as present, and as absent. A canary that DP-SGD
-# never draws looks absent, so that guesses of presence can be surer.
-_SHARES = [(x, x) for x in (0.025, 0.05, 0.1, 0.2, 0.4)] + [(0.05, 0.0), (0.2, 0.0)]
 # The norm of a canary before it is clipped, in bounds, for each group of tensors.
 _FAR = 1e3
-
-# What a run has charged; which canaries took part; their scores; their scores in rehearsals with
-# half the claimed noise, of shape (rehearsals, canaries); and which premise was broken, or "".
-Played: TypeAlias = tuple[Accountant, Host, Host, Host, str]
-
-
-class Audit(NamedTuple):
-    """The result of the attacks.
-
-    Attributes
-    ----------
-    protects
-        "client", "record" or "person".
-    claimed, delta
-        The epsilon of all that the run has charged, and its delta.
-    least
-        The lower bound on epsilon, which is too high in at most one audit of twenty.
-    most
-        The largest claim that this audit can refute, if the noise is half of what is claimed.
-    guesses
-        The guesses of who took part.
-    broken
-        Which premise of accounting the run has broken; "" if none.
-    """
-
-    protects: str
-    claimed: float
-    delta: float
-    least: float
-    most: float
-    guesses: Guesses
-    broken: str
-
-    @property
-    def fault(self) -> bool:
-        """Whether the claim is refuted."""
-        return self.least > self.claimed or bool(self.broken)
-
-    @property
-    def audited(self) -> bool:
-        """Whether the claim is refuted, or would be if the noise were half of it."""
-        return self.fault or self.most > self.claimed
-
-    def in_words(self) -> Iterator[str]:
-        """Yield the result, sentence by sentence."""
-        canaries, guesses, right = self.guesses
-        yield f"one run: {canaries:,} canaries, each a {self.protects} clipped to the bound"
-        yield f"  who took part: {right:,} of {guesses:,} guesses are right"
-        yield f"  epsilon is at least {self.least:.3g} (95 % confidence)"
-        yield f"  claimed is {self.claimed:.4g} at delta {self.delta:g}"
-        yield f"  with half the noise, this audit can refute at most {self.most:.3g}"
-        verdict = "THE CLAIM IS REFUTED" if self.fault else "no fault was found"
-        verdict = verdict if self.audited else "NOT AUDITED: the claim is above that"
-        yield f"  {verdict}{': ' * bool(self.broken)}{self.broken}"
-        yield "what this does not show: that epsilon is as small as claimed (docs/audit.md)"
 
 
 def audit(file: Path, seed: int | None = None) -> Audit:
@@ -128,39 +66,6 @@ def audit(file: Path, seed: int | None = None) -> Audit:
         return _of_clients(Simulation(file, seed), rng)
     except RuntimeError as exc:
         raise ToolError(f"the claim is not audited, as the run ends: {exc}") from None
-
-
-def _attack(unit: str, play: Callable[[], Played], seconds: float) -> Audit:
-    """Play runs until the guesses could refute the claim, or enough were played.
-
-    How many runs there are, and how many canaries are guessed, depends on rehearsals alone.
-    """
-    runs, goal, most = [play()], _FEWEST, min(max(int(_SECONDS / seconds), 10), _RUNS)
-    spent, delta, relation = runs[0][0].spent, runs[0][0].delta, runs[0][0].relation
-    claim, claimed = Claim(lambda x: epsilon(spent, x, relation)), epsilon(spent, delta, relation)
-    while True:
-        present, scores, half = (np.concatenate([run[i] for run in runs], -1) for i in (1, 2, 3))
-        last = len(runs) >= most or len(present) >= _MOST
-        if last or len(present) >= goal:
-            refutable, share = max((claim.factor(_unlucky(present, half, x)), x) for x in _SHARES)
-            if last or refutable > 1.0 or not half.any():
-                break
-            goal *= 2
-        runs.append(play())
-    guesses, mu = guess(present, scores, *share), mu_of(max(claimed, 1e-9), delta)
-    least, most_ = (epsilon_of(x * mu, delta) for x in (claim.factor(guesses), refutable))
-    broken = max(run[-1] for run in runs)
-    return Audit(unit, claimed, delta, least, most_, guesses, broken)
-
-
-def _unlucky(present: Host, half: Host, share: tuple[float, float]) -> Guesses:
-    """Return the guesses of a rehearsal with fewer right ones than in 999 of 1,000."""
-    from scipy import stats
-
-    outcomes = [guess(present, scores, *share) for scores in half]
-    right, guesses = sum(outcome.right for outcome in outcomes), outcomes[0].guesses
-    surely = stats.beta.ppf(1e-3, right, len(outcomes) * guesses - right + 1) if right else 0.0
-    return outcomes[0]._replace(right=int(stats.binom.ppf(1e-3, guesses, surely)))
 
 
 def _places(arrays: Mapping[str, Any], groups: Groups, most: int, rng: np.random.Generator) -> Host:
@@ -192,7 +97,7 @@ def _of_clients(simulation: Simulation, rng: np.random.Generator) -> Audit:
     like = {n: np.zeros(x.shape) for n, x in simulation.model.get_weights(True).coefs.items()}
     turns, values = simulation.config.rounds / bound.separation, sum(x.size for x in like.values())
     play = partial(_play, simulation, bound.get_config(), like, rng)
-    return _attack("client", play, turns * len(names) * (3e-4 + 2e-8 * values))
+    return attack("client", play, turns * len(names) * (3e-4 + 2e-8 * values))
 
 
 def _play(
@@ -235,25 +140,12 @@ def _play(
     expected, observed = unmixed(seen, due, budget.coefficients, lengths)
     z, bits, squares = bound.noise_multiplier, budget.bits_noise, (expected**2).sum(0)
     noise = (split_noise(z, bits) if bits else z) * math.hypot(*budget.coefficients)
-    draws = rng.standard_normal((_REHEARSALS, len(present))) * np.sqrt(squares) * noise / 2.0
+    draws = rng.standard_normal((REHEARSALS, len(present))) * np.sqrt(squares) * noise / 2.0
     # A canary with more turns is seen better: scores are logarithms of likelihoods.
     middle = (1.0 + absent) / 2.0 * squares
     broken = _too_often(names, np.array(due), bound.separation, budget.accountant.rounds)
     scores, half = (expected * observed).sum(0) - middle, signs * squares + draws - middle
     return budget.accountant, present, scores, half, broken
-
-
-def unmixed(seen: Any, due: Any, c: tuple[float, ...], lengths: list[float]) -> tuple[Host, Host]:
-    """Return what canaries add to each round and what was seen of them, with independent noise.
-
-    This undoes the correlation of the noise. Rounds within a band after a round without a release
-    are left out.
-    """
-    from scipy.signal import lfilter
-
-    usable = np.convolve(np.array(lengths) == 0.0, np.ones(len(c)))[: len(seen)] == 0
-    expected = lfilter(c, [1.0], np.transpose(np.transpose(due) * lengths), axis=0)
-    return expected * usable[:, None], lfilter(c, [1.0], seen, axis=0)
 
 
 def _too_often(names: Host, due: Host, separation: int, charged: int) -> str:
@@ -276,10 +168,10 @@ class _Watched(PrivateTrainingManager):
         self._groups, self._rng, many = self.stage.groups, rng, len(self.records)
         self.broken = self._unclipped()
         self._like = self.model.get_weights(trainable=True).coefs
-        self._places = _places(self._like, self._groups, min(many, _FEWEST), rng)
+        self._places = _places(self._like, self._groups, min(many, FEWEST), rng)
         self._units = rng.permutation(many)[: len(self._places)]
         self.there = rng.random(len(self._places)) < 0.5
-        self.scores, self.half = np.zeros(len(self.there)), np.zeros((_REHEARSALS, len(self.there)))
+        self.scores, self.half = np.zeros(len(self.there)), np.zeros((REHEARSALS, len(self.there)))
         self._source, self.noise = self.noise, cast(Any, self)
 
     def _unclipped(self) -> str:
@@ -323,20 +215,13 @@ class _Watched(PrivateTrainingManager):
         noisy, (direction, bound), plan = self._source.add(sums, std), self._step, self.calibration
         length = float(np.linalg.norm(direction))
         noise = self.clipping.noise_multiplier(plan.noise_multiplier, plan.expected)
-        likelier = partial(_likelier, length=min(length, 1.0), noise=noise, rate=plan.rate)
+        score = partial(likelier, length=min(length, 1.0), noise=noise, rate=plan.rate)
         seen = _flat(noisy, self._groups)[self._places] @ direction
-        self.scores += likelier(seen / (bound * length or 1.0))
+        self.scores += score(seen / (bound * length or 1.0))
         drawn = self.there & (self._rng.random(self.half.shape) < plan.rate)
         draws = self._rng.standard_normal(drawn.shape) * noise / 2.0
-        self.half += likelier(drawn * min(length, 1.0) + draws)
+        self.half += score(drawn * min(length, 1.0) + draws)
         return noisy
-
-
-def _likelier(seen: Host, length: float, noise: float, rate: float) -> Host:
-    """Return the logarithm of how much likelier this is with a canary that is drawn at a rate."""
-    without = math.log1p(-rate) if rate < 1.0 else -math.inf
-    ratio = (seen - length / 2.0) * length / noise**2
-    return np.asarray(np.logaddexp(without, math.log(rate) + ratio))
 
 
 def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> Audit:
@@ -363,6 +248,6 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
 
     manager.make_private(request, records=units)
     values = sum(map(math.prod, shapes(crowd.model).values()))
-    most = min(len(units), values, _FEWEST)
+    most = min(len(units), values, FEWEST)
     seconds = 0.1 + manager.calibration.steps * (3e-4 + 1e-7 * values + 5e-7 * most)
-    return _attack(units.unit, play, seconds)
+    return attack(units.unit, play, seconds)

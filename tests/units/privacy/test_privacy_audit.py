@@ -18,11 +18,10 @@ from quickruns import write_config, write_sites
 from report_runs import call
 
 from fedclip.dpsgd.step import IndependentNoise, PoissonSampler, SampleClipping
-from fedclip.engines.local import audit as attack
-from fedclip.engines.local.audit import Audit, audit
+from fedclip.engines.local.audit import audit
 from fedclip.errors import ToolError
 from fedclip.privacy.accounting import epsilon_of
-from fedclip.privacy.audit import guess, lower_bound
+from fedclip.privacy.audit import Audit, guess, lower_bound
 from fedclip.privacy.noise import insecure_normals
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import Limits
@@ -162,7 +161,7 @@ def test_each_fault_is_refuted_or_its_claim_is_not_audited(
     write: Any, claim: float, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where there are few canaries for the claim: a noise multiplier, or an epsilon."""
-    monkeypatch.setattr(attack, "_MOST", 1000)
+    monkeypatch.setattr("fedclip.privacy.audit._MOST", 1000)
     if fault in OF_CLIENTS:
         found = audited(of_clients(write, z=claim), OF_CLIENTS[fault])
         assert found is None or found.fault or not found.audited
@@ -245,7 +244,7 @@ def test_the_command_prints_what_was_found(write: Any, monkeypatch: pytest.Monke
         assert words in done.stdout
     assert logging.getLogger("declearn").level == level
     # With few canaries, the claim cannot be audited.
-    monkeypatch.setattr(attack, "_MOST", 60)
+    monkeypatch.setattr("fedclip.privacy.audit._MOST", 60)
     done = call("privacy", "audit", file, "--json")
     assert done.exit_code == 1, done.output
     result = json.loads(done.stdout)
