@@ -8,20 +8,14 @@ numbers would give all records the same. In models that have such a layer, recor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from fedclip.dpsgd.persample.base import (
-    Data,
-    Host,
-    HostStack,
-    UnsupportedModelError,
-    at_once,
-    padded,
-)
+from fedclip.dpsgd.persample import base
+from fedclip.dpsgd.persample.base import Data, Host, HostStack
 
 _L = tf.keras.layers
 _ONE_BY_ONE = (_L.RNN, _L.Attention, _L.GroupQueryAttention, _L.MultiHeadAttention)
@@ -52,8 +46,12 @@ class RecordGradients:
     """
 
     def __init__(self, model: tf.keras.Model, variables: Variables, device: str) -> None:
-        self._variables, self._device = variables, device
-        self._gradients = tf.function(_gradients_of(model, variables), reduce_retracing=True)
+        self._model, self._variables, self._device = model, variables, device
+        self._gradients = tf.function(self._of_records, reduce_retracing=True)
+        self._one_by_one = any(
+            isinstance(layer, _ONE_BY_ONE) or hasattr(layer, "seed_generator")
+            for layer in model._flatten_layers()
+        )
 
     def stacks(self, records: Mapping[str, Data], micro_batch: int) -> Iterator[HostStack]:
         """Yield the gradients of each micro-batch, which are always whole.
@@ -69,8 +67,8 @@ class RecordGradients:
         variables = self._variables
         with tf.device(self._device):
             arrays = tf.nest.map_structure(tf.convert_to_tensor, dict(records))
-        together = at_once(micro_batch, sum(int(np.prod(v.shape)) for v in variables))
-        for rows, size in padded(len(tf.nest.flatten(arrays["inputs"])[0]), together):
+        together = base.at_once(micro_batch, sum(int(np.prod(v.shape)) for v in variables))
+        for rows, size in base.padded(len(tf.nest.flatten(arrays["inputs"])[0]), together):
             with tf.device(self._device):
                 # Those of the layers, and any other that the pass comes across.
                 used = self._gradients.get_concrete_function(arrays, rows).variables
@@ -88,32 +86,23 @@ class RecordGradients:
             pairs = zip(variables, gradients, strict=True)
             yield HostStack({v.name: _host(gradient)[:size] for v, gradient in pairs})
 
+    def _of_records(self, arrays: Data, rows: Host) -> Data:
+        records = tf.nest.map_structure(lambda a: tf.gather(a, rows), arrays)
+        if not self._one_by_one:
+            return tf.vectorized_map(self._of_record, records)
+        dtypes = [v.dtype for v in self._variables]
+        return tf.map_fn(self._of_record, records, fn_output_signature=dtypes)
 
-def _gradients_of(model: tf.keras.Model, variables: Variables) -> Callable[[Data, Host], Data]:
-    """Return a function from arrays and rows to the gradients of these records."""
-    one_by_one = any(
-        isinstance(layer, _ONE_BY_ONE) or hasattr(layer, "seed_generator")
-        for layer in model._flatten_layers()
-    )
-
-    def of_record(record: Data) -> list[Tensor]:
+    def _of_record(self, record: Data) -> list[Tensor]:
         batch = tf.nest.map_structure(lambda a: tf.expand_dims(a, 0), record)
         with tf.GradientTape() as tape:
-            outputs = model(batch["inputs"], training=True)
-            loss = model.compute_loss(batch["inputs"], batch.get("target"), outputs)
+            outputs = self._model(batch["inputs"], training=True)
+            loss = self._model.compute_loss(batch["inputs"], batch.get("target"), outputs)
             loss = tf.reduce_mean(loss)
             if "weight" in record:
                 loss *= tf.cast(record["weight"], loss.dtype)
-        gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
+        gradients = tape.gradient(loss, self._variables, unconnected_gradients="zero")
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
-
-    def of_records(arrays: Data, rows: Host) -> Data:
-        records = tf.nest.map_structure(lambda a: tf.gather(a, rows), arrays)
-        if not one_by_one:
-            return tf.vectorized_map(of_record, records)
-        return tf.map_fn(of_record, records, fn_output_signature=[v.dtype for v in variables])
-
-    return of_records
 
 
 def _host(array: Tensor) -> Host:
@@ -127,4 +116,4 @@ def _refuse_changed(before: list[tuple[tf.Variable, Host]]) -> None:
         variable.assign(array)
     for variable, _ in changed:
         text = f"training changes {variable.name!r}, which would keep records without noise"
-        raise UnsupportedModelError(f"{text}: use a layer without such a memory")
+        raise base.UnsupportedModelError(f"{text}: use a layer without such a memory")
