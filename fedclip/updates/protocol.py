@@ -20,7 +20,7 @@ does not reply, and no reply counts in a later round.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -315,3 +315,17 @@ class Schedule:
         """Return who has a turn in a round, from 0 on."""
         separation = self.turns.separation
         return self.clients[round_ % separation :: separation]
+
+    def present(self, round_: int, names: Container[str]) -> list[str]:
+        """Return who of these names has a turn in a round, from 0 on.
+
+        Raises
+        ------
+        RuntimeError
+            If nobody has: all whose turn it is have left, and no client may replace them.
+        """
+        due = self.due(round_)
+        if present := [name for name in due if name in names]:
+            return present
+        who = f"all clients whose turn it is have left ({', '.join(due[:5])})"
+        raise RuntimeError(f"{who}, and no client may replace them: start again with the others")

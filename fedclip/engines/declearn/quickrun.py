@@ -232,11 +232,11 @@ class Federation(Experiment):
         host, port = self.network.host, self.network.port
         try:
             socket.create_server((host, port)).close()
-        except socket.gaierror:
-            _LOGGER.debug("The server will say that %s has no address.", host)
-        except OSError:
-            text = f"port {port} on {host} is in use; set another port in [network]"
-            raise ToolError(text) from None
+        except OSError as exc:
+            # Of a host without an address, the server will say so.
+            if not isinstance(exc, socket.gaierror):
+                text = f"port {port} on {host} is in use; set another port in [network]"
+                raise ToolError(text) from None
         super().__init__(file)
 
     async def _run_server(self) -> None:

@@ -223,7 +223,6 @@ class RoundRobin(ClientSampler):
         self.per_round = parameters.integer(1, per_round=per_round)
         self._schedule: Schedule
         self._round = 0
-        self._due: frozenset[str] = frozenset()
 
     def init_clients(self, clients: set[str]) -> None:
         """Fix the schedule for these clients."""
@@ -235,18 +234,14 @@ class RoundRobin(ClientSampler):
 
         It raises if there are none: declearn would draw again, and in the end draw all clients.
         """
-        self._due = frozenset(self._schedule.due(self._round))
         context.change(participation=self._schedule.at(self._round))
         self._round += 1
-        if present := self._due & eligible_clients:
-            return set(present)
-        names = ", ".join(map(repr, sorted(self._due)[:5]))
-        text = f"all clients whose turn it is have left ({names}), and no client may replace them"
-        raise RuntimeError(f"{text}: start again with the others")
+        return set(self._schedule.present(self._round - 1, eligible_clients))
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
         """Refuse a round in which clients of another group have replied."""
-        if others := sorted(client_to_reply.keys() - self._due):
+        due = self._schedule.due(self._round - 1)
+        if others := sorted(client_to_reply.keys() - due):
             text = f"{others[0]!r} has replied, whose turn it was not"
             raise RuntimeError(f"{text}: no sampler around round-robin may draw other clients")
 
@@ -283,13 +278,8 @@ def guarded(network: NetworkServerConfig, optim: FLOptimConfig, sampler: Sampler
     """
     if not isinstance(sampler, NamedClients):
         receives = [str(m.aux_name or m.name) for m in optim.server_opt.modules]
-        sampler = NamedClients(turns(optim) if sampler is None else sampler, receives=receives)
+        bounds = [m for m in optim.server_opt.modules if isinstance(m, UpdateClipServer)]
+        if sampler is None and (turns := [m for m in bounds if m.separation > 1]):
+            sampler = RoundRobin(per_round=turns[0].expected_clients or 1)
+        sampler = NamedClients(sampler, receives=receives)
     return {"netwk": watchful(network), "client_sampler": sampler}
-
-
-def turns(optim: FLOptimConfig) -> RoundRobin | None:
-    """Return the sampler for ``separation`` > 1 of `update-clip-server`; None without that."""
-    for module in optim.server_opt.modules:
-        if isinstance(module, UpdateClipServer) and module.separation > 1:
-            return RoundRobin(per_round=module.expected_clients or 1)
-    return None

@@ -329,11 +329,7 @@ class UpdateClipStrategy(Strategy):
             return list(messages)
         if bound.separation > 1:
             self._schedule = self._schedule or Schedule(nodes, bound.budget.clients)
-            due = self._schedule.due(self._rounds)
-            if present := [nodes[name] for name in due if name in nodes]:
-                return present
-            names = ", ".join(due[:5])
-            raise RuntimeError(f"all nodes whose turn it is have left ({names}): start again")
+            return [nodes[name] for name in self._schedule.present(self._rounds, nodes)]
         if len(nodes) != bound.budget.clients:
             noise = f"noise is for expected_clients={bound.budget.clients}"
             hint = "set min_train_nodes and fraction_train to ask that many"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.client_sampler import instantiate_client_sampler
+from declearn.communication import NetworkServerConfig
 from declearn.main.config import FLOptimConfig
 from federation_helpers import Clients, Server
 from hypothesis import example, given, settings
@@ -23,7 +24,7 @@ import fedclip
 from benchmarks import turns_audit as attack
 from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.members import Members
-from fedclip.engines.declearn.samplers import turns
+from fedclip.engines.declearn.samplers import guarded
 from fedclip.privacy import ledger
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.correlated import Stream, coefficients, error, grown
@@ -344,9 +345,9 @@ def test_a_short_audit_finds_the_faults_and_no_others(name: str) -> None:
 def test_a_guarded_server_draws_by_turns_where_noise_is_accounted_so() -> None:
     for config, per_round in ((BANDED, 2), ({}, None)):
         server = {"lrate": 1.0, "modules": [("update-clip-server", config)]}
-        found = turns(
-            FLOptimConfig.from_params(
-                client_opt=0.1, aggregator="clipped-averaging", server_opt=server
-            )
+        optim = FLOptimConfig.from_params(
+            client_opt=0.1, aggregator="clipped-averaging", server_opt=server
         )
-        assert (found.per_round if found else None) == per_round
+        network = NetworkServerConfig("websockets", "127.0.0.1", 8765)
+        inner = guarded(network, optim)["client_sampler"].sampler
+        assert getattr(inner, "per_round", None) == per_round
