@@ -281,18 +281,17 @@ def try_out(model: Any, records: Sequence[Data], **settings: Any) -> None:
         for record in records:
             torch_records.check_tracked(*_torch_records(model, record))
         torch_check.try_out(model, modules, records, gradient)
-        return
-    # Nothing but variables could outlive a record there.
-    for record in records:
-        gradient(model, record)
+    else:
+        # Nothing but variables could outlive a record there.
+        for record in records:
+            gradient(model, record)
 
 
 def vector(model: AnyModel, arrays: Arrays) -> AnyVector:
     """Return float64 arrays as a declearn Vector in the model's dtypes, on its device."""
-    weights: AnyVector = model.get_weights(trainable=True)
-    coefs = weights.coefs
+    like: AnyVector = model.get_weights(trainable=True)
     # Arithmetic makes a number of an array without dimensions.
-    return type(weights)({n: narrowed(np.asarray(a), coefs[n]) for n, a in arrays.items()})
+    return type(like)({n: narrowed(np.asarray(a), like.coefs[n]) for n, a in arrays.items()})
 
 
 def clipped_sum(
@@ -419,8 +418,7 @@ def _keras_stacks(model: Any, batch: Data, micro_batch: int, whole: bool) -> Ite
     if model not in _COMPILED:
         variables = [*model._get_weight_variables(trainable=True)]
         _COMPILED[model] = RecordGradients(model._model, variables, model._device)
-    gradients: RecordGradients = _COMPILED[model]
-    return gradients.stacks(_named(batch), micro_batch)
+    yield from _COMPILED[model].stacks(_named(batch), micro_batch)
 
 
 def _haiku_stacks(model: Any, batch: Data, micro_batch: int, whole: bool) -> Iterator[Stack]:
@@ -439,8 +437,7 @@ def _haiku_stacks(model: Any, batch: Data, micro_batch: int, whole: bool) -> Ite
     words = np.frombuffer(os.urandom(8 * len(inputs[0])), np.uint32)
     records = words.reshape(-1, 2), (inputs, targets, weights)
     names = [f"{layer}:{name}" for layer in sorted(trained) for name in sorted(trained[layer])]
-    gradients: RecordGradients = _COMPILED[model]
-    yield from gradients.stacks(names, trained, fixed, records, micro_batch, whole)
+    yield from _COMPILED[model].stacks(names, trained, fixed, records, micro_batch, whole)
 
 
 def _haiku_loss(model: Any, trained: Data, fixed: Data, record: Data) -> Array:

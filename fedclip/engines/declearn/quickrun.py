@@ -15,7 +15,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import starmap
@@ -92,17 +92,15 @@ class Experiment:
         if self._file.suffix != ".py" or not self._file.is_file():
             raise ToolError(f"[model] there is no model file {self._file}: it is a Python file")
 
-    def data(self, site: str, seed: int | None = None) -> tuple[InMemoryDataset, InMemoryDataset]:
-        """Return training data, in batches that a seed decides, and validation data of a client."""
-        parts = []
+    def data(self, site: str, seed: int | None = None) -> Iterator[InMemoryDataset]:
+        """Yield training data, in batches that a seed decides, and validation data of a client."""
         for of, drawn in (("train", seed), ("valid", None)):
             arrays = self.files[site][f"{of}_data"], self.files[site][f"{of}_target"]
             part = InMemoryDataset(*arrays, expose_classes=True, seed=drawn)
             # Models of JAX need it. Where columns are of several types, declearn raises for it.
             types = getattr(part.feats, "dtypes", None)
             part.expose_data_type = types is None or len({*map(str, types)}) == 1
-            parts.append(part)
-        return parts[0], parts[1]
+            yield part
 
     def persons(self, site: str, of: str = "train") -> Path | None:
         """Return the file with the person of each training record of a client, if it exists.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple, TypeAlias
 
 from declearn.model.sklearn import NumpyVector
@@ -26,15 +26,13 @@ from fedclip.privacy.guarantees import Shapes
 Modules: TypeAlias = Sequence[AnyModule]
 
 
-def problems_before(before: Modules, shapes: Shapes | None = None) -> list[Problem]:
-    """Return why modules cannot precede `sample-clip`; an empty list if all can."""
-    problems = []
+def problems_before(before: Modules, shapes: Shapes | None = None) -> Iterator[Problem]:
+    """Yield why modules cannot precede `sample-clip`."""
     for module in before:
         (known,) = analyse(module, shapes).guarantees
         if why := known.shared or ("it adds noise" if known.noise else ""):
             text = f"{module.name} cannot stand before sample-clip, where each record goes through "
-            problems.append(Problem(f"{text}it alone: {why}. Put it after sample-clip"))
-    return problems
+            yield Problem(f"{text}it alone: {why}. Put it after sample-clip")
 
 
 def _mode(mode: str | Sequence[str]) -> str | Sequence[str] | Mapping[str, float]:
@@ -219,6 +217,6 @@ def place_of(modules: Modules, shapes: Shapes, max_norm: float) -> Place:
         text = f"sample-clip has max_norm {settings.max_norm!r}, and the server's sclip_norm is "
         raise ValueError(f"{text}{max_norm!r}: leave max_norm out")
     before = modules[: max(place, 0)]
-    if problems := problems_before(before, shapes):
-        raise ValueError("; ".join(map(str, problems)))
+    if why := "; ".join(map(str, problems_before(before, shapes))):
+        raise ValueError(why)
     return Place(settings, before, [*modules[place + 1 :]], settings.clipping.groups([*shapes]))

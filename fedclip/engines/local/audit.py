@@ -228,13 +228,13 @@ def _of_records(file: Path, optim: FLOptimConfig, rng: np.random.Generator) -> A
     experiment, config = Experiment(file), FLRunConfig.from_toml(str(file), False, "run")
     effort = {k: v for k, v in config.training.message_params.items() if k != "timeout"}
     crowd = Crowd(experiment, optim, effort, SimulateConfig(clients=1))
-    data, persons = crowd.data[0], experiment.persons(crowd.sites[0])
+    (train, valid), persons = crowd.data[0], experiment.persons(crowd.sites[0])
     logger = logging.getLogger("declearn.client.audit")
     logger.setLevel(logging.ERROR)
     # A client that trains alone, as the server asks it to.
-    parts = crowd.model, crowd.optimizer(0), optim.aggregator, *data
+    parts = crowd.model, crowd.optimizer(0), optim.aggregator, train, valid
     manager = _Watched(*parts, logger=logger, verbose=False)
-    records = Records(data[0], *first_records(data[1])[:1])
+    records = Records(train, *first_records(valid)[:1])
     units = records if persons is None else Persons(records, persons)
     request = PrivacyRequest(rounds=config.rounds, **effort, **vars(config.privacy))
 

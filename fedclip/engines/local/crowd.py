@@ -96,7 +96,7 @@ class Crowd:
         self.settings, self.sites, self._effort = settings, list(experiment.files), effort
         rounds = [divmod(i, len(self.sites)) for i in range(settings.clients or 0)]
         self.names = [self.sites[i] + f"-{turn}" * bool(turn) for turn, i in rounds]
-        self.data = [experiment.data(site) for site in self.sites]
+        self.data = [tuple(experiment.data(site)) for site in self.sites]
         self._rng = np.random.default_rng(settings.seed)
         hostile = self._rng.permutation(len(self.names))[: settings.attackers or 0]
         self.hostile = frozenset(hostile.tolist())
