@@ -207,8 +207,7 @@ class Parameter:
         """Return the parameter as a class has it; what is not said is as in the class before."""
         if annotation is not None and not isinstance(annotation, str):
             annotation = inspect.formatannotation(annotation)
-        if before is None:
-            return replace(self, annotation=annotation or "", common=common)
+        before = before or replace(self, annotation="", common=common)
         return replace(
             before,
             check=self.check or before.check,
