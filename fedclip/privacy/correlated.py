@@ -117,14 +117,13 @@ def grown(c: tuple[float, ...], rounds: int) -> float:
     """
     if len(c) == 1:
         return 1.0
-    once: Float64 = np.zeros(min(rounds, _ROUNDS))
-    once[0] = 1.0
+    once = np.eye(1, min(rounds, _ROUNDS))[0]
     return float(np.linalg.norm(_inverse_times(np.array(c), once)))
 
 
 def _sums(rounds: int, momentum: float) -> tuple[Float64, Float64]:
     """Return in how many rounds a step is part of the model, and how much of it after each."""
-    momentum = parameters.number("a number in [0, 1)", 0.0, 1.0, open_high=True, momentum=momentum)
+    momentum = parameters.share(momentum=momentum)
     remaining: Float64 = np.arange(rounds, 0, -1.0)
     return remaining, np.cumsum(momentum ** np.arange(rounds))
 

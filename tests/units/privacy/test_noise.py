@@ -27,6 +27,7 @@ from fedclip.privacy.accounting import (
     mu_of,
     noise_multiplier,
     split_noise,
+    state_of,
 )
 from fedclip.privacy.noise import add_noise, noised, secure_normals
 
@@ -272,9 +273,9 @@ def test_a_budget_adds_up_and_is_restored() -> None:
     assert (first.epsilon(), first.rounds) == (0.0, 0)
     for steps, sampling in ((3, 0.1), (4, 0.1), (1, 1.0)):
         first.add(2.0, steps, sampling)
-    assert first.get_state() == [[2.0, 7, 0.1], [2.0, 1]]
+    assert state_of(first.spent) == [[2.0, 7, 0.1], [2.0, 1]]
     second = Accountant(1e-5)
-    second.set_state(first.get_state())
+    second.set_state(state_of(first.spent))
     assert (second.spent, second.rounds) == (first.spent, 8)
     assert second.epsilon() == first.epsilon() < Accountant(1e-5).epsilon(2.0, 8)
     for wrong in ([[2.0, 7, 1.1]], [[2.0, 0]]):
