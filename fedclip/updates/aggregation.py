@@ -111,9 +111,8 @@ class Combining:
         self.kind = parameters.choice(("mean", "arc", "trimmed"), combine=combine)
         hostile = parameters.optional(parameters.integer, 1, n_hostile=n_hostile)
         if (self.kind == "mean") != (hostile is None):
-            raise ValueError(
-                f"combine={combine!r} does not go with n_hostile={n_hostile!r}: set both"
-            )
+            got = f"combine={combine!r} does not go with n_hostile={n_hostile!r}"
+            raise ValueError(f"{got}: set both")
         self.n_hostile = hostile or 0
 
     @property
@@ -125,24 +124,20 @@ class Combining:
 
     def unfit(self, *, weights: bool = False, noise: bool = False, secure: bool = False) -> str:
         """Return why updates cannot be combined like this; "" if they can."""
-        if not self.n_hostile:
-            return ""
         reasons = {
             "secure aggregation: the server sees the sum of the updates, and none of them": secure,
             f"noise: that is sized on 1 / n of the bound, not on {self.pull}": noise,
             "weights: n_hostile counts clients, and one may have most of the weight": weights,
         }
-        why = next((why for why, applies in reasons.items() if applies), "")
+        why = next((why for why, applies in reasons.items() if applies and self.n_hostile), "")
         return why and f"combine = {self.kind!r} does not go with {why}; take the mean"
 
     def too_few(self, clients: int) -> str:
         """Return a message if a round has too few clients; "" if it has enough."""
         if not self.n_hostile or clients > 2 * self.n_hostile:
             return ""
-        need = (
-            f"n_hostile = {self.n_hostile} needs more than {2 * self.n_hostile} replies in a round"
-        )
-        return f"combine = {self.kind!r} with {need}, and there are {clients}"
+        text = f"combine = {self.kind!r} with n_hostile = {self.n_hostile} needs more than"
+        return f"{text} {2 * self.n_hostile} replies in a round, and there are {clients}"
 
     def of(
         self,
