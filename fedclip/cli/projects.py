@@ -213,17 +213,13 @@ def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
     """Yield sentences about the table and the picture."""
     ratios = (pulls(reports[way]) for way in WAYS[1:])
     late = [np.median(ratio[:, ratio.shape[1] * 2 // 3 :]) for ratio in ratios]
-    yield (
-        f"Without clipping, {SITES[-1]}'s updates outweigh those of the others. With the fixed "
-        f"bound, it pulls the model {late[0]:.1f} times as hard as the median site in the last "
-        f"third of the rounds, and {late[1]:.1f} times with the adaptive one."
-    )
+    text = f"Without clipping, {SITES[-1]}'s updates outweigh those of the others. With the fixed"
+    text += f" bound, it pulls the model {late[0]:.1f} times as hard as the median site in the last"
+    yield f"{text} third of the rounds, and {late[1]:.1f} times with the adaptive one."
     low = ranking.worst("adaptive-bound")
     none, fixed, adaptive = (f"{ranking.mean(way, low)[0]:.1%}" for way in WAYS)
-    yield (
-        f"With the adaptive bound, the lowest site is {low}: accuracy {adaptive}, with the fixed "
-        f"bound {fixed}, without clipping {none}."
-    )
+    text = f"With the adaptive bound, the lowest site is {low}: accuracy {adaptive}, with the fixed"
+    yield f"{text} bound {fixed}, without clipping {none}."
 
 
 def plot(folder: Path, reports: Mapping[str, Report]) -> str:

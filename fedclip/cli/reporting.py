@@ -305,10 +305,9 @@ class Ranking:
         runs = f"{seeds} seeds" if seeds > 1 else "one seed"
         of = f"(mean {self.metric} of {listed(self.counted)}, over {runs})"
         if self.alike:
-            return (
-                f"No winner: the first seeds of {over} gave equal results, so batches are not "
-                "random. To draw batches at random, set shuffle = true in [run.training]."
-            )
+            text = f"No winner: the first seeds of {over} gave equal results, so batches are not"
+            advice = "To draw batches at random, set shuffle = true in [run.training]."
+            return f"{text} random. {advice}"
         if first and self.lost(over):
             value = f"{shown(*self.mean(first))} {of}"
             return f"With {over}, the model diverged; {first} is the best of the others: {value}."

@@ -129,10 +129,8 @@ def unclipped(text: str) -> tuple[str, bool]:
     before: Config = tomlkit.parse(text)
     modules = [name for name, _, _ in modules_of(before)]
     if "sample-clip" in modules or "privacy" in before.get("run", {}):
-        raise ValueError(
-            "DP-SGD records no norms, and each run would spend budget: plan its limit with "
-            "`fedclip privacy calibrate`"
-        )
+        advice = "plan its limit with `fedclip privacy calibrate`"
+        raise ValueError(f"DP-SGD records no norms, and each run would spend budget: {advice}")
     measures: Lines = {side: ("no-op", {}) for side in ("client_opt", "server_opt")}
     document: Config = tomlkit.parse(rewritten(text, Proposal("step.none", measures)))
     clipped = not _CLIPPING.isdisjoint(modules)
