@@ -144,14 +144,9 @@ class Release(NamedTuple):
         return self._replace(steps=1)
 
 
-def epsilon(
-    releases: Iterable[Release],
-    delta: float,
-    relation: str = "add-remove",
-    order: float | None = None,
-) -> float:
+def epsilon(releases: Iterable[Release], delta: float, relation: str = "add-remove") -> float:
     """Return an upper bound on the epsilon of all releases together, as `account` does."""
-    return account(releases, delta, relation, order).epsilon
+    return account(releases, delta, relation).epsilon
 
 
 def account(
@@ -213,12 +208,9 @@ def covers(spent: Iterable[Release], others: Iterable[Release]) -> bool:
 
 
 def _checked(release: Release) -> Release:
-    z, steps, sampling = release
-    return Release(
-        parameters.positive(noise_multiplier=z),
-        parameters.integer(1, steps=steps),
-        parameters.number("a number in (0, 1]", 0.0, 1.0, open_low=True, sampling=sampling),
-    )
+    z = parameters.positive(noise_multiplier=release.noise_multiplier)
+    steps = parameters.integer(1, steps=release.steps)
+    return Release(z, steps, parameters.fraction(sampling=release.sampling))
 
 
 @lru_cache(maxsize=4096)

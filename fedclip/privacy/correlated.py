@@ -132,8 +132,7 @@ def _inverse_times(c: Float64, values: Float64) -> Float64:
     """Return the stream of these values: they take the place of the normals."""
     from scipy.signal import lfilter
 
-    solution: Float64 = lfilter([1.0], c, values)
-    return solution
+    return np.asarray(lfilter([1.0], c, values), np.float64)
 
 
 class Stream:

@@ -355,7 +355,7 @@ class TrustModels:
     honest: float = 0.75
 
     def __post_init__(self) -> None:
-        parameters.number("a number in (0, 1]", 0.0, 1.0, open_low=True, honest=self.honest)
+        parameters.fraction(honest=self.honest)
 
     @property
     def sites(self) -> int:

@@ -73,26 +73,25 @@ class ExactSum:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Float64] = {}
-        self._lost: dict[str, Float64] = {}
+        # Of each tensor, the sum, and what rounding has added too much so far.
+        self._sums: dict[str, tuple[Float64, Float64]] = {}
 
     def add(self, update: Arrays, factor: float = 1.0) -> None:
         """Add an update times a factor; an update that cannot be read changes nothing."""
         rows = {name: host_values(array) for name, array in update.items()}
         if not self._sums:
-            self._sums = {name: np.zeros(row.shape) for name, row in rows.items()}
-            self._lost = {name: np.zeros(row.shape) for name, row in rows.items()}
+            self._sums = {n: (np.zeros(row.shape), np.zeros(row.shape)) for n, row in rows.items()}
         for name, row in rows.items():
-            _add(self._sums[name].reshape(-1), self._lost[name].reshape(-1), row, factor)
+            _add(*self._sums[name], row, factor)
 
     def divided(self, divisor: float) -> dict[str, Float64]:
         """Return the sum divided by a number."""
-        return {name: np.asarray(total / divisor) for name, total in self._sums.items()}
+        return {name: np.asarray(total / divisor) for name, (total, _) in self._sums.items()}
 
 
 def _add(total: Float64, lost: Float64, row: HostView, factor: float) -> None:
-    """Add values times a factor; `lost` is what rounding has added too much so far (Kahan)."""
-    values = row.reshape(-1)
+    """Add values times a factor (Kahan)."""
+    total, lost, values = total.reshape(-1), lost.reshape(-1), row.reshape(-1)
     for start in range(0, total.size, _PIECE):
         piece = slice(start, start + _PIECE)
         term = np.multiply(values[piece], factor, dtype=np.float64)

@@ -25,7 +25,7 @@ from fedclip.core.parameters import integer, limit, non_negative, parameter, uni
 from fedclip.errors import StateError
 from fedclip.privacy.accounting import RELATIONS, Accountant, check_evaluation, state_of
 from fedclip.privacy.correlated import coefficients
-from fedclip.updates.client_noise import SiteNoise, share_of_clients
+from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.limits import zeros
 from fedclip.updates.noise import MANY_ROUNDS, Budget, draws_of
 from fedclip.updates.protocol import Arrays, Participation, SentBound
@@ -114,7 +114,7 @@ class AdaptiveBound(Documented):
     noise_at: str = parameter(parameters.choice, ("server", "clients"), default="server")
     """Who adds noise: the "server", or "clients", so that nobody sees a sum without it. With
     "clients", `update-clip-client` needs the table `noise`."""
-    honest: float | None = parameter(share_of_clients, default=None)
+    honest: float | None = parameter(parameters.fraction, default=None)
     """Share of clients that surely add noise, in (0, 1], for "clients". The others may collude with
     the server."""
     evaluation_share: float = parameter(parameters.share, default=0.0)

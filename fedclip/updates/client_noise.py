@@ -75,11 +75,6 @@ UNSURE_PEERS = (
 """The assumptions under which the sums are safe."""
 
 
-def share_of_clients(honest: float) -> float:
-    """Return the share, if it is in (0, 1]."""
-    return parameters.number("a number in (0, 1]", 0.0, 1.0, open_low=True, honest=honest)
-
-
 class SiteNoise(Configured):
     """The noise that clients add, as server and clients have to agree on it.
 
@@ -117,7 +112,7 @@ class SiteNoise(Configured):
 
     noise_multiplier: float = parameter(positive)
     expected_clients: int = parameter(integer, 1)
-    honest: float = parameter(share_of_clients)
+    honest: float = parameter(parameters.fraction)
     max_norm: float = parameter(limit)
     bits_noise: float | None = parameter(non_negative, default=None)
 

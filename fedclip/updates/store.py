@@ -39,6 +39,8 @@ from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares
 
 _PARTS: tuple[Callable[..., Any], ...] = (AdaptiveBound, UpdateClient, Shares, Combining)
+_OF_PART = {part: {*inspect.signature(part).parameters} for part in _PARTS}
+_KNOWN = set[str]().union(*_OF_PART.values())
 # Those that an app may have for itself, too, outside of the table.
 _ANYBODYS = {
     *("combine", "delta", "exclude", "generator", "learning_rate", "max_steps", "momentum"),
@@ -46,17 +48,12 @@ _ANYBODYS = {
 }
 
 
-def _known(part: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(part).parameters)
-
-
 def _of(part: Callable[..., Any], settings: Mapping[str, object]) -> dict[str, Any]:
     """Return those of the settings that a part takes; refuse one that none takes."""
-    known = set[str]().union(*map(_known, _PARTS))
-    for name in settings.keys() - known:
-        hint = nearest(name, known) or f"; its parameters are {', '.join(sorted(known))}"
+    for name in settings.keys() - _KNOWN:
+        hint = nearest(name, _KNOWN) or f"; its parameters are {', '.join(sorted(_KNOWN))}"
         raise TypeError(f"update clipping has no parameter {name!r}{hint}")
-    return {name: settings[name] for name in settings if name in _known(part)}
+    return {name: settings[name] for name in settings if name in _OF_PART[part]}
 
 
 def settings_in(run_config: Mapping[str, object]) -> dict[str, Any]:
@@ -82,12 +79,11 @@ def settings_in(run_config: Mapping[str, object]) -> dict[str, Any]:
     ValueError: nobody reads 'update_clip.noise-multiplier': write update-clip.noise-multiplier
     """
     settings: dict[str, Any] = {}
-    special = set[str]().union(*map(_known, _PARTS)) - _ANYBODYS
     for name, value in run_config.items():
         table, dot, key = name.rpartition(".")
         if not name.startswith("update-clip."):
             meant = "clip" in table.lower() and nearest(table, ["update-clip", "updateclip"])
-            if meant or get_close_matches(_snake(key), special, n=1, cutoff=0.9):
+            if meant or get_close_matches(_snake(key), _KNOWN - _ANYBODYS, n=1, cutoff=0.9):
                 advice = "" if dot else ", or give a setting of the app itself another name"
                 raise ValueError(f"nobody reads {name!r}: write update-clip.{key}{advice}")
             continue
