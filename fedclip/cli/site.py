@@ -34,11 +34,9 @@ def check(file: PolicyPath) -> None:
     except ValueError as exc:
         fail(exc)
     say(f"{file} allows these to leave the site, in all jobs and engines together:")
-    for line in lines:
-        say(f"  {line}")
+    say(*(f"  {line}" for line in lines))
     say("Each engine has ways out that a policy cannot check: docs/site-policy.md")
-    for problem in problems:
-        say(f"fedclip: {problem}", err=True)
+    say(*(f"fedclip: {problem}" for problem in problems), err=True)
     raise typer.Exit(1 if problems else 0)
 
 

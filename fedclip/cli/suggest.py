@@ -139,8 +139,7 @@ def suggest(
             fail(f"{file} cannot be changed: {exc}")
         save(file, chosen, text)
     elif not as_json:
-        for line in in_words(advice, use):
-            say(line)
+        say(*in_words(advice, use))
         if chosen:
             named = f" --use {use}" if use else ""
             typer.echo()

@@ -275,8 +275,7 @@ class Tuning:
         """Add the settings that are advised by the first run, and say why."""
         report = read_report(self.runs[NONE][0].folder)
         advice = advised(report, min(report.experiments))
-        for line in (*advice.findings, advice.answer):
-            say(line, err=True)
+        say(*advice.findings, advice.answer, err=True)
         for proposal in advice.proposals:
             try:
                 text = rewritten(self.text, proposal)
