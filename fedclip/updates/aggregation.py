@@ -139,15 +139,11 @@ class Combining:
         return f"{text} {2 * self.n_hostile} replies in a round, and there are {clients}"
 
     def of(
-        self,
-        updates: Sequence[Arrays],
-        clients: int,
-        factors: Sequence[float],
-        divisor: float | None = None,
+        self, updates: Sequence[Arrays], clients: int, factors: Sequence[float], divisor: float
     ) -> dict[str, Float64]:
         """Return one update for a number of clients; those without an update count as zeros.
 
-        The mean is the sum of updates times factors, over the `divisor` (None: the clients).
+        The mean, and that of "arc", is the sum of updates times factors, over the `divisor`.
         """
         if self.kind == "trimmed":
             return trimmed_mean(updates, clients, self.n_hostile)
@@ -156,7 +152,7 @@ class Combining:
             for i, update in enumerate(updates):
                 norms[i] = norm_of(update, "arc") or 0.0
             factors = arc_factors(norms, self.n_hostile)[: len(updates)]
-        return averaged(updates, divisor or clients, factors)
+        return averaged(updates, divisor, factors)
 
 
 def averaged(
